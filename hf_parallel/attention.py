@@ -1,0 +1,272 @@
+"""How block attention meets Transformers: the registered implementation, and what a loaded model can do with it.
+
+The implementation is registered once under the name `hf_parallel`. The cache of the running call reaches it as the
+keyword argument `block_cache` of `model.forward`; models that drop unknown keywords on the way get it through a
+context variable. What a model's layers do to positions is not guessed from its class but read off a forward pass
+over one token: a single token attends to itself alone, so its queries differ between positions by their rotation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from .cache import BlockCache
+from .kernels import RotarySpec, block_attention, rotate
+
+IMPLEMENTATION = "hf_parallel"
+"""Name under which block attention is registered with Transformers."""
+
+PROBE_POSITIONS = (1, 7)
+"""Positions at which the queries of one token are compared with those at position 0."""
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_OTHER_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "moe", "chunked_attention")
+
+
+class UnsupportedModelError(ValueError):
+    """A model, or a mode on this model, that block attention cannot serve; the message says why."""
+
+
+@dataclass(eq=False)
+class _Recorder:
+    """Stands in for the cache while a model is probed."""
+
+    keyword_arrives: bool = False
+    masked: bool = False
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+_current: ContextVar[BlockCache | _Recorder | None] = ContextVar("hf_parallel_cache", default=None)
+
+
+def _block_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    block_cache: BlockCache | _Recorder | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function of the implementation `hf_parallel`, called by each layer of the model.
+
+    `query` is `[1, heads, T, head_dim]`, packed; `key` and `value`, `[1, kv_heads, T, head_dim]`, are in the cache
+    already. Returns `[1, T, heads, head_dim]`.
+    """
+    cache = block_cache if block_cache is not None else _current.get()
+    layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    if isinstance(cache, _Recorder):
+        cache.keyword_arrives |= block_cache is not None
+        cache.masked |= attention_mask is not None
+        cache.queries[layer_idx] = query[0, :, 0].detach()
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
+    if cache is None:
+        raise RuntimeError(
+            f"attention implementation {IMPLEMENTATION!r} runs only inside a parallel generation mode; "
+            "another thread may be using this model"
+        )
+    if dropout:
+        raise UnsupportedModelError(f"attention dropout must be 0 while generating in parallel, got {dropout}")
+    layer = cache.storage(layer_idx)
+    out = block_attention(
+        query[0].transpose(0, 1),
+        layer.keys,
+        layer.values,
+        cache.plan,
+        num_kv_heads=layer.num_kv_heads,
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        rotary=None if cache.rotary is None else cache.rotary.get(layer_idx),
+        softcap=softcap,
+        sinks=s_aux,
+        window=sliding_window,
+    )
+    return out.unsqueeze(0), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Mask function of the implementation: who sees what is in the plan."""
+    return
+
+
+AttentionInterface.register(IMPLEMENTATION, _block_attention_forward)
+AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+
+
+@contextmanager
+def block_attention_enabled(model: PreTrainedModel, cache: BlockCache | _Recorder) -> Iterator[None]:
+    """Run a model with block attention over `cache`; what was set before is restored, whatever happens inside."""
+    before = model.config._attn_implementation
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)] if model.training else []
+    token = _current.set(cache)
+    try:
+        for layer in layers:  # checkpointing drops the cache; there is nothing to check-point without gradients
+            layer.gradient_checkpointing = False  # type: ignore[assignment]
+        model.set_attn_implementation(IMPLEMENTATION)
+        if isinstance(cache, BlockCache):
+            cache.block_attention = True
+        yield
+    finally:
+        if isinstance(cache, BlockCache):
+            cache.block_attention = False
+        model.set_attn_implementation(before)
+        for layer in layers:
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
+        _current.reset(token)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a model can do with block attention.
+
+    Attributes
+    ----------
+    keyword : bool
+        Whether a keyword argument of `model.forward` reaches the attention function.
+    rotary : dict of int to RotarySpec or None, optional
+        How each layer rotates. None: the model's blocks cannot be seen at other positions than their own.
+    why_no_rotation : str
+        The reason, where `rotary` is None.
+    """
+
+    keyword: bool
+    rotary: dict[int, RotarySpec | None] | None
+    why_no_rotation: str = ""
+
+
+def capabilities(model: PreTrainedModel) -> Capabilities:
+    """Find out what a model can do with block attention; runs it on one token at three positions.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If it can do nothing, with the reason.
+    """
+    refuse_by_config(model)
+    recorder, at_zero = _Recorder(), {}
+    queries: dict[int, dict[int, torch.Tensor]] = {}
+    with torch.no_grad(), block_attention_enabled(model, recorder):
+        for position in (0, *PROBE_POSITIONS):
+            _run_one_token(model, recorder, position)
+            queries[position], recorder.queries = recorder.queries, {}
+    at_zero = queries.pop(0)
+    name = type(model).__name__
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if len(at_zero) != layers:
+        raise UnsupportedModelError(
+            f"{name} sends {len(at_zero)} of its {layers} layers through transformers' attention interface; all are needed"
+        )
+    if recorder.masked:
+        raise UnsupportedModelError(f"{name} makes an attention mask of its own, which block attention would ignore")
+    rotary, why = _read_rotary(model, at_zero, queries)
+    return Capabilities(recorder.keyword_arrives, rotary, why)
+
+
+def refuse_by_config(model: Any) -> None:
+    """Refuse what a model's class and config show to be impossible.
+
+    Raises
+    ------
+    TypeError
+        If `model` is not a `PreTrainedModel`.
+    UnsupportedModelError
+        With the reason.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; block attention serves decoder-only models")
+    if not model.can_generate():
+        raise UnsupportedModelError(f"{name} cannot generate: it has no language modelling head")
+    text = config.get_text_config(decoder=True)
+    others = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind in _OTHER_LAYERS})
+    if others or getattr(model, "_is_stateful", False):
+        kinds = ", ".join(others) or "recurrent state"
+        raise UnsupportedModelError(f"{name} has layers without a key-value cache of all tokens ({kinds})")
+    if getattr(text, "kv_lora_rank", None):
+        raise UnsupportedModelError(f"{name} uses multi-head latent attention, whose cache holds no keys to rotate")
+    if getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt"):
+        raise UnsupportedModelError(f"{name} uses ALiBi: distances are added to scores, not rotated into keys")
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(f"{name} does not use transformers' attention interface")
+
+
+def _run_one_token(model: PreTrainedModel, recorder: _Recorder, position: int) -> None:
+    device = model.get_input_embeddings().weight.device
+    token = model.config.get_text_config(decoder=True).vocab_size // 2
+    arguments: dict[str, Any] = {
+        "input_ids": torch.full((1, 1), token, device=device),
+        "position_ids": torch.full((1, 1), position, device=device),
+        "use_cache": False,
+    }
+    if accepts_keywords(model):
+        arguments["block_cache"] = recorder
+    model(**arguments)
+
+
+def accepts_keywords(model: PreTrainedModel) -> bool:
+    """Whether `model.forward` takes keyword arguments that it does not name."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+
+
+def _read_rotary(
+    model: PreTrainedModel, at_zero: dict[int, torch.Tensor], queries: dict[int, dict[int, torch.Tensor]]
+) -> tuple[dict[int, RotarySpec | None] | None, str]:
+    """Find the rotary embedding of each layer among those that the model holds, by what it does to a query."""
+    name = type(model).__name__
+    kinds = _rope_types(model.config.get_text_config(decoder=True))
+    changing = sorted(kinds & set(_LENGTH_DEPENDENT_ROPE))
+    if changing:
+        return None, f"{name} uses {changing[0]} RoPE scaling, whose frequencies change with the length"
+    candidates = [RotarySpec(inv_freq, style) for inv_freq in _frequencies(model) for style in (False, True)]
+    found: dict[int, RotarySpec | None] = {}
+    for layer, base in at_zero.items():
+        turned = {position: at[layer] for position, at in queries.items()}
+        fits = [spec for spec in (None, *candidates) if _explains(spec, base, turned)]
+        if not fits:
+            return None, f"{name}'s positions are not rotary embeddings that could be turned further (layer {layer})"
+        found[layer] = fits[0]
+    if all(spec is None for spec in found.values()):
+        return None, f"{name}'s queries carry no position that could be turned"
+    return found, ""
+
+
+def _frequencies(model: PreTrainedModel) -> list[tuple[float, ...]]:
+    """The distinct `inv_freq` buffers of a model, after scaling."""
+    names = [(n, b) for n, b in model.named_buffers() if n.endswith("inv_freq") and "original" not in n]
+    return list(dict.fromkeys(tuple(buffer.double().flatten().tolist()) for _, buffer in names))
+
+
+def _rope_types(config: Any) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    return {str(p.get("rope_type", "default")) for p in nested}
+
+
+def _explains(spec: RotarySpec | None, base: torch.Tensor, turned: dict[int, torch.Tensor]) -> bool:
+    """Whether turning the query at position 0, `[heads, head_dim]`, by `spec` gives those at the other positions."""
+    tolerance = 1e-4 if base.dtype in (torch.float32, torch.float64) else 3e-2
+    for position, query in turned.items():
+        expected = base.double()
+        if spec is not None:
+            if spec.rotary_dim > base.shape[-1]:
+                return False
+            delta = torch.tensor([position]).numpy()
+            expected = rotate(expected, *spec.tables(delta, torch.float64, base.device), spec)
+        if (expected - query.double()).abs().max() > tolerance * base.double().abs().max():
+            return False
+    return True

@@ -1,0 +1,305 @@
+"""BlockCache: the face that models see. A `transformers.Cache` whose past is blocks, shared between rows.
+
+Under the block attention implementation `update` stores the packed new tokens and hands them back; attention reads
+the blocks in place. Under a stock implementation (`eager`, `sdpa`, ...) `update` returns each row's dense, re-rotated
+keys and values: slow, correct, and the oracle of the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers.cache_utils import Cache
+
+from ..kernels import AttentionPlan, RotarySpec, rotate
+from .arena import Arena, LayerStorage
+from .layout import Block, ForwardPass, Segment, View, plan_pass, view_length
+
+
+class BlockCache(Cache):
+    """Keys and values in blocks, each stored once, however many rows see it.
+
+    Parameters
+    ----------
+    rotary : mapping of int to RotarySpec or None, optional
+        Per layer index how it rotates (None: not at all). Needed only where blocks move or are seen at positions
+        other than those that they were written for.
+    device : torch.device, optional
+        Where position ids are made; the storage follows the model's own tensors.
+    """
+
+    def __init__(
+        self, rotary: Mapping[int, RotarySpec | None] | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__(layers=[])
+        self.arena = Arena()
+        self.rotary = dict(rotary) if rotary is not None else None
+        self.device = torch.device(device or "cpu")
+        self.blocks: dict[int, Block] = {}
+        self.rows: list[View] = []
+        self.block_attention = False
+        self._pass: ForwardPass | None = None
+        self._undo: list[tuple[Block, int]] = []
+
+    # Blocks
+
+    def new_block(self, capacity: int = 0, base: int = 0) -> Block:
+        """Make an empty block with room for `capacity` tokens (it grows when more come)."""
+        return self.new_blocks(1, capacity, base)[0]
+
+    def new_blocks(self, count: int, capacity: int = 0, base: int = 0) -> list[Block]:
+        """Make empty blocks that lie evenly spaced in memory, so that attention may read them in one call."""
+        blocks = [Block(extent, base) for extent in self.arena.allocate(capacity, count)]
+        self.blocks.update((id(block), block) for block in blocks)
+        return blocks
+
+    def free(self, block: Block) -> None:
+        """Forget a block and give its memory back."""
+        self._known(block)
+        del self.blocks[id(block)]
+        self.arena.release(block.extent)
+
+    def truncate(self, block: Block, length: int) -> None:
+        """Forget the tokens of a block from index `length` on."""
+        self._known(block)
+        if not 0 <= length <= block.length:
+            raise ValueError(f"length must be between 0 and the block's {block.length}, got {length}")
+        block.length = length
+
+    def split(self, block: Block, at: int) -> Block:
+        """Cut a block in two without copying: it keeps `at` tokens, the returned block has the others."""
+        self._known(block)
+        if not 0 < at < block.length:
+            raise ValueError(f"at must lie inside the block's {block.length} tokens, got {at}")
+        tail = Block(block.extent, block.base + at, block.first + at, block.length - at)
+        block.extent.owners += 1
+        block.length = at
+        self.blocks[id(tail)] = tail
+        return tail
+
+    def fork(self, block: Block, room: int = 0) -> Block:
+        """Copy a block's tokens into a new block with room for `room` more."""
+        self._known(block)
+        copy = self.new_block(block.length + room, block.base)
+        self.arena.copy(block.extent, block.first, copy.extent, 0, block.length)
+        copy.length = block.length
+        return copy
+
+    def move(self, source: Block, target: Block) -> None:
+        """Move all tokens of `source` to the end of `target`, keys turned to their new positions.
+
+        Only what moves is copied. `source` is empty afterwards.
+        """
+        self._known(source)
+        self._known(target)
+        if source is target:
+            raise ValueError("a block cannot be moved into itself")
+        delta = target.base + target.length - source.base
+        if delta and self.rotary is None:
+            raise ValueError("moving a block to other positions needs the rotary embedding of the model's layers")
+        self.reserve([(target, target.length + source.length)])
+        self.arena.copy(
+            source.extent,
+            source.first,
+            target.extent,
+            target.first + target.length,
+            source.length,
+            delta,
+            self.rotary,
+        )
+        target.length += source.length
+        source.length = 0
+
+    def reserve(self, wanted: Sequence[tuple[Block, int]]) -> None:
+        """Make room for `length` tokens in each `(block, length)`.
+
+        A block that must grow moves to an extent of at least twice its size, so that a token is copied a bounded
+        number of times; those that outgrow equal extents stay evenly spaced.
+        """
+        outgrown: dict[int, list[tuple[Block, int]]] = {}
+        for block, length in wanted:
+            if block.first + length > block.extent.capacity or (block.extent.owners > 1 and length > block.length):
+                outgrown.setdefault(block.extent.capacity, []).append((block, length))
+        for capacity, growing in outgrown.items():
+            size = max(2 * capacity if capacity else 0, *(length for _, length in growing), 1)
+            for (block, _), extent in zip(growing, self.arena.allocate(size, len(growing)), strict=True):
+                if block.length:
+                    self.arena.copy(block.extent, block.first, extent, 0, block.length)
+                self.arena.release(block.extent)
+                block.extent, block.first = extent, 0
+
+    def _known(self, block: Block) -> None:
+        if id(block) not in self.blocks:
+            raise ValueError(f"{block!r} is not (or no longer) a block of this cache")
+
+    # Forward passes
+
+    def prepare(self, segments: Sequence[Segment]) -> ForwardPass:
+        """Make room for the new tokens of a forward pass and lay it out.
+
+        Parameters
+        ----------
+        segments : sequence of Segment
+            What each row brings, in the order in which the tokens are packed.
+
+        Returns
+        -------
+        ForwardPass
+            With the position ids to give to the model.
+
+        Raises
+        ------
+        ValueError
+            If a segment is empty, or two of them write to one block.
+        """
+        targets: set[int] = set()
+        for segment in segments:
+            if not segment.view or segment.num_tokens < 1:
+                raise ValueError(f"a segment needs a view and at least one new token, got {segment!r}")
+            if segment.write and id(segment.view[-1]) in targets:
+                raise ValueError("two segments of a forward pass write to one block")
+            targets.add(id(segment.view[-1]))
+        writing = [(segment.view[-1], segment.num_tokens) for segment in segments if segment.write]
+        self.reserve([(block, block.length + n) for block, n in writing])
+        self._undo = [(block, block.length) for block, _ in writing]
+        for block, n in writing:
+            block.length += n
+        self._pass = plan_pass(segments, self.device)
+        return self._pass
+
+    def rollback(self) -> None:
+        """Take back the lengths of the last prepared pass, if it did not come to its end."""
+        for block, length in self._undo:
+            block.length = length
+        self._undo, self._pass = [], None
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """Plan of the pass that is under way."""
+        if self._pass is None:
+            raise RuntimeError("no forward pass is prepared")
+        return self._pass.plan
+
+    def commit(self) -> None:
+        """Say that the last prepared pass came to its end."""
+        self._undo, self._pass = [], None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a layer's new keys and values.
+
+        Parameters
+        ----------
+        key_states, value_states : [1, kv_heads, T, head_dim], or [rows, kv_heads, n, head_dim] under stock attention
+            New tokens in packed order, rotated to the pass's position ids.
+        layer_idx : int
+            Index of the layer.
+
+        Returns
+        -------
+        (keys, values)
+            Under block attention what was given; under a stock implementation `[rows, kv_heads, L, head_dim]`: each
+            row's whole view, left-padded with zeros to the longest.
+        """
+        if not self.block_attention and (self._pass is None or (layer_idx == 0 and 0 in self._written)):
+            self._prepare_rows(key_states)
+        assert self._pass is not None, "a forward pass is prepared before the model runs"
+        if layer_idx == 0:
+            self._written = {0}
+        if self.block_attention:
+            self.arena.write(layer_idx, key_states[0], value_states[0], self._pass.plan)
+            return key_states, value_states
+        packed = [states.transpose(0, 1).flatten(1, 2) for states in (key_states, value_states)]
+        self.arena.write(layer_idx, packed[0], packed[1], self._pass.plan)
+        return self._dense(layer_idx, self._pass)
+
+    _written: set[int] = set()
+
+    def storage(self, layer_idx: int) -> LayerStorage:
+        """A layer's keys and values, for attention to read in place."""
+        return self.arena.layers[layer_idx]
+
+    # Stock attention
+
+    def _prepare_rows(self, key_states: torch.Tensor) -> None:
+        """Lay out a pass that the caller did not prepare: each of `rows` brings as many tokens as the batch has."""
+        batch, _, length, _ = key_states.shape
+        if not self.rows:
+            self.rows = [[block] for block in self.new_blocks(batch, length)]
+        if len(self.rows) != batch:
+            raise ValueError(f"this cache has {len(self.rows)} rows, the batch has {batch}")
+        self.prepare([Segment(view, length) for view in self.rows])
+
+    def _dense(self, layer_idx: int, forward: ForwardPass) -> tuple[torch.Tensor, torch.Tensor]:
+        """Spell out every row's view: blocks in order, keys turned to where the row's queries expect them."""
+        layer = self.arena.layers[layer_idx]
+        spec = None if self.rotary is None else self.rotary.get(layer_idx)
+        longest = max(view_length(segment.view) for segment in forward.segments)
+        keys = layer.keys.new_zeros(len(forward.segments), layer.num_kv_heads, longest, layer.keys.shape[-1])
+        values = layer.values.new_zeros(len(forward.segments), layer.num_kv_heads, longest, layer.values.shape[-1])
+        for row, segment in enumerate(forward.segments):
+            start = longest - view_length(segment.view)
+            place = 0
+            shift = view_length(segment.view[:-1]) - segment.view[-1].base
+            for block in segment.view:
+                at = layer.rows(block.extent, block.first, block.first + block.length)
+                k = layer.keys[at]
+                delta = (place - block.base) - shift
+                if delta and spec is not None and block.length:
+                    k = rotate(k, *Arena._turn(spec, delta, k), spec)
+                keys[row, :, start : start + block.length] = k
+                values[row, :, start : start + block.length] = layer.values[at]
+                start, place = start + block.length, place + block.length
+        return keys, values
+
+    def attention_mask(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """Two-dimensional mask `int64 [rows, longest]` of the dense rows, for a stock forward pass after `prepare`."""
+        lengths = torch.tensor([view_length(segment.view) for segment in segments], device=self.device)
+        longest = int(lengths.max())
+        return (torch.arange(longest, device=self.device) >= longest - lengths[:, None]).long()
+
+    # What transformers asks of a cache
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Length of the longest row's view, in tokens."""
+        return max((view_length(view) for view in self.rows), default=0)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Place of the first new token in the dense rows."""
+        return self.get_mask_sizes(0, layer_idx)[0] if self._pass is None else self._offset()
+
+    def _offset(self) -> int:
+        assert self._pass is not None
+        return max(view_length(s.view) for s in self._pass.segments) - self._pass.segments[0].num_tokens
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Length and offset of the dense keys that stock attention will see."""
+        if self._pass is not None:
+            return self._offset() + query_length, 0
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """-1: a block cache has no maximum length."""
+        return -1
+
+    get_max_length = get_max_cache_shape
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for block in list(self.blocks.values()):
+            self.free(block)
+        self.rows = []
+        self.commit()
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values held: unique tokens, once."""
+        return sum(block.length for block in self.blocks.values()) * self.arena.bytes_per_token
+
+    def __len__(self) -> int:
+        return len(self.arena.layers)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.blocks)} blocks, {sum(b.length for b in self.blocks.values())} tokens)"

@@ -1,0 +1,149 @@
+"""GenerationCall: one call of `model.generate`, as `generate` itself has prepared it, handed to a mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import DynamicCache
+
+from ..attention import Capabilities
+from ..cache import BlockCache
+
+_IGNORED = ("use_cache", "logits_to_keep")
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationCall:
+    """What a mode needs to run.
+
+    Attributes
+    ----------
+    model : PreTrainedModel
+        The model that generates.
+    capabilities : Capabilities
+        What block attention can do with it.
+    input_ids : int64 [rows, length]
+        Left-padded prompts, repeated `num_return_sequences` times.
+    prompts : list of int64 arrays
+        The prompts without padding.
+    logits_processor, stopping_criteria, generation_config, streamer
+        As `generate` prepared them.
+    tokenizer
+        What the caller gave as `tokenizer=`, or None.
+    past_key_values : BlockCache, optional
+        A cache that the caller passed.
+    """
+
+    model: PreTrainedModel
+    capabilities: Capabilities
+    input_ids: torch.Tensor
+    prompts: list[np.ndarray]
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    streamer: Any = None
+    tokenizer: Any = None
+    past_key_values: BlockCache | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch."""
+        return self.input_ids.shape[0]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens that a row may still get."""
+        return int(self.generation_config.max_length) - self.input_ids.shape[1]
+
+    @property
+    def pad_token_id(self) -> int:
+        """Token that fills rows which have ended."""
+        pad = self.generation_config._pad_token_tensor  # type: ignore[attr-defined]
+        return 0 if pad is None else int(pad)
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end a row."""
+        eos = self.generation_config._eos_token_tensor  # type: ignore[attr-defined]
+        return [] if eos is None else eos.flatten().tolist()
+
+
+def make_call(
+    model: PreTrainedModel,
+    capabilities: Capabilities,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> GenerationCall:
+    """Check what reached the decoding method and wrap it up.
+
+    Raises
+    ------
+    ValueError
+        For right padding, empty prompts, tokens outside the vocabulary, positions of the caller's own, a foreign
+        cache, or arguments that no mode can honour.
+    """
+    tokenizer = model_kwargs.pop("tokenizer", None)
+    mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
+    cache = model_kwargs.pop("past_key_values", None)
+    if model_kwargs.pop("synced_gpus", False):
+        raise ValueError("parallel generation cannot keep several GPUs in step (synced_gpus=True)")
+    unknown = {name: value for name, value in model_kwargs.items() if name not in _IGNORED and value is not None}
+    if unknown:
+        raise ValueError(f"parallel generation cannot honour {sorted(unknown)}; give token ids and settings only")
+    if cache is not None and not isinstance(cache, BlockCache):
+        if not isinstance(cache, DynamicCache) or cache.get_seq_length() or getattr(cache, "_is_user_defined", False):
+            raise ValueError(
+                f"past_key_values must be a cache of hf_parallel, such as SharedPrefixCache, got {type(cache).__name__}"
+            )
+        cache = None
+    prompts = _unpad(input_ids, mask, positions)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    for row, prompt in enumerate(prompts):
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            bad = int(prompt.min() if prompt.min() < 0 else prompt.max())
+            raise ValueError(f"input_ids of row {row} hold {bad}, outside the vocabulary of {vocabulary}")
+    return GenerationCall(
+        model,
+        capabilities,
+        input_ids.to(model.device),
+        prompts,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        streamer,
+        tokenizer,
+        cache,
+    )
+
+
+def _unpad(
+    input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
+) -> list[np.ndarray]:
+    """The rows without what the attention mask hides, checked as `generate` would understand them."""
+    ids = input_ids.cpu().numpy()
+    if mask is None:
+        keep = np.ones(ids.shape, dtype=bool)
+    else:
+        if tuple(mask.shape) != ids.shape:
+            raise ValueError(f"attention_mask must have the shape of input_ids {ids.shape}, got {tuple(mask.shape)}")
+        keep = mask.cpu().numpy().astype(bool)
+    for row in range(len(ids)):
+        if not keep[row].any():
+            raise ValueError(f"the prompt of row {row} is empty: attention_mask hides all of it")
+        if not keep[row, -1]:
+            raise ValueError(f"row {row} is padded on the right; use tokenizer.padding_side = 'left'")
+    if positions is not None:
+        expected = keep.cumsum(-1) - 1
+        given = positions.cpu().numpy()
+        given = given.reshape(-1, given.shape[-1])
+        if given.shape[-1] != ids.shape[1] or (given != expected)[keep[: len(given)]].any():
+            raise ValueError("position_ids of the caller's own cannot be honoured: positions follow from the blocks")
+    return [np.ascontiguousarray(ids[row, keep[row]], dtype=np.int64) for row in range(len(ids))]

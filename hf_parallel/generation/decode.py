@@ -1,0 +1,229 @@
+"""The one decode loop: rows that bring new tokens, one forward pass for all of them, one token back for each.
+
+A mode says what its rows bring next; everything else (passes, sampling, ending, streaming, counting) is here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList
+
+from ..attention import block_attention_enabled
+from ..cache import BlockCache, Segment, View
+from .call import GenerationCall
+from .outputs import GenerationStats, ParallelOutput
+from .sampling import Sampler, TokenTable
+
+PREFILL_CHUNK = 4096
+"""New tokens per forward pass of a prefill, unless `prefill_chunk_size` says otherwise."""
+
+
+@dataclass(eq=False)
+class Row:
+    """One sequence that is being written.
+
+    `index` is its place in the batch, `view` the blocks that it sees, `pending` the tokens that it brings to the
+    next forward pass.
+    """
+
+    index: int
+    view: View
+    pending: list[int] = field(default_factory=list)
+
+    def segments(self) -> list[tuple[Segment, list[int]]]:
+        """What the row brings to the next pass, with the tokens; its next token follows from the last of them."""
+        return [(Segment(self.view, len(self.pending)), self.pending)]
+
+
+class DecodeLoop:
+    """Runs a model over a block cache for one call of `generate`.
+
+    Parameters
+    ----------
+    call : GenerationCall
+    cache : BlockCache
+    table : TokenTable
+        Rows of the batch, prompts included.
+    criteria : StoppingCriteriaList, optional
+        Those of the call unless given.
+    seed
+        Source of each row's randomness, see `ParallelConfig`.
+    """
+
+    def __init__(
+        self,
+        call: GenerationCall,
+        cache: BlockCache,
+        table: TokenTable,
+        criteria: StoppingCriteriaList | None = None,
+        seed: Any = None,
+    ) -> None:
+        self.call, self.cache, self.table = call, cache, table
+        self.stats = GenerationStats()
+        self.sampler = Sampler(call, table, call.stopping_criteria if criteria is None else criteria, seed)
+        self._keyword = {"block_cache": cache} if call.capabilities.keyword else {}
+        self._keeps = "logits_to_keep" in inspect.signature(call.model.forward).parameters
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Switch block attention on, for the time of a call."""
+        with block_attention_enabled(self.call.model, self.cache):
+            yield
+        self.stats.kv_bytes = self.cache.kv_bytes
+
+    def prefill(self, brought: Sequence[tuple[Segment, Sequence[int]]]) -> torch.Tensor:
+        """Compute given tokens, in chunks that bound the memory of a pass.
+
+        Parameters
+        ----------
+        brought : sequence of (Segment, tokens)
+            Such that no segment sees a later one.
+
+        Returns
+        -------
+        torch.Tensor
+            `[len(brought), vocabulary]`: the logits behind each segment's last token.
+        """
+        began = time.perf_counter()
+        room = self.call.generation_config.prefill_chunk_size or PREFILL_CHUNK
+        logits: list[torch.Tensor] = []
+        chunk: list[tuple[Segment, Sequence[int]]] = []
+        ends: list[int] = []  # places in the chunk at which a segment ends
+        free = room
+
+        def flush() -> None:
+            nonlocal chunk, ends, free
+            out = self.forward(chunk, ends)
+            logits.append(out)
+            chunk, ends, free = [], [], room
+
+        for segment, tokens in brought:
+            while len(tokens) > free:
+                if free:
+                    chunk.append((Segment(segment.view, free, segment.write), tokens[:free]))
+                    tokens = tokens[free:]
+                flush()
+            chunk.append((Segment(segment.view, len(tokens), segment.write), tokens))
+            ends.append(len(chunk) - 1)
+            free -= len(tokens)
+        if chunk:
+            flush()
+        self.stats.prefilled_tokens += sum(segment.num_tokens for segment, _ in brought)
+        self.stats.prefill_seconds += time.perf_counter() - began
+        return torch.cat(logits)
+
+    def decode(
+        self,
+        rows: Sequence[Row],
+        logits: torch.Tensor,
+        advance: Callable[[Row, int, bool], bool],
+        settle: Callable[[], None] | None = None,
+    ) -> None:
+        """Generate until no row is active.
+
+        Parameters
+        ----------
+        rows : sequence of Row
+            Ascending by index.
+        logits : [len(rows), vocabulary]
+            What follows each row's prompt.
+        advance : callable (row, token, ended) -> bool
+            Told each row's new token and whether a criterion ended it; sets `row.pending` and says whether the row
+            goes on.
+        settle : callable, optional
+            Called after every forward pass, to move blocks.
+        """
+        began = time.perf_counter()
+        active = list(rows)
+        while active:
+            tokens, ended = self.sampler.choose([row.index for row in active], logits)
+            self.stats.decoded_tokens += len(tokens)
+            self._stream(active, tokens)
+            active = [row for row, t, end in zip(active, tokens, ended, strict=True) if advance(row, t, end)]
+            if active:
+                logits = self.step(active, settle)
+        self.stats.decode_seconds += time.perf_counter() - began
+
+    def step(self, rows: Sequence[Row], settle: Callable[[], None] | None = None) -> torch.Tensor:
+        """One forward pass over what the rows have pending; returns logits `[len(rows), vocabulary]`."""
+        brought: list[tuple[Segment, Sequence[int]]] = []
+        ends = []
+        for row in rows:
+            brought += row.segments()
+            ends.append(len(brought) - 1)
+        logits = self.forward(brought, ends)
+        if settle is not None:
+            settle()
+        return logits
+
+    def forward(self, brought: Sequence[tuple[Segment, Sequence[int]]], ends: Sequence[int]) -> torch.Tensor:
+        """One forward pass.
+
+        Parameters
+        ----------
+        brought : sequence of (Segment, tokens)
+        ends : sequence of int
+            Segments whose last token's logits are wanted.
+
+        Returns
+        -------
+        torch.Tensor
+            `[len(ends), vocabulary]`.
+        """
+        began = time.perf_counter()
+        device = self.table.ids.device
+        forward = self.cache.prepare([segment for segment, _ in brought])
+        ids = torch.tensor([token for _, tokens in brought for token in tokens], dtype=torch.long, device=device)
+        last = forward.last_tokens
+        keep = torch.tensor([last[end] for end in ends], dtype=torch.long, device=device)
+        arguments: dict[str, Any] = dict(self._keyword)
+        if self._keeps:
+            arguments["logits_to_keep"] = keep
+        self.stats.plan_seconds += time.perf_counter() - began
+        try:
+            output = self.call.model(
+                input_ids=ids[None],
+                position_ids=forward.position_ids[None],
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **arguments,
+            )
+        except BaseException:
+            self.cache.rollback()
+            raise
+        self.cache.commit()
+        self.stats.forward_passes += 1
+        return output.logits[0] if self._keeps else output.logits[0].index_select(0, keep)
+
+    def _stream(self, active: Sequence[Row], tokens: Sequence[int]) -> None:
+        """Give the new tokens `[rows]` to the caller's streamer, as `generate` does; ended rows show padding."""
+        if self.call.streamer is None:
+            return
+        shown = torch.full((len(self.table.lengths),), self.call.pad_token_id)
+        shown[[row.index for row in active]] = torch.tensor(tokens)
+        self.call.streamer.put(shown)
+
+    def output(self, cls: type[ParallelOutput] = ParallelOutput, **more: Any) -> Any:
+        """What `generate` returns: the sequences, or with `return_dict_in_generate` a `cls` that holds them."""
+        if self.call.streamer is not None:
+            self.call.streamer.end()
+        sequences = self.table.padded()
+        if not self.call.generation_config.return_dict_in_generate:
+            return sequences
+        scores, logits = self.sampler.scores, self.sampler.logits
+        return cls(
+            sequences=sequences,  # type: ignore[arg-type]
+            scores=None if scores is None else tuple(scores),  # type: ignore[arg-type]
+            logits=None if logits is None else tuple(logits),  # type: ignore[arg-type]
+            past_key_values=self.cache,
+            stats=self.stats,
+            **more,
+        )

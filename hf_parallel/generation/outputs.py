@@ -1,0 +1,57 @@
+"""What the modes return besides tokens."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+
+@dataclass
+class GenerationStats:
+    """What a call cost. Benchmarks and tests read these.
+
+    Attributes
+    ----------
+    forward_passes : int
+        Forward passes of the model, prefill included.
+    prefilled_tokens : int
+        Tokens that were given (prompts, headers, inserted texts) and had to be computed.
+    reused_tokens : int
+        Tokens that were given and whose keys and values were held already, counted once per row.
+    decoded_tokens : int
+        Tokens that were generated, over all rows.
+    replayed_tokens : int
+        Generated tokens that needed no forward pass because their logits were remembered.
+    kv_bytes : int
+        Bytes of keys and values held at the end: unique tokens, once.
+    prefill_seconds, decode_seconds : float
+        Wall-clock time of either part, everything included.
+    plan_seconds : float
+        Part of it that went into laying out forward passes, outside the model.
+    """
+
+    forward_passes: int = 0
+    prefilled_tokens: int = 0
+    reused_tokens: int = 0
+    decoded_tokens: int = 0
+    replayed_tokens: int = 0
+    kv_bytes: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    plan_seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a plain dictionary."""
+        return asdict(self)
+
+
+@dataclass
+class ParallelOutput(GenerateDecoderOnlyOutput):
+    """`GenerateDecoderOnlyOutput` and what the call cost.
+
+    `past_key_values` is the cache of the run.
+    """
+
+    stats: GenerationStats | None = None

@@ -1,0 +1,41 @@
+"""Prompts into a tree of shared prefixes, each unique token computed once (Hydragen, section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..cache import Segment
+from ..cache.shared_prefix import Node, SharedPrefixCache
+from .decode import DecodeLoop
+
+
+def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> torch.Tensor:
+    """Compute what the tree does not hold yet, in one pass over all of it.
+
+    Parameters
+    ----------
+    leaves : sequence of Node
+        One per row; rows with the same prompt have the same leaf.
+
+    Returns
+    -------
+    torch.Tensor
+        `[len(leaves), vocabulary]`: what follows each row's prompt. Rows of one leaf share one computation.
+    """
+    distinct = list(dict.fromkeys(leaves))
+    nodes = cache.unfilled()
+    held = sum(len(node.tokens) - len(node.missing) for leaf in leaves for node in leaf.path)
+    new = set(nodes)
+    again = [leaf for leaf in distinct if leaf not in new]  # held already: ask its last token again
+    brought = [(Segment(cache.view(node), len(node.missing)), node.missing.tolist()) for node in nodes]
+    brought += [(Segment(cache.view(leaf), 1, write=False), leaf.tokens[-1:].tolist()) for leaf in again]
+    place = {node: i for i, node in enumerate([*nodes, *again])}
+    try:
+        logits = loop.prefill(brought)
+    except BaseException:
+        cache.discard_unfilled()
+        raise
+    loop.stats.reused_tokens += held
+    return logits[torch.tensor([place[leaf] for leaf in leaves], device=logits.device)]

@@ -1,0 +1,166 @@
+"""From logits to tokens: `generate`'s own processors, criteria and streamers over rows of unequal length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, StoppingCriteriaList
+
+from .call import GenerationCall
+
+_STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
+
+
+class TokenTable:
+    """What each row has so far, as `generate` would show it to processors: `[rows, length]`, left-padded."""
+
+    def __init__(self, input_ids: torch.Tensor, pad_token_id: int, room: int) -> None:
+        rows, length = input_ids.shape
+        self.pad_token_id = pad_token_id
+        self.ids = input_ids.new_full((rows, length + max(room, 1)), pad_token_id)
+        self.ids[:, :length] = input_ids
+        self.lengths = [length] * rows
+
+    def append(self, rows: Sequence[int], tokens: torch.Tensor) -> None:
+        """Add one token `int64 [len(rows)]` to each of `rows`."""
+        self._make_room(max(self.lengths[row] for row in rows) + 1)
+        if len({self.lengths[row] for row in rows}) == 1 and len(rows) == len(self.lengths):
+            self.ids[:, self.lengths[0]] = tokens
+        else:
+            index = torch.tensor(rows, device=self.ids.device)
+            self.ids[index, torch.tensor([self.lengths[row] for row in rows], device=self.ids.device)] = tokens
+        for row in rows:
+            self.lengths[row] += 1
+
+    def extend(self, row: int, tokens: Sequence[int]) -> None:
+        """Add tokens that were not sampled, such as a header, to one row."""
+        length = self.lengths[row]
+        self._make_room(length + len(tokens))
+        self.ids[row, length : length + len(tokens)] = torch.tensor(tokens, dtype=self.ids.dtype)
+        self.lengths[row] += len(tokens)
+
+    def left_padded(self, rows: Sequence[int]) -> torch.Tensor:
+        """The rows as one matrix `int64 [len(rows), longest]`."""
+        lengths = [self.lengths[row] for row in rows]
+        longest = max(lengths)
+        everything = len(rows) == len(self.lengths)
+        ids = self.ids if everything else self.ids[torch.tensor(rows, device=self.ids.device)]
+        if min(lengths) == longest:
+            return ids[:, :longest]
+        shift = longest - torch.tensor(lengths, device=ids.device)[:, None]
+        place = torch.arange(longest, device=ids.device) - shift
+        return ids.gather(1, place.clamp(min=0)).masked_fill(place < 0, self.pad_token_id)
+
+    def padded(self) -> torch.Tensor:
+        """All rows, right-padded to the longest: what is returned to the caller."""
+        return self.ids[:, : max(self.lengths)].clone()
+
+    def _make_room(self, length: int) -> None:
+        if length > self.ids.shape[1]:
+            more = self.ids.new_full((self.ids.shape[0], max(length, 2 * self.ids.shape[1])), self.pad_token_id)
+            more[:, : self.ids.shape[1]] = self.ids
+            self.ids = more
+
+
+class Sampler:
+    """Chooses the next token of each active row, and says which rows have ended.
+
+    Processors that come with transformers see the active rows only, so that rows which have ended cost nothing.
+    Others may keep state per row of the batch, so they see the whole batch at every step, as under `generate`.
+    """
+
+    def __init__(
+        self, call: GenerationCall, table: TokenTable, criteria: StoppingCriteriaList, seed: Any = None
+    ) -> None:
+        config = call.generation_config
+        self.table = table
+        self.processors = call.logits_processor
+        self.criteria = criteria
+        self.do_sample = bool(config.do_sample)
+        self.num_rows = len(table.lengths)
+        self.generators = make_generators(seed, self.num_rows, table.ids.device)
+        self.whole_batch = any(_may_keep_rows(processor) for processor in self.processors)
+        wanted = config.return_dict_in_generate
+        self.scores: list[torch.Tensor] | None = [] if wanted and config.output_scores else None
+        self.logits: list[torch.Tensor] | None = [] if wanted and config.output_logits else None
+
+    def choose(self, rows: Sequence[int], logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+        """Sample one token for each of `rows` and append it to the table.
+
+        Parameters
+        ----------
+        rows : sequence of int
+            Active rows, ascending.
+        logits : [len(rows), vocabulary]
+
+        Returns
+        -------
+        (tokens, ended) : list of int, list of bool
+        """
+        raw = logits.to(copy=True, dtype=torch.float32, device=self.table.ids.device)
+        scores = self._process(rows, raw)
+        self._record(self.logits, rows, logits)
+        self._record(self.scores, rows, scores)
+        tokens = self._draw(rows, scores)
+        self.table.append(rows, tokens)
+        return tokens.tolist(), self._ended(rows, scores)
+
+    def _process(self, rows: Sequence[int], raw: torch.Tensor) -> torch.Tensor:
+        if not self.whole_batch or len(rows) == self.num_rows:
+            return self.processors(self.table.left_padded(rows), raw)
+        index = torch.tensor(rows, device=raw.device)
+        everything = raw.new_zeros(self.num_rows, raw.shape[-1])
+        everything[index] = raw
+        return self.processors(self.table.left_padded(range(self.num_rows)), everything)[index]
+
+    def _draw(self, rows: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
+        if not self.do_sample:
+            return scores.argmax(dim=-1)
+        probs = scores.softmax(dim=-1)
+        if self.generators is None:
+            return torch.multinomial(probs, num_samples=1).squeeze(1)
+        draws = [torch.multinomial(p, 1, generator=self.generators[row]) for row, p in zip(rows, probs, strict=True)]
+        return torch.cat(draws)
+
+    def _ended(self, rows: Sequence[int], scores: torch.Tensor) -> list[bool]:
+        lengths = {self.table.lengths[row] for row in rows}
+        if len(lengths) == 1:
+            return self.criteria(self.table.left_padded(rows), scores).tolist()
+        # A criterion may look at the length: rows of unequal length are asked one by one.
+        one_by_one = (self.criteria(self.table.left_padded([row]), scores[i : i + 1]) for i, row in enumerate(rows))
+        return [bool(ended) for ended in one_by_one]
+
+    def _record(self, into: list[torch.Tensor] | None, rows: Sequence[int], what: torch.Tensor) -> None:
+        """Keep a step's scores `[rows, vocabulary]`; rows that have ended hold zeros."""
+        if into is None:
+            return
+        everything = what.new_zeros((self.num_rows, what.shape[-1]), dtype=torch.float32)
+        everything[torch.tensor(rows, device=what.device)] = what.float()
+        into.append(everything)
+
+
+def make_generators(seed: Any, num_rows: int, device: torch.device) -> list[torch.Generator] | None:
+    """One generator per row, or None for PyTorch's global one.
+
+    Raises
+    ------
+    ValueError
+        If a list of seeds has not one entry per row.
+    """
+    if seed is None:
+        return None
+    if isinstance(seed, torch.Generator):
+        return [seed] * num_rows
+    if not isinstance(seed, list | tuple):
+        seed = [(int(seed) * 0x9E3779B97F4A7C15 + row * 0xBF58476D1CE4E5B9) % 2**63 for row in range(num_rows)]
+    if len(seed) != num_rows:
+        raise ValueError(f"seed must have one entry per row ({num_rows}), got {len(seed)}")
+    return [s if isinstance(s, torch.Generator) else torch.Generator(device).manual_seed(s % 2**63) for s in seed]
+
+
+def _may_keep_rows(processor: LogitsProcessor) -> bool:
+    """Whether a processor may keep state per row of the batch."""
+    kind = type(processor)
+    return not kind.__module__.startswith("transformers.generation") or kind.__name__ in _STATEFUL

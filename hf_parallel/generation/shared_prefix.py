@@ -1,0 +1,159 @@
+"""`generation_mode="shared_prefix"`: many completions over shared prompts (Hydragen, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ..cache.shared_prefix import Node, SharedPrefixCache
+from .call import GenerationCall
+from .config import ParallelConfig, check_bool
+from .decode import DecodeLoop, Row
+from .prefix import prefill_leaves
+from .sampling import TokenTable
+
+SUFFIX_ROOM = 512
+"""Tokens that a completion has room for at first; it grows beyond."""
+
+
+@dataclass
+class SharedPrefixConfig(ParallelConfig):
+    """Completions that share what their prompts have in common. Output equals plain `generate`'s.
+
+    Parameters
+    ----------
+    levels : nested list, optional
+        The tree of prefixes, for who wants control: a node is `[tokens, child, child, ...]`, a leaf its tokens alone,
+        tokens a list of ints, a 1-D tensor, or a string if a `tokenizer` is given. Several roots may be listed in a
+        tuple. There is one row per leaf, depth first. Takes the place of `input_ids`. Default: shared prefixes of
+        the rows of `input_ids` are found by themselves.
+    keep_completions : bool
+        Whether a cache that outlives the call holds the completions too, so that they can be continued.
+    """
+
+    mode: ClassVar[str] = "shared_prefix"
+
+    levels: Any = None
+    keep_completions: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._paths: list[tuple[np.ndarray, ...]] = []
+
+    def validate(self) -> None:
+        """Check every setting; see `ParallelConfig.validate`."""
+        super().validate()
+        check_bool("keep_completions", self.keep_completions)
+        if self.levels is not None and not isinstance(self.levels, list | tuple):
+            raise ValueError(f"levels must be a nested list, got {type(self.levels).__name__}")
+
+    def prepare(self, kwargs: dict[str, Any]) -> None:
+        """Turn `levels` into left-padded `input_ids`."""
+        if self.levels is None:
+            return
+        if kwargs.get("inputs") is not None or kwargs.get("input_ids") is not None:
+            raise ValueError("give either input_ids or levels, not both")
+        if kwargs.get("num_return_sequences", 1) not in (None, 1):
+            raise ValueError("with levels there is one row per leaf; repeat a leaf instead of num_return_sequences")
+        self._paths = list(_leaf_paths(self.levels, kwargs.get("tokenizer")))
+        rows = [np.concatenate(path) for path in self._paths]
+        width = max(len(row) for row in rows)
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, width - len(row) :] = torch.from_numpy(row)
+            mask[i, width - len(row) :] = 1
+        kwargs.update(input_ids=ids, attention_mask=mask)
+
+    def run(self, call: GenerationCall) -> Any:
+        """Prefill the tree once, then decode all rows over it."""
+        cache, kept = call.past_key_values, call.past_key_values is not None
+        if cache is None:
+            cache = SharedPrefixCache(device=call.input_ids.device)
+        if not isinstance(cache, SharedPrefixCache):
+            raise ValueError(f"past_key_values must be a SharedPrefixCache, got {type(cache).__name__}")
+        loop = DecodeLoop(call, cache, TokenTable(call.input_ids, call.pad_token_id, call.max_new_tokens), seed=self.seed)
+        rows: list[Row] = []
+        with loop.running():
+            leaves = self._leaves(call, cache)
+            logits = prefill_leaves(loop, cache, leaves)
+            room = min(call.max_new_tokens - 1, SUFFIX_ROOM)
+            for index, (leaf, block) in enumerate(zip(leaves, cache.new_blocks(call.num_rows, room), strict=True)):
+                block.base = leaf.start + len(leaf.tokens)
+                rows.append(Row(index, [*cache.view(leaf), block]))
+            try:
+                loop.decode(rows, logits, _advance)
+                self._keep(loop, cache, leaves, rows)
+            except BaseException:
+                for row in rows:
+                    cache.free(row.view[-1])
+                raise
+        output = loop.output()
+        if not kept and isinstance(output, torch.Tensor):
+            cache.reset()
+        return output
+
+    def _leaves(self, call: GenerationCall, cache: SharedPrefixCache) -> list[Node]:
+        """Each row's leaf: found by what the prompts share, or as `levels` says."""
+        if self.levels is None:
+            return [cache.insert(prompt) for prompt in call.prompts]
+        made: dict[tuple[int, ...], Node] = {}
+        leaves = []
+        for path in self._paths:
+            node, key = cache.root, ()
+            for tokens in path:
+                key = (*key, id(tokens))
+                if key not in made:
+                    made[key] = cache.add(node, tokens)
+                node = made[key]
+            leaves.append(node)
+        return leaves
+
+    def _keep(self, loop: DecodeLoop, cache: SharedPrefixCache, leaves: list[Node], rows: list[Row]) -> None:
+        """Make the completions part of the tree, or free them."""
+        prompt = loop.call.input_ids.shape[1]
+        for row, leaf in zip(rows, leaves, strict=True):
+            block = row.view[-1]
+            if self.keep_completions and block.length:
+                completion = loop.table.ids[row.index, prompt : prompt + block.length]
+                cache.attach(leaf, completion.cpu().numpy(), block)
+            else:
+                cache.free(block)
+
+
+def _advance(row: Row, token: int, ended: bool) -> bool:
+    row.pending = [token]
+    return not ended
+
+
+def _leaf_paths(node: Any, tokenizer: Any, above: tuple[np.ndarray, ...] = ()) -> Iterator[tuple[np.ndarray, ...]]:
+    """The runs of tokens from the root to each leaf of a nested list, depth first."""
+    if isinstance(node, tuple):
+        if not node:
+            raise ValueError("levels must name at least one root, got an empty tuple")
+        for root in node:
+            yield from _leaf_paths(root, tokenizer, above)
+        return
+    is_leaf = not isinstance(node, list) or all(isinstance(item, int) for item in node)
+    tokens, children = (node, []) if is_leaf else (node[0], node[1:])
+    path = (*above, _as_tokens(tokens, tokenizer))
+    if not children:
+        yield path
+    for child in children:
+        yield from _leaf_paths(child, tokenizer, path)
+
+
+def _as_tokens(tokens: Any, tokenizer: Any) -> np.ndarray:
+    """One run of tokens of `levels`: ints, a tensor, or text."""
+    if isinstance(tokens, str):
+        if tokenizer is None:
+            raise ValueError(f"levels holds the text {tokens[:40]!r}: give the tokenizer= that encodes it, or token ids")
+        tokens = tokenizer(tokens, add_special_tokens=False)["input_ids"]
+    array = np.asarray(tokens.cpu() if isinstance(tokens, torch.Tensor) else tokens)
+    if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
+        raise ValueError(f"a run of tokens in levels must be a non-empty list of ints, a tensor or text, got {tokens!r}")
+    return array.astype(np.int64)

@@ -1,0 +1,109 @@
+"""AttentionPlan: the integers that describe one forward pass of block attention.
+
+It is made once per pass, outside the layers, and every layer reads it. Nothing here depends on a model's
+dimensions: an extent is addressed in token slots, and a layer multiplies by its own heads and head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPlan:
+    """Which packed query meets which block, how far it is turned, and which of its keys it may see.
+
+    A layer keeps its keys (and likewise its values) in one tensor of shape `[slots * kv_heads, head_dim]`. A block's
+    extent starts at slot `block_origin` and is a contiguous `[kv_heads, block_capacity, head_dim]`; the block's own
+    token `j` lies at row `block_first + j` of it. Extents of several blocks may be one and the same memory.
+
+    All arrays are NumPy `int64` on the host. *Pairs* are the (query, block) meetings, sorted by block: those of block
+    `b` are `block_pairs[b] : block_pairs[b + 1]`.
+
+    Attributes
+    ----------
+    num_queries : int
+        T, packed new tokens of all rows.
+    block_origin, block_capacity, block_first : [B]
+        Where each block lies, in token slots.
+    block_pairs : [B + 1]
+        Offsets into the pair arrays.
+    pair_query : [P]
+        Index of the packed query.
+    pair_delta : [P]
+        Positions by which the query is turned before it meets the block (DESIGN.md section 2).
+    pair_reach : [P]
+        Index, in the block's own coordinates, at which the query truly stands: `p - start`.
+    pair_lo, pair_hi : [P]
+        The query sees keys `lo <= j < hi` of the block.
+    write_query : [W]
+        The packed tokens whose keys and values are stored (all of them, except re-read ones).
+    write_origin, write_capacity, write_index : [W]
+        Where they go: row `write_index` of the extent at `write_origin`.
+    """
+
+    num_queries: int
+    block_origin: np.ndarray
+    block_capacity: np.ndarray
+    block_first: np.ndarray
+    block_pairs: np.ndarray
+    pair_query: np.ndarray
+    pair_delta: np.ndarray
+    pair_reach: np.ndarray
+    pair_lo: np.ndarray
+    pair_hi: np.ndarray
+    write_query: np.ndarray
+    write_origin: np.ndarray
+    write_capacity: np.ndarray
+    write_index: np.ndarray
+    _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks B that are read in this pass."""
+        return len(self.block_origin)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether any query must be turned before it meets a block."""
+        return self.memo("rotates", lambda: bool(self.pair_delta.any()))
+
+    def memo(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make()` gave the first time that `key` was asked for: set-up is paid once per pass."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    def windowed(self, window: int | None) -> AttentionPlan:
+        """Return the plan in which a query sees only the last `window` positions, itself included (None: all)."""
+        if window is None:
+            return self
+
+        def narrow() -> AttentionPlan:
+            lo = np.maximum(self.pair_lo, self.pair_reach - window + 1)
+            return self if np.array_equal(lo, self.pair_lo) else replace(self, pair_lo=lo, _memo={})
+
+        return self.memo(("window", window), narrow)
+
+    def write_rows(self, num_kv_heads: int, device: torch.device) -> torch.Tensor:
+        """Rows of a layer's `[slots * kv_heads, head_dim]` storage that take the new tokens.
+
+        Returns
+        -------
+        torch.Tensor
+            `int64 [kv_heads * W]` on `device`, head-major.
+        """
+
+        def make() -> torch.Tensor:
+            heads = np.arange(num_kv_heads, dtype=np.int64)[:, None]
+            rows = self.write_origin * num_kv_heads + heads * self.write_capacity + self.write_index
+            return torch.from_numpy(rows.reshape(-1)).to(device)
+
+        return self.memo(("write_rows", num_kv_heads, device), make)

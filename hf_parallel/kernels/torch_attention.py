@@ -1,0 +1,227 @@
+"""Block attention with PyTorch's own kernels, on any device.
+
+Each call of the schedule runs the SDPA primitive of its device that also returns the log-sum-exp; partial results
+are merged exactly (Hydragen, eq. 5). Where no primitive serves (soft-capping, other devices) the call is spelled out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .plan import AttentionPlan
+from .rope import RotarySpec, rotate
+from .schedule import Call, Schedule, make_schedule
+
+_FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_EFFICIENT_CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def block_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    num_kv_heads: int,
+    scale: float,
+    rotary: RotarySpec | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Block attention; shapes as in `hf_parallel.kernels.block_attention`."""
+    schedule = plan.memo("schedule", lambda: make_schedule(plan))
+    turn = rotary if plan.rotates else None
+    outs, lses = [], []
+    for index, call in enumerate(schedule.calls):
+        q = _queries(query, plan, call, index, turn)
+        k = _extents(keys, call, num_kv_heads)
+        v = _extents(values, call, num_kv_heads)
+        mask = _mask(plan, call, index, query, query.shape[1] // num_kv_heads)
+        out, lse = _attend(q, k, v, mask, call.causal, scale, softcap)
+        outs.append(out)
+        lses.append(lse)
+    return _merge(outs, lses, plan, schedule, sinks, query)
+
+
+def _queries(
+    query: torch.Tensor, plan: AttentionPlan, call: Call, index: int, rotary: RotarySpec | None
+) -> torch.Tensor:
+    """The queries of a call, turned for the blocks that they meet: `[N, M, heads, head_dim]`."""
+    take = plan.memo(("take", index, query.device), lambda: _take(plan, call, query.device))
+    q = query if take is None else query[take] if isinstance(take, slice) else query.index_select(0, take)
+    if rotary is not None:
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        tables = plan.memo(
+            ("tables", index, rotary, dtype, query.device), lambda: _tables(plan, call, rotary, dtype, query.device)
+        )
+        if tables is not None:
+            q = rotate(q, *tables, rotary)
+    return q.unflatten(0, (call.num_blocks, -1))
+
+
+def _take(plan: AttentionPlan, call: Call, device: torch.device) -> slice | torch.Tensor | None:
+    """Which packed queries a call meets: None for all of them in order, a slice where they lie together."""
+    index = plan.pair_query[call.pairs]
+    if (call.pairs >= 0).all() and (np.diff(index) == 1).all():
+        start, stop = int(index[0]), int(index[-1]) + 1
+        return None if (start, stop) == (0, plan.num_queries) else slice(start, stop)
+    return torch.from_numpy(index).to(device)
+
+
+def _tables(
+    plan: AttentionPlan, call: Call, rotary: RotarySpec, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Cosines and sines `[N * M, 1, rotary_dim / 2]` of a call's turns, None where nothing turns."""
+    delta = plan.pair_delta[call.pairs]
+    if not delta.any():
+        return None
+    cos, sin = rotary.tables(delta, dtype, device)
+    return cos[:, None], sin[:, None]
+
+
+def _extents(storage: torch.Tensor, call: Call, num_kv_heads: int) -> torch.Tensor:
+    """View a call's keys or values in place: `[N, kv_heads, L, head_dim]`."""
+    dim = storage.shape[-1]
+    return storage.as_strided(
+        (call.num_blocks, num_kv_heads, call.num_keys, dim),
+        (call.spacing * num_kv_heads * dim, call.capacity * dim, dim, 1),
+        storage.storage_offset() + (call.origin * num_kv_heads + call.first) * dim,
+    )
+
+
+def _mask(plan: AttentionPlan, call: Call, index: int, query: torch.Tensor, groups: int) -> torch.Tensor | None:
+    """Additive mask `[N, 1, M * groups, L]` of a call, made once per pass."""
+    if call.lo is None or call.hi is None:
+        return None
+    lo, hi = call.lo, call.hi
+
+    def make() -> torch.Tensor:
+        key = torch.arange(call.num_keys)
+        visible = (key >= torch.from_numpy(lo)[..., None]) & (key < torch.from_numpy(hi)[..., None])  # [N, M, L]
+        mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
+        return mask.repeat_interleave(groups, dim=1)[:, None].to(query.device)
+
+    return plan.memo(("mask", index, groups, query.dtype, query.device), make)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One dense call.
+
+    Parameters
+    ----------
+    q : [N, M, heads, head_dim]
+    k, v : [N, kv_heads, L, head_dim]
+    mask : [N, 1, M * groups, L], optional
+
+    Returns
+    -------
+    (out, lse) : [N * M, heads, head_dim], [N * M, heads]
+    """
+    n, m, heads, _ = q.shape
+    kv_heads = k.shape[1]
+    if causal:
+        # Query m may see keys up to m, which packing several heads into one row dimension would break.
+        out, lse = _primitive(q.transpose(1, 2), k, v, None, True, scale, softcap)
+        return out.transpose(1, 2).reshape(n * m, heads, -1), lse.transpose(1, 2).reshape(n * m, heads)
+    packed = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(n, kv_heads, m * (heads // kv_heads), -1)
+    out, lse = _primitive(packed, k, v, mask, False, scale, softcap)
+    out = out.unflatten(2, (m, -1)).transpose(1, 2).reshape(n * m, heads, -1)
+    return out, lse.unflatten(2, (m, -1)).transpose(1, 2).reshape(n * m, heads)
+
+
+def _primitive(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention `[N, heads, M, head_dim]` with its log-sum-exp `[N, heads, M]`, by the best primitive of the device."""
+    ops = torch.ops.aten
+    if softcap is None and q.shape[-1] == v.shape[-1]:
+        if q.device.type == "cpu" and q.dtype in _FLASH_CPU_DTYPES:
+            return ops._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, dropout_p=0.0, is_causal=causal, attn_mask=mask, scale=scale
+            )
+        if q.device.type == "cuda" and q.dtype in _EFFICIENT_CUDA_DTYPES:
+            groups = q.shape[1] // k.shape[1]
+            if groups > 1:
+                k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+            bias = None if mask is None else mask.expand(q.shape[0], q.shape[1], -1, -1)
+            out, lse, *_ = ops._scaled_dot_product_efficient_attention(
+                q, k, v, bias, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal, scale=scale
+            )
+            return out, lse[..., : q.shape[2]]
+    return _spelled_out(q, k, v, mask, causal, scale, softcap)
+
+
+def _spelled_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    scores = scores.float() if scores.dtype != torch.float64 else scores
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    return torch.matmul(torch.exp(scores - lse[..., None]).to(v.dtype), v), lse
+
+
+def _merge(
+    outs: list[torch.Tensor],
+    lses: list[torch.Tensor],
+    plan: AttentionPlan,
+    schedule: Schedule,
+    sinks: torch.Tensor | None,
+    query: torch.Tensor,
+) -> torch.Tensor:
+    """Recombine partial results by their log-sum-exp (Hydragen, eq. 5), a sink being one more empty partial."""
+    count = len(schedule.merge)
+    if count == 1 and sinks is None and schedule.in_order:
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+    if count == 2 and sinks is None and schedule.in_order and [len(out) for out in outs] == [plan.num_queries] * 2:
+        share = torch.sigmoid(lses[1] - lses[0])[..., None]
+        return torch.lerp(outs[0].to(share.dtype), outs[1].to(share.dtype), share).to(query.dtype)
+    out, lse = torch.cat(outs), torch.cat(lses)
+    if schedule.in_order:
+        out, lse = out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1))
+    else:
+        place, absent = plan.memo(("merge", query.device), lambda: _merge_index(schedule, query.device))
+        out, lse = out[place], lse[place]
+        if absent is not None:
+            lse = lse.masked_fill(absent, float("-inf"))
+    if sinks is not None:
+        lse = torch.cat((lse, sinks.to(lse.dtype).expand(1, *lse.shape[1:])))
+    weights = lse.softmax(dim=0)[:count, ..., None]
+    return (out.to(weights.dtype) * weights).sum(dim=0).to(query.dtype)
+
+
+def _merge_index(schedule: Schedule, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Places `[K, T]` of the partial results and, where some query has fewer than K, which are absent `[K, T, 1]`."""
+    place = torch.from_numpy(schedule.merge).to(device)
+    absent = place < 0
+    return place.clamp(min=0), absent[..., None] if bool(absent.any()) else None

