@@ -4,6 +4,7 @@ they are there for, and does not turn on rounding. Runs stock transformers only.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -19,6 +20,15 @@ NAMES = list(ARCHITECTURES)
 SLIDING = [name for name, architecture in ARCHITECTURES.items() if architecture.sliding_window]
 # A model with layers of both kinds; in mistral, mixtral, qwen3_moe, phi3 and starcoder2 all layers slide.
 ALTERNATING = ["qwen2", "qwen3", "olmo3", "smollm3", "cohere2", "gemma2", "gemma3_text", "gpt_oss", "exaone4"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Threads only slow models of this size down, eightfold where the cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Greedy(NamedTuple):
@@ -112,7 +122,7 @@ def test_greedy_output_hangs_on_first_token(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_win_clearly(name: str) -> None:
     greedy = decode_greedily(name)
-    assert greedy.noise < 1e-4
+    assert greedy.noise < 2e-4
     assert greedy.margins.min() > 5e-4
     assert greedy.margins.median() > 0.2
 

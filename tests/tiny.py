@@ -377,7 +377,7 @@ ARCHITECTURES: dict[str, Architecture] = _by_name(
     _architecture("apertus", {"rope_parameters": _LLAMA3}),
     _architecture("arcee", seed=4),
     _architecture("helium", {"head_dim": 16}),
-    _architecture("persimmon", without=("num_key_value_heads",), attention_gain=3.0),
+    _architecture("persimmon", without=("num_key_value_heads",), attention_gain=2.25, seed=4),
     _architecture("bitnet", seed=2),
     _architecture("stablelm"),
     _architecture("nemotron", {"head_dim": 16}),

@@ -6,12 +6,13 @@ Its keys stand at their true positions, so nothing is ever turned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from ..kernels import RotarySpec
 from .base import BlockCache
 from .layout import Block
 
@@ -59,8 +60,10 @@ class SharedPrefixCache(BlockCache):
     >>> model.generate(ids_and_more, generation_mode="shared_prefix", past_key_values=cache)
     """
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
-        super().__init__(device=device)
+    def __init__(
+        self, rotary: Mapping[int, RotarySpec | None] | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__(rotary, device)
         self.root = Node(np.empty(0, np.int64))
 
     def insert(self, tokens: np.ndarray) -> Node:
@@ -76,9 +79,7 @@ class SharedPrefixCache(BlockCache):
             child, shared = self._best_child(node, rest)
             if child is None:
                 return self.add(node, rest)
-            if shared < len(child.tokens):
-                self._split(child, shared)
-            node, rest = child, rest[shared:]
+            node, rest = child if shared == len(child.tokens) else self._split(child, shared), rest[shared:]
         return node
 
     def add(self, parent: Node, tokens: np.ndarray) -> Node:
@@ -153,14 +154,17 @@ class SharedPrefixCache(BlockCache):
                 best, most = child, shared
         return best, most
 
-    def _split(self, node: Node, at: int) -> None:
-        """Cut a node in two without copying; it keeps the first `at` tokens."""
-        tail = Node(node.tokens[at:], node, children=node.children)
-        for child in tail.children:
-            child.parent = tail
-        if node.block is not None and node.block.length > at:
-            tail.block = self.split(node.block, at)
-        node.tokens, node.children = node.tokens[:at], [tail]
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut a node in two without copying. It keeps its end, as leaf of whoever holds it; returns the new head."""
+        parent = node.parent
+        assert parent is not None, "the root has no tokens to split"
+        head = Node(node.tokens[:at], parent, children=[node])
+        parent.children[parent.children.index(node)] = head
+        if node.block is not None:
+            head.block = node.block
+            node.block = self.split(node.block, at)
+        node.tokens, node.parent = node.tokens[at:], head
+        return head
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

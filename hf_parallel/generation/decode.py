@@ -41,6 +41,10 @@ class Row:
         """What the row brings to the next pass, with the tokens; its next token follows from the last of them."""
         return [(Segment(self.view, len(self.pending)), self.pending)]
 
+    def wanted(self) -> bool:
+        """Whether the row should go on; asked when all rows have taken their tokens."""
+        return True
+
 
 class DecodeLoop:
     """Runs a model over a block cache for one call of `generate`.
@@ -55,6 +59,10 @@ class DecodeLoop:
         Those of the call unless given.
     seed
         Source of each row's randomness, see `ParallelConfig`.
+    stats : GenerationStats, optional
+        Where to count; new unless given.
+    stream : bool
+        Whether new tokens go to the caller's streamer.
     """
 
     def __init__(
@@ -64,9 +72,12 @@ class DecodeLoop:
         table: TokenTable,
         criteria: StoppingCriteriaList | None = None,
         seed: Any = None,
+        stats: GenerationStats | None = None,
+        stream: bool = True,
     ) -> None:
         self.call, self.cache, self.table = call, cache, table
-        self.stats = GenerationStats()
+        self.stats = GenerationStats() if stats is None else stats
+        self.streamer = call.streamer if stream and hasattr(call.streamer, "put") else None
         self.sampler = Sampler(call, table, call.stopping_criteria if criteria is None else criteria, seed)
         self._keyword = {"block_cache": cache} if call.capabilities.keyword else {}
         self._keeps = "logits_to_keep" in inspect.signature(call.model.forward).parameters
@@ -146,7 +157,8 @@ class DecodeLoop:
             tokens, ended = self.sampler.choose([row.index for row in active], logits)
             self.stats.decoded_tokens += len(tokens)
             self._stream(active, tokens)
-            active = [row for row, t, end in zip(active, tokens, ended, strict=True) if advance(row, t, end)]
+            going = [row for row, t, end in zip(active, tokens, ended, strict=True) if advance(row, t, end)]
+            active = [row for row in going if row.wanted()]
             if active:
                 logits = self.step(active, settle)
         self.stats.decode_seconds += time.perf_counter() - began
@@ -205,11 +217,11 @@ class DecodeLoop:
 
     def _stream(self, active: Sequence[Row], tokens: Sequence[int]) -> None:
         """Give the new tokens `[rows]` to the caller's streamer, as `generate` does; ended rows show padding."""
-        if self.call.streamer is None:
+        if self.streamer is None:
             return
         shown = torch.full((len(self.table.lengths),), self.call.pad_token_id)
         shown[[row.index for row in active]] = torch.tensor(tokens)
-        self.call.streamer.put(shown)
+        self.streamer.put(shown)
 
     def output(self, cls: type[ParallelOutput] = ParallelOutput, **more: Any) -> Any:
         """What `generate` returns: the sequences, or with `return_dict_in_generate` a `cls` that holds them."""

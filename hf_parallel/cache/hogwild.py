@@ -1,0 +1,112 @@
+"""HogwildCache: several workers over one memory (Hogwild! Inference, sections 3.1, 3.2 and appendix A).
+
+Prompts are a tree of shared prefixes; on it stands one `Workspace` per problem. All blocks but the prompts' are
+stored from position 0, so that a worker's queries are turned for every block but its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .layout import Block
+from .shared_prefix import SharedPrefixCache
+
+STEP_ROOM = 256
+"""Tokens that a step has room for at first; equal extents let the workers' steps be read in one call."""
+
+LAYOUTS = ("contiguous", "interleaved", "combined")
+"""Who sees what: see `Workspace.view`."""
+
+
+@dataclass(eq=False)
+class Workspace:
+    """The blocks of one problem.
+
+    Attributes
+    ----------
+    prompt : list of Block
+        The problem, root to leaf.
+    workers : list of Block
+        The step that each worker is writing.
+    history : Block
+        Finished steps, in the order in which they ended.
+    closing : list of Block
+        Steps that have ended but lack their last tokens' keys; they stand at the end of the history already.
+    history_header, others_header, own_header, gap : Block
+        Texts between the parts; an empty block is no text. `gap` stands between the steps of others.
+    """
+
+    layout: str
+    prompt: list[Block]
+    workers: list[Block]
+    history: Block
+    history_header: Block
+    others_header: Block
+    own_header: Block
+    gap: Block
+    closing: list[Block] = field(default_factory=list)
+
+    @property
+    def common(self) -> list[Block]:
+        """What all workers see in the same order: the prompt and, but for `contiguous`, the history."""
+        if self.layout == "contiguous":
+            return list(self.prompt)
+        return [*self.prompt, self.history_header, self.history, *self.closing]
+
+    def view(self, worker: int) -> list[Block]:
+        """Blocks that a worker sees, its own step last.
+
+        `contiguous`: prompt, other workers, own. `interleaved`: prompt, history, own; the others' unfinished steps
+        are not seen. `combined`: prompt, history, the others' unfinished steps, own.
+        """
+        others = [] if self.layout == "interleaved" else [b for i, b in enumerate(self.workers) if i != worker]
+        return [*self.common, *self._unfinished(others), self.own_header, self.workers[worker]]
+
+    def view_of(self, block: Block) -> list[Block]:
+        """What the last tokens of a step see, `block` last: a step that has ended sees the history up to it."""
+        if block in self.closing:
+            last = len(self.common) - len(self.closing) + self.closing.index(block)
+            return self.common[: last + 1]
+        return self.view(self.workers.index(block))
+
+    def everything(self) -> list[Block]:
+        """All that any worker wrote, as the last worker would read it, whatever the layout."""
+        return [*self.common, *self._unfinished(self.workers[:-1]), self.own_header, self.workers[-1]]
+
+    def _unfinished(self, steps: Sequence[Block]) -> list[Block]:
+        between = [block for step in steps for block in (self.gap, step)][1:]
+        return [self.others_header, *between] if between else []
+
+
+class HogwildCache(SharedPrefixCache):
+    """Prompts, histories, headers and workers' steps of a batch of problems."""
+
+    def new_workspace(self, layout: str, prompt: list[Block], num_workers: int, header_lengths: Sequence[int]) -> Workspace:
+        """Make the blocks of a problem.
+
+        Parameters
+        ----------
+        layout : str
+            One of `LAYOUTS`.
+        prompt : list of Block
+            Blocks of the problem.
+        num_workers : int
+        header_lengths : sequence of int
+            Room for the history header, the others' header, the own header and the gap, in tokens.
+        """
+        headers = [self.new_block(length) for length in header_lengths]
+        workers = self.new_blocks(num_workers, STEP_ROOM)
+        return Workspace(layout, prompt, workers, self.new_block(), *headers)
+
+    def end_step(self, space: Workspace, worker: int) -> None:
+        """Put a worker's step at the end of the history and give it an empty one."""
+        space.closing.append(space.workers[worker])
+        space.workers[worker] = self.new_block(STEP_ROOM)
+
+    def settle(self, space: Workspace) -> None:
+        """Move the ended steps into the history, keys turned to their places there."""
+        for block in space.closing:
+            self.move(block, space.history)
+            self.free(block)
+        space.closing = []

@@ -1,0 +1,262 @@
+"""`generation_mode="hogwild"`: workers that think together over one shared KV cache (Hogwild! Inference).
+
+This file is the mode's settings and its run; what a worker does with a token is in `worker.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+from ..attention import UnsupportedModelError
+from ..cache import Segment
+from ..cache.hogwild import LAYOUTS, HogwildCache
+from .call import GenerationCall
+from .config import ParallelConfig, check_choice, check_int, check_text
+from .decode import DecodeLoop, Row
+from .outputs import ParallelOutput
+from .prefix import prefill_leaves
+from .sampling import TokenTable
+from .text import GrowingText
+from .worker import Problem, Step, Worker
+
+NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
+"""Names of the first workers."""
+
+
+@dataclass
+class HogwildConfig(ParallelConfig):
+    r"""Workers over one shared memory. `max_new_tokens` counts forward passes: every worker gets one token in each.
+
+    Parameters
+    ----------
+    num_workers : int
+        Workers per prompt.
+    layout : str
+        `combined` (finished steps in a common history, unfinished ones seen as they are written), `interleaved`
+        (only finished steps are seen) or `contiguous` (no history; every worker keeps one growing text).
+    worker_names : list of str, optional
+        Default: Alice, Bob, Carol, ...
+    history_header, others_header, own_header, step_gap : str
+        Texts before the history, before the others' unfinished steps, before a worker's own step, and between the
+        steps of two others. Empty: none.
+    step_prefix : str
+        What every step begins with; `{name}` and `{step}` are filled in.
+    separator : str
+        Ends a step when it follows one of `sentence_ends` outside a code block.
+    sentence_ends : list of str
+    code_fence : str
+        Marks code blocks; empty: they are not told apart.
+    redundancy_prompt : str
+        Begins the next step after every `redundancy_interval` generated tokens of a problem. Empty: never.
+    redundancy_interval : int
+    answer_pattern : str
+        Regular expression of a final answer; its first group, if it has one, is the answer. Empty: none is looked for.
+    stop_on_answer : str
+        `any`: a problem ends when one worker has answered; `all`: a worker ends when it has; `never`.
+    finisher_prompt : str
+        If the budget ends without an answer, a reader of all that was written goes on from here.
+    finisher_tokens : int
+        Tokens that it gets. 0: there is no such reader.
+    collaboration_prompt : str
+        System prompt of `hogwild_prompt`; `{names}` and `{count}` are filled in.
+    """
+
+    mode: ClassVar[str] = "hogwild"
+
+    num_workers: int = 2
+    layout: str = "combined"
+    worker_names: Sequence[str] | None = None
+    history_header: str = "\n\n### Finished steps of everyone\n\n"
+    others_header: str = "\n\n### What the others are writing right now (unfinished)\n\n"
+    own_header: str = "\n\n### What I am writing right now\n\n"
+    step_gap: str = "\n\n"
+    step_prefix: str = "**{name} [{step}]:** "
+    separator: str = "\n\n"
+    sentence_ends: Sequence[str] = (".", "!", "?", '."', '!"', '?"', ".)", "\\]", "$$", "。", "！", "？")
+    code_fence: str = "```"
+    redundancy_prompt: str = "Let me check: is somebody else already doing what I am doing (yes/no)? "
+    redundancy_interval: int = 1024
+    answer_pattern: str = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
+    stop_on_answer: str = "any"
+    finisher_prompt: str = "\n\nTime is up. From everything written so far, the final answer is \\boxed{"
+    finisher_tokens: int = 16
+    collaboration_prompt: str = (
+        "{count} assistants, {names}, work on the task below at the same time and write into one shared notebook. "
+        "Everyone sees at once what the others write, also steps that are not finished yet. A step is one short "
+        "paragraph and begins with the name of its author. Talk to each other: split the work at the start, say what "
+        "you are going to do, use and check each other's results, and change your plan when somebody else was faster. "
+        "Never repeat what is being done already. Whoever is sure of the final answer writes it as \\boxed{{answer}}."
+    )
+
+    def validate(self) -> None:
+        """Check every setting; see `ParallelConfig.validate`."""
+        super().validate()
+        check_int("num_workers", self.num_workers, at_least=1)
+        check_choice("layout", self.layout, LAYOUTS)
+        for name in ("history_header", "others_header", "own_header", "step_gap", "step_prefix", "code_fence"):
+            check_text(name, getattr(self, name))
+        for name in ("redundancy_prompt", "answer_pattern", "finisher_prompt", "collaboration_prompt"):
+            check_text(name, getattr(self, name))
+        if not isinstance(self.separator, str) or not self.separator:
+            raise ValueError(f"separator must be a non-empty string, got {self.separator!r}")
+        ends = self.sentence_ends
+        if isinstance(ends, str) or not all(isinstance(end, str) and end for end in ends):
+            raise ValueError(f"sentence_ends must be a list of non-empty strings, got {ends!r}")
+        check_int("redundancy_interval", self.redundancy_interval, at_least=1)
+        check_int("finisher_tokens", self.finisher_tokens, at_least=0)
+        check_choice("stop_on_answer", self.stop_on_answer, ("any", "all", "never"))
+        self._check_names()
+        try:
+            self.step_prefix.format(name="", step=1)
+            self.collaboration_prompt.format(names="", count=1)
+            re.compile(self.answer_pattern)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"step_prefix takes {{name}} and {{step}}, collaboration_prompt {{names}} and {{count}}: {error!r}"
+            ) from error
+        except re.error as error:
+            raise ValueError(f"answer_pattern must be a regular expression, got {self.answer_pattern!r}: {error}") from error
+
+    def _check_names(self) -> None:
+        names = self.worker_names
+        if names is None:
+            return
+        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+            raise ValueError(f"worker_names must be a list of non-empty strings, got {names!r}")
+        if len(names) != self.num_workers or len(set(names)) != len(names):
+            raise ValueError(f"worker_names must be {self.num_workers} different names, got {list(names)!r}")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the workers."""
+        if self.worker_names is not None:
+            return list(self.worker_names)
+        return [NAMES[i] if i < len(NAMES) else f"Worker {i + 1}" for i in range(self.num_workers)]
+
+    def run(self, call: GenerationCall) -> Any:
+        """Prefill problems and headers, let the workers write, ask for an answer where none came."""
+        self._check_call(call)
+        cache = HogwildCache(call.capabilities.rotary, device=call.input_ids.device)
+        table = TokenTable(
+            call.input_ids.repeat_interleave(self.num_workers, dim=0), call.pad_token_id, 2 * call.max_new_tokens
+        )
+        # The budget is counted in forward passes; a length in tokens would count headers too.
+        criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
+        loop = DecodeLoop(call, cache, table, criteria, self.seed)
+        with loop.running():
+            leaves = [cache.insert(prompt) for prompt in call.prompts]
+            prefill_leaves(loop, cache, leaves)
+            problems = [Problem(self, call, loop, cache, i, cache.view(leaf)) for i, leaf in enumerate(leaves)]
+            workers = [worker for problem in problems for worker in problem.workers]
+            logits = self._begin(loop, problems)
+            loop.decode(workers, logits, Worker.advance, lambda: _settle(problems))
+            for worker in workers:
+                worker.leave(finished=False)
+            self._finish(loop, problems)
+        output = loop.output(
+            HogwildOutput,
+            history=[problem.history for problem in problems],
+            texts=[worker.text for worker in workers],
+            transcripts=[problem.transcript() for problem in problems],
+            answers=[problem.answer for problem in problems],
+            conclusions=[problem.conclusion for problem in problems],
+        )
+        if isinstance(output, torch.Tensor):
+            cache.reset()
+        return output
+
+    def _check_call(self, call: GenerationCall) -> None:
+        if call.tokenizer is None:
+            raise ValueError("hogwild reads text to find the ends of steps: give generate(..., tokenizer=tokenizer)")
+        if call.capabilities.rotary is None:
+            raise UnsupportedModelError(f"hogwild turns keys to other positions: {call.capabilities.why_no_rotation}")
+        if call.past_key_values is not None:
+            raise ValueError("hogwild makes its own cache; past_key_values cannot be given")
+
+    def _begin(self, loop: DecodeLoop, problems: Sequence[Problem]) -> torch.Tensor:
+        """Compute all headers and the first step prefixes, in one forward pass; returns the workers' logits."""
+        brought, ends = [], []
+        for problem in problems:
+            for view, tokens in problem.headers():
+                brought.append((Segment(view, len(tokens)), tokens))
+            for worker in problem.workers:
+                brought += worker.segments()
+                ends.append(len(brought) - 1)
+        loop.stats.prefilled_tokens += sum(len(tokens) for _, tokens in brought)
+        return loop.forward(brought, ends)
+
+    def _finish(self, loop: DecodeLoop, problems: Sequence[Problem]) -> None:
+        """Let a reader of everything answer the problems that have no answer (appendix C, early finisher)."""
+        unanswered = [p for p in problems if p.answer is None]
+        if not (self.finisher_tokens and self.finisher_prompt and self.answer_pattern and unanswered):
+            return
+        tokens = problems[0].encode(self.finisher_prompt)
+        call = loop.call
+        table = TokenTable(call.input_ids, call.pad_token_id, self.finisher_tokens + len(tokens))
+        seed = self.seed[:: self.num_workers] if isinstance(self.seed, list | tuple) else self.seed
+        reader = DecodeLoop(call, loop.cache, table, loop.sampler.criteria, seed, stats=loop.stats, stream=False)
+        rows = [p.finisher(tokens) for p in unanswered]
+        for row in rows:
+            table.extend(row.index, tokens)
+        texts = {row.index: GrowingText(call.tokenizer) for row in rows}
+
+        def advance(row: Row, token: int, ended: bool) -> bool:
+            problem, text = problems[row.index], texts[row.index]
+            if token not in call.eos_token_ids:
+                text.add([token])
+            problem.conclusion = self.finisher_prompt + text.text
+            problem.answer = self.find_answer(problem.conclusion)
+            row.pending = [token]
+            return not ended and problem.answer is None and len(text.tokens) < self.finisher_tokens
+
+        loop.stats.prefilled_tokens += len(tokens) * len(rows)
+        reader.decode(rows, reader.step(rows), advance)
+
+    def find_answer(self, text: str) -> str | None:
+        """The last final answer in a text, or None."""
+        if not self.answer_pattern:
+            return None
+        found = None
+        for found in re.finditer(self.answer_pattern, text):
+            pass
+        return None if found is None else found.group(1 if found.re.groups else 0)
+
+
+def _settle(problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        problem.settle()
+
+
+@dataclass
+class HogwildOutput(ParallelOutput):
+    """What the workers wrote.
+
+    Attributes
+    ----------
+    sequences : int64 [batch * num_workers, length]
+        Prompt and own text of every worker, headers of its steps included.
+    history : list per problem of list of Step
+        Finished steps in the order in which they ended, then what was unfinished at the end.
+    texts : list of str
+        Each worker's own text, `batch * num_workers` of them.
+    transcripts : list of str
+        Per problem all steps in the order in which they ended.
+    answers : list of str or None
+        Per problem the final answer.
+    conclusions : list of str
+        Per problem what the early finisher wrote, its prompt included; empty where it was not needed.
+    """
+
+    history: list[list[Step]] | None = None
+    texts: list[str] | None = None
+    transcripts: list[str] | None = None
+    answers: list[str | None] | None = None
+    conclusions: list[str] | None = None
+

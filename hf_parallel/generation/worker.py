@@ -1,0 +1,235 @@
+"""Workers and the problem that they share: what a Hogwild! worker does with a token (sections 3.2, 3.3, appendix C)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..cache import Block, Segment
+from ..cache.hogwild import HogwildCache
+from .call import GenerationCall
+from .decode import DecodeLoop, Row
+from .text import GrowingText, ends_step
+
+if TYPE_CHECKING:
+    from .hogwild import HogwildConfig
+
+
+@dataclass
+class Step:
+    """A reasoning step.
+
+    `forward_pass` is the decode pass, counted from 1, whose token ended it; None for a step left unfinished.
+    """
+
+    worker: int
+    name: str
+    step: int
+    text: str
+    tokens: list[int]
+    forward_pass: int | None = None
+
+
+@dataclass(eq=False)
+class Worker(Row):
+    """One worker: a row whose own block is exchanged whenever it ends a step."""
+
+    problem: Problem = field(default=None, repr=False)  # type: ignore[assignment]
+    number: int = 0
+    name: str = ""
+    step: int = 0
+    generated: int = 0
+    left: bool = False
+    answered: bool = False
+    text: str = ""
+    current: GrowingText = field(default=None, repr=False)  # type: ignore[assignment]
+
+    def segments(self) -> list[tuple[Segment, list[int]]]:
+        """What the problem still owes to the cache, if no other row brings it, then the worker's own tokens."""
+        own = Segment(self.problem.space.view(self.number), len(self.pending))
+        return [*self.problem.owed_segments(), (own, self.pending)]
+
+    def wanted(self) -> bool:
+        """Whether the worker should go on, now that all workers have taken their tokens."""
+        return not self.problem.stopped(self)
+
+    def begin_step(self, before: Sequence[int] = ()) -> None:
+        """Write the next step's prefix; `before` are tokens that come first in the worker's own text."""
+        problem = self.problem
+        self.step += 1
+        prefix = problem.config.step_prefix.format(name=self.name, step=self.step)
+        if problem.redundancy_due():
+            prefix += problem.config.redundancy_prompt
+        tokens = problem.encode(prefix)
+        self.current = GrowingText(problem.call.tokenizer)
+        self.pending = [*before, *tokens]
+        self._write(tokens, "begin")
+        problem.loop.table.extend(self.index, tokens)
+
+    def advance(self, token: int, ended: bool) -> bool:
+        """Take a new token; says whether the worker goes on."""
+        problem, config = self.problem, self.problem.config
+        self.generated += 1
+        problem.generated += 1
+        is_eos = token in problem.call.eos_token_ids
+        added = "" if is_eos else self._write([token], "token")
+        self.answered = self.answered or problem.look_for_answer(self)
+        self.pending = [] if is_eos else [token]
+        if ended or self.generated >= problem.call.max_new_tokens or problem.stopped(self):
+            self.leave(finished=ended or self.answered)
+            return False
+        if ends_step(self.current.text, added, config.separator, config.sentence_ends, config.code_fence):
+            self._end_step()
+        return True
+
+    def leave(self, finished: bool) -> None:
+        """Write no more. What was written last stays in sight, or joins the history if it is complete."""
+        if self.left:
+            return
+        problem, self.left = self.problem, True
+        problem.record(self, finished)
+        problem.show(self, "", "end")
+        block = problem.space.workers[self.number]
+        if finished and problem.space.layout != "contiguous":
+            self.pending += problem.encode(problem.config.separator)
+            problem.cache.end_step(problem.space, self.number)
+        problem.owe(block, self.pending)
+
+    def _write(self, tokens: Sequence[int], event: str) -> str:
+        added = self.current.add(tokens)
+        self.text += added
+        self.problem.show(self, added, event)
+        return added
+
+    def _end_step(self) -> None:
+        """The step is complete: into the history with it; its last token's key follows in the next pass."""
+        problem = self.problem
+        problem.record(self, finished=True)
+        problem.show(self, "", "step")
+        if problem.space.layout == "contiguous":
+            self.begin_step(self.pending)
+            return
+        problem.owe(problem.space.workers[self.number], self.pending)
+        problem.cache.end_step(problem.space, self.number)
+        self.begin_step()
+
+
+class Problem:
+    """One prompt, its workers, and what they have written together."""
+
+    def __init__(
+        self,
+        config: HogwildConfig,
+        call: GenerationCall,
+        loop: DecodeLoop,
+        cache: HogwildCache,
+        index: int,
+        prompt: list[Block],
+    ) -> None:
+        self.config, self.call, self.loop, self.cache, self.index = config, call, loop, cache, index
+        texts = (config.history_header, config.others_header, config.own_header, config.step_gap)
+        self._headers = [self.encode(text) for text in texts]
+        lengths = [len(tokens) for tokens in self._headers]
+        self.space = cache.new_workspace(config.layout, prompt, config.num_workers, lengths)
+        self.history: list[Step] = []
+        self.answer: str | None = None
+        self.conclusion = ""
+        self.generated = 0
+        self._checked = 0
+        self._owed: list[tuple[Block, list[int]]] = []
+        self.workers: list[Worker] = []
+        for number, name in enumerate(config.names):
+            worker = Worker(index * config.num_workers + number, (), problem=self, number=number, name=name)
+            self.workers.append(worker)
+            worker.begin_step()
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text of the mode's own."""
+        return list(self.call.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def headers(self) -> list[tuple[list[Block], list[int]]]:
+        """Views and tokens of the headers that will be seen, each behind those that it usually follows."""
+        space, config = self.space, self.config
+        history, others, own, gap = self._headers
+        unseen = space.layout == "interleaved" and not config.finisher_tokens
+        found = []
+        above = list(space.prompt)
+        for block, tokens, seen in (
+            (space.history_header, history, space.layout != "contiguous"),
+            (space.others_header, others, config.num_workers > 1 and not unseen),
+            (space.own_header, own, True),
+            (space.gap, gap, config.num_workers > 2 and not unseen),
+        ):
+            if tokens and seen:
+                above.append(block)
+                found.append((list(above), tokens))
+        return found
+
+    def owe(self, block: Block, tokens: list[int]) -> None:
+        """Note tokens of a block whose keys and values the next forward pass of the problem must compute."""
+        if tokens:
+            self._owed.append((block, tokens))
+
+    def owed_segments(self) -> list[tuple[Segment, list[int]]]:
+        """What is owed, for the next forward pass; taken by whoever asks first."""
+        owed, self._owed = self._owed, []
+        return [(Segment(self.space.view_of(block), len(tokens)), tokens) for block, tokens in owed]
+
+    def settle(self) -> None:
+        """After a forward pass: steps that owe nothing any more move into the history."""
+        if not self._owed:
+            self.cache.settle(self.space)
+
+    def redundancy_due(self) -> bool:
+        """Whether it is time to ask for redundant work, which is then taken as asked."""
+        due = bool(self.config.redundancy_prompt) and self.generated - self._checked >= self.config.redundancy_interval
+        if due:
+            self._checked = self.generated
+        return due
+
+    def look_for_answer(self, worker: Worker) -> bool:
+        """Whether the worker has just completed a final answer, which becomes the problem's if it is the first."""
+        answer = self.config.find_answer(worker.current.text)
+        if answer is not None and self.answer is None:
+            self.answer = answer
+        return answer is not None
+
+    def stopped(self, worker: Worker) -> bool:
+        """Whether answers end this worker's writing."""
+        rule = self.config.stop_on_answer
+        return (rule == "any" and self.answer is not None) or (rule == "all" and worker.answered)
+
+    def record(self, worker: Worker, finished: bool) -> None:
+        """Keep a worker's step as it stands."""
+        text = worker.current
+        ended = worker.generated if finished else None
+        self.history.append(Step(worker.number, worker.name, worker.step, text.text, list(text.tokens), ended))
+
+    def transcript(self) -> str:
+        """All steps, in the order in which they ended."""
+        return "\n\n".join(step.text.rstrip() for step in self.history)
+
+    def show(self, worker: Worker, text: str, event: str) -> None:
+        """Tell a streamer of parallel text what a worker wrote: `begin`, `token`, `step` (ended) or `end`."""
+        write = getattr(self.call.streamer, "write_row", None)
+        if write is not None:
+            write(worker.index, text, event)
+
+    def finisher(self, tokens: list[int]) -> Finisher:
+        """A row that reads all that was written and goes on with `tokens`."""
+        return Finisher(self.index, (), list(tokens), problem=self, block=self.cache.new_block())
+
+
+@dataclass(eq=False)
+class Finisher(Row):
+    """The reader of everything: it brings what the problem still owes, then its own tokens."""
+
+    problem: Problem = field(default=None, repr=False)  # type: ignore[assignment]
+    block: Block = field(default=None, repr=False)  # type: ignore[assignment]
+
+    def segments(self) -> list[tuple[Segment, list[int]]]:
+        """As `Worker.segments`."""
+        owed = self.problem.owed_segments()
+        own = Segment([*self.problem.space.everything(), self.block], len(self.pending))
+        return [*owed, (own, self.pending)]
