@@ -167,7 +167,7 @@ def capabilities(model: PreTrainedModel) -> Capabilities:
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(at_zero) != layers:
         raise UnsupportedModelError(
-            f"{name} sends {len(at_zero)} of its {layers} layers through transformers' attention interface; all are needed"
+            f"{name} sends {len(at_zero)} of its {layers} layers through transformers' attention interface, not all"
         )
     if recorder.masked:
         raise UnsupportedModelError(f"{name} makes an attention mask of its own, which block attention would ignore")
@@ -206,7 +206,7 @@ def refuse_by_config(model: Any) -> None:
 
 
 def _run_one_token(model: PreTrainedModel, recorder: _Recorder, position: int) -> None:
-    device = model.get_input_embeddings().weight.device
+    device = model.device
     token = model.config.get_text_config(decoder=True).vocab_size // 2
     arguments: dict[str, Any] = {
         "input_ids": torch.full((1, 1), token, device=device),

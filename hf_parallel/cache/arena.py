@@ -133,8 +133,8 @@ class Arena:
             layer.keys.device,
         ):
             raise ValueError(
-                f"this cache holds keys of {layer.num_kv_heads} heads x {layer.keys.shape[-1]} in {layer.keys.dtype} on "
-                f"{layer.keys.device}, got {key.shape[0]} x {key.shape[-1]} in {key.dtype} on {key.device}: "
+                f"this cache holds keys of {layer.num_kv_heads} heads x {layer.keys.shape[-1]}, {layer.keys.dtype} on "
+                f"{layer.keys.device}; got {key.shape[0]} x {key.shape[-1]} in {key.dtype} on {key.device}: "
                 "a cache serves the model that filled it"
             )
         self._grow(layer)
@@ -158,7 +158,7 @@ class Arena:
                 self._free[i : i + 1] = [(origin + size, room - size)] if room > size else []
                 return origin
         origin = self.num_slots
-        if self._free and sum(self._free[-1]) == self.num_slots:  # the last free range reaches the end: extend it
+        if self._free and sum(self._free[-1]) == self.num_slots:  # the last free range reaches the end
             origin = self._free.pop()[0]
         end = origin + size
         if self.layers:

@@ -41,6 +41,7 @@ class BlockCache(Cache):
         self.block_attention = False
         self._pass: ForwardPass | None = None
         self._undo: list[tuple[Block, int]] = []
+        self._updated: set[int] = set()  # layers that a pass under stock attention has been through
 
     # Blocks
 
@@ -151,21 +152,27 @@ class BlockCache(Cache):
         Raises
         ------
         ValueError
-            If a segment is empty, or two of them write to one block.
+            If a segment is empty, asks for tokens or blocks that are not there, or writes where another does.
         """
-        targets: set[int] = set()
+        written: set[Block] = set()
+        asked: set[Block] = set()
         for segment in segments:
             if not segment.view or segment.num_tokens < 1:
                 raise ValueError(f"a segment needs a view and at least one new token, got {segment!r}")
-            if segment.write and id(segment.view[-1]) in targets:
-                raise ValueError("two segments of a forward pass write to one block")
-            targets.add(id(segment.view[-1]))
+            for block in segment.view:
+                self._known(block)
+            target = segment.view[-1]
+            if not segment.write and segment.num_tokens > target.length:
+                raise ValueError(f"a segment cannot ask more tokens again than its block holds, got {segment!r}")
+            if target in written or (segment.write and target in asked):
+                raise ValueError("two segments of a forward pass write to one block, or one asks what the other writes")
+            (written if segment.write else asked).add(target)
         writing = [(segment.view[-1], segment.num_tokens) for segment in segments if segment.write]
         self.reserve([(block, block.length + n) for block, n in writing])
         self._undo = [(block, block.length) for block, _ in writing]
         for block, n in writing:
             block.length += n
-        self._pass = plan_pass(segments, self.device)
+        self._pass, self._updated = plan_pass(segments, self.device), set()
         return self._pass
 
     def rollback(self) -> None:
@@ -203,19 +210,16 @@ class BlockCache(Cache):
             Under block attention what was given; under a stock implementation `[rows, kv_heads, L, head_dim]`: each
             row's whole view, left-padded with zeros to the longest.
         """
-        if not self.block_attention and (self._pass is None or (layer_idx == 0 and 0 in self._written)):
-            self._prepare_rows(key_states)
-        assert self._pass is not None, "a forward pass is prepared before the model runs"
-        if layer_idx == 0:
-            self._written = {0}
         if self.block_attention:
-            self.arena.write(layer_idx, key_states[0], value_states[0], self._pass.plan)
+            self.arena.write(layer_idx, key_states[0], value_states[0], self.plan)
             return key_states, value_states
+        if self._pass is None or layer_idx in self._updated:  # a new pass, which the caller did not prepare
+            self._prepare_rows(key_states)
+        self._updated.add(layer_idx)
         packed = [states.transpose(0, 1).flatten(1, 2) for states in (key_states, value_states)]
-        self.arena.write(layer_idx, packed[0], packed[1], self._pass.plan)
+        self.arena.write(layer_idx, packed[0], packed[1], self.plan)
+        assert self._pass is not None
         return self._dense(layer_idx, self._pass)
-
-    _written: set[int] = set()
 
     def storage(self, layer_idx: int) -> LayerStorage:
         """A layer's keys and values, for attention to read in place."""
@@ -230,6 +234,12 @@ class BlockCache(Cache):
             self.rows = [[block] for block in self.new_blocks(batch, length)]
         if len(self.rows) != batch:
             raise ValueError(f"this cache has {len(self.rows)} rows, the batch has {batch}")
+        held = self.get_seq_length()
+        if any((view_length(view), view[-1].base + view[-1].length) != (held, held) for view in self.rows):
+            raise ValueError(
+                "rows of unequal lengths, or that see blocks at other positions than their own, need prepare(), its "
+                "position_ids and attention_mask()"
+            )
         self.prepare([Segment(view, length) for view in self.rows])
 
     def _dense(self, layer_idx: int, forward: ForwardPass) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,19 +278,16 @@ class BlockCache(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Place of the first new token in the dense rows."""
-        return self.get_mask_sizes(0, layer_idx)[0] if self._pass is None else self._offset()
-
-    def _offset(self) -> int:
-        assert self._pass is not None
-        return max(view_length(s.view) for s in self._pass.segments) - self._pass.segments[0].num_tokens
+        if self._pass is None or self._updated:
+            return self.get_seq_length(layer_idx)
+        longest = max(self._pass.segments, key=lambda segment: view_length(segment.view))
+        return view_length(longest.view) - longest.num_tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Length and offset of the dense keys that stock attention will see."""
-        if self._pass is not None:
-            return self._offset() + query_length, 0
-        return self.get_seq_length(layer_idx) + query_length, 0
+        return self.get_query_offset(layer_idx) + query_length, 0
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """-1: a block cache has no maximum length."""
         return -1
 

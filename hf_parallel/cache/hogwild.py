@@ -82,7 +82,9 @@ class Workspace:
 class HogwildCache(SharedPrefixCache):
     """Prompts, histories, headers and workers' steps of a batch of problems."""
 
-    def new_workspace(self, layout: str, prompt: list[Block], num_workers: int, header_lengths: Sequence[int]) -> Workspace:
+    def new_workspace(
+        self, layout: str, prompt: list[Block], num_workers: int, header_lengths: Sequence[int]
+    ) -> Workspace:
         """Make the blocks of a problem.
 
         Parameters
@@ -95,9 +97,11 @@ class HogwildCache(SharedPrefixCache):
         header_lengths : sequence of int
             Room for the history header, the others' header, the own header and the gap, in tokens.
         """
-        headers = [self.new_block(length) for length in header_lengths]
+        headers = self.new_blocks(len(header_lengths), max(header_lengths))  # of one size: read in one call
         workers = self.new_blocks(num_workers, STEP_ROOM)
-        return Workspace(layout, prompt, workers, self.new_block(), *headers)
+        history_header, others_header, own_header, gap = headers
+        history = self.new_block()
+        return Workspace(layout, prompt, workers, history, history_header, others_header, own_header, gap)
 
     def end_step(self, space: Workspace, worker: int) -> None:
         """Put a worker's step at the end of the history and give it an empty one."""

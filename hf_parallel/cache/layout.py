@@ -90,11 +90,11 @@ def plan_pass(segments: Sequence[Segment], device: torch.device) -> ForwardPass:
             writes.append((np.arange(offset, offset + n), target, index))
         start = view_length(segment.view[:-1])
         truth = start + target.length - n  # true position of the first new token
-        target_shift, start = start - target.base, 0
+        own_shift, start = start - target.base, 0
         for block in segment.view:
             if block.length:
-                delta = target_shift - (start - block.base)
-                members.setdefault(id(block), (block, []))[1].append((offset, n, delta, truth - start, block.length))
+                turn = own_shift - (start - block.base)
+                members.setdefault(id(block), (block, []))[1].append((offset, n, turn, truth - start, block.length))
             start += block.length
         offset += n
     blocks = [block for block, _ in members.values()]

@@ -6,8 +6,10 @@ Its keys stand at their true positions, so nothing is ever turned.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,6 +67,19 @@ class SharedPrefixCache(BlockCache):
     ) -> None:
         super().__init__(rotary, device)
         self.root = Node(np.empty(0, np.int64))
+        self._filled_by: weakref.ref[Any] | None = None
+
+    def claim(self, model: Any) -> None:
+        """Say which model fills the cache from now on.
+
+        Raises
+        ------
+        ValueError
+            If it holds the keys and values of another one.
+        """
+        if self.blocks and self._filled_by is not None and self._filled_by() is not model:
+            raise ValueError("past_key_values was filled by another model, whose keys and values it holds")
+        self._filled_by = weakref.ref(model)
 
     def insert(self, tokens: np.ndarray) -> Node:
         """Find or make the leaf whose path spells `tokens`, sharing all that the tree has of them.
@@ -113,7 +128,9 @@ class SharedPrefixCache(BlockCache):
                 continue
             held = 0 if node.block is None else node.block.length
             if held:
-                node.tokens, node.children = node.tokens[:held], []
+                node.tokens = node.tokens[:held]
+                for child in list(node.children):
+                    self._remove(child)
             else:
                 self._remove(node)
 

@@ -124,9 +124,7 @@ def make_call(
     )
 
 
-def _unpad(
-    input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
-) -> list[np.ndarray]:
+def _unpad(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> list[np.ndarray]:
     """The rows without what the attention mask hides, checked as `generate` would understand them."""
     ids = input_ids.cpu().numpy()
     if mask is None:
@@ -141,9 +139,8 @@ def _unpad(
         if not keep[row, -1]:
             raise ValueError(f"row {row} is padded on the right; use tokenizer.padding_side = 'left'")
     if positions is not None:
-        expected = keep.cumsum(-1) - 1
         given = positions.cpu().numpy()
-        given = given.reshape(-1, given.shape[-1])
-        if given.shape[-1] != ids.shape[1] or (given != expected)[keep[: len(given)]].any():
+        given = given[np.arange(len(ids)) % len(given)]  # one row may stand for all
+        if ((given != keep.cumsum(-1) - 1) & keep).any():
             raise ValueError("position_ids of the caller's own cannot be honoured: positions follow from the blocks")
     return [np.ascontiguousarray(ids[row, keep[row]], dtype=np.int64) for row in range(len(ids))]

@@ -7,13 +7,17 @@ registers it; nothing else has to know of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from .call import GenerationCall
 
 MODES: dict[str, type[ParallelConfig]] = {}
@@ -36,6 +40,12 @@ class ParallelConfig:
 
     seed: Any = None
 
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        """Remember which settings were given: one given at its default still goes before one that is stored."""
+        self = super().__new__(cls)
+        self._given = {*cls.fields()[: len(args)], *settings}
+        return self
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.mode:
@@ -52,10 +62,9 @@ class ParallelConfig:
         ValueError
             Naming the setting, what was given and what is allowed.
         """
-        seeds = self.seed if isinstance(self.seed, list | tuple) else [self.seed]
-        for seed in seeds:
-            if seed is not None and not isinstance(seed, torch.Generator) and not is_int(seed):
-                raise ValueError(f"seed must be an int, a torch.Generator or a list of them, got {self.seed!r}")
+        seeds = self.seed if isinstance(self.seed, list | tuple) else [] if self.seed is None else [self.seed]
+        if not all(isinstance(seed, torch.Generator) or is_int(seed) for seed in seeds):
+            raise ValueError(f"seed must be an int, a torch.Generator or a list of them, got {self.seed!r}")
 
     def prepare(self, kwargs: dict[str, Any]) -> None:
         """Turn what only this mode understands into what `generate` does, before it sees the arguments."""
@@ -70,10 +79,10 @@ class ParallelConfig:
         return [f.name for f in dataclasses.fields(cls)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Settings that differ from the defaults, ready for `generation_config.json`."""
+        """Settings that were given or differ from the defaults, ready for `generation_config.json`."""
         defaults = type(self)()
         pairs = ((name, getattr(self, name)) for name in self.fields())
-        return {name: value for name, value in pairs if value != getattr(defaults, name)}
+        return {name: v for name, v in pairs if name in self._given or v != getattr(defaults, name)}
 
 
 def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) -> ParallelConfig:
@@ -91,7 +100,7 @@ def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) 
     ValueError
         For an unknown mode or setting, or a bad value.
     """
-    if mode not in MODES:
+    if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"generation_mode must be one of {sorted(MODES)} (or None), got {mode!r}")
     cls = MODES[mode]
     merged: dict[str, Any] = {}
@@ -106,16 +115,23 @@ def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) 
             source = source.to_dict()
         elif not isinstance(source, Mapping):
             raise ValueError(f"parallel_config must be a {cls.__name__} or a mapping, got {type(source).__name__}")
-        unknown = sorted(set(source) - set(cls.fields()))
-        if unknown:
-            raise ValueError(f"{mode!r} has no setting {unknown[0]!r} (got {source[unknown[0]]!r}); it has {cls.fields()}")
+        for name, value in source.items():
+            if name not in cls.fields():
+                raise unknown_setting(cls, name, value)
         merged.update(source)
     return cls(**merged)
 
 
+def unknown_setting(cls: type[ParallelConfig], name: Any, value: Any, others: Iterable[str] = ()) -> ValueError:
+    """The error for a setting that a mode does not have; `others` are names that were possible too."""
+    near = difflib.get_close_matches(str(name), [*cls.fields(), *others], n=1)
+    hint = f"did you mean {near[0]!r}? It" if near else "it"
+    return ValueError(f"{cls.mode!r} has no setting {name!r} (got {value!r}); {hint} has {cls.fields()}")
+
+
 def is_int(value: Any) -> bool:
-    """Whether a value is an integer and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Whether a value is an integer, NumPy's included, and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_int(name: str, value: Any, at_least: int) -> None:
@@ -132,7 +148,7 @@ def check_bool(name: str, value: Any) -> None:
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise a `ValueError` unless `value` is one of `allowed`."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}")
 
 
@@ -140,3 +156,19 @@ def check_text(name: str, value: Any, optional: bool = False) -> None:
     """Raise a `ValueError` unless `value` is a string (or None where that is allowed)."""
     if not isinstance(value, str) and not (optional and value is None):
         raise ValueError(f"{name} must be a string{' or None' if optional else ''}, got {value!r}")
+
+
+def check_texts(name: str, value: Any) -> None:
+    """Raise a `ValueError` unless `value` is a list or tuple of non-empty strings."""
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+        raise ValueError(f"{name} must be a list of non-empty strings, got {value!r}")
+
+
+def check_template(name: str, template: Any, /, **values: Any) -> None:
+    """Raise a `ValueError` unless `template` is a string that `str.format` can fill with `values`."""
+    check_text(name, template)
+    try:
+        template.format(**values)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        places = " and ".join(f"{{{place}}}" for place in values)
+        raise ValueError(f"{name} may hold {places} and no other field, got {template!r} ({error!r})") from error

@@ -134,7 +134,7 @@ class DecodeLoop:
         self,
         rows: Sequence[Row],
         logits: torch.Tensor,
-        advance: Callable[[Row, int, bool], bool],
+        advance: Callable[[Any, int, bool], bool],
         settle: Callable[[], None] | None = None,
     ) -> None:
         """Generate until no row is active.

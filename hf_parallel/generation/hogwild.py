@@ -17,8 +17,9 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from ..attention import UnsupportedModelError
 from ..cache import Segment
 from ..cache.hogwild import LAYOUTS, HogwildCache
+from .arguments import encode
 from .call import GenerationCall
-from .config import ParallelConfig, check_choice, check_int, check_text
+from .config import ParallelConfig, check_choice, check_int, check_template, check_text, check_texts
 from .decode import DecodeLoop, Row
 from .outputs import ParallelOutput
 from .prefix import prefill_leaves
@@ -100,38 +101,28 @@ class HogwildConfig(ParallelConfig):
         super().validate()
         check_int("num_workers", self.num_workers, at_least=1)
         check_choice("layout", self.layout, LAYOUTS)
-        for name in ("history_header", "others_header", "own_header", "step_gap", "step_prefix", "code_fence"):
+        for name in ("history_header", "others_header", "own_header", "step_gap", "code_fence"):
             check_text(name, getattr(self, name))
-        for name in ("redundancy_prompt", "answer_pattern", "finisher_prompt", "collaboration_prompt"):
+        for name in ("redundancy_prompt", "answer_pattern", "finisher_prompt"):
             check_text(name, getattr(self, name))
         if not isinstance(self.separator, str) or not self.separator:
             raise ValueError(f"separator must be a non-empty string, got {self.separator!r}")
-        ends = self.sentence_ends
-        if isinstance(ends, str) or not all(isinstance(end, str) and end for end in ends):
-            raise ValueError(f"sentence_ends must be a list of non-empty strings, got {ends!r}")
+        check_texts("sentence_ends", self.sentence_ends)
         check_int("redundancy_interval", self.redundancy_interval, at_least=1)
         check_int("finisher_tokens", self.finisher_tokens, at_least=0)
         check_choice("stop_on_answer", self.stop_on_answer, ("any", "all", "never"))
-        self._check_names()
+        if self.worker_names is not None:
+            check_texts("worker_names", self.worker_names)
+            if len(self.worker_names) != self.num_workers or len(set(self.worker_names)) != self.num_workers:
+                raise ValueError(f"worker_names must be {self.num_workers} different names, got {self.worker_names!r}")
+        for worker in self.names:
+            check_template("step_prefix", self.step_prefix, name=worker, step=1)
+        check_template("collaboration_prompt", self.collaboration_prompt, names="Alice, Bob", count=self.num_workers)
         try:
-            self.step_prefix.format(name="", step=1)
-            self.collaboration_prompt.format(names="", count=1)
             re.compile(self.answer_pattern)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(
-                f"step_prefix takes {{name}} and {{step}}, collaboration_prompt {{names}} and {{count}}: {error!r}"
-            ) from error
         except re.error as error:
-            raise ValueError(f"answer_pattern must be a regular expression, got {self.answer_pattern!r}: {error}") from error
-
-    def _check_names(self) -> None:
-        names = self.worker_names
-        if names is None:
-            return
-        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
-            raise ValueError(f"worker_names must be a list of non-empty strings, got {names!r}")
-        if len(names) != self.num_workers or len(set(names)) != len(names):
-            raise ValueError(f"worker_names must be {self.num_workers} different names, got {list(names)!r}")
+            given = self.answer_pattern
+            raise ValueError(f"answer_pattern must be a regular expression, got {given!r} ({error})") from error
 
     @property
     def names(self) -> list[str]:
@@ -144,6 +135,7 @@ class HogwildConfig(ParallelConfig):
         """Prefill problems and headers, let the workers write, ask for an answer where none came."""
         self._check_call(call)
         cache = HogwildCache(call.capabilities.rotary, device=call.input_ids.device)
+        cache.claim(call.model)
         table = TokenTable(
             call.input_ids.repeat_interleave(self.num_workers, dim=0), call.pad_token_id, 2 * call.max_new_tokens
         )
@@ -172,9 +164,22 @@ class HogwildConfig(ParallelConfig):
             cache.reset()
         return output
 
-    def _check_call(self, call: GenerationCall) -> None:
-        if call.tokenizer is None:
+    def prepare(self, kwargs: dict[str, Any]) -> None:
+        """Look whether the tokenizer is there and works, before anything is prepared."""
+        tokenizer = kwargs.get("tokenizer")
+        if tokenizer is None:
             raise ValueError("hogwild reads text to find the ends of steps: give generate(..., tokenizer=tokenizer)")
+        tokens = encode(tokenizer, self.separator)
+        if not isinstance(tokenizer.decode(tokens), str):
+            raise ValueError(f"tokenizer must be a tokenizer whose decode() returns a string, got {tokenizer!r}")
+
+    def _check_call(self, call: GenerationCall) -> None:
+        vocabulary = call.model.get_input_embeddings().weight.shape[0]
+        steps = [self.step_prefix.format(name=name, step=1234567890) for name in self.names]
+        headers = (self.history_header, self.others_header, self.own_header, self.step_gap)
+        for text in (*headers, *steps, self.separator, self.redundancy_prompt, self.finisher_prompt):
+            if text and max(encode(call.tokenizer, text), default=0) >= vocabulary:
+                raise ValueError(f"tokenizer gives tokens outside the model's vocabulary of {vocabulary} for {text!r}")
         if call.capabilities.rotary is None:
             raise UnsupportedModelError(f"hogwild turns keys to other positions: {call.capabilities.why_no_rotation}")
         if call.past_key_values is not None:
@@ -223,10 +228,8 @@ class HogwildConfig(ParallelConfig):
         """The last final answer in a text, or None."""
         if not self.answer_pattern:
             return None
-        found = None
-        for found in re.finditer(self.answer_pattern, text):
-            pass
-        return None if found is None else found.group(1 if found.re.groups else 0)
+        answers = list(re.finditer(self.answer_pattern, text))
+        return answers[-1].group(1 if answers[-1].re.groups else 0) if answers else None
 
 
 def _settle(problems: Sequence[Problem]) -> None:
@@ -259,4 +262,3 @@ class HogwildOutput(ParallelOutput):
     transcripts: list[str] | None = None
     answers: list[str | None] | None = None
     conclusions: list[str] | None = None
-

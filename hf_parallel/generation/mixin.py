@@ -13,10 +13,23 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..attention import Capabilities, capabilities
+from .arguments import check_generation_config, check_helpers, check_inputs, check_values
 from .call import make_call
-from .config import MODES, ParallelConfig, make_config
+from .config import MODES, ParallelConfig, make_config, unknown_setting
 
 _ARGUMENTS = ("inputs", "generation_config")
+_REFUSED_ARGUMENTS = (
+    "assistant_model",
+    "custom_generate",
+    "encoder_outputs",
+    "inputs_embeds",
+    "labels",
+    "logits_to_keep",
+    "negative_prompt_attention_mask",
+    "negative_prompt_ids",
+    "synced_gpus",
+)
+"""Arguments of `generate` that no mode can honour."""
 _REFUSED: dict[str, Any] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
@@ -63,12 +76,20 @@ class ParallelGenerationMixin:
         ValueError
             For unknown or contradictory settings, and for what the mode cannot honour.
         """
-        kwargs.update(zip(_ARGUMENTS, args[:2], strict=False))
-        args = args[2:]
+        if self._parallel_config is not None:
+            raise RuntimeError(
+                "this model is generating in parallel already: generate was called again from a processor, a streamer "
+                "or another thread"
+            )
+        for name, value in zip(_ARGUMENTS, args, strict=False):
+            if name in kwargs:
+                raise TypeError(f"generate() got {name} both by position and by name")
+            kwargs[name] = value
+        args = args[len(_ARGUMENTS) :]
         config = self._take_parallel_config(kwargs)
         if config is None:
             return self._generate(kwargs, args)
-        if args or kwargs.get("custom_generate") is not None:
+        if args:
             raise ValueError("with a generation_mode, arguments behind generation_config are given by name")
         config.prepare(kwargs)
         self._refuse(config, kwargs)
@@ -76,7 +97,7 @@ class ParallelGenerationMixin:
         try:
             return self._generate(kwargs, ())
         finally:
-            self._parallel_config = None
+            del self._parallel_config
 
     def _generate(self, kwargs: dict[str, Any], args: tuple[Any, ...]) -> Any:
         first = [kwargs.pop(name, None) for name in _ARGUMENTS]
@@ -113,8 +134,7 @@ class ParallelGenerationMixin:
     def _take_parallel_config(self, kwargs: dict[str, Any]) -> ParallelConfig | None:
         """Take the mode and its settings out of the arguments of `generate`."""
         given = kwargs.get("generation_config")
-        if given is not None and not isinstance(given, GenerationConfig):
-            raise TypeError(f"generation_config must be a GenerationConfig, got {type(given).__name__}")
+        check_generation_config(given)
         stored = [c for c in (given, self.generation_config) if c is not None]  # type: ignore[attr-defined]
         object_given = kwargs.pop("parallel_config", None)
         if "generation_mode" in kwargs:
@@ -129,6 +149,9 @@ class ParallelGenerationMixin:
             return None
         fields = MODES[mode].fields() if isinstance(mode, str) and mode in MODES else ()
         settings = {name: kwargs.pop(name) for name in fields if name in kwargs}
+        for name in fields:
+            if hasattr(given, name):
+                raise ValueError(f"{name} is in generation_config itself; put it in generation_config.parallel_config")
         saved = [
             c.parallel_config
             for c in stored
@@ -139,24 +162,27 @@ class ParallelGenerationMixin:
     def _refuse(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:
         """Refuse arguments that cannot be honoured, before anything is prepared."""
         mode = config.mode
-        for name in ("assistant_model", "negative_prompt_ids", "inputs_embeds", "encoder_outputs", "synced_gpus"):
+        for name in _REFUSED_ARGUMENTS:
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise ValueError(f"{name} cannot be honoured by generation_mode={mode!r}")
-        _check_ids(kwargs.get("inputs"), "inputs")
-        _check_ids(kwargs.get("input_ids"), "input_ids")
+        check_inputs(kwargs)
+        check_helpers(kwargs)
         known = set(GenerationConfig().to_dict()) | set(vars(GenerationConfig()))
         known |= set(inspect.signature(super().generate).parameters)  # type: ignore[misc]
         known |= {"input_ids", "attention_mask", "position_ids", "past_key_values", "tokenizer", "assistant_tokenizer"}
         known |= set(inspect.signature(self.forward).parameters)  # type: ignore[attr-defined]
         for name in kwargs:
             if name not in known:
-                raise ValueError(f"{mode!r} has no setting {name!r} (got {kwargs[name]!r}); it has {config.fields()}")
+                raise unknown_setting(type(config), name, kwargs[name], known)
+        for stored in (kwargs.get("generation_config"), self.generation_config):  # type: ignore[attr-defined]
+            check_values({} if stored is None else vars(stored))
+        check_values(kwargs)
         settings = {k: v for k, v in kwargs.items() if k in set(vars(GenerationConfig()))}
         prepared, _ = self._prepare_generation_config(kwargs.get("generation_config"), **settings)  # type: ignore[attr-defined]
         for name, harmless in _REFUSED.items():
             value = getattr(prepared, name, None)
             if value not in harmless:
-                raise ValueError(f"{name}={value!r} cannot be honoured by generation_mode={mode!r}; allowed: {harmless}")
+                raise ValueError(f"{name}={value!r} cannot be honoured by generation_mode={mode!r}, only {harmless}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the plain model and enable again: the subclass lives in this process only."""
@@ -185,9 +211,13 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         If `model` is no `PreTrainedModel`.
     UnsupportedModelError
         If block attention cannot serve the model, with the reason.
+    ValueError
+        If the model's weights are on the meta device.
     """
     if isinstance(model, ParallelGenerationMixin):
         return model
+    if isinstance(model, PreTrainedModel) and model.device.type == "meta":
+        raise ValueError(f"{type(model).__name__} is on the meta device: load its weights first")
     found = capabilities(model)
     plain = type(model)
     model.__class__ = _enabled_class(plain)
@@ -196,7 +226,15 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `enable`; does nothing to a model that is not enabled. Returns the same object."""
+    """Undo `enable`; does nothing to a model that is not enabled. Returns the same object.
+
+    Raises
+    ------
+    TypeError
+        If `model` is no `PreTrainedModel`.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     if isinstance(model, ParallelGenerationMixin):
         model.__class__ = _plain_class(type(model))
         del model._parallel_capabilities
@@ -221,17 +259,3 @@ def _plain_class(enabled: type) -> type:
 def _restore(plain: type) -> Any:
     cls = _enabled_class(plain)
     return cls.__new__(cls)
-
-
-def _check_ids(ids: Any, name: str) -> None:
-    """Raise unless `ids`, if given, are token ids `[rows, length]`."""
-    if ids is None:
-        return
-    if not isinstance(ids, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor of token ids, got {type(ids).__name__}")
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{name} must hold token ids (int64), got {ids.dtype}")
-    if ids.ndim != 2:
-        raise ValueError(f"{name} must have the shape [rows, length], got {list(ids.shape)}")
-    if 0 in ids.shape:
-        raise ValueError(f"{name} must hold at least one token per row, got the shape {list(ids.shape)}")

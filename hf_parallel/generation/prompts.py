@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jinja2.exceptions import TemplateError
 
+from .arguments import check_tokenizer
 from .hogwild import HogwildConfig
 
 THINK = "<think>"
@@ -33,10 +34,13 @@ def hogwild_prompt(
     Returns
     -------
     dict
-        `input_ids` and `attention_mask`, `int64 [1, length]`: `model.generate(**prompt, generation_mode="hogwild", ...)`.
+        `input_ids` and `attention_mask`, `int64 [1, length]`, for `model.generate(**prompt, ...)`.
     """
     if not isinstance(task, str) or not task.strip():
         raise ValueError(f"task must be a non-empty string, got {task!r}")
+    if config is not None and (settings or not isinstance(config, HogwildConfig)):
+        raise ValueError(f"give a HogwildConfig or its settings, got config={config!r} and {sorted(settings)}")
+    check_tokenizer(tokenizer)
     config = HogwildConfig(**settings) if config is None else config
     rules = config.collaboration_prompt.format(names=", ".join(config.names), count=config.num_workers)
     text = _chat(rules, task, tokenizer)

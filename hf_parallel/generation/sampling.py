@@ -109,11 +109,18 @@ class Sampler:
 
     def _process(self, rows: Sequence[int], raw: torch.Tensor) -> torch.Tensor:
         if not self.whole_batch or len(rows) == self.num_rows:
-            return self.processors(self.table.left_padded(rows), raw)
+            return self._processed(self.table.left_padded(rows), raw)
         index = torch.tensor(rows, device=raw.device)
         everything = raw.new_zeros(self.num_rows, raw.shape[-1])
         everything[index] = raw
-        return self.processors(self.table.left_padded(range(self.num_rows)), everything)[index]
+        return self._processed(self.table.left_padded(range(self.num_rows)), everything)[index]
+
+    def _processed(self, ids: Any, scores: Any) -> torch.Tensor:
+        processed = self.processors(ids, scores)
+        if not isinstance(processed, torch.Tensor) or processed.shape != scores.shape:
+            got = list(processed.shape) if isinstance(processed, torch.Tensor) else type(processed).__name__
+            raise ValueError(f"a logits_processor must return scores of the shape {list(scores.shape)}, got {got}")
+        return processed
 
     def _draw(self, rows: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
         if not self.do_sample:

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from ..cache.shared_prefix import Node, SharedPrefixCache
+from .arguments import encode
 from .call import GenerationCall
-from .config import ParallelConfig, check_bool
+from .config import ParallelConfig, check_bool, is_int
 from .decode import DecodeLoop, Row
 from .prefix import prefill_leaves
 from .sampling import TokenTable
@@ -55,11 +56,15 @@ class SharedPrefixConfig(ParallelConfig):
         """Turn `levels` into left-padded `input_ids`."""
         if self.levels is None:
             return
-        if kwargs.get("inputs") is not None or kwargs.get("input_ids") is not None:
-            raise ValueError("give either input_ids or levels, not both")
+        for name in ("inputs", "input_ids", "attention_mask", "position_ids"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"give either {name} or levels, not both: levels hold all tokens of every row")
         if kwargs.get("num_return_sequences", 1) not in (None, 1):
             raise ValueError("with levels there is one row per leaf; repeat a leaf instead of num_return_sequences")
-        self._paths = list(_leaf_paths(self.levels, kwargs.get("tokenizer")))
+        try:
+            self._paths = list(_leaf_paths(self.levels, kwargs.get("tokenizer")))
+        except RecursionError as error:
+            raise ValueError("levels is nested too deeply, or holds itself") from error
         rows = [np.concatenate(path) for path in self._paths]
         width = max(len(row) for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -74,9 +79,13 @@ class SharedPrefixConfig(ParallelConfig):
         cache, kept = call.past_key_values, call.past_key_values is not None
         if cache is None:
             cache = SharedPrefixCache(device=call.input_ids.device)
+        if self._paths and call.num_rows != len(self._paths):
+            raise ValueError("with levels there is one row per leaf, but generation_config has num_return_sequences")
         if not isinstance(cache, SharedPrefixCache):
             raise ValueError(f"past_key_values must be a SharedPrefixCache, got {type(cache).__name__}")
-        loop = DecodeLoop(call, cache, TokenTable(call.input_ids, call.pad_token_id, call.max_new_tokens), seed=self.seed)
+        cache.claim(call.model)
+        table = TokenTable(call.input_ids, call.pad_token_id, call.max_new_tokens)
+        loop = DecodeLoop(call, cache, table, seed=self.seed)
         rows: list[Row] = []
         with loop.running():
             leaves = self._leaves(call, cache)
@@ -104,7 +113,8 @@ class SharedPrefixConfig(ParallelConfig):
         made: dict[tuple[int, ...], Node] = {}
         leaves = []
         for path in self._paths:
-            node, key = cache.root, ()
+            node = cache.root
+            key: tuple[int, ...] = ()
             for tokens in path:
                 key = (*key, id(tokens))
                 if key not in made:
@@ -149,11 +159,13 @@ def _leaf_paths(node: Any, tokenizer: Any, above: tuple[np.ndarray, ...] = ()) -
 
 def _as_tokens(tokens: Any, tokenizer: Any) -> np.ndarray:
     """One run of tokens of `levels`: ints, a tensor, or text."""
+    given = tokens
     if isinstance(tokens, str):
         if tokenizer is None:
-            raise ValueError(f"levels holds the text {tokens[:40]!r}: give the tokenizer= that encodes it, or token ids")
-        tokens = tokenizer(tokens, add_special_tokens=False)["input_ids"]
-    array = np.asarray(tokens.cpu() if isinstance(tokens, torch.Tensor) else tokens)
-    if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
-        raise ValueError(f"a run of tokens in levels must be a non-empty list of ints, a tensor or text, got {tokens!r}")
-    return array.astype(np.int64)
+            raise ValueError(f"levels holds the text {tokens[:40]!r}: give the tokenizer= that encodes it")
+        tokens = encode(tokenizer, tokens)
+    elif isinstance(tokens, np.ndarray) or (isinstance(tokens, torch.Tensor) and not tokens.is_meta):
+        tokens = tokens.tolist()
+    if not isinstance(tokens, list) or not tokens or not all(is_int(t) and abs(t) < 2**63 for t in tokens):
+        raise ValueError(f"a run of tokens in levels must be non-empty ints, a 1-D tensor or text, got {given!r}")
+    return np.array(tokens, dtype=np.int64)

@@ -13,6 +13,9 @@ from .plan import AttentionPlan
 from .rope import RotarySpec, rotate
 from .schedule import Call, Schedule, make_schedule
 
+UNPACKED_QUERIES = 32
+"""Queries per block from which packing grouped heads gains nothing over one product per head."""
+
 _FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _EFFICIENT_CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,7 +40,8 @@ def block_attention(
         q = _queries(query, plan, call, index, turn)
         k = _extents(keys, call, num_kv_heads)
         v = _extents(values, call, num_kv_heads)
-        mask = _mask(plan, call, index, query, query.shape[1] // num_kv_heads)
+        groups = query.shape[1] // num_kv_heads if packs(call.num_queries, call.causal) else 1
+        mask = _mask(plan, call, index, query, groups)
         out, lse = _attend(q, k, v, mask, call.causal, scale, softcap)
         outs.append(out)
         lses.append(lse)
@@ -47,7 +51,7 @@ def block_attention(
 def _queries(
     query: torch.Tensor, plan: AttentionPlan, call: Call, index: int, rotary: RotarySpec | None
 ) -> torch.Tensor:
-    """The queries of a call, turned for the blocks that they meet: `[N, M, heads, head_dim]`."""
+    """The queries of a call, turned for the blocks that they meet: `[N * M, heads, head_dim]`."""
     take = plan.memo(("take", index, query.device), lambda: _take(plan, call, query.device))
     q = query if take is None else query[take] if isinstance(take, slice) else query.index_select(0, take)
     if rotary is not None:
@@ -57,7 +61,7 @@ def _queries(
         )
         if tables is not None:
             q = rotate(q, *tables, rotary)
-    return q.unflatten(0, (call.num_blocks, -1))
+    return q
 
 
 def _take(plan: AttentionPlan, call: Call, device: torch.device) -> slice | torch.Tensor | None:
@@ -116,26 +120,37 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One dense call.
 
+    Heads that share a KV head are packed with the queries into one row dimension, so that keys are read once per KV
+    head; not where that dimension is long enough anyway, nor under a causal mask.
+
     Parameters
     ----------
-    q : [N, M, heads, head_dim]
+    q : [N * M, heads, head_dim]
     k, v : [N, kv_heads, L, head_dim]
-    mask : [N, 1, M * groups, L], optional
+    mask : [N, 1, M * groups, L] where heads are packed, else [N, 1, M, L], optional
 
     Returns
     -------
     (out, lse) : [N * M, heads, head_dim], [N * M, heads]
     """
-    n, m, heads, _ = q.shape
-    kv_heads = k.shape[1]
-    if causal:
-        # Query m may see keys up to m, which packing several heads into one row dimension would break.
-        out, lse = _primitive(q.transpose(1, 2), k, v, None, True, scale, softcap)
-        return out.transpose(1, 2).reshape(n * m, heads, -1), lse.transpose(1, 2).reshape(n * m, heads)
-    packed = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(n, kv_heads, m * (heads // kv_heads), -1)
+    n, kv_heads = k.shape[:2]
+    total, heads, dim = q.shape
+    m, groups = total // n, heads // kv_heads
+    if not packs(m, causal):
+        out, lse = _primitive(q.view(n, m, heads, dim).transpose(1, 2), k, v, mask, causal, scale, softcap)
+        return out.transpose(1, 2).reshape(total, heads, -1), lse.transpose(1, 2).reshape(total, heads)
+    if m == 1:
+        out, lse = _primitive(q.view(n, kv_heads, groups, dim), k, v, mask, False, scale, softcap)
+        return out.reshape(n, heads, -1), lse.reshape(n, heads)
+    packed = q.view(n, m, kv_heads, groups, dim).transpose(1, 2).reshape(n, kv_heads, m * groups, dim)
     out, lse = _primitive(packed, k, v, mask, False, scale, softcap)
-    out = out.unflatten(2, (m, -1)).transpose(1, 2).reshape(n * m, heads, -1)
-    return out, lse.unflatten(2, (m, -1)).transpose(1, 2).reshape(n * m, heads)
+    out = out.view(n, kv_heads, m, groups, -1).transpose(1, 2).reshape(total, heads, -1)
+    return out, lse.view(n, kv_heads, m, groups).transpose(1, 2).reshape(total, heads)
+
+
+def packs(num_queries: int, causal: bool) -> bool:
+    """Whether a call packs the heads of a group into its row dimension."""
+    return not causal and num_queries < UNPACKED_QUERIES
 
 
 def _primitive(

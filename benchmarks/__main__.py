@@ -1,0 +1,221 @@
+"""One entry for all benchmarks: measures, prints tables and writes JSON. `python -m benchmarks --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import hf_parallel
+from hf_parallel.measure import long_prompt
+
+from .hogwild import HogwildBenchmark
+from .rounds import Bar
+from .shared_prefix import SharedPrefixBenchmark
+
+RESULTS = Path(__file__).parent / "results"
+TARGETS = (
+    ("shared_prefix", "prefill_by_one_row", 1.1, "prefill by that of one row"),
+    ("shared_prefix", "step_by_bound", 1.25, "decode step by the bound"),
+    ("shared_prefix", "kv_bytes_by_unique_tokens", 1.0, "KV bytes by those of unique tokens"),
+    ("hogwild", "step_by_generate", 1.25, "step by one of generate, 2 rows"),
+    ("hogwild", "set_up_by_step", 0.02, "set-up by the step"),
+)
+"""Part, ratio, what it may be at most, and the ratio in words."""
+
+
+def main() -> int:
+    """Run the benchmarks; returns the exit status."""
+    options = _parse()
+    transformers.logging.set_verbosity_error()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    console = Console(highlight=False)
+    model, tokenizer = load(options)
+    hf_parallel.enable(model)
+    report: dict[str, Any] = {"machine": machine(model), "model": options.model or "SmolLM2-135M-Instruct"}
+    parts = benchmarks(options)
+    calls = sum(part.calls for part in parts.values())
+    with Bar(console, calls) as bar:
+        for name, part in parts.items():
+            ids = long_prompt(tokenizer, part.prompt).to(model.device)
+            given = (model, tokenizer, ids, bar) if name == "hogwild" else (model, ids, bar)
+            report[name] = {"settings": asdict(part)} | part.run(*given)
+    report["machine"]["load_average_after"] = load_average()
+    report["targets"] = targets(report)
+    path = options.output or default_path(options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    show(console, report)
+    console.print(f"\nWritten to {path}", soft_wrap=True)
+    return 0
+
+
+def benchmarks(options: argparse.Namespace) -> dict[str, Any]:
+    """The benchmarks that were asked for, by name, with their settings."""
+    shared, hogwild = SharedPrefixBenchmark(), HogwildBenchmark()
+    if options.quick:
+        shared = SharedPrefixBenchmark(prompt=48, rows=3, new_tokens=4, rounds=1)
+        hogwild = HogwildBenchmark(prompt=48, passes=4, rounds=1, workers=(1, 3))
+    common = {name: getattr(options, name) for name in ("prompt", "rounds") if getattr(options, name)}
+    own = {name: getattr(options, name) for name in ("rows", "new_tokens") if getattr(options, name)}
+    shared = replace(
+        shared, generate=not options.skip_generate, generate_batch=not options.skip_generate_batch, **common, **own
+    )
+    parts = {"shared_prefix": shared, "hogwild": replace(hogwild, **common)}
+    return {name: part for name, part in parts.items() if options.only in (None, name)}
+
+
+def load(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The embedded model or another one, on the device."""
+    dtype = getattr(torch, options.dtype)
+    if options.model is None:
+        return hf_parallel.load_embedded_model(dtype=dtype, device=options.device)
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    return model.to(options.device).eval(), transformers.AutoTokenizer.from_pretrained(options.model)
+
+
+def machine(model: Any) -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_parallel": hf_parallel.__version__,
+        "load_average_before": load_average(),
+    }
+
+
+def cpu_name() -> str:
+    """The processor, as the system calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def load_average() -> list[float] | None:
+    """Of the last 1, 5 and 15 minutes; other work on the machine shows here."""
+    return [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else None
+
+
+def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The ratios that have a limit, and whether they keep it."""
+    found = []
+    for part, name, limit, words in TARGETS:
+        if part in report:
+            value = report[part]["ratios"][name]
+            found.append({"part": part, "what": words, "value": value, "at_most": limit, "met": value <= limit})
+    return found
+
+
+def default_path(options: argparse.Namespace) -> Path:
+    """A file of its own for each run."""
+    kind = f"{options.device.replace(':', '')}{'-quick' if options.quick else ''}"
+    return RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}-{kind}.json"
+
+
+def show(console: Console, report: dict[str, Any]) -> None:
+    """Print the tables."""
+    of = report["machine"]
+    console.print(
+        f"{report['model']}, {of['dtype']}, {of['device']}: {of['cpu']}, {of['threads']} threads, torch {of['torch']}, "
+        f"transformers {of['transformers']}, load average {of['load_average_before']} to {of['load_average_after']}\n"
+    )
+    if "shared_prefix" in report:
+        console.print(shared_prefix_table(report["shared_prefix"]))
+    if "hogwild" in report:
+        console.print(hogwild_table(report["hogwild"]))
+    table = table_of("ratios", "ratio", "at most", "")
+    for target in report["targets"]:
+        words, met = f"{target['part']}: {target['what']}", "met" if target["met"] else "MISSED"
+        table.add_row(words, f"{target['value']:.3f}", f"{target['at_most']:.2f}", met)
+    console.print(table)
+
+
+def shared_prefix_table(result: dict[str, Any]) -> Table:
+    """One line per way."""
+    of = result["settings"]
+    title = f"shared prefix: {of['prompt']} tokens x {of['rows']} rows"
+    table = table_of(title, "prefill, s", "step, ms", "tokens/s", "KV, MB", "same tokens")
+    for name in ("generate", "prefilled_cache", "generate_batch", "shared_prefix", "bound", "one_row"):
+        way = result.get(name, {})
+        if "error" in way:
+            table.add_row(name, way["error"])
+        elif way:
+            same = {True: "yes", False: "NO", None: ""}[way.get("same_tokens")]
+            table.add_row(
+                name,
+                number(way, "prefill_seconds", 1, ".2f"),
+                number(way, "step_seconds", 1e3, ".1f"),
+                number(way, "tokens_per_second", 1, ".1f"),
+                number(way, "kv_bytes", 1e-6, ".1f"),
+                same,
+            )
+    return table
+
+
+def hogwild_table(result: dict[str, Any]) -> Table:
+    """One line per number of workers."""
+    of = result["settings"]
+    table = table_of(f"hogwild: {of['prompt']} common tokens, {of['layout']}", "step, ms", "tokens/s", "KV, MB")
+    plain = result["generate"]
+    table.add_row("generate, 2 rows", number(plain, "step_seconds", 1e3, ".1f"), f"{2 / plain['step_seconds']:.1f}", "")
+    for workers, way in result["workers"].items():
+        cells = (("step_seconds", 1e3, ".1f"), ("tokens_per_second", 1, ".1f"), ("kv_bytes", 1e-6, ".1f"))
+        table.add_row(f"{workers} workers", *(number(way, *cell) for cell in cells))
+    return table
+
+
+def table_of(title: str, *headings: str) -> Table:
+    """An empty table whose first column holds names."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def number(way: dict[str, Any], name: str, factor: float, form: str) -> str:
+    """A figure as text; nothing where it was not measured."""
+    return format(way[name] * factor, form) if name in way else ""
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs, measures nothing")
+    parser.add_argument("--only", choices=("shared_prefix", "hogwild"), help="one of the benchmarks")
+    parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="default: float32")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    parser.add_argument("--prompt", type=int, metavar="N", help="tokens of the prompt (2048)")
+    parser.add_argument("--rows", type=int, metavar="N", help="completions of the shared prefix (16)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="tokens per completion (16)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="times that everything is measured, in turns (5)")
+    parser.add_argument("--skip-generate", action="store_true", help="without generate's prefill of every row (minutes)")
+    parser.add_argument("--skip-generate-batch", action="store_true", help="without continuous batching")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="of the JSON (default: one in benchmarks/results)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

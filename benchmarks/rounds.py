@@ -1,0 +1,81 @@
+"""Ways to generate, timed in turns: each round runs every way once, so that a machine's noise hits all alike."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from hf_parallel.measure import StepClock
+
+Way = Callable[[StepClock], object]
+"""Runs one call of `generate` with the clock as its streamer."""
+
+
+@dataclass
+class Times:
+    """What one way took, in seconds: one entry per round, and the steps of each round."""
+
+    prefill: list[float] = field(default_factory=list)
+    steps: list[list[float]] = field(default_factory=list)
+
+    @property
+    def step(self) -> float:
+        """Median of all steps."""
+        return statistics.median(second for steps in self.steps for second in steps)
+
+    @property
+    def rounded_steps(self) -> list[list[float]]:
+        """The steps to the microsecond, for a report."""
+        return [[round(second, 6) for second in steps] for steps in self.steps]
+
+
+def run_rounds(ways: Mapping[str, Way], rounds: int, bar: Bar) -> dict[str, Times]:
+    """Run every way once unmeasured, then `rounds` times in turns."""
+    times = {name: Times() for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            bar.next(f"{name}, round {number} of {rounds}")
+            clock = StepClock()
+            way(clock)
+            if number:
+                times[name].prefill.append(clock.prefill_seconds)
+                times[name].steps.append(clock.step_seconds)
+    return times
+
+
+def prefill_ratio(ours: Times, other: Times) -> float:
+    """Median over the rounds of what ours took by what the other took in the same round."""
+    return statistics.median(a / b for a, b in zip(ours.prefill, other.prefill, strict=True))
+
+
+def step_ratio(ours: Times, other: Times) -> float:
+    """Median over the rounds of our median step by the other's in the same round."""
+    pairs = zip(ours.steps, other.steps, strict=True)
+    return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
+
+
+class Bar:
+    """A progress bar that draws between calls only: nothing else runs while a call is timed."""
+
+    def __init__(self, console: Console, calls: int) -> None:
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=console, auto_refresh=False, disable=not console.is_interactive)
+        self._task = self._bar.add_task("", total=calls)
+        self._begun = False
+
+    def __enter__(self) -> Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.update(self._task, description="")
+        self._bar.stop()
+
+    def next(self, what: str) -> None:
+        """Say what runs now; what ran before is done."""
+        self._bar.update(self._task, description=what, advance=int(self._begun), refresh=True)
+        self._begun = True

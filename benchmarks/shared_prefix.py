@@ -1,0 +1,180 @@
+"""Sixteen completions of one long prompt: `shared_prefix` against three ways of transformers, and the bound.
+
+The bound is the same batch over a prompt of 4 tokens: what the step costs when there is next to nothing to attend to.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+
+import hf_parallel
+from hf_parallel.measure import StepClock, dense_bytes
+
+from .rounds import Bar, Times, prefill_ratio, run_rounds, step_ratio
+
+BOUND_PROMPT = 4
+PAGE = 256
+"""Tokens per page of the cache of continuous batching."""
+
+
+@dataclass(frozen=True)
+class SharedPrefixBenchmark:
+    """Settings and run.
+
+    Parameters
+    ----------
+    prompt, rows, new_tokens, rounds : int
+    generate, generate_batch : bool
+        Whether to run `generate` whole, which prefills every row, and continuous batching.
+    """
+
+    prompt: int = 2048
+    rows: int = 16
+    new_tokens: int = 16
+    rounds: int = 5
+    generate: bool = True
+    generate_batch: bool = True
+
+    @property
+    def calls(self) -> int:
+        """Calls of `generate` that `run` makes, for a progress bar."""
+        return 2 * (self.rounds + 1) + 3 * (self.rounds + 1) + 2 + self.generate + self.generate_batch
+
+    def run(self, model: Any, ids: torch.Tensor, bar: Bar) -> dict[str, Any]:
+        """Measure everything over the prompt `ids`, `int64 [1, prompt]`; returns what goes into the JSON."""
+        batch = ids.repeat(self.rows, 1)
+        settings = {"do_sample": False, "max_new_tokens": self.new_tokens, "min_new_tokens": self.new_tokens}
+        one = {"do_sample": False, "max_new_tokens": 1, "generation_mode": None}
+
+        def ours_once(clock: StepClock | None = None, **more: Any) -> Any:
+            given = settings | {"return_dict_in_generate": True, "streamer": clock} | more
+            return model.generate(batch, generation_mode="shared_prefix", **given)
+
+        prefill = run_rounds(
+            {
+                "one row": lambda clock: model.generate(ids, streamer=clock, **one),
+                "shared_prefix": lambda clock: ours_once(clock, max_new_tokens=1, min_new_tokens=1),
+            },
+            self.rounds,
+            bar,
+        )
+
+        bar.next("shared_prefix")
+        ours = ours_once()
+        kept = hf_parallel.SharedPrefixCache(device=model.device)
+        ours_once(past_key_values=kept, keep_completions=False, max_new_tokens=1, min_new_tokens=1)
+        bar.next("prefilled cache")
+        row = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids[:, :-1], past_key_values=row, use_cache=True, logits_to_keep=1)
+        outputs: dict[str, Any] = {}
+        copying: list[float] = []
+
+        def prefilled(clock: StepClock) -> None:
+            began = time.perf_counter()
+            cache = copy.deepcopy(row)
+            cache.batch_repeat_interleave(self.rows)
+            copying.append(time.perf_counter() - began)
+            outputs["prefilled_cache"] = model.generate(
+                batch, past_key_values=cache, streamer=clock, generation_mode=None, return_dict_in_generate=True, **settings
+            )
+
+        def bound(clock: StepClock) -> None:
+            model.generate(batch[:, -BOUND_PROMPT:], streamer=clock, generation_mode=None, **settings)
+
+        decode = run_rounds(
+            {
+                "bound": bound,
+                "shared_prefix": lambda clock: ours_once(clock, past_key_values=kept, keep_completions=False),
+                "prefilled_cache": prefilled,
+            },
+            self.rounds,
+            bar,
+        )
+
+        result: dict[str, Any] = {
+            "one_row": {"prefill_seconds": statistics.median(prefill["one row"].prefill)},
+            "bound": self._way(decode["bound"]),
+            "shared_prefix": self._way(decode["shared_prefix"])
+            | {
+                "prefill_seconds": statistics.median(prefill["shared_prefix"].prefill),
+                "kv_bytes": ours.stats.kv_bytes,
+                "stats": ours.stats.to_dict(),
+            },
+            "prefilled_cache": self._way(decode["prefilled_cache"])
+            | {
+                "prefill_seconds": statistics.median(prefill["one row"].prefill) + statistics.median(copying),
+                "kv_bytes": dense_bytes(outputs["prefilled_cache"].past_key_values),
+            },
+        }
+        reference = sequences = outputs["prefilled_cache"].sequences
+        del outputs, row, kept
+        if self.generate:
+            result["generate"], reference = self._generate(model, batch, settings, bar)
+            result["prefilled_cache"]["same_tokens"] = bool(torch.equal(reference, sequences))
+        result["shared_prefix"]["same_tokens"] = bool(torch.equal(reference, ours.sequences))
+        if self.generate_batch:
+            result["generate_batch"] = self._generate_batch(model, ids, reference, bar)
+        result["same_tokens_as"] = "generate" if self.generate else "prefilled_cache"
+        unique = self.prompt + self.rows * (self.new_tokens - 1)
+        result["ratios"] = {
+            "prefill_by_one_row": prefill_ratio(prefill["shared_prefix"], prefill["one row"]),
+            "step_by_bound": step_ratio(decode["shared_prefix"], decode["bound"]),
+            "step_of_prefilled_cache_by_ours": step_ratio(decode["prefilled_cache"], decode["shared_prefix"]),
+            "kv_bytes_by_unique_tokens": ours.stats.kv_bytes / (unique * ours.past_key_values.arena.bytes_per_token),
+        }
+        if self.generate:
+            whole = result["generate"]["prefill_seconds"] / result["shared_prefix"]["prefill_seconds"]
+            result["ratios"]["prefill_of_generate_by_ours"] = whole
+        return result
+
+    def _way(self, times: Times) -> dict[str, Any]:
+        return {"step_seconds": times.step, "tokens_per_second": self.rows / times.step, "steps": times.rounded_steps}
+
+    def _generate(self, model: Any, batch: torch.Tensor, settings: dict[str, Any], bar: Bar) -> tuple[dict, torch.Tensor]:
+        """Plain `generate` on all rows, once: its prefill is what it is for."""
+        bar.next(f"generate, prefill of {self.rows} x {self.prompt} tokens")
+        clock = StepClock()
+        output = model.generate(batch, streamer=clock, generation_mode=None, return_dict_in_generate=True, **settings)
+        times = Times([clock.prefill_seconds], [clock.step_seconds])
+        kv_bytes = dense_bytes(output.past_key_values)
+        return self._way(times) | {"prefill_seconds": clock.prefill_seconds, "kv_bytes": kv_bytes}, output.sequences
+
+    def _generate_batch(self, model: Any, ids: torch.Tensor, reference: torch.Tensor, bar: Bar) -> dict[str, Any]:
+        """Continuous batching with `num_return_sequences`, whose rows share the pages of the prompt."""
+        bar.next("generate_batch (continuous batching)")
+        pages = self.rows * (-(-(self.prompt + self.new_tokens) // PAGE) + 1)
+        batching: dict[str, Any] = {"page_size": PAGE, "num_blocks": pages, "max_batch_tokens": max(self.prompt, PAGE)}
+        if model.device.type == "cpu":
+            batching |= {"use_cuda_graph": False, "use_async_batching": False}
+        config = GenerationConfig(do_sample=False, max_new_tokens=self.new_tokens, eos_token_id=-1, pad_token_id=0)
+        config.num_return_sequences = self.rows  # its constructor refuses this where nothing is sampled
+        try:
+            done = model.generate_batch(
+                [ids[0].tolist()],
+                generation_config=config,
+                continuous_batching_config=ContinuousBatchingConfig(**batching),
+                record_timestamps=True,
+            )
+            requests = list(done.values())
+            errors = [request.error for request in requests if request.error]
+            if errors or len(requests) != self.rows:
+                raise RuntimeError(errors[0] if errors else f"{len(requests)} of {self.rows} requests came back")
+        except Exception as error:  # whatever it cannot do here is a finding, not a failure of the benchmark
+            return {"settings": batching, "error": f"{type(error).__name__}: {error}"}
+        began = min(request.lifespan[0] for request in requests)
+        ticks = [max(at) for at in zip(*(request.timestamps for request in requests), strict=True)]
+        times = Times([ticks[0] - began], [[after - before for before, after in zip(ticks, ticks[1:], strict=False)]])
+        expected = reference[0, self.prompt :].tolist()
+        return self._way(times) | {
+            "prefill_seconds": times.prefill[0],
+            "settings": batching,
+            "same_tokens": all(request.generated_tokens == expected for request in requests),
+        }

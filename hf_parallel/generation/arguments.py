@@ -1,0 +1,184 @@
+"""What the arguments of `generate` may be in a mode: types and ranges, checked before anything is prepared.
+
+transformers checks some of them where it uses them and others nowhere. Here each is named, with what was given and
+what is allowed. Knows nothing of models or caches beyond their types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from ..cache import BlockCache
+from .config import check_int, is_int
+
+_COUNTS = {
+    "max_new_tokens": 1,
+    "max_length": 1,
+    "min_new_tokens": 0,
+    "min_length": 0,
+    "num_return_sequences": 1,
+    "prefill_chunk_size": 1,
+    "no_repeat_ngram_size": 0,
+    "top_k": 0,
+}
+"""Settings that are integers, with the least that is allowed."""
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "repetition_penalty",
+    "max_time",
+)
+_FLAGS = ("do_sample", "return_dict_in_generate", "output_scores", "output_logits")
+_TOKENS = ("bos_token_id", "pad_token_id")
+
+
+def check_inputs(kwargs: Mapping[str, Any]) -> None:
+    """Check the tensors of a call: token ids `[rows, length]`, and a mask and positions that fit them.
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor.
+    ValueError
+        For a wrong shape, dtype, device, or values of the mask other than 0 and 1.
+    """
+    _check_ids(kwargs.get("inputs"), "inputs")
+    _check_ids(kwargs.get("input_ids"), "input_ids")
+    ids = kwargs["inputs"] if kwargs.get("inputs") is not None else kwargs.get("input_ids")
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if mask is not None:
+        _check_tensor(mask, "attention_mask")
+        if ids is None:
+            raise ValueError("attention_mask was given without input_ids")
+        if mask.shape != ids.shape:
+            raise ValueError(
+                f"attention_mask must have the shape of input_ids {list(ids.shape)}, got {list(mask.shape)}"
+            )
+        if not ((mask == 0) | (mask == 1)).all():
+            raise ValueError("attention_mask must hold 0 and 1 only: which tokens are padding")
+    if positions is not None:
+        _check_tensor(positions, "position_ids")
+        shape = (1, 1) if ids is None else tuple(ids.shape)
+        if tuple(positions.shape) not in (shape, (1, shape[1])) or positions.is_floating_point():
+            got = f"{positions.dtype} {list(positions.shape)}"
+            raise ValueError(f"position_ids must be integers of the shape {list(shape)}, got {got}")
+
+
+def check_helpers(kwargs: Mapping[str, Any]) -> None:
+    """Check the objects of a call that transformers or a mode will call back: streamer, processors, criteria, cache.
+
+    Raises
+    ------
+    TypeError
+        Naming the argument and what it must be.
+    ValueError
+        For a cache that no mode can use.
+    """
+    streamer = kwargs.get("streamer")
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise TypeError(f"streamer must have the methods put() and end(), got {type(streamer).__name__}")
+    for name in ("logits_processor", "stopping_criteria"):
+        given = kwargs.get(name)
+        if given is not None and not (isinstance(given, list | tuple) and all(callable(item) for item in given)):
+            raise TypeError(f"{name} must be a list of callables, got {given!r}")
+    function = kwargs.get("prefix_allowed_tokens_fn")
+    if function is not None and not callable(function):
+        raise TypeError(f"prefix_allowed_tokens_fn must be a function, got {function!r}")
+    cache = kwargs.get("past_key_values")
+    if cache is not None and not isinstance(cache, BlockCache):
+        kind = cache.__name__ + " itself" if isinstance(cache, type) else type(cache).__name__
+        raise ValueError(f"past_key_values must be a cache of hf_parallel, such as SharedPrefixCache, got {kind}")
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Check the settings of a `GenerationConfig`, wherever they come from; None is always allowed.
+
+    Raises
+    ------
+    ValueError
+        Naming the setting, what was given and what is allowed.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    for name in _COUNTS.keys() & given.keys():
+        check_int(name, given[name], at_least=_COUNTS[name])
+    for name in given.keys() & set(_NUMBERS):
+        if not isinstance(given[name], Real) or isinstance(given[name], bool):
+            raise ValueError(f"{name} must be a number, got {given[name]!r}")
+    for name in given.keys() & set(_FLAGS):
+        if not isinstance(given[name], bool | int | np.bool_) or given[name] not in (0, 1):
+            raise ValueError(f"{name} must be True or False, got {given[name]!r}")
+    for name in given.keys() & set(_TOKENS):
+        if not is_int(given[name]) and not _is_int_tensor(given[name], 1):
+            raise ValueError(f"{name} must be a token id, got {given[name]!r}")
+    eos = given.get("eos_token_id", 0)
+    if not (is_int(eos) or _is_int_tensor(eos) or (isinstance(eos, list | tuple) and all(map(is_int, eos)))):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {eos!r}")
+    stops = given.get("stop_strings", ())
+    if not isinstance(stops, str) and not (isinstance(stops, list | tuple) and all(isinstance(s, str) for s in stops)):
+        raise ValueError(f"stop_strings must be a string or a list of strings, got {stops!r}")
+
+
+def check_generation_config(config: Any) -> None:
+    """Raise a `TypeError` unless `config` is a `GenerationConfig` or None."""
+    if config is not None and not isinstance(config, GenerationConfig):
+        kind = config.__name__ + " itself" if isinstance(config, type) else type(config).__name__
+        raise TypeError(f"generation_config must be a GenerationConfig, got {kind}")
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise a `ValueError` unless `tokenizer` looks like one of transformers."""
+    if isinstance(tokenizer, type) or not callable(tokenizer) or not callable(getattr(tokenizer, "decode", None)):
+        raise ValueError(f"tokenizer must be a tokenizer that encodes when called and has decode(), got {tokenizer!r}")
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a text of the caller's own, without special ones.
+
+    Raises
+    ------
+    ValueError
+        If `tokenizer` is none.
+    """
+    check_tokenizer(tokenizer)
+    encoded = tokenizer(text, add_special_tokens=False)
+    tokens = encoded["input_ids"] if isinstance(encoded, Mapping) else None
+    if not isinstance(tokens, Sequence) or not all(map(is_int, tokens)):
+        raise ValueError(f"tokenizer must return input_ids, a list of ints, for a text; got {encoded!r} for {text!r}")
+    return list(tokens)
+
+
+def _check_ids(ids: Any, name: str) -> None:
+    if ids is None:
+        return
+    _check_tensor(ids, name)
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name} must hold token ids (int64), got {ids.dtype}")
+    if ids.ndim != 2:
+        raise ValueError(f"{name} must have the shape [rows, length], got {list(ids.shape)}")
+    if 0 in ids.shape:
+        raise ValueError(f"{name} must hold at least one token per row, got the shape {list(ids.shape)}")
+
+
+def _check_tensor(value: Any, name: str) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.is_meta:
+        raise ValueError(f"{name} is on the meta device and holds no values")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got a sparse one ({value.layout})")
+
+
+def _is_int_tensor(value: Any, size: int | None = None) -> bool:
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+        return False
+    return size is None or value.numel() == size

@@ -1,0 +1,240 @@
+"""Random layouts of blocks with one attention layer over them, and what that attention must give.
+
+A `Scene` stands in for a model with one layer. It keeps the keys of every token unrotated, so that the truth is
+spelled out from positions alone and shares nothing with the plan, the rotations and the schedule that tests check.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+
+from hf_parallel.cache import Block, BlockCache, ForwardPass, Segment, view_length
+from hf_parallel.kernels import RotarySpec
+
+STALE = 50.0
+"""What lies in slots that no row sees: memory is not wiped when it is handed on."""
+
+
+@dataclass
+class Features:
+    """What a layer's attention has besides queries, keys and values."""
+
+    kv_heads: int = 1
+    groups: int = 1
+    head_dim: int = 8
+    value_dim: int = 8
+    rotary: RotarySpec | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    window: int | None = None
+
+
+class Scene:
+    """One layer over a block cache, with random queries, keys and values."""
+
+    def __init__(self, features: Features, seed: int = 0) -> None:
+        self.features = features
+        self.cache = BlockCache({0: features.rotary})
+        self.random = torch.Generator().manual_seed(seed)
+        self.raw: dict[Block, torch.Tensor] = {}  # unrotated keys and values [kv_heads, length, head_dim + value_dim]
+        self.sinks = self.draw(features.kv_heads * features.groups) if features.sinks else None
+        self.forward: ForwardPass
+        self.queries: torch.Tensor  # unrotated, [T, heads, head_dim]
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.random, dtype=torch.float64)
+
+    def content(self, block: Block) -> torch.Tensor:
+        f = self.features
+        return self.raw.get(block, torch.empty(f.kv_heads, 0, f.head_dim + f.value_dim, dtype=torch.float64))
+
+    def step(self, segments: Sequence[Segment]) -> None:
+        """A forward pass up to the point where attention begins."""
+        f = self.features
+        self.forward = self.cache.prepare(segments)
+        total = sum(segment.num_tokens for segment in segments)
+        self.queries = self.draw(total, f.kv_heads * f.groups, f.head_dim)
+        new = self.draw(f.kv_heads, total, f.head_dim + f.value_dim)
+        offset = 0
+        for segment in segments:
+            if segment.write:
+                mine = new[:, offset : offset + segment.num_tokens]
+                self.raw[segment.view[-1]] = torch.cat((self.content(segment.view[-1]), mine), dim=1)
+            offset += segment.num_tokens
+        keys = turn(new[..., : f.head_dim], self.forward.position_ids, f.rotary)
+        self.cache.arena.write(0, keys, new[..., f.head_dim :].contiguous(), self.forward.plan)
+        self.cache.commit()
+
+    def split(self, block: Block, at: int) -> Block:
+        tail = self.cache.split(block, at)
+        self.raw[block], self.raw[tail] = self.raw[block][:, :at], self.raw[block][:, at:]
+        return tail
+
+    def move(self, source: Block, target: Block) -> None:
+        self.cache.move(source, target)
+        self.raw[target] = torch.cat((self.content(target), self.content(source)), dim=1)
+        self.raw.pop(source, None)
+
+    def attend(self, backend: Callable[..., torch.Tensor], dtype: torch.dtype, poison: bool = True) -> torch.Tensor:
+        """What a backend gives for the last pass, in `dtype`."""
+        f, layer = self.features, self.cache.storage(0)
+        keys, values = layer.keys.clone(), layer.values.clone()
+        if poison:
+            self._poison(keys, values)
+        query = turn(self.queries.transpose(0, 1), self.forward.position_ids, f.rotary).transpose(0, 1).contiguous()
+        return backend(
+            query.to(dtype),
+            keys.to(dtype),
+            values.to(dtype),
+            self.forward.plan.windowed(f.window),
+            num_kv_heads=f.kv_heads,
+            scale=f.head_dim**-0.5,
+            rotary=f.rotary,
+            softcap=f.softcap,
+            sinks=None if self.sinks is None else self.sinks.to(dtype),
+        )
+
+    def _poison(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """NaN wherever no extent of a visible block lies; something stale in the unseen slots of those extents."""
+        layer = self.cache.storage(0)
+        seen = {block for segment in self.forward.segments for block in segment.view if block.length}
+        inside = torch.zeros(len(keys), dtype=torch.bool)
+        written = torch.zeros(len(keys), dtype=torch.bool)
+        for block in seen:
+            inside[layer.rows(block.extent, 0, block.extent.capacity).reshape(-1)] = True
+            written[layer.rows(block.extent, block.first, block.first + block.length).reshape(-1)] = True
+        for storage in (keys, values):
+            storage[~inside] = math.nan
+            storage[inside & ~written] = STALE
+
+    def truth(self) -> torch.Tensor:
+        """Plain softmax of every new token over its row's view, both at their true positions."""
+        f, out, offset = self.features, [], 0
+        for segment in self.forward.segments:
+            n, length = segment.num_tokens, view_length(segment.view)
+            content = torch.cat([self.content(block) for block in segment.view], dim=1)
+            at = torch.arange(length)
+            k = turn(content[..., : f.head_dim], at, f.rotary).repeat_interleave(f.groups, dim=0)
+            v = content[..., f.head_dim :].repeat_interleave(f.groups, dim=0)
+            q = turn(self.queries[offset : offset + n].transpose(0, 1), at[length - n :], f.rotary)
+            scores = q @ k.mT * f.head_dim**-0.5
+            if f.softcap is not None:
+                scores = f.softcap * torch.tanh(scores / f.softcap)
+            distance = at[length - n :, None] - at
+            visible = (distance >= 0) & (distance < (f.window or length + 1))
+            scores = scores.masked_fill(~visible, -math.inf).exp()
+            total = scores.sum(-1) + (0 if self.sinks is None else self.sinks[:, None].exp())
+            out.append((scores / total[..., None] @ v).transpose(0, 1))
+            offset += n
+        return torch.cat(out)
+
+
+def turn(x: torch.Tensor, positions: torch.Tensor, rotary: RotarySpec | None) -> torch.Tensor:
+    """Rotate `[heads, n, head_dim]` to positions `[n]`, as complex numbers."""
+    if rotary is None:
+        return x
+    angles = positions[:, None].double() * torch.tensor(rotary.inv_freq, dtype=torch.float64)
+    dim = rotary.rotary_dim
+    first, second = (
+        (slice(0, dim, 2), slice(1, dim, 2)) if rotary.interleaved else (slice(dim // 2), slice(dim // 2, dim))
+    )
+    turned = torch.complex(x[..., first], x[..., second]) * torch.polar(torch.ones_like(angles), angles)
+    out = x.clone()
+    out[..., first], out[..., second] = turned.real, turned.imag
+    return out
+
+
+# Random layouts
+
+
+@st.composite
+def features(draw: st.DrawFn) -> Features:
+    head_dim = draw(st.sampled_from([8, 12]))
+    turning = draw(st.sampled_from([0, 2, 4, head_dim // 2 - 1, head_dim // 2]))
+    rotary = RotarySpec(tuple(100.0 ** (-i / 4) for i in range(turning)), draw(st.booleans())) if turning else None
+    return Features(
+        kv_heads=draw(st.integers(1, 3)),
+        groups=draw(st.integers(1, 4)),
+        head_dim=head_dim,
+        value_dim=draw(st.sampled_from([head_dim, head_dim, head_dim, 4])),
+        rotary=rotary,
+        softcap=draw(st.sampled_from([None, None, 1.5])),
+        sinks=draw(st.booleans()),
+        window=draw(st.sampled_from([None, None, 1, 3, 17])),
+    )
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    """Rows over some layout, after a random life of the cache; the last pass is ready to be attended."""
+    scene = Scene(draw(features()), draw(st.integers(0, 2**16)))
+    views = draw(st.sampled_from([_tree, _workers, _anything]))(draw, scene)
+    for _ in range(draw(st.integers(1, 3))):
+        rows = draw(st.lists(st.sampled_from(views), min_size=1, unique_by=lambda view: id(view[-1])))
+        scene.step([_segment(draw, view) for view in rows])
+    return scene
+
+
+def _segment(draw: st.DrawFn, view: list[Block]) -> Segment:
+    held = view[-1].length
+    if held and draw(st.integers(0, 4)) == 0:
+        return Segment(view, draw(st.integers(1, min(held, 20))), write=False)
+    return Segment(view, draw(st.one_of(st.integers(1, 3), st.integers(1, 40))))
+
+
+def _fill(draw: st.DrawFn, scene: Scene, views: Sequence[list[Block]]) -> None:
+    """One pass that writes to the end of each view, blocks that are seen by later ones included."""
+    scene.step([Segment(view, draw(st.integers(1, 25))) for view in views])
+
+
+def _spaced(draw: st.DrawFn, scene: Scene, count: int) -> list[Block]:
+    """Blocks of one size, of which some neighbours have been freed."""
+    blocks = scene.cache.new_blocks(count + draw(st.integers(0, 3)), draw(st.sampled_from([0, 8, 64])))
+    while len(blocks) > count:
+        scene.cache.free(blocks.pop(draw(st.integers(0, len(blocks) - 1))))
+    return blocks
+
+
+def _tree(draw: st.DrawFn, scene: Scene) -> list[list[Block]]:
+    """Prefixes, one perhaps split without copying, and suffixes at their true positions."""
+    root = scene.cache.new_block(draw(st.integers(0, 30)))
+    _fill(draw, scene, [[root]])
+    path = [root]
+    if root.length > 1 and draw(st.booleans()):
+        path.append(scene.split(root, draw(st.integers(1, root.length - 1))))
+    middle = scene.cache.new_block(base=view_length(path))
+    _fill(draw, scene, [[*path, middle]])
+    paths = [[root], path, [*path, middle]]
+    views = []
+    for leaf in _spaced(draw, scene, draw(st.integers(1, 6))):
+        above = draw(st.sampled_from(paths))
+        leaf.base = view_length(above)
+        views.append([*above, leaf])
+    return views
+
+
+def _workers(draw: st.DrawFn, scene: Scene) -> list[list[Block]]:
+    """Workers that see each other's blocks before their own, one step of which has moved perhaps."""
+    prompt, history, header = (scene.cache.new_block() for _ in range(3))
+    _fill(draw, scene, [[prompt], [prompt, history], [prompt, history, header]])
+    own = _spaced(draw, scene, draw(st.integers(2, 5)))
+    views = [[prompt, history, *(o for o in own if o is not mine), header, mine] for mine in own]
+    _fill(draw, scene, views)
+    if draw(st.booleans()):
+        scene.move(own[0], history)
+    return views
+
+
+def _anything(draw: st.DrawFn, scene: Scene) -> list[list[Block]]:
+    """Blocks of any base in any order, the same one several times in a view."""
+    pool = [scene.cache.new_block(base=draw(st.integers(0, 60))) for _ in range(draw(st.integers(1, 4)))]
+    _fill(draw, scene, [[block] for block in pool])
+    own = _spaced(draw, scene, draw(st.integers(1, 5)))
+    for block in own:
+        block.base = draw(st.integers(0, 60))
+    return [[*draw(st.lists(st.sampled_from([*pool, *own]), max_size=5)), mine] for mine in own]

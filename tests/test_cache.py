@@ -1,0 +1,450 @@
+"""The cache floor: blocks keep what was written to them whatever happens around them, and no token is copied often.
+
+Under stock attention a `BlockCache` is one more cache of transformers, with the logits of `DynamicCache`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from scenes import turn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_parallel.cache import Arena, Block, BlockCache, Segment, View, view_length
+from hf_parallel.kernels import RotarySpec
+
+KV_HEADS, HEAD_DIM = 2, 6
+BYTES_PER_TOKEN = 2 * KV_HEADS * HEAD_DIM * 8  # one layer, float64
+ROTARY = RotarySpec((1.0, 0.3), interleaved=False)  # turns 4 of 6 dimensions
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def unrotated(tokens: Sequence[int], layer: int = 0) -> torch.Tensor:
+    """A key for each token, float64 [kv_heads, len(tokens), head_dim], all different."""
+    names = torch.tensor(tokens, dtype=torch.float64)[None, :, None]
+    place = torch.arange(KV_HEADS * HEAD_DIM).reshape(KV_HEADS, 1, HEAD_DIM)
+    return torch.sin(names * (place + 1) + layer)
+
+
+def append(cache: BlockCache, *brought: tuple[View, Sequence[int]]) -> None:
+    """What a model of one layer does to the cache in a forward pass."""
+    forward = cache.prepare([Segment(view, len(tokens)) for view, tokens in brought])
+    tokens = [token for _, run in brought for token in run]
+    keys = turn(unrotated(tokens), forward.position_ids, ROTARY)
+    cache.arena.write(0, keys, unrotated(tokens, 1), forward.plan)
+    cache.commit()
+
+
+def stored(cache: BlockCache, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    layer = cache.storage(0)
+    rows = layer.rows(block.extent, block.first, block.first + block.length)
+    return layer.keys[rows], layer.values[rows]
+
+
+def assert_holds(cache: BlockCache, block: Block, tokens: Sequence[int]) -> None:
+    """The block holds these tokens' values, and their keys at the positions that follow from its base."""
+    assert block.length == len(tokens)
+    if tokens:
+        keys, values = stored(cache, block)
+        at = torch.arange(block.base, block.base + len(tokens))
+        torch.testing.assert_close(keys, turn(unrotated(tokens), at, ROTARY), rtol=0, atol=1e-12)
+        assert torch.equal(values, unrotated(tokens, 1))
+
+
+def new_cache() -> BlockCache:
+    return BlockCache({0: ROTARY})
+
+
+# Any life of a cache
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """A cache against a dictionary of lists of tokens."""
+
+    blocks = Bundle("blocks")
+
+    @initialize()
+    def begin(self) -> None:
+        self.cache = new_cache()
+        self.tokens: dict[Block, list[int]] = {}
+        self.next = 0
+
+    def fresh(self, count: int) -> list[int]:
+        self.next += count
+        return list(range(self.next - count, self.next))
+
+    @rule(target=blocks, count=st.integers(1, 4), capacity=st.integers(0, 9), base=st.integers(0, 50))
+    def new_blocks(self, count: int, capacity: int, base: int) -> Any:
+        blocks = self.cache.new_blocks(count, capacity, base)
+        self.tokens.update((block, []) for block in blocks)
+        return multiple(*blocks)
+
+    @rule(into=st.lists(blocks, min_size=1, max_size=4), data=st.data())
+    def append(self, into: list[Block], data: st.DataObject) -> None:
+        brought = [([block], self.fresh(data.draw(st.integers(1, 12)))) for block in dict.fromkeys(into)]
+        append(self.cache, *brought)
+        for (block,), tokens in brought:
+            self.tokens[block] += tokens
+
+    @rule(target=blocks, block=blocks, room=st.integers(0, 5))
+    def fork(self, block: Block, room: int) -> Block:
+        made = self.cache.fork(block, room)
+        assert made.room >= room
+        self.tokens[made] = list(self.tokens[block])
+        return made
+
+    @rule(target=blocks, block=blocks, data=st.data())
+    def split(self, block: Block, data: st.DataObject) -> Any:
+        if block.length < 2:
+            return multiple()
+        at = data.draw(st.integers(1, block.length - 1))
+        tail = self.cache.split(block, at)
+        self.tokens[block], self.tokens[tail] = self.tokens[block][:at], self.tokens[block][at:]
+        return tail
+
+    @rule(source=blocks, destination=blocks)
+    def move(self, source: Block, destination: Block) -> None:
+        if source is destination:
+            with pytest.raises(ValueError, match="into itself"):
+                self.cache.move(source, destination)
+            return
+        self.cache.move(source, destination)
+        self.tokens[destination] += self.tokens[source]
+        self.tokens[source] = []
+
+    @rule(block=blocks, data=st.data())
+    def truncate(self, block: Block, data: st.DataObject) -> None:
+        length = data.draw(st.integers(0, block.length))
+        self.cache.truncate(block, length)
+        del self.tokens[block][length:]
+
+    @rule(block=blocks, more=st.integers(0, 20))
+    def reserve(self, block: Block, more: int) -> None:
+        self.cache.reserve([(block, block.length + more)])
+        assert block.room >= more
+
+    @rule(into=st.lists(blocks, min_size=1, max_size=3))
+    def roll_back(self, into: list[Block]) -> None:
+        """A pass that fails after some layers have written."""
+        forward = self.cache.prepare([Segment([block], 3) for block in dict.fromkeys(into)])
+        tokens = [-1] * forward.plan.num_queries
+        self.cache.arena.write(0, unrotated(tokens), unrotated(tokens, 1), forward.plan)
+        self.cache.rollback()
+
+    @rule(block=consumes(blocks))
+    def free(self, block: Block) -> None:
+        self.cache.free(block)
+        del self.tokens[block]
+        with pytest.raises(ValueError, match="not .* a block of this cache"):
+            self.cache.free(block)
+
+    @invariant()
+    def everything_is_where_it_was_put(self) -> None:
+        for block, tokens in self.tokens.items():
+            assert_holds(self.cache, block, tokens)
+
+    @invariant()
+    def bytes_are_those_of_unique_tokens(self) -> None:
+        if self.cache.arena.layers:
+            assert self.cache.kv_bytes == sum(map(len, self.tokens.values())) * BYTES_PER_TOKEN
+
+    @invariant()
+    def no_extent_overlaps_another(self) -> None:
+        extents = sorted({block.extent for block in self.tokens if block.extent.capacity}, key=lambda e: e.origin)
+        ends = [extent.origin + extent.capacity for extent in extents]
+        assert all(end <= extent.origin for end, extent in zip(ends, extents[1:], strict=False))
+        assert not ends or ends[-1] <= self.cache.arena.num_slots
+
+
+CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAnyLifeOfACache = CacheMachine.TestCase
+
+
+# Arena
+
+
+def test_released_extents_are_joined_and_handed_out_again() -> None:
+    arena = Arena()
+    a, b, c, d = arena.allocate(10, 4)
+    for extent in (b, a, c):
+        arena.release(extent)
+    assert arena.allocate(30)[0].origin == a.origin
+    assert arena.num_slots == d.origin + d.capacity
+
+
+def test_an_extent_is_free_when_its_last_owner_is_gone() -> None:
+    cache = new_cache()
+    head = cache.new_block(4)
+    append(cache, ([head], [1, 2, 3, 4]))
+    tail = cache.split(head, 1)
+    place = head.extent.origin
+    cache.free(head)
+    assert cache.new_block(1).extent.origin != place
+    assert_holds(cache, tail, [2, 3, 4])
+    cache.free(tail)
+    assert cache.new_block(4).extent.origin == place
+
+
+class Copied(TorchDispatchMode):
+    """Counts the bytes that operators write into tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.index_put_, torch.ops.aten.index_copy_):
+            source = args[-1] if func.overloadpacket is not torch.ops.aten.copy_ else args[0]
+            self.bytes += source.numel() * source.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_ten_thousand_appends_copy_each_token_a_bounded_number_of_times(rows: int) -> None:
+    cache = new_cache()
+    blocks = cache.new_blocks(rows)
+    appends = 10_000 // rows
+    key = torch.zeros(KV_HEADS, rows, HEAD_DIM, dtype=torch.float64)
+    with Copied() as copied:
+        for _ in range(appends):
+            cache.arena.write(0, key, key, cache.prepare([Segment([block], 1) for block in blocks]).plan)
+            cache.commit()
+    assert [block.length for block in blocks] == [appends] * rows
+    assert cache.kv_bytes <= copied.bytes <= 8 * cache.kv_bytes
+    assert cache.arena.reserved_bytes <= 8 * cache.kv_bytes
+
+
+def test_a_finished_step_moves_only_itself() -> None:
+    cache = new_cache()
+    history, step = cache.new_block(4000), cache.new_block(40)
+    append(cache, ([history], range(2000)), ([history, step], range(3000, 3040)))
+    with Copied() as copied:
+        cache.move(step, history)
+    assert copied.bytes == 40 * BYTES_PER_TOKEN
+    assert_holds(cache, history, [*range(2000), *range(3000, 3040)])
+
+
+def test_storage_of_another_model_is_refused() -> None:
+    cache = new_cache()
+    block = cache.new_block()
+    append(cache, ([block], [1]))
+    plan = cache.prepare([Segment([block], 1)]).plan
+    for other in (torch.zeros(KV_HEADS + 1, 1, HEAD_DIM).double(), torch.zeros(KV_HEADS, 1, HEAD_DIM)):
+        with pytest.raises(ValueError, match="serves the model that filled it"):
+            cache.arena.write(0, other, other, plan)
+
+
+# Blocks
+
+
+def evenly_spaced(blocks: Sequence[Block]) -> bool:
+    origins = torch.tensor([block.extent.origin for block in blocks])
+    return len(origins.diff().unique()) == 1 and len({block.extent.capacity for block in blocks}) == 1
+
+
+def test_blocks_that_outgrow_their_room_together_stay_evenly_spaced() -> None:
+    cache = new_cache()
+    blocks = cache.new_blocks(5, 8)
+    for _ in range(40):
+        append(cache, *(([block], [7]) for block in blocks))
+        assert evenly_spaced(blocks)
+
+
+def test_moving_needs_the_rotary_embedding_where_positions_change() -> None:
+    cache = BlockCache()
+    first, second, third = (cache.new_block() for _ in range(3))
+    append(cache, ([first], [1, 2]), ([second], [3]))
+    with pytest.raises(ValueError, match="rotary"):
+        cache.move(second, first)
+    cache.move(second, third)  # from position 0 to position 0
+    assert_holds(cache, third, [3])
+
+
+@pytest.mark.parametrize("at", [0, 3, 4, -1])
+def test_a_split_is_inside_the_block(at: int) -> None:
+    cache = new_cache()
+    block = cache.new_block()
+    append(cache, ([block], [1, 2, 3]))
+    with pytest.raises(ValueError, match="inside the block's 3 tokens"):
+        cache.split(block, at)
+
+
+def test_a_block_is_not_truncated_to_more_than_it_has() -> None:
+    cache = new_cache()
+    block = cache.new_block()
+    with pytest.raises(ValueError, match="between 0 and the block's 0"):
+        cache.truncate(block, 1)
+
+
+# Passes
+
+
+def test_two_segments_that_write_to_one_block_are_refused() -> None:
+    cache = new_cache()
+    shared, block = cache.new_blocks(2)
+    append(cache, ([shared], [1]), ([block], [2]))
+    with pytest.raises(ValueError, match="write to one block"):
+        cache.prepare([Segment([block], 1), Segment([shared, block], 1)])
+    for write in (True, False):  # its last tokens cannot be asked again while it gets new ones
+        with pytest.raises(ValueError, match="write to one block"):
+            cache.prepare([Segment([block], 1, write=write), Segment([block], 1, write=not write)])
+    assert block.length == 1
+    cache.prepare([Segment([block], 1, write=False), Segment([block], 1, write=False)])
+
+
+@pytest.mark.parametrize(
+    ("view", "num_tokens", "write"), [((), 1, True), ((0,), 0, True), ((0,), -1, True), ((0,), 3, False)]
+)
+def test_segments_without_sense_are_refused(view: tuple[int, ...], num_tokens: int, write: bool) -> None:
+    cache = new_cache()
+    block = cache.new_block()
+    append(cache, ([block], [1, 2]))
+    with pytest.raises(ValueError, match="segment"):
+        cache.prepare([Segment([block for _ in view], num_tokens, write)])
+    assert block.length == 2
+
+
+def test_blocks_of_another_cache_are_refused() -> None:
+    cache, other = new_cache(), new_cache()
+    mine, foreign = cache.new_block(), other.new_block()
+    gone = cache.new_block()
+    cache.free(gone)
+    for stranger in (foreign, gone):
+        for view in ([stranger, mine], [stranger]):
+            with pytest.raises(ValueError, match="not .* a block of this cache"):
+                cache.prepare([Segment(view, 1)])
+        for act in (cache.free, cache.fork, lambda b: cache.move(b, mine), lambda b: cache.move(mine, b)):
+            with pytest.raises(ValueError, match="not .* a block of this cache"):
+                act(stranger)
+    assert mine.length == 0
+
+
+def test_tokens_asked_again_are_stored_nowhere() -> None:
+    cache = new_cache()
+    block = cache.new_block()
+    append(cache, ([block], [1, 2, 3]))
+    forward = cache.prepare([Segment([block], 2, write=False)])
+    assert forward.position_ids.tolist() == [1, 2]
+    junk = torch.full((KV_HEADS, 2, HEAD_DIM), 9.0, dtype=torch.float64)
+    cache.arena.write(0, junk, junk, forward.plan)
+    cache.commit()
+    assert_holds(cache, block, [1, 2, 3])
+
+
+def test_positions_follow_from_lengths() -> None:
+    cache = new_cache()
+    common, a, b = cache.new_block(), cache.new_block(), cache.new_block(base=10)
+    append(cache, ([common], range(5)))
+    forward = cache.prepare([Segment([common, b, a], 2), Segment([common, a, b], 3)])
+    assert forward.position_ids.tolist() == [0, 1, 10, 11, 12]  # places in the own block, whatever stands before it
+    assert forward.last_tokens == [1, 4]
+    assert view_length([common, b, a]) == 10
+
+
+def test_reset_forgets_everything() -> None:
+    cache = new_cache()
+    append(cache, ([cache.new_block()], [1, 2]), ([cache.new_block()], [3]))
+    cache.reset()
+    assert (cache.kv_bytes, cache.blocks, cache.get_seq_length()) == (0, {}, 0)
+    assert cache.arena.allocate(3)[0].origin == 0
+
+
+# Under stock attention
+
+
+@pytest.fixture(scope="module", params=["eager", "sdpa"])
+def stock(request: pytest.FixtureRequest) -> PreTrainedModel:
+    model = copy.deepcopy(tiny.build("llama"))
+    model.set_attn_implementation(request.param)
+    return model
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, **inputs).logits
+
+
+def test_rows_over_a_shared_prompt_have_the_logits_of_dynamic_cache(stock: PreTrainedModel) -> None:
+    prompt, *suffixes = tiny.make_prompts([11, 6, 6, 6])
+    cache, dynamic = BlockCache(), DynamicCache()
+    shared = cache.new_block()
+    cache.rows = [[shared]]
+    logits(stock, prompt[None], cache)
+    logits(stock, prompt.repeat(3, 1), dynamic)
+    cache.rows = [[shared, own] for own in cache.new_blocks(3, base=11)]
+    rows = torch.stack(suffixes)
+    for part in rows.split([1, 3, 1, 1], dim=1):
+        expected = logits(stock, part, dynamic)
+        torch.testing.assert_close(logits(stock, part, cache), expected, rtol=0, atol=2e-5)
+    assert cache.kv_bytes == (11 + 3 * 6) * cache.arena.bytes_per_token
+    assert cache.get_seq_length() == 17
+
+
+def test_rows_of_unequal_length_have_the_logits_of_each_row_alone(stock: PreTrainedModel) -> None:
+    prompts = tiny.make_prompts([3, 14, 8])
+    cache, alone = BlockCache(), [DynamicCache() for _ in prompts]
+    rows: list[View] = [[block] for block in cache.new_blocks(3)]
+    for row, prompt, dynamic in zip(rows, prompts, alone, strict=True):
+        cache.rows = [row]
+        expected = logits(stock, prompt[None], dynamic)
+        torch.testing.assert_close(logits(stock, prompt[None], cache), expected, rtol=0, atol=2e-5)
+    for new in (1, 4, 1):
+        tokens = torch.stack(tiny.make_prompts([new] * 3, seed=new))
+        segments = [Segment(row, new) for row in rows]
+        forward = cache.prepare(segments)
+        found = logits(
+            stock,
+            tokens,
+            cache,
+            position_ids=forward.position_ids.reshape(3, new),
+            attention_mask=cache.attention_mask(segments),
+        )
+        cache.commit()
+        expected = torch.cat([logits(stock, t[None], d) for t, d in zip(tokens, alone, strict=True)])
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("lengths", [[12], [12, 5, 9]], ids=["one row", "left-padded batch"])
+def test_plain_generate_works_over_a_block_cache(stock: PreTrainedModel, lengths: list[int]) -> None:
+    ids, mask = tiny.left_pad(tiny.make_prompts(lengths))
+    settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    expected = stock.generate(ids, **settings)
+    cache = BlockCache()
+    assert torch.equal(stock.generate(ids, past_key_values=cache, **settings), expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
+
+
+def test_the_batch_must_have_the_rows_of_the_cache(stock: PreTrainedModel) -> None:
+    cache = BlockCache()
+    cache.rows = [[block] for block in cache.new_blocks(2)]
+    with pytest.raises(ValueError, match="2 rows, the batch has 3"):
+        logits(stock, torch.ones(3, 4, dtype=torch.long), cache)
+
+
+@pytest.mark.parametrize("lengths", [(3, 4), (0, 0)], ids=["unequal lengths", "other positions"])
+def test_rows_that_plain_positions_do_not_fit_are_refused(stock: PreTrainedModel, lengths: tuple[int, int]) -> None:
+    cache = BlockCache()
+    shared, *own = cache.new_blocks(3)
+    for view, length in (([shared], 5), ([own[0]], lengths[0]), ([own[1]], lengths[1])):
+        if length:
+            cache.rows = [view]
+            logits(stock, torch.ones(1, length, dtype=torch.long), cache)
+    cache.rows = [[shared, block] for block in own]
+    with pytest.raises(ValueError, match=r"need prepare\(\)"):
+        logits(stock, torch.ones(2, 1, dtype=torch.long), cache)

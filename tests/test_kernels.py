@@ -1,0 +1,282 @@
+"""The kernel floor: every backend gives, for any layout of blocks, what a plain softmax over each row's view gives.
+
+Layouts are random lives of a block cache (`scenes.py`): trees of prefixes, workers that see each other, anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scenes import Features, Scene, scenes, turn
+
+from hf_parallel.cache import Block, BlockCache, Segment
+from hf_parallel.kernels import BACKEND_VARIABLE, RotarySpec, block_attention, reference, rotate, select_backend
+from hf_parallel.kernels import torch_attention as torch_backend
+from hf_parallel.kernels.plan import AttentionPlan
+from hf_parallel.kernels.schedule import make_schedule
+
+EXACT = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# Attention
+
+
+@EXACT
+@given(scenes())
+def test_oracle_equals_softmax_over_the_view_at_true_positions(scene: Scene) -> None:
+    torch.testing.assert_close(
+        scene.attend(reference.block_attention, torch.float64), scene.truth(), rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@EXACT
+@given(scene=scenes())
+def test_torch_backend_equals_oracle(dtype: torch.dtype, scene: Scene) -> None:
+    expected = scene.attend(reference.block_attention, dtype)
+    actual = scene.attend(torch_backend.block_attention, dtype)
+    assert actual.dtype == dtype
+    # An output is rounded to `dtype` by either: one unit in the last place of a large one is no error.
+    torch.testing.assert_close(actual, expected, rtol=torch.finfo(dtype).eps, atol=TOLERANCE[dtype])
+
+
+def test_oracle_equals_causal_softmax_of_one_row() -> None:
+    """The oracle against three lines that know no block: 9 tokens, one head, no rotation."""
+    cache, row = BlockCache(), torch.randn(3, 9, 4, dtype=torch.float64)
+    block = cache.new_block()
+    forward = cache.prepare([Segment([block], 9)])
+    q, k, v = row
+    cache.arena.write(0, k[None], v[None], forward.plan)
+    layer = cache.storage(0)
+    out = reference.block_attention(q[:, None], layer.keys, layer.values, forward.plan, num_kv_heads=1, scale=0.5)
+    weights = (q @ k.T * 0.5).masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf).softmax(-1)
+    torch.testing.assert_close(out[:, 0], weights @ v, rtol=0, atol=1e-14)
+
+
+def test_a_query_that_sees_no_key_is_refused() -> None:
+    scene = _row(Features(), 4)
+    plan = replace(scene.forward.plan, pair_hi=np.array([1, 2, 0, 4]))
+    with pytest.raises(ValueError, match="query 2 .* no key"):
+        make_schedule(plan)
+
+
+# The schedule
+
+
+def _row(features: Features, length: int) -> Scene:
+    scene = Scene(features)
+    scene.step([Segment([scene.cache.new_block()], length)])
+    return scene
+
+
+def _keys_by_plan(plan: AttentionPlan) -> Counter[tuple[int, int, int]]:
+    """What each pair sees: (pair, extent's slot, row of the extent)."""
+    seen: Counter[tuple[int, int, int]] = Counter()
+    for block in range(plan.num_blocks):
+        for pair in range(plan.block_pairs[block], plan.block_pairs[block + 1]):
+            for j in range(plan.pair_lo[pair], plan.pair_hi[pair]):
+                seen[pair, int(plan.block_origin[block]), int(plan.block_first[block] + j)] += 1
+    return seen
+
+
+def _keys_by_calls(plan: AttentionPlan) -> Counter[tuple[int, int, int]]:
+    seen: Counter[tuple[int, int, int]] = Counter()
+    for call in make_schedule(plan).calls:
+        for i, pair in enumerate(call.pairs.tolist()):
+            run, query = divmod(i, call.num_queries)
+            lo, hi = 0, query + 1 if call.causal else call.num_keys
+            if call.lo is not None and call.hi is not None:
+                lo, hi = int(call.lo[run, query]), int(call.hi[run, query])
+            for j in range(lo, hi) if pair >= 0 else ():
+                seen[pair, call.origin + run * call.spacing, call.first + j] += 1
+    return seen
+
+
+@EXACT
+@given(scenes())
+def test_calls_cover_every_visible_query_and_key_exactly_once(scene: Scene) -> None:
+    plan = scene.forward.plan.windowed(scene.features.window)
+    assert _keys_by_calls(plan) == _keys_by_plan(plan)
+
+
+@EXACT
+@given(scenes())
+def test_merge_takes_every_partial_result_to_its_query_once(scene: Scene) -> None:
+    plan = scene.forward.plan.windowed(scene.features.window)
+    schedule = make_schedule(plan)
+    pairs = np.concatenate([call.pairs for call in schedule.calls])
+    taken = schedule.merge[schedule.merge >= 0]
+    assert sorted(taken) == np.flatnonzero(pairs >= 0).tolist()
+    for query, places in enumerate(schedule.merge.T):
+        assert (plan.pair_query[pairs[places[places >= 0]]] == query).all()
+
+
+def _completions(scene: Scene, prompt_length: int, lengths: Sequence[int], capacity: int = 64) -> list[list[Block]]:
+    """Rows over one prompt, their suffixes evenly spaced, one new token each."""
+    prompt = scene.cache.new_block(prompt_length)
+    scene.step([Segment([prompt], prompt_length)])
+    views = [[prompt, suffix] for suffix in scene.cache.new_blocks(len(lengths), capacity, base=prompt_length)]
+    scene.step([Segment(view, n) for view, n in zip(views, lengths, strict=True)])
+    return views
+
+
+def test_sixteen_suffixes_are_one_call_and_their_prompt_another() -> None:
+    scene = Scene(Features())
+    views = _completions(scene, 100, [1] * 16)
+    scene.step([Segment(view, 1) for view in views])
+    prompt, suffixes = sorted(make_schedule(scene.forward.plan).calls, key=lambda call: call.num_blocks)
+    assert (prompt.num_blocks, prompt.num_queries, prompt.num_keys) == (1, 16, 100)
+    assert (suffixes.num_blocks, suffixes.num_queries, suffixes.num_keys) == (16, 1, 2)
+    assert prompt.lo is None
+    assert suffixes.lo is None
+
+
+def test_suffixes_stay_one_call_when_some_rows_have_ended() -> None:
+    scene = Scene(Features())
+    views = _completions(scene, 10, [1] * 16)
+    left = [view for row, view in enumerate(views) if row not in (0, 5, 6, 15)]
+    scene.step([Segment(view, 1) for view in left])
+    calls = make_schedule(scene.forward.plan).calls
+    assert sorted(call.num_blocks for call in calls) == [1, 14]  # rows 1 to 14, of which 5 and 6 stand in for nobody
+
+
+def test_a_few_rows_left_far_apart_are_not_joined_over_the_gap_between_them() -> None:
+    scene = Scene(Features())
+    views = _completions(scene, 10, [1] * 16)
+    scene.step([Segment(views[row], 1) for row in (0, 1, 15)])
+    assert sorted(call.num_blocks for call in make_schedule(scene.forward.plan).calls) == [1, 1, 2]
+
+
+def test_suffixes_of_very_different_lengths_are_not_padded_without_end() -> None:
+    scene = Scene(Features())
+    views = _completions(scene, 10, [1, 1, 1, 6000], capacity=6016)
+    scene.step([Segment(view, 1) for view in views])
+    read = sum(call.num_blocks * call.num_keys for call in make_schedule(scene.forward.plan).calls)
+    needed = 4 * 10 + 3 * 2 + 6001
+    assert read <= 2 * needed + 4096
+
+
+def test_a_long_prefill_builds_no_mask() -> None:
+    scene = _row(Features(), 300)
+    again = Segment(scene.forward.segments[0].view, 200)
+    for plan in (scene.forward.plan, scene.cache.prepare([again]).plan):
+        calls = make_schedule(plan).calls
+        assert all(call.lo is None and call.hi is None for call in calls)
+        assert [call.causal for call in calls][-1:] == [True]
+
+
+def test_a_sliding_window_touches_a_band_of_keys() -> None:
+    plan = _row(Features(), 3000).forward.plan.windowed(64)
+    assert sum(call.num_keys * call.num_queries for call in make_schedule(plan).calls) < 3000 * (64 + 256)
+
+
+# Plans
+
+
+def test_windowed_plan_narrows_lo_and_is_made_once() -> None:
+    plan = _row(Features(), 10).forward.plan
+    assert plan.windowed(None) is plan
+    assert plan.windowed(10) is plan
+    narrow = plan.windowed(4)
+    assert narrow is plan.windowed(4)
+    assert narrow.pair_lo.tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6]
+    assert plan.pair_lo.tolist() == [0] * 10
+
+
+def test_a_window_counts_true_positions_across_blocks() -> None:
+    scene = Scene(Features())
+    far, near, own = (scene.cache.new_block() for _ in range(3))
+    scene.step([Segment([far], 5), Segment([near], 3)])
+    scene.step([Segment([far, near, own], 2)])
+    plan = scene.forward.plan.windowed(5)  # queries stand at 8 and 9: they see 4..8 and 5..9
+    visible = [
+        [
+            (int(plan.pair_query[p]), *range(plan.pair_lo[p], plan.pair_hi[p]))
+            for p in range(*plan.block_pairs[b : b + 2])
+        ]
+        for b in range(plan.num_blocks)
+    ]
+    assert visible == [[(0, 4), (1,)], [(0, 0, 1, 2), (1, 0, 1, 2)], [(0, 0), (1, 0, 1)]]
+
+
+# Rotations
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_rotary_tables_keep_their_precision_at_far_positions(dtype: torch.dtype) -> None:
+    spec = RotarySpec(tuple(10000.0 ** (-i / 8) for i in range(8)))
+    delta = np.array([0, 1, -1, 8191, -100_003, 1_000_000])
+    cos, sin = spec.tables(delta, dtype, torch.device("cpu"))
+    angles = np.multiply.outer(delta.astype(np.longdouble), np.array(spec.inv_freq, np.longdouble))
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-7
+    for table, exact in ((cos, np.cos(angles)), (sin, np.sin(angles))):
+        assert table.dtype == dtype
+        np.testing.assert_allclose(table.double().numpy(), exact.astype(np.float64), rtol=0, atol=tolerance)
+
+
+@EXACT
+@given(
+    pairs=st.integers(1, 5),
+    interleaved=st.booleans(),
+    turns=st.tuples(st.integers(-5000, 5000), st.integers(-5000, 5000)),
+    seed=st.integers(0, 99),
+)
+def test_rotations_compose_additively_and_leave_the_rest_alone(
+    pairs: int, interleaved: bool, turns: tuple[int, int], seed: int
+) -> None:
+    spec = RotarySpec(tuple(10000.0 ** (-i / pairs) for i in range(pairs)), interleaved)
+    x = torch.randn(3, 4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+    def turned(x: torch.Tensor, by: int) -> torch.Tensor:
+        return rotate(x, *spec.tables(np.array([by]), torch.float64, x.device), spec)
+
+    close = {"rtol": 0, "atol": 1e-11}
+    torch.testing.assert_close(turned(turned(x, turns[0]), turns[1]), turned(x, sum(turns)), **close)
+    torch.testing.assert_close(turned(x, turns[0]), turn(x, torch.full((4,), turns[0]), spec), **close)
+    assert torch.equal(turned(x, turns[0])[..., spec.rotary_dim :], x[..., spec.rotary_dim :])
+    assert torch.equal(turned(x, 0), x)
+
+
+# Dispatch
+
+
+def test_backend_variable_chooses_and_a_bad_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
+    assert select_backend() == "torch"
+    monkeypatch.setenv(BACKEND_VARIABLE, "")
+    assert select_backend() == "torch"
+    monkeypatch.setenv(BACKEND_VARIABLE, "reference")
+    assert select_backend() == "reference"
+    monkeypatch.setenv(BACKEND_VARIABLE, "cudnn")
+    with pytest.raises(ValueError, match=r"HF_PARALLEL_BACKEND must be one of .*reference.*torch.*'cudnn'"):
+        select_backend()
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_each_layer_gets_its_own_window_over_one_plan(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setenv(BACKEND_VARIABLE, backend)
+    scene = _row(Features(), 40)
+    layer, plan = scene.cache.storage(0), scene.forward.plan
+    for window in (None, 3, 17, 3, None):  # as layers of both kinds take turns over one plan
+        scene.features.window = window
+        out = block_attention(
+            scene.queries, layer.keys, layer.values, plan, num_kv_heads=1, scale=8**-0.5, window=window
+        )
+        torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-12)

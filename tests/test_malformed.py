@@ -1,0 +1,257 @@
+"""Whatever is called wrongly raises a typed, readable error or works, and the model then gives what it gave before.
+
+The calls are data: arguments of `generate` in `malformed_cases.py`, modes and settings in `malformed_settings.py`,
+caches, callbacks and models in `malformed_objects.py`. Interrupts in the middle of a run are here.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import malformed_cases
+import malformed_objects
+import malformed_settings
+import pytest
+import torch
+import transformers
+from malformed_cases import BATCH, DEFAULTS, MASK, ONE, TOKENIZER, Case
+from malformed_objects import OwnError
+from tiny import build, make_prompts
+from torch import nn
+
+import hf_parallel
+from hf_parallel import HogwildConfig, SharedPrefixCache, SharedPrefixConfig
+
+CASES = [*malformed_cases.CASES, *malformed_settings.CASES, *malformed_objects.CASES]
+READABLE = (ValueError, TypeError, ImportError)
+"""What malformed calls may raise; a `RuntimeError` only where not the call but the moment is wrong."""
+PACKAGES = [str(Path(module.__file__).parent) for module in (hf_parallel, transformers)]
+GREEDY = {"input_ids": BATCH, "attention_mask": MASK, "max_new_tokens": 6, "do_sample": False}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:transformers.*"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
+]
+
+
+@dataclass
+class Bench:
+    """An enabled model, a plain one of the same weights, and how both were before anything was called."""
+
+    model: Any
+    plain: Any
+    before: dict[str, Any]
+    tokens: torch.Tensor
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """What no call may change."""
+    return {
+        "class": type(model),
+        "attributes": sorted(vars(model)),
+        "attention": model.config._attn_implementation,
+        "generation_config": model.generation_config.to_dict(),
+        "training": [module.training for module in model.modules()],
+        "hooks": [len(module._forward_pre_hooks) for module in model.modules()],
+        "weights": [(p.data_ptr(), p.dtype, p.requires_grad) for p in model.parameters()],
+        "grad": torch.is_grad_enabled(),
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet() -> Iterator[None]:
+    """No warnings about what is wrong on purpose, and one thread: the models are too small for more."""
+    level, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    torch.set_num_threads(1)
+    yield
+    transformers.logging.set_verbosity(level)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def one_bench() -> list[Bench]:
+    """The bench that all cases share, for what one leaves behind is what the next must not feel."""
+    return []
+
+
+@pytest.fixture
+def bench(one_bench: list[Bench]) -> Iterator[Bench]:
+    if not one_bench:
+        plain = copy.deepcopy(build("llama"))
+        model = hf_parallel.enable(copy.deepcopy(plain))
+        one_bench.append(Bench(model, plain, describe(model), plain.generate(**GREEDY)))
+    bench = one_bench[0]
+    try:
+        yield bench
+        assert_unharmed(bench)
+    except BaseException:
+        one_bench.clear()  # the next case gets a new one
+        raise
+
+
+def assert_unharmed(bench: Bench) -> None:
+    """The same greedy output, plain and with shared prefixes, from a model that looks as it did."""
+    assert describe(bench.model) == bench.before
+    assert torch.equal(bench.model.generate(**GREEDY), bench.tokens)
+    assert torch.equal(bench.model.generate(**GREEDY, generation_mode="shared_prefix"), bench.tokens)
+    assert describe(bench.model) == bench.before
+
+
+def assert_readable(error: BaseException, case: Case) -> None:
+    """Typed, names what is wrong, and is raised by a check, not by whatever broke in torch or NumPy."""
+    assert case.says.lower() in str(error).lower(), f"{case.says!r} is not in: {error}"
+    if isinstance(error, OwnError | KeyboardInterrupt):
+        return  # the caller's own
+    meant = (*READABLE, RuntimeError) if case.error is RuntimeError else READABLE
+    assert isinstance(error, meant)
+    assert not isinstance(error, UnicodeError | NotImplementedError)
+    place = raised_in(error.__traceback__)
+    assert any(place.startswith(package) for package in PACKAGES), f"raised in {place}: {error}"
+
+
+def raised_in(traceback: TracebackType | None) -> str:
+    """The file of the innermost frame."""
+    assert traceback is not None
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback.tb_frame.f_code.co_filename
+
+
+def test_there_are_at_least_200_different_calls() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) >= 200
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_malformed_call_raises_a_readable_error_or_works(case: Case, bench: Bench) -> None:
+    if case.error is not None:
+        with pytest.raises(case.error) as caught:
+            case.call(bench.model)
+        assert_readable(caught.value, case)
+        return
+    torch.manual_seed(0)
+    output = case.call(bench.model)
+    if case.like is not None:
+        torch.manual_seed(0)
+        assert torch.equal(output, bench.plain.generate(**case.like))
+    elif isinstance(output, torch.Tensor):
+        assert output.shape[0] >= 1
+        assert output.shape[1] > ONE.shape[1]
+
+
+@contextmanager
+def failing(module: nn.Module, at: int, error: BaseException) -> Iterator[None]:
+    """Raise in the `at`-th call of a module's forward, counted from 1; it must come to that."""
+    count = 0
+
+    def raise_in_time(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise error
+
+    handle = module.register_forward_pre_hook(raise_in_time)
+    try:
+        yield
+    finally:
+        handle.remove()
+    assert count >= at, f"there were only {count} passes"
+
+
+INTERRUPTS: dict[str, Callable[[], BaseException]] = {
+    "interrupt": lambda: KeyboardInterrupt("stop"),
+    "exit": lambda: SystemExit(3),
+    "layer out of memory": lambda: RuntimeError("out of memory"),
+}
+PLACES: dict[str, Callable[[Any], nn.Module]] = {
+    "before the first layer": lambda model: model.model.layers[0],
+    "in the last layer": lambda model: model.model.layers[-1].mlp,
+    "after the layers": lambda model: model.lm_head,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", INTERRUPTS)
+@pytest.mark.parametrize(
+    ("mode", "at"), [*(("shared_prefix", n) for n in (1, 2, 4)), *(("hogwild", n) for n in (1, 2, 3, 5, 6))]
+)
+def test_interrupt_in_a_forward_pass_arrives_and_harms_nothing(
+    mode: str, at: int, kind: str, place: str, bench: Bench
+) -> None:
+    error = INTERRUPTS[kind]()
+    with pytest.raises(type(error)) as caught, failing(PLACES[place](bench.model), at, error):
+        bench.model.generate(**DEFAULTS[mode])
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("place", ["before the first layer", "after the layers"])
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+def test_kept_cache_survives_an_interrupt(at: int, place: str, bench: Bench) -> None:
+    longer = torch.cat((BATCH, torch.stack(make_prompts([9, 9], seed=1))), dim=1)
+    mask = torch.cat((MASK, torch.ones(2, 9, dtype=torch.long)), dim=1)
+    calls = [{**GREEDY}, {**GREEDY, "input_ids": longer, "attention_mask": mask}]
+    cache = SharedPrefixCache()
+    kept = {"generation_mode": "shared_prefix", "past_key_values": cache, "prefill_chunk_size": 8}
+    bench.model.generate(**calls[0], **kept)
+    before = cache.kv_bytes
+    error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt), failing(PLACES[place](bench.model), at, error):
+        bench.model.generate(**calls[1], **kept)
+    assert {id(node.block) for node in cache.nodes()} == set(cache.blocks), "blocks that nobody holds"
+    assert cache.kv_bytes >= before, "what was held before is still held"
+    for arguments in (*calls, *calls):
+        assert torch.equal(bench.model.generate(**arguments, **kept), bench.plain.generate(**arguments))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_interrupted_enable_leaves_the_model_plain(at: int) -> None:
+    model = copy.deepcopy(build("llama"))
+    before = describe(model)
+    with pytest.raises(KeyboardInterrupt), failing(model.model.layers[1], at, KeyboardInterrupt()):
+        hf_parallel.enable(model)
+    assert describe(model) == before
+    assert torch.equal(model.generate(**GREEDY), build("llama").generate(**GREEDY))
+
+
+def test_interrupt_while_hogwild_writes_leaves_no_setting_behind(bench: Bench) -> None:
+    with pytest.raises(KeyboardInterrupt), failing(bench.model.lm_head, 4, KeyboardInterrupt()):
+        bench.model.generate(**{**DEFAULTS["hogwild"], "num_workers": 3})
+    again = [bench.model.generate(**DEFAULTS["hogwild"]) for _ in range(2)]
+    assert torch.equal(*again)
+
+
+def test_unknown_backend_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_PARALLEL_BACKEND", "magic")
+    with pytest.raises(ValueError, match="HF_PARALLEL_BACKEND.*magic"):
+        bench.model.generate(**DEFAULTS["shared_prefix"])
+    monkeypatch.undo()
+    assert "HF_PARALLEL_BACKEND" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "says"),
+    [
+        (("", TOKENIZER), {}, "task"),
+        (("  \n", TOKENIZER), {}, "task"),
+        ((None, TOKENIZER), {}, "task"),
+        ((["a task"], TOKENIZER), {}, "task"),
+        (("a task", None), {}, "tokenizer"),
+        (("a task", "gpt2"), {}, "tokenizer"),
+        (("a task", TOKENIZER, {"num_workers": 2}), {}, "HogwildConfig"),
+        (("a task", TOKENIZER, SharedPrefixConfig()), {}, "HogwildConfig"),
+        (("a task", TOKENIZER, HogwildConfig()), {"num_workers": 3}, "num_workers"),
+        (("a task", TOKENIZER), {"num_workers": 0}, "num_workers"),
+        (("a task", TOKENIZER), {"num_wokers": 2}, "num_wokers"),
+    ],
+)
+def test_malformed_hogwild_prompt_raises_a_readable_error(arguments: tuple, settings: dict, says: str) -> None:
+    with pytest.raises(READABLE, match=says):
+        hf_parallel.hogwild_prompt(*arguments, **settings)
