@@ -24,6 +24,7 @@ from .hogwild import HogwildBenchmark
 from .rounds import Bar
 from .shared_prefix import SharedPrefixBenchmark
 
+DTYPES = ("float32", "bfloat16", "float16")
 RESULTS = Path(__file__).parent / "results"
 TARGETS = (
     ("shared_prefix", "prefill_by_one_row", 1.1, "prefill by that of one row"),
@@ -44,7 +45,8 @@ def main() -> int:
     console = Console(highlight=False)
     model, tokenizer = load(options)
     hf_parallel.enable(model)
-    report: dict[str, Any] = {"machine": machine(model), "model": options.model or "SmolLM2-135M-Instruct"}
+    name = options.model or "SmolLM2-135M-Instruct"
+    report: dict[str, Any] = {"machine": machine(model), "model": name, "quick": options.quick}
     parts = benchmarks(options)
     calls = sum(part.calls for part in parts.values())
     with Bar(console, calls) as bar:
@@ -138,7 +140,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
     of = report["machine"]
     console.print(
         f"{report['model']}, {of['dtype']}, {of['device']}: {of['cpu']}, {of['threads']} threads, torch {of['torch']}, "
-        f"transformers {of['transformers']}, load average {of['load_average_before']} to {of['load_average_after']}\n"
+        f"transformers {of['transformers']}, load average {of['load_average_before']} to {of['load_average_after']}\n",
+        soft_wrap=True,
     )
     if "shared_prefix" in report:
         console.print(shared_prefix_table(report["shared_prefix"]))
@@ -149,6 +152,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
         words, met = f"{target['part']}: {target['what']}", "met" if target["met"] else "MISSED"
         table.add_row(words, f"{target['value']:.3f}", f"{target['at_most']:.2f}", met)
     console.print(table)
+    if report["quick"]:
+        console.print("(--quick: too small to mean anything)")
 
 
 def shared_prefix_table(result: dict[str, Any]) -> Table:
@@ -181,7 +186,7 @@ def hogwild_table(result: dict[str, Any]) -> Table:
     table.add_row("generate, 2 rows", number(plain, "step_seconds", 1e3, ".1f"), f"{2 / plain['step_seconds']:.1f}", "")
     for workers, way in result["workers"].items():
         cells = (("step_seconds", 1e3, ".1f"), ("tokens_per_second", 1, ".1f"), ("kv_bytes", 1e-6, ".1f"))
-        table.add_row(f"{workers} workers", *(number(way, *cell) for cell in cells))
+        table.add_row(f"{workers} worker{'s' * (workers > 1)}", *(number(way, *cell) for cell in cells))
     return table
 
 
@@ -205,13 +210,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--only", choices=("shared_prefix", "hogwild"), help="one of the benchmarks")
     parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
     parser.add_argument("--device", default="cpu", help="default: cpu")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="default: float32")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="default: float32")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument("--prompt", type=int, metavar="N", help="tokens of the prompt (2048)")
     parser.add_argument("--rows", type=int, metavar="N", help="completions of the shared prefix (16)")
     parser.add_argument("--new-tokens", type=int, metavar="N", help="tokens per completion (16)")
     parser.add_argument("--rounds", type=int, metavar="N", help="times that everything is measured, in turns (5)")
-    parser.add_argument("--skip-generate", action="store_true", help="without generate's prefill of every row (minutes)")
+    parser.add_argument("--skip-generate", action="store_true", help="without generate's prefill of every row")
     parser.add_argument("--skip-generate-batch", action="store_true", help="without continuous batching")
     parser.add_argument("--output", type=Path, metavar="FILE", help="of the JSON (default: one in benchmarks/results)")
     return parser.parse_args()

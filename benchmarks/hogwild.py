@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from transformers import DynamicCache
 
-from hf_parallel import BlockCache
-from hf_parallel.kernels import AttentionPlan
+from hf_parallel import BlockCache, HogwildOutput, Step
+from hf_parallel.kernels.plan import Memo
 from hf_parallel.measure import StepClock
 
-from .rounds import Bar, run_rounds, step_ratio
+from .rounds import Bar, PrefilledCache, run_rounds, step_ratio
 
 
 class SetUpClock(StepClock):
     """Counts apart what a forward pass spends outside its layers' arithmetic.
 
-    That is `BlockCache.prepare`, which makes room and lays the plan out, and everything that `AttentionPlan.memo`
+    That is `BlockCache.prepare`, which makes room and lays the plan out, and everything that `Memo.memo`
     makes for the layers: schedule, masks, rotary tables, indices. A layer's lookup of what is made already counts as
     the layer's.
     """
@@ -47,17 +46,16 @@ class SetUpClock(StepClock):
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Count inside the block."""
-        prepare, memo = BlockCache.prepare, AttentionPlan.memo
+        prepare, memo = BlockCache.prepare, Memo.memo
 
-        def timed_memo(plan: AttentionPlan, key: Any, make: Callable[[], Any]) -> Any:
+        def timed_memo(plan: Memo, key: Any, make: Callable[[], Any]) -> Any:
             return memo(plan, key, lambda: self._timed(make))
 
-        BlockCache.prepare = lambda *args: self._timed(lambda: prepare(*args))  # type: ignore[method-assign]
-        AttentionPlan.memo = timed_memo  # type: ignore[method-assign]
-        try:
+        def timed_prepare(cache: BlockCache, segments: Any) -> Any:
+            return self._timed(lambda: prepare(cache, segments))
+
+        with patch.object(BlockCache, "prepare", timed_prepare), patch.object(Memo, "memo", timed_memo):
             yield
-        finally:
-            BlockCache.prepare, AttentionPlan.memo = prepare, memo  # type: ignore[method-assign]
 
     def _timed(self, make: Callable[[], Any]) -> Any:
         if self._inside:  # one thing made inside another is counted with it
@@ -92,18 +90,14 @@ class HogwildBenchmark:
     @property
     def calls(self) -> int:
         """Calls of `generate` that `run` makes, for a progress bar."""
-        return 2 * (self.rounds + 1) + 2 + 2 * len(self.workers)
+        return 2 * (self.rounds + 1) + 3 + len(self.workers)
 
     def run(self, model: Any, tokenizer: Any, ids: torch.Tensor, bar: Bar) -> dict[str, Any]:
         """Measure everything over the prompt `ids`, `int64 [1, prompt]`; returns what goes into the JSON."""
-        ended = model.generation_config.eos_token_id
-        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.passes}
-        if ended is not None:
-            settings["suppress_tokens"] = ended if isinstance(ended, list) else [ended]
-        moved: list[int] = []
+        settings = self._settings(model)
 
-        def hogwild(clock: StepClock, workers: int = 2) -> Any:
-            output = model.generate(
+        def hogwild(clock: StepClock, workers: int = 2) -> HogwildOutput:
+            return model.generate(
                 ids,
                 generation_mode="hogwild",
                 tokenizer=tokenizer,
@@ -114,51 +108,54 @@ class HogwildBenchmark:
                 return_dict_in_generate=True,
                 **settings,
             )
-            moved.append(sum(step.forward_pass is not None for step in output.history[0]))
-            return output
 
-        bar.next("prefilled cache")
-        row = DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(ids[:, :-1], past_key_values=row, use_cache=True, logits_to_keep=1)
+        bar.next("prefill of the cache")
+        prefilled, batch = PrefilledCache(model, ids), ids.repeat(2, 1)
 
         def plain(clock: StepClock) -> None:
-            cache = copy.deepcopy(row)
-            cache.batch_repeat_interleave(2)
-            batch = ids.repeat(2, 1)
+            cache = prefilled.repeated(2)
             model.generate(batch, past_key_values=cache, streamer=clock, generation_mode=None, **settings)
 
         times = run_rounds({"generate": plain, "hogwild": hogwild}, self.rounds, bar)
-        del row
         bar.next("set-up")
         clock = SetUpClock()
         with clock.attached():
             output = hogwild(clock)
         set_up, step = statistics.median(clock.set_up_seconds), times["hogwild"].step
-        scaling = {}
-        for _ in range(2):  # the first time is a warm-up
-            for workers in self.workers:
-                bar.next(f"{workers} workers")
-                clock = StepClock()
-                held = hogwild(clock, workers).stats.kv_bytes
-                scaling[workers] = {
-                    "step_seconds": clock.median_step,
-                    "tokens_per_second": workers / clock.median_step,
-                    "kv_bytes": held,
-                }
+        history: list[Step] = output.history[0] if output.history else []
         return {
             "generate": {"step_seconds": times["generate"].step, "steps": times["generate"].rounded_steps},
             "hogwild": {
                 "step_seconds": step,
                 "steps": times["hogwild"].rounded_steps,
-                "stats": output.stats.to_dict(),
+                "stats": output.stats.to_dict() if output.stats else {},
+                "steps_moved": sum(step.forward_pass is not None for step in history),
             },
-            "steps_moved_per_call": statistics.median(moved),
             "set_up_seconds": set_up,
             "set_up_method": " ".join((SetUpClock.__doc__ or "").split()),
-            "workers": scaling,
+            "workers": self._scaling(hogwild, bar),
             "ratios": {
                 "step_by_generate": step_ratio(times["hogwild"], times["generate"]),
                 "set_up_by_step": set_up / step,
             },
         }
+
+    def _settings(self, model: Any) -> dict[str, Any]:
+        """Greedy, and no row ends before its time."""
+        ends = model.generation_config.eos_token_id
+        ends = [ends] if isinstance(ends, int) else ends
+        return {"do_sample": False, "max_new_tokens": self.passes, "suppress_tokens": ends}
+
+    def _scaling(self, hogwild: Callable[[StepClock, int], HogwildOutput], bar: Bar) -> dict[int, dict[str, float]]:
+        """What more workers give, one call each after one that warms up."""
+        found = {}
+        for workers in (*self.workers[:1], *self.workers):
+            bar.next(f"{workers} workers")
+            clock = StepClock()
+            stats = hogwild(clock, workers).stats
+            found[workers] = {
+                "step_seconds": clock.median_step,
+                "tokens_per_second": workers / clock.median_step,
+                "kv_bytes": stats.kv_bytes if stats else 0,
+            }
+        return found

@@ -5,19 +5,17 @@ The bound is the same batch over a prompt of 4 tokens: what the step costs when 
 
 from __future__ import annotations
 
-import copy
 import statistics
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_parallel
 from hf_parallel.measure import StepClock, dense_bytes
 
-from .rounds import Bar, Times, prefill_ratio, run_rounds, step_ratio
+from .rounds import Bar, PrefilledCache, Times, prefill_ratio, run_rounds, step_ratio
 
 BOUND_PROMPT = 4
 PAGE = 256
@@ -45,62 +43,18 @@ class SharedPrefixBenchmark:
     @property
     def calls(self) -> int:
         """Calls of `generate` that `run` makes, for a progress bar."""
-        return 2 * (self.rounds + 1) + 3 * (self.rounds + 1) + 2 + self.generate + self.generate_batch
+        return 5 * (self.rounds + 1) + 2 + self.generate + self.generate_batch
 
     def run(self, model: Any, ids: torch.Tensor, bar: Bar) -> dict[str, Any]:
         """Measure everything over the prompt `ids`, `int64 [1, prompt]`; returns what goes into the JSON."""
         batch = ids.repeat(self.rows, 1)
-        settings = {"do_sample": False, "max_new_tokens": self.new_tokens, "min_new_tokens": self.new_tokens}
-        one = {"do_sample": False, "max_new_tokens": 1, "generation_mode": None}
-
-        def ours_once(clock: StepClock | None = None, **more: Any) -> Any:
-            given = settings | {"return_dict_in_generate": True, "streamer": clock} | more
-            return model.generate(batch, generation_mode="shared_prefix", **given)
-
-        prefill = run_rounds(
-            {
-                "one row": lambda clock: model.generate(ids, streamer=clock, **one),
-                "shared_prefix": lambda clock: ours_once(clock, max_new_tokens=1, min_new_tokens=1),
-            },
-            self.rounds,
-            bar,
-        )
-
+        prefill = self._prefill_rounds(model, ids, batch, bar)
+        decode, prefilled = self._decode_rounds(model, ids, batch, bar)
         bar.next("shared_prefix")
-        ours = ours_once()
-        kept = hf_parallel.SharedPrefixCache(device=model.device)
-        ours_once(past_key_values=kept, keep_completions=False, max_new_tokens=1, min_new_tokens=1)
-        bar.next("prefilled cache")
-        row = DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(ids[:, :-1], past_key_values=row, use_cache=True, logits_to_keep=1)
-        outputs: dict[str, Any] = {}
-        copying: list[float] = []
-
-        def prefilled(clock: StepClock) -> None:
-            began = time.perf_counter()
-            cache = copy.deepcopy(row)
-            cache.batch_repeat_interleave(self.rows)
-            copying.append(time.perf_counter() - began)
-            outputs["prefilled_cache"] = model.generate(
-                batch, past_key_values=cache, streamer=clock, generation_mode=None, return_dict_in_generate=True, **settings
-            )
-
-        def bound(clock: StepClock) -> None:
-            model.generate(batch[:, -BOUND_PROMPT:], streamer=clock, generation_mode=None, **settings)
-
-        decode = run_rounds(
-            {
-                "bound": bound,
-                "shared_prefix": lambda clock: ours_once(clock, past_key_values=kept, keep_completions=False),
-                "prefilled_cache": prefilled,
-            },
-            self.rounds,
-            bar,
-        )
-
+        ours = self._call(model, batch, generation_mode="shared_prefix")
+        one_row = statistics.median(prefill["one row"].prefill)
         result: dict[str, Any] = {
-            "one_row": {"prefill_seconds": statistics.median(prefill["one row"].prefill)},
+            "one_row": {"prefill_seconds": one_row},
             "bound": self._way(decode["bound"]),
             "shared_prefix": self._way(decode["shared_prefix"])
             | {
@@ -110,15 +64,14 @@ class SharedPrefixBenchmark:
             },
             "prefilled_cache": self._way(decode["prefilled_cache"])
             | {
-                "prefill_seconds": statistics.median(prefill["one row"].prefill) + statistics.median(copying),
-                "kv_bytes": dense_bytes(outputs["prefilled_cache"].past_key_values),
+                "prefill_seconds": one_row + statistics.median(prefilled.copying),
+                "kv_bytes": prefilled.kv_bytes,
             },
         }
-        reference = sequences = outputs["prefilled_cache"].sequences
-        del outputs, row, kept
+        reference = prefilled.sequences
         if self.generate:
-            result["generate"], reference = self._generate(model, batch, settings, bar)
-            result["prefilled_cache"]["same_tokens"] = bool(torch.equal(reference, sequences))
+            result["generate"], reference = self._generate(model, batch, bar)
+            result["prefilled_cache"]["same_tokens"] = bool(torch.equal(reference, prefilled.sequences))
         result["shared_prefix"]["same_tokens"] = bool(torch.equal(reference, ours.sequences))
         if self.generate_batch:
             result["generate_batch"] = self._generate_batch(model, ids, reference, bar)
@@ -135,14 +88,49 @@ class SharedPrefixBenchmark:
             result["ratios"]["prefill_of_generate_by_ours"] = whole
         return result
 
+    def _call(self, model: Any, batch: torch.Tensor, tokens: int | None = None, **settings: Any) -> Any:
+        """One greedy call that gives every row `tokens` (default: `new_tokens`)."""
+        tokens = tokens or self.new_tokens
+        settings = {"generation_mode": None, "max_new_tokens": tokens, "min_new_tokens": tokens} | settings
+        return model.generate(batch, do_sample=False, return_dict_in_generate=True, **settings)
+
+    def _prefill_rounds(self, model: Any, ids: torch.Tensor, batch: torch.Tensor, bar: Bar) -> dict[str, Times]:
+        """All rows over their shared prompt, in turns with a single row in plain `generate`."""
+        ways = {
+            "one row": lambda clock: self._call(model, ids, 1, streamer=clock),
+            "shared_prefix": lambda clock: self._call(model, batch, 1, streamer=clock, generation_mode="shared_prefix"),
+        }
+        return run_rounds(ways, self.rounds, bar)
+
+    def _decode_rounds(
+        self, model: Any, ids: torch.Tensor, batch: torch.Tensor, bar: Bar
+    ) -> tuple[dict[str, Times], PrefilledCache]:
+        """Steps of all ways but plain `generate`, over prompts that are held already."""
+        kept = hf_parallel.SharedPrefixCache(device=model.device)
+        ours: dict[str, Any] = {"generation_mode": "shared_prefix", "past_key_values": kept, "keep_completions": False}
+        bar.next("prefill of the caches")
+        self._call(model, batch, 1, **ours)
+        prefilled = PrefilledCache(model, ids)
+
+        def over_copies(clock: StepClock) -> None:
+            output = self._call(model, batch, streamer=clock, past_key_values=prefilled.repeated(self.rows))
+            prefilled.sequences, prefilled.kv_bytes = output.sequences, dense_bytes(output.past_key_values)
+
+        ways = {
+            "bound": lambda clock: self._call(model, batch[:, -BOUND_PROMPT:], streamer=clock),
+            "shared_prefix": lambda clock: self._call(model, batch, streamer=clock, **ours),
+            "prefilled_cache": over_copies,
+        }
+        return run_rounds(ways, self.rounds, bar), prefilled
+
     def _way(self, times: Times) -> dict[str, Any]:
         return {"step_seconds": times.step, "tokens_per_second": self.rows / times.step, "steps": times.rounded_steps}
 
-    def _generate(self, model: Any, batch: torch.Tensor, settings: dict[str, Any], bar: Bar) -> tuple[dict, torch.Tensor]:
+    def _generate(self, model: Any, batch: torch.Tensor, bar: Bar) -> tuple[dict[str, Any], torch.Tensor]:
         """Plain `generate` on all rows, once: its prefill is what it is for."""
         bar.next(f"generate, prefill of {self.rows} x {self.prompt} tokens")
         clock = StepClock()
-        output = model.generate(batch, streamer=clock, generation_mode=None, return_dict_in_generate=True, **settings)
+        output = self._call(model, batch, streamer=clock)
         times = Times([clock.prefill_seconds], [clock.step_seconds])
         kv_bytes = dense_bytes(output.past_key_values)
         return self._way(times) | {"prefill_seconds": clock.prefill_seconds, "kv_bytes": kv_bytes}, output.sequences

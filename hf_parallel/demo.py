@@ -21,16 +21,16 @@ try:
     from rich.rule import Rule
     from rich.table import Table
 except ModuleNotFoundError as error:
-    raise SystemExit(f"The demo needs {error.name}, which is not installed:\n    pip install rich gguf") from error
+    raise SystemExit(f"The demo needs rich ({error}):\n    pip install rich gguf") from error
 
-from . import HogwildConfig, enable, hogwild_prompt, load_embedded_model
+from . import HogwildConfig, UnsupportedModelError, enable, hogwild_prompt, load_embedded_model
 from .live import worker_view
 from .measure import StepClock, dense_bytes, long_prompt
 
 TASK = "Plan a picnic in the park for ten people."
 SEED = 2
 
-SMALL_MODEL = {
+SMALL_MODEL: dict[str, Any] = {
     "history_header": "",
     "others_header": "",
     "own_header": "\n\n",
@@ -53,7 +53,13 @@ Bob: Great, then I will buy lemonade and paper cups.""",
 }
 """Settings for a model of 135 million parameters, which follows an example and is confused by headings."""
 
-SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "no_repeat_ngram_size": 5}
+SAMPLING: dict[str, Any] = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "repetition_penalty": 1.1,
+    "no_repeat_ngram_size": 5,
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Sizes:
     passes: int = 128
     prompt: int = 1024
     rows: int = 16
-    new_tokens: int = 32
+    new_tokens: int = 24
 
 
 QUICK = Sizes(passes=24, prompt=96, rows=4, new_tokens=6)
@@ -87,49 +93,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_console() -> Console:
-    """Plain lines unless stdout is a terminal that can move its cursor and colours are wanted."""
-    console = Console(highlight=False)
-    if not console.is_terminal or console.is_dumb_terminal or console.no_color:
-        return Console(highlight=False, force_interactive=False, color_system=None)
-    return console
+    """Plain lines unless stdout is a terminal and colours are wanted; rich itself knows a dumb terminal."""
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        return Console(highlight=False, markup=False, emoji=False)
+    return Console(highlight=False, markup=False, emoji=False, force_terminal=False, force_interactive=False)
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
     sizes = QUICK if options.quick else Sizes()
     passes = options.max_new_tokens or sizes.passes
     model, tokenizer = load(options.model, console)
-    enable(model)
     config = HogwildConfig(seed=options.seed, **({} if options.model else SMALL_MODEL))
     try:
         show_workers(console, model, tokenizer, config, options.task, passes)
     except KeyboardInterrupt:
         console.print("Stopped; on to the second part (Ctrl-C again: leave).\n")
+    except UnsupportedModelError as error:
+        console.print(f"Not with this model: {error}\n")
     show_shared_prefix(console, model, tokenizer, sizes)
     show_next_steps(console)
     return 0
 
 
 def load(name: str | None, console: Console) -> tuple[Any, Any]:
-    """The embedded model, or any other by Hub id or path; float32, so that equal tokens can be expected."""
-    with console.status(f"Loading {name or 'SmolLM2-135M-Instruct'} ..."):
-        if name is None:
-            return load_embedded_model()
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-            return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval(), tokenizer
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"--model {name} does not load: {error}") from error
+    """The embedded model, or any other by Hub id or path, enabled; float32, so that equal tokens can be expected."""
+    try:
+        with console.status(f"Loading {name or 'SmolLM2-135M-Instruct'} ..."):
+            if name is None:
+                model, tokenizer = load_embedded_model()
+            else:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+                model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+            return enable(model), tokenizer
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise SystemExit(f"{name or 'The embedded model'} cannot be used: {error}") from error
 
 
-def show_workers(
-    console: Console, model: Any, tokenizer: Any, config: HogwildConfig, task: str, passes: int
-) -> None:
+def show_workers(console: Console, model: Any, tokenizer: Any, config: HogwildConfig, task: str, passes: int) -> None:
     """Two workers write side by side."""
     console.print(Rule(f"1. {config.num_workers} workers, one memory", align="left"))
     console.print(
-        f"{' and '.join(config.names)} are rows of one batch over one cache of keys and values. Each sees what the other "
-        "writes, token by token. A finished step moves into their common history; its mark is the forward pass at "
-        "which it did.\n"
+        f"{' and '.join(config.names)} are rows of one batch over one cache of keys and values. Each sees what the "
+        "other writes, token by token. A finished step moves into their common history; its mark is the forward pass "
+        "at which it did.\n"
     )
     console.print(f"Task: {task}\n")
     small = config.collaboration_prompt == SMALL_MODEL["collaboration_prompt"]
@@ -149,9 +155,8 @@ def show_workers(
     moved = sum(step.forward_pass is not None for step in output.history[0])
     if not console.is_interactive:
         console.print(view.summary)
-    console.print(
-        f"{moved} steps moved into the history. The cache holds {output.stats.kv_bytes / 1e6:.1f} MB: every token once.\n"
-    )
+    megabytes = output.stats.kv_bytes / 1e6
+    console.print(f"{moved} steps moved into the history. The cache holds every token once: {megabytes:.1f} MB.\n")
     if output.answers[0] is not None:
         console.print(f"Answer: {output.answers[0]}\n")
 
@@ -186,7 +191,7 @@ def show_shared_prefix(console: Console, model: Any, tokenizer: Any, sizes: Size
     same = bool(torch.equal(plain.sequences, ours.sequences))
     console.print(f"\nsame tokens: {'yes' if same else 'NO'} (compared just now: {rows} x {new})")
     text = tokenizer.decode(ours.sequences[0, ids.shape[1] :], skip_special_tokens=True)
-    console.print(f"Every completion goes on: {' '.join(text.split())}\n", markup=False)
+    console.print(f"Every completion goes on: {' '.join(text.split())}\n")
 
 
 def measure(progress: Progress, name: str, model: Any, ids: torch.Tensor, settings: dict[str, Any]) -> Measured:
@@ -249,7 +254,7 @@ def show_next_steps(console: Console) -> None:
     console.print(Rule("3. Your own model", align="left"))
     console.print(
         """    import hf_parallel
-    hf_parallel.enable(model)       # any RoPE decoder that transformers has loaded
+    hf_parallel.enable(model)       # any RoPE decoder of transformers
     model.generate(**inputs, generation_mode="shared_prefix",
                    num_return_sequences=16, do_sample=True)
 
@@ -258,7 +263,6 @@ make bench           the same comparison in full, with continuous batching
 make demo ARGS='--task "Write a song about the sea."'
 make demo ARGS="--model Qwen/Qwen3-0.6B"
 """,
-        markup=False,
         soft_wrap=True,
     )
 
@@ -271,9 +275,9 @@ def _remove(handles: list[Any]) -> None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hf_parallel.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes: some seconds in all")
-    parser.add_argument("--model", metavar="ID_OR_PATH", help="a chat model of the Hub or a folder (default: the embedded)")
+    parser.add_argument("--model", metavar="ID_OR_PATH", help="a chat model (default: the embedded one)")
     parser.add_argument("--max-new-tokens", type=_positive, metavar="N", help="tokens that each worker writes (128)")
-    parser.add_argument("--task", default=TASK, metavar="TEXT", help=f"what the workers are to do ({TASK})")
+    parser.add_argument("--task", type=_text, default=TASK, metavar="TEXT", help=f"what the workers are to do ({TASK})")
     parser.add_argument("--seed", type=int, default=SEED, metavar="N", help=f"of the workers' sampling ({SEED})")
     return parser.parse_args(arguments)
 
@@ -283,6 +287,12 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def _text(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
+from .cache import BlockCache
 from .generation import HogwildConfig
 
 COLORS = ("cyan", "magenta", "yellow", "blue", "green", "red")
@@ -80,8 +81,9 @@ class WorkerView:
         """Read off the cache of each forward pass how many tokens it holds."""
 
         def measure(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            blocks = getattr(kwargs.get("past_key_values"), "blocks", {})
-            self.kv_tokens = sum(block.length for block in blocks.values())
+            cache = kwargs.get("past_key_values")
+            if isinstance(cache, BlockCache):
+                self.kv_tokens = cache.kv_bytes // cache.arena.bytes_per_token
 
         handle = model.register_forward_hook(measure, with_kwargs=True)
         try:

@@ -83,4 +83,5 @@ def long_prompt(tokenizer: Any, length: int) -> torch.Tensor:
 
 def dense_bytes(cache: Cache) -> int:
     """Bytes of keys and values in a cache of transformers' own, such as `DynamicCache`."""
-    return sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values))
+    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return sum(states.nbytes for states in held if isinstance(states, torch.Tensor))

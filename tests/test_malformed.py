@@ -7,13 +7,15 @@ caches, callbacks and models in `malformed_objects.py`. Interrupts in the middle
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import malformed_cases
@@ -22,19 +24,19 @@ import malformed_settings
 import pytest
 import torch
 import transformers
-from malformed_cases import BATCH, DEFAULTS, MASK, ONE, TOKENIZER, Case
+from malformed_cases import BATCH, DEFAULTS, MASK, ONE, PROMPTS, TOKENIZER, Case
 from malformed_objects import OwnError
-from tiny import build, make_prompts
+from tiny import build, left_pad, make_prompts
 from torch import nn
 
 import hf_parallel
-from hf_parallel import HogwildConfig, SharedPrefixCache, SharedPrefixConfig
+from hf_parallel import HogwildConfig, SharedPrefixCache, SharedPrefixConfig, attention
 
 CASES = [*malformed_cases.CASES, *malformed_settings.CASES, *malformed_objects.CASES]
 READABLE = (ValueError, TypeError, ImportError)
 """What malformed calls may raise; a `RuntimeError` only where not the call but the moment is wrong."""
 PACKAGES = [str(Path(module.__file__).parent) for module in (hf_parallel, transformers)]
-GREEDY = {"input_ids": BATCH, "attention_mask": MASK, "max_new_tokens": 6, "do_sample": False}
+GREEDY = {"input_ids": BATCH, "attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:transformers.*"),
@@ -101,6 +103,7 @@ def bench(one_bench: list[Bench]) -> Iterator[Bench]:
 def assert_unharmed(bench: Bench) -> None:
     """The same greedy output, plain and with shared prefixes, from a model that looks as it did."""
     assert describe(bench.model) == bench.before
+    assert attention._current.get() is None, "a cache is kept alive"
     assert torch.equal(bench.model.generate(**GREEDY), bench.tokens)
     assert torch.equal(bench.model.generate(**GREEDY, generation_mode="shared_prefix"), bench.tokens)
     assert describe(bench.model) == bench.before
@@ -178,8 +181,14 @@ PLACES: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", INTERRUPTS)
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        *(("interrupt", place) for place in PLACES),
+        ("exit", "in the last layer"),
+        ("layer out of memory", "in the last layer"),
+    ],
+)
 @pytest.mark.parametrize(
     ("mode", "at"), [*(("shared_prefix", n) for n in (1, 2, 4)), *(("hogwild", n) for n in (1, 2, 3, 5, 6))]
 )
@@ -192,22 +201,67 @@ def test_interrupt_in_a_forward_pass_arrives_and_harms_nothing(
     assert caught.value is error
 
 
+def growing_calls() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two prompts; then prompts that go on from them, and new ones that share a start."""
+    tails = make_prompts([9, 9, 20, 3, 5], seed=1)
+    starts = [*PROMPTS, tails[2], tails[2]]
+    ids, mask = left_pad([torch.cat(pair) for pair in zip(starts, [*tails[:2], *tails[3:]], strict=True)])
+    return GREEDY, {**GREEDY, "input_ids": ids, "attention_mask": mask}
+
+
 @pytest.mark.parametrize("place", ["before the first layer", "after the layers"])
-@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("at", [1, 3, 4, 6, 7, 9])
 def test_kept_cache_survives_an_interrupt(at: int, place: str, bench: Bench) -> None:
-    longer = torch.cat((BATCH, torch.stack(make_prompts([9, 9], seed=1))), dim=1)
-    mask = torch.cat((MASK, torch.ones(2, 9, dtype=torch.long)), dim=1)
-    calls = [{**GREEDY}, {**GREEDY, "input_ids": longer, "attention_mask": mask}]
+    """In six passes of prefill and then in decoding."""
+    short, long = growing_calls()
     cache = SharedPrefixCache()
     kept = {"generation_mode": "shared_prefix", "past_key_values": cache, "prefill_chunk_size": 8}
-    bench.model.generate(**calls[0], **kept)
+    bench.model.generate(**short, **kept)
     before = cache.kv_bytes
-    error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt), failing(PLACES[place](bench.model), at, error):
-        bench.model.generate(**calls[1], **kept)
-    assert {id(node.block) for node in cache.nodes()} == set(cache.blocks), "blocks that nobody holds"
+    with pytest.raises(KeyboardInterrupt), failing(PLACES[place](bench.model), at, KeyboardInterrupt()):
+        bench.model.generate(**long, **kept)
+    assert {node.block for node in cache.nodes()} == cache.blocks, "blocks that nobody holds"
     assert cache.kv_bytes >= before, "what was held before is still held"
-    for arguments in (*calls, *calls):
+    output = bench.model.generate(**short, **kept, return_dict_in_generate=True)
+    assert output.stats.prefilled_tokens == len(PROMPTS), "the last token of each prompt is asked again, no more"
+    for arguments in (short, long, short, long):
+        assert torch.equal(bench.model.generate(**arguments, **kept), bench.plain.generate(**arguments))
+
+
+class Calls:
+    """Counts the calls of the package's functions, and interrupts at the `at`-th one."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at, self.count = at, 0
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        sys.setprofile(None)
+
+    def _event(self, frame: FrameType, event: str, arg: Any) -> None:
+        # What is raised in a generator that is being collected goes nowhere.
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGES[0]) and not code.co_flags & inspect.CO_GENERATOR:
+            self.count += 1
+            if self.count == self.at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("share", range(40))
+def test_interrupt_at_any_function_harms_neither_model_nor_kept_cache(share: int, bench: Bench) -> None:
+    """As a signal does, which may come between any two lines: at 40 places spread over a run."""
+    short, long = growing_calls()
+    with Calls() as calls:
+        bench.model.generate(**long, generation_mode="shared_prefix")
+    kept = {"generation_mode": "shared_prefix", "past_key_values": SharedPrefixCache()}
+    bench.model.generate(**short, **kept)
+    with pytest.raises(KeyboardInterrupt), Calls(at=1 + share * calls.count // 40):
+        bench.model.generate(**long, **kept)
+    for arguments in (short, long):
         assert torch.equal(bench.model.generate(**arguments, **kept), bench.plain.generate(**arguments))
 
 

@@ -1,4 +1,4 @@
-"""Tiny randomly initialised models of every architecture that the tests speak of.
+"""Tiny randomly initialised models of every architecture that the tests speak of, and prompts for them.
 
 Built from config classes alone: no network, no files, no tokenizer. Knows transformers and torch, nothing of
 hf_parallel. Weights are drawn wide (see `_draw_weights`), so that greedy output varies along the sequence, hangs on
@@ -7,61 +7,41 @@ the far past, and wins by margins far above float32 noise. `tests/test_tiny.py` 
 
 from __future__ import annotations
 
-import copy
 import zlib
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, Literal
+from collections.abc import Sequence
+from functools import cache
 
 import torch
+from architectures import (
+    ARCHITECTURES,
+    BOS,
+    EOS,
+    MAX_POSITIONS,
+    NUM_LAYERS,
+    PAD,
+    REFUSED,
+    SLIDING_WINDOW,
+    VOCAB_SIZE,
+    Architecture,
+)
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-VOCAB_SIZE = 128
-PAD, BOS, EOS = 0, 1, 2
-NUM_LAYERS = 4
-MAX_POSITIONS = 512
-SLIDING_WINDOW = 16
-
-ConfigFactory = Callable[[], PreTrainedConfig]
-Positions = Literal["rotary", "learned", "alibi", "relative", "none"]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One tiny model: how it is configured, and what a test must know of it.
-
-    Parameters
-    ----------
-    name : str
-        Key in `ARCHITECTURES` or `REFUSED`: the `model_type`, with a suffix for a RoPE variant (`llama-yarn`).
-    config : callable
-        Takes nothing, returns a fresh tiny config.
-    positions : {"rotary", "learned", "alibi", "relative", "none"}
-        How the model learns where a token stands.
-    sliding_window : int or None
-        Window, in tokens, of those layers that have one; None where every layer sees everything.
-    attn_implementation : str
-        The stock implementation that the model runs with, exact for this architecture.
-    attention_gain, embedding_std, head_gain : float
-        Scales of the drawn weights: see `_draw_weights`.
-    seed : int
-        Added to the seed given to `build`, where draw 0 of an architecture is degenerate.
-    notes : str
-        What surprises, and where stock transformers disagrees with itself.
-    """
-
-    name: str
-    config: ConfigFactory
-    positions: Positions = "rotary"
-    sliding_window: int | None = None
-    attn_implementation: str = "sdpa"
-    attention_gain: float = 2.0
-    embedding_std: float = 0.5
-    head_gain: float = 2.0
-    seed: int = 0
-    notes: str = ""
+__all__ = [
+    "ARCHITECTURES",
+    "BOS",
+    "EOS",
+    "MAX_POSITIONS",
+    "NUM_LAYERS",
+    "PAD",
+    "REFUSED",
+    "SLIDING_WINDOW",
+    "VOCAB_SIZE",
+    "Architecture",
+    "build",
+    "left_pad",
+    "make_prompts",
+]
 
 
 def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -193,271 +173,3 @@ _QUERY_KEY_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_lay
 def _is_last_norm(name: str) -> bool:
     inside_a_layer = any(part.isdigit() for part in name.split("."))
     return name.endswith(("norm.weight", "norm_f.weight", "ln_f.weight")) and not inside_a_layer
-
-
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_POSITIONS,
-    "attention_dropout": 0.0,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-}
-_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
-_WINDOW = {"sliding_window": SLIDING_WINDOW}
-_ALTERNATING = {**_WINDOW, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL]}
-_UPPER_SLIDING = {**_WINDOW, "use_sliding_window": True, "max_window_layers": 2}
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-_DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
-_YARN = {**_DEFAULT, "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
-_LLAMA3 = {**_YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "factor": 2.0,
-    "short_factor": [1.0 + 0.1 * pair for pair in range(8)],
-    "long_factor": [1.0 + pair for pair in range(8)],
-    "original_max_position_embeddings": 256,
-}
-_FREQUENCIES_CHANGE = (
-    "Frequencies change past {} positions, and cached keys keep the old ones: there stock generate disagrees with a "
-    "forward pass over the whole row."
-)
-
-
-def _architecture(
-    name: str, settings: dict[str, Any] | None = None, *, without: Collection[str] = (), **facts: Any
-) -> Architecture:
-    """An architecture whose config is `_COMMON` with `settings` over it, less the keys that its class does not have."""
-    merged = {key: value for key, value in {**_COMMON, **(settings or {})}.items() if key not in without}
-    config = partial(_make_config, name.split("-")[0], merged)
-    return Architecture(name, config, sliding_window=merged.get("sliding_window"), **facts)
-
-
-def _make_config(model_type: str, settings: dict[str, Any]) -> PreTrainedConfig:
-    # Config classes write defaults into the dicts and lists that they are given.
-    return AutoConfig.for_model(model_type, **copy.deepcopy(settings))
-
-
-def _by_name(*architectures: Architecture) -> dict[str, Architecture]:
-    return {architecture.name: architecture for architecture in architectures}
-
-
-ARCHITECTURES: dict[str, Architecture] = _by_name(
-    _architecture("llama"),
-    _architecture("llama-linear", {"rope_parameters": {**_DEFAULT, "rope_type": "linear", "factor": 4.0}}),
-    _architecture("llama-yarn", {"rope_parameters": _YARN}),
-    _architecture("llama-llama3", {"rope_parameters": _LLAMA3}),
-    _architecture(
-        "llama-dynamic",
-        {"rope_parameters": {**_DEFAULT, "rope_type": "dynamic", "factor": 2.0}},
-        notes=_FREQUENCIES_CHANGE.format(MAX_POSITIONS),
-    ),
-    _architecture("llama-longrope", {"rope_parameters": _LONGROPE}, notes=_FREQUENCIES_CHANGE.format(256)),
-    _architecture("mistral", _WINDOW, seed=3),
-    _architecture("mixtral", {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    _architecture("qwen2", _UPPER_SLIDING, seed=4),
-    _architecture("qwen3", {**_UPPER_SLIDING, "head_dim": 32}),
-    _architecture(
-        "qwen3_moe",
-        {**_WINDOW, **_EXPERTS, "use_sliding_window": True, "num_experts": 4, "norm_topk_prob": True, "head_dim": 16},
-    ),
-    _architecture("phi", attention_gain=4.0),
-    _architecture(
-        "phi3",
-        {**_WINDOW, "hidden_size": 96, "partial_rotary_factor": 0.75},
-        notes="head_dim 24, of which 18 turn: no power of two.",
-    ),
-    _architecture("glm", {"head_dim": 16}),
-    _architecture("glm4", {"head_dim": 16}, seed=1),
-    _architecture(
-        "granite",
-        {
-            "embedding_multiplier": 2.0,
-            "logits_scaling": 0.5,
-            "residual_multiplier": 0.8,
-            "attention_multiplier": 0.3,
-        },
-        seed=1,
-        notes="Scores are scaled by attention_multiplier 0.3, not by head_dim ** -0.5 = 0.25.",
-    ),
-    _architecture("olmo2"),
-    _architecture(
-        "olmo3",
-        {**_ALTERNATING, "rope_parameters": {_FULL: _YARN, _SLIDING: _DEFAULT}},
-        notes="Full layers turn by YaRN, sliding layers by plain RoPE: two rotary tables.",
-    ),
-    _architecture(
-        "smollm3",
-        {
-            **_WINDOW,
-            "use_sliding_window": True,
-            "no_rope_layers": [1, 0, 1, 0],
-            "layer_types": [_FULL, _FULL, _SLIDING, _SLIDING],
-        },
-        seed=1,
-        notes="Layers 1 and 3 have no RoPE, layers 2 and 3 slide: all four combinations.",
-    ),
-    _architecture("cohere", {"logit_scale": 1.0, "use_qk_norm": True}),
-    _architecture("cohere2", {**_ALTERNATING, "logit_scale": 1.0}, notes="Full layers have no RoPE."),
-    _architecture("gemma", {"head_dim": 32}, embedding_std=0.1),
-    _architecture(
-        "gemma2",
-        {
-            **_ALTERNATING,
-            "head_dim": 16,
-            "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": 3.0,
-            "final_logit_softcapping": 10.0,
-        },
-        attn_implementation="eager",
-        attention_gain=3.0,
-        embedding_std=0.03,
-        notes="sdpa cannot soft-cap.",
-    ),
-    _architecture(
-        "gemma3_text",
-        {
-            **_ALTERNATING,
-            "head_dim": 16,
-            "query_pre_attn_scalar": 24,
-            "rope_parameters": {
-                _FULL: {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
-                _SLIDING: _DEFAULT,
-            },
-        },
-        embedding_std=0.1,
-        notes="Full layers turn by scaled RoPE of another base: two rotary tables.",
-    ),
-    _architecture(
-        "starcoder2",
-        {**_WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0},
-        attention_gain=4.0,
-        embedding_std=0.25,
-    ),
-    _architecture(
-        "gpt_oss",
-        {
-            **_ALTERNATING,
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rope_parameters": {**_YARN, "truncate": False},
-        },
-        attn_implementation="eager",
-        seed=2,
-        notes="sdpa has no attention sinks.",
-    ),
-    _architecture(
-        "gpt2",
-        {"n_inner": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-        without=("num_key_value_heads", "intermediate_size", "attention_dropout"),
-        positions="learned",
-        attention_gain=2.5,
-        seed=1,
-    ),
-    _architecture("gpt_neox", without=("num_key_value_heads",), attention_gain=2.5, seed=1),
-    _architecture(
-        "opt",
-        {"ffn_dim": 128, "dropout": 0.0},
-        without=("num_key_value_heads", "intermediate_size"),
-        positions="learned",
-        attention_gain=4.0,
-        seed=4,
-    ),
-    _architecture("exaone4", _ALTERNATING, notes="Full layers have no RoPE."),
-    _architecture("ernie4_5", {"head_dim": 16}, without=("attention_dropout",)),
-    _architecture("hunyuan_v1_dense", {"head_dim": 16, "eod_token_id": 3}),
-    _architecture("seed_oss", {"head_dim": 16, "residual_dropout": 0.0}),
-    _architecture("apertus", {"rope_parameters": _LLAMA3}),
-    _architecture("arcee", seed=4),
-    _architecture("helium", {"head_dim": 16}),
-    _architecture("persimmon", without=("num_key_value_heads",), attention_gain=2.25, seed=4),
-    _architecture("bitnet", seed=2),
-    _architecture("stablelm"),
-    _architecture("nemotron", {"head_dim": 16}),
-)
-
-REFUSED: dict[str, Architecture] = _by_name(
-    _architecture(
-        "gptj",
-        {"n_inner": 128, "rotary_dim": 8},
-        without=("num_key_value_heads", "intermediate_size", "attention_dropout"),
-        attn_implementation="eager",
-        notes="Does not call the attention interface.",
-    ),
-    _architecture(
-        "bloom",
-        without=("num_key_value_heads", "intermediate_size", "max_position_embeddings"),
-        positions="alibi",
-        attn_implementation="eager",
-        notes="ALiBi is added to the scores; does not call the attention interface.",
-    ),
-    _architecture(
-        "mamba",
-        {"state_size": 8},
-        without=(
-            "num_key_value_heads",
-            "num_attention_heads",
-            "intermediate_size",
-            "max_position_embeddings",
-            "attention_dropout",
-        ),
-        positions="none",
-        attn_implementation="eager",
-        notes="Recurrent: it has no keys and values.",
-    ),
-    _architecture(
-        "qwen3_next",
-        {
-            **_EXPERTS,
-            "num_experts": 4,
-            "shared_expert_intermediate_size": 64,
-            "head_dim": 16,
-            "layer_types": [_LINEAR, _FULL, _LINEAR, _FULL],
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-        },
-        notes="Layers 0 and 2 are linear attention, with a recurrent state.",
-    ),
-    _architecture(
-        "deepseek_v3",
-        {
-            **_EXPERTS,
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 32,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 2,
-            "num_mtp_layers": 0,
-        },
-        notes="MLA: keys of 24, of which the last 8 turn, over values of 16.",
-    ),
-    _architecture(
-        "t5",
-        {
-            "d_model": 64,
-            "d_kv": 16,
-            "d_ff": 128,
-            "num_layers": NUM_LAYERS,
-            "num_heads": 4,
-            "dropout_rate": 0.0,
-            "decoder_start_token_id": PAD,
-        },
-        without=_COMMON.keys() - {"vocab_size", "pad_token_id", "eos_token_id"},
-        positions="relative",
-        notes="Encoder and decoder.",
-    ),
-)

@@ -81,12 +81,17 @@ class Arena:
     def write(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> None:
         """Store the packed new keys and values `[kv_heads, T, head_dim]` of a pass where its plan says."""
         layer = self._storage(layer_idx, key, value)
-        rows = plan.write_rows(layer.num_kv_heads, key.device)
         if len(plan.write_query) != plan.num_queries:
             kept = plan.memo(("kept", key.device), lambda: torch.from_numpy(plan.write_query).to(key.device))
             key, value = key.index_select(1, kept), value.index_select(1, kept)
-        layer.keys.index_copy_(0, rows, key.reshape(-1, key.shape[-1]))
-        layer.values.index_copy_(0, rows, value.reshape(-1, value.shape[-1]))
+        evenly = plan.write_view(layer.num_kv_heads)
+        for storage, new in ((layer.keys, key), (layer.values, value)):
+            dim = new.shape[-1]
+            if evenly is not None:
+                first, token_stride, head_stride = (rows * dim for rows in evenly)
+                storage.as_strided(new.shape, (head_stride, token_stride, 1), first).copy_(new)
+            else:
+                storage.index_copy_(0, plan.write_rows(layer.num_kv_heads, key.device), new.reshape(-1, dim))
 
     def copy(
         self,

@@ -36,7 +36,7 @@ class BlockCache(Cache):
         self.arena = Arena()
         self.rotary = dict(rotary) if rotary is not None else None
         self.device = torch.device(device or "cpu")
-        self.blocks: dict[int, Block] = {}
+        self.blocks: set[Block] = set()
         self.rows: list[View] = []
         self.block_attention = False
         self._pass: ForwardPass | None = None
@@ -52,13 +52,13 @@ class BlockCache(Cache):
     def new_blocks(self, count: int, capacity: int = 0, base: int = 0) -> list[Block]:
         """Make empty blocks that lie evenly spaced in memory, so that attention may read them in one call."""
         blocks = [Block(extent, base) for extent in self.arena.allocate(capacity, count)]
-        self.blocks.update((id(block), block) for block in blocks)
+        self.blocks.update(blocks)
         return blocks
 
     def free(self, block: Block) -> None:
         """Forget a block and give its memory back."""
         self._known(block)
-        del self.blocks[id(block)]
+        self.blocks.remove(block)
         self.arena.release(block.extent)
 
     def truncate(self, block: Block, length: int) -> None:
@@ -76,7 +76,7 @@ class BlockCache(Cache):
         tail = Block(block.extent, block.base + at, block.first + at, block.length - at)
         block.extent.owners += 1
         block.length = at
-        self.blocks[id(tail)] = tail
+        self.blocks.add(tail)
         return tail
 
     def fork(self, block: Block, room: int = 0) -> Block:
@@ -131,7 +131,7 @@ class BlockCache(Cache):
                 block.extent, block.first = extent, 0
 
     def _known(self, block: Block) -> None:
-        if id(block) not in self.blocks:
+        if block not in self.blocks:
             raise ValueError(f"{block!r} is not (or no longer) a block of this cache")
 
     # Forward passes
@@ -295,7 +295,7 @@ class BlockCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
-        for block in list(self.blocks.values()):
+        for block in list(self.blocks):
             self.free(block)
         self.rows = []
         self.commit()
@@ -303,10 +303,10 @@ class BlockCache(Cache):
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values held: unique tokens, once."""
-        return sum(block.length for block in self.blocks.values()) * self.arena.bytes_per_token
+        return sum(block.length for block in self.blocks) * self.arena.bytes_per_token
 
     def __len__(self) -> int:
         return len(self.arena.layers)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.blocks)} blocks, {sum(b.length for b in self.blocks.values())} tokens)"
+        return f"{type(self).__name__}({len(self.blocks)} blocks, {sum(b.length for b in self.blocks)} tokens)"

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 
-from ..attention import Capabilities
+from ..attention import Capabilities, UnsupportedModelError
 from ..cache import BlockCache
 
 _IGNORED = ("use_cache", "logits_to_keep")
@@ -89,13 +89,16 @@ def make_call(
     ValueError
         For right padding, empty prompts, tokens outside the vocabulary, positions of the caller's own, a foreign
         cache, or arguments that no mode can honour.
+    UnsupportedModelError
+        For rows that may become longer than the model's RoPE frequencies hold.
     """
     tokenizer = model_kwargs.pop("tokenizer", None)
     mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
     cache = model_kwargs.pop("past_key_values", None)
     if model_kwargs.pop("synced_gpus", False):
         raise ValueError("parallel generation cannot keep several GPUs in step (synced_gpus=True)")
-    unknown = {name: value for name, value in model_kwargs.items() if name not in _IGNORED and value is not None}
+    given = {name: value for name, value in model_kwargs.items() if value is not None and name not in _IGNORED}
+    unknown = [name for name, value in given.items() if not isinstance(value, dict) or value]  # {}: no images
     if unknown:
         raise ValueError(f"parallel generation cannot honour {sorted(unknown)}; give token ids and settings only")
     if cache is not None and not isinstance(cache, BlockCache):
@@ -105,11 +108,17 @@ def make_call(
             )
         cache = None
     prompts = _unpad(input_ids, mask, positions)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary: int = model.get_input_embeddings().weight.shape[0]  # type: ignore[index,assignment]
     for row, prompt in enumerate(prompts):
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             bad = int(prompt.min() if prompt.min() < 0 else prompt.max())
             raise ValueError(f"input_ids of row {row} hold {bad}, outside the vocabulary of {vocabulary}")
+    longest = max(len(prompt) for prompt in prompts) + int(generation_config.max_length) - input_ids.shape[1]
+    if capabilities.max_length is not None and longest > capabilities.max_length:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} changes its RoPE frequencies behind {capabilities.max_length} tokens, which keys "
+            f"held already cannot follow; prompt and new tokens may have that many, got {longest}"
+        )
     return GenerationCall(
         model,
         capabilities,

@@ -191,15 +191,15 @@ class DecodeLoop:
         """
         began = time.perf_counter()
         device = self.table.ids.device
-        forward = self.cache.prepare([segment for segment, _ in brought])
-        ids = torch.tensor([token for _, tokens in brought for token in tokens], dtype=torch.long, device=device)
-        last = forward.last_tokens
-        keep = torch.tensor([last[end] for end in ends], dtype=torch.long, device=device)
-        arguments: dict[str, Any] = dict(self._keyword)
-        if self._keeps:
-            arguments["logits_to_keep"] = keep
-        self.stats.plan_seconds += time.perf_counter() - began
         try:
+            forward = self.cache.prepare([segment for segment, _ in brought])
+            ids = torch.tensor([token for _, tokens in brought for token in tokens], dtype=torch.long, device=device)
+            last = forward.last_tokens
+            keep = torch.tensor([last[end] for end in ends], dtype=torch.long, device=device)
+            arguments: dict[str, Any] = dict(self._keyword)
+            if self._keeps:
+                arguments["logits_to_keep"] = keep
+            self.stats.plan_seconds += time.perf_counter() - began
             output = self.call.model(
                 input_ids=ids[None],
                 position_ids=forward.position_ids[None],

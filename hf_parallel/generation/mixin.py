@@ -184,6 +184,13 @@ class ParallelGenerationMixin:
             if value not in harmless:
                 raise ValueError(f"{name}={value!r} cannot be honoured by generation_mode={mode!r}, only {harmless}")
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as ever; a mode that `generation_config` names is there again after `from_pretrained`."""
+        config = self.generation_config  # type: ignore[attr-defined]
+        if getattr(config, "generation_mode", None) is not None:
+            config._from_model_config = False  # a config that says so loses what transformers does not know
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the plain model and enable again: the subclass lives in this process only."""
         return _restore, (_plain_class(type(self)),), self.__dict__
@@ -258,4 +265,4 @@ def _plain_class(enabled: type) -> type:
 
 def _restore(plain: type) -> Any:
     cls = _enabled_class(plain)
-    return cls.__new__(cls)
+    return cls.__new__(cls)  # type: ignore[call-overload]

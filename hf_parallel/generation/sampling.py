@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, StoppingCriteriaList
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 from .call import GenerationCall
 
@@ -67,8 +67,8 @@ class TokenTable:
 class Sampler:
     """Chooses the next token of each active row, and says which rows have ended.
 
-    Processors that come with transformers see the active rows only, so that rows which have ended cost nothing.
-    Others may keep state per row of the batch, so they see the whole batch at every step, as under `generate`.
+    Processors and criteria that come with transformers see the active rows only, so that rows which have ended cost
+    nothing. Others may keep state per row of the batch, so they see the whole batch at every step, as under `generate`.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class Sampler:
         self.do_sample = bool(config.do_sample)
         self.num_rows = len(table.lengths)
         self.generators = make_generators(seed, self.num_rows, table.ids.device)
-        self.whole_batch = any(_may_keep_rows(processor) for processor in self.processors)
+        self.processes_all = any(_may_keep_rows(processor) for processor in self.processors)
+        self.judges_all = any(_may_keep_rows(criterion) for criterion in criteria)
         wanted = config.return_dict_in_generate
         self.scores: list[torch.Tensor] | None = [] if wanted and config.output_scores else None
         self.logits: list[torch.Tensor] | None = [] if wanted and config.output_logits else None
@@ -105,15 +106,22 @@ class Sampler:
         self._record(self.scores, rows, scores)
         tokens = self._draw(rows, scores)
         self.table.append(rows, tokens)
-        return tokens.tolist(), self._ended(rows, scores)
+        return tokens.tolist(), self._ended(rows)
 
     def _process(self, rows: Sequence[int], raw: torch.Tensor) -> torch.Tensor:
-        if not self.whole_batch or len(rows) == self.num_rows:
+        if not self.processes_all or len(rows) == self.num_rows:
             return self._processed(self.table.left_padded(rows), raw)
         index = torch.tensor(rows, device=raw.device)
         everything = raw.new_zeros(self.num_rows, raw.shape[-1])
         everything[index] = raw
-        return self._processed(self.table.left_padded(range(self.num_rows)), everything)[index]
+        return self._processed(self._whole_batch(rows), everything)[index]
+
+    def _whole_batch(self, rows: Sequence[int]) -> torch.Tensor:
+        """All rows of the batch; those that have ended are padded on the right, unless they are the longer ones."""
+        longest = max(self.table.lengths)
+        if all(self.table.lengths[row] == longest for row in rows):
+            return self.table.ids[:, :longest]
+        return self.table.left_padded(range(self.num_rows))
 
     def _processed(self, ids: Any, scores: Any) -> torch.Tensor:
         processed = self.processors(ids, scores)
@@ -131,13 +139,15 @@ class Sampler:
         draws = [torch.multinomial(p, 1, generator=self.generators[row]) for row, p in zip(rows, probs, strict=True)]
         return torch.cat(draws)
 
-    def _ended(self, rows: Sequence[int], scores: torch.Tensor) -> list[bool]:
-        lengths = {self.table.lengths[row] for row in rows}
-        if len(lengths) == 1:
-            return self.criteria(self.table.left_padded(rows), scores).tolist()
+    def _ended(self, rows: Sequence[int]) -> list[bool]:
+        scores = None if self.scores is None else tuple(self.scores)  # what `generate` gives to criteria
+        if len({self.table.lengths[row] for row in rows}) == 1:
+            if not self.judges_all:
+                return self.criteria(self.table.left_padded(rows), scores).tolist()
+            ended = self.criteria(self._whole_batch(rows), scores).tolist()
+            return [ended[row] for row in rows]
         # A criterion may look at the length: rows of unequal length are asked one by one.
-        one_by_one = (self.criteria(self.table.left_padded([row]), scores[i : i + 1]) for i, row in enumerate(rows))
-        return [bool(ended) for ended in one_by_one]
+        return [bool(self.criteria(self.table.left_padded([row]), scores)) for row in rows]
 
     def _record(self, into: list[torch.Tensor] | None, rows: Sequence[int], what: torch.Tensor) -> None:
         """Keep a step's scores `[rows, vocabulary]`; rows that have ended hold zeros."""
@@ -167,7 +177,7 @@ def make_generators(seed: Any, num_rows: int, device: torch.device) -> list[torc
     return [s if isinstance(s, torch.Generator) else torch.Generator(device).manual_seed(s % 2**63) for s in seed]
 
 
-def _may_keep_rows(processor: LogitsProcessor) -> bool:
-    """Whether a processor may keep state per row of the batch."""
-    kind = type(processor)
+def _may_keep_rows(helper: LogitsProcessor | StoppingCriteria) -> bool:
+    """Whether a processor or a criterion may keep state per row of the batch."""
+    kind = type(helper)
     return not kind.__module__.startswith("transformers.generation") or kind.__name__ in _STATEFUL

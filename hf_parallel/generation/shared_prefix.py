@@ -84,7 +84,7 @@ class SharedPrefixConfig(ParallelConfig):
         if not isinstance(cache, SharedPrefixCache):
             raise ValueError(f"past_key_values must be a SharedPrefixCache, got {type(cache).__name__}")
         cache.claim(call.model)
-        table = TokenTable(call.input_ids, call.pad_token_id, call.max_new_tokens)
+        table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, SUFFIX_ROOM))
         loop = DecodeLoop(call, cache, table, seed=self.seed)
         rows: list[Row] = []
         with loop.running():

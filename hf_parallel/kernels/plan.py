@@ -16,8 +16,20 @@ import torch
 T = TypeVar("T")
 
 
+class Memo:
+    """Remembers what is derived from it: set-up is paid once per pass, not once per layer."""
+
+    _memo: dict[Hashable, Any]
+
+    def memo(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make()` gave the first time that `key` was asked for."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+
 @dataclass(frozen=True, eq=False)
-class AttentionPlan:
+class AttentionPlan(Memo):
     """Which packed query meets which block, how far it is turned, and which of its keys it may see.
 
     A layer keeps its keys (and likewise its values) in one tensor of shape `[slots * kv_heads, head_dim]`. A block's
@@ -75,12 +87,6 @@ class AttentionPlan:
         """Whether any query must be turned before it meets a block."""
         return self.memo("rotates", lambda: bool(self.pair_delta.any()))
 
-    def memo(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make()` gave the first time that `key` was asked for: set-up is paid once per pass."""
-        if key not in self._memo:
-            self._memo[key] = make()
-        return self._memo[key]
-
     def windowed(self, window: int | None) -> AttentionPlan:
         """Return the plan in which a query sees only the last `window` positions, itself included (None: all)."""
         if window is None:
@@ -91,6 +97,23 @@ class AttentionPlan:
             return self if np.array_equal(lo, self.pair_lo) else replace(self, pair_lo=lo, _memo={})
 
         return self.memo(("window", window), narrow)
+
+    def write_view(self, num_kv_heads: int) -> tuple[int, int, int] | None:
+        """First row, and strides in rows from token to token and head to head, if the new tokens lie evenly.
+
+        True of a prefill and of a decode step over blocks that were made together. None: see `write_rows`.
+        """
+
+        def make() -> tuple[int, int, int] | None:
+            rows = self.write_origin * num_kv_heads + self.write_index
+            if not len(rows) or (self.write_capacity != self.write_capacity[0]).any():
+                return None
+            steps = np.diff(rows)
+            if len(steps) and (steps[0] < 1 or (steps != steps[0]).any()):
+                return None
+            return int(rows[0]), int(steps[0]) if len(steps) else 1, int(self.write_capacity[0])
+
+        return self.memo(("write_view", num_kv_heads), make)
 
     def write_rows(self, num_kv_heads: int, device: torch.device) -> torch.Tensor:
         """Rows of a layer's `[slots * kv_heads, head_dim]` storage that take the new tokens.

@@ -7,11 +7,13 @@ causal part, so that no mask is built for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from .plan import AttentionPlan
+from .plan import AttentionPlan, Memo
 
 CAUSAL_RUN = 16
 """New tokens of one row from which a causal call of its own is cheaper than a mask."""
@@ -49,7 +51,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class Schedule(Memo):
     """The calls of a plan and how their results are put together.
 
     `merge` is `int64 [K, T]`: for each query the positions of its K partial results in the concatenated results of
@@ -59,6 +61,7 @@ class Schedule:
     calls: list[Call]
     merge: np.ndarray
     in_order: bool
+    _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
 
 def make_schedule(plan: AttentionPlan) -> Schedule:

@@ -6,6 +6,8 @@ are merged exactly (Hydragen, eq. 5). Where no primitive serves (soft-capping, o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -18,6 +20,21 @@ UNPACKED_QUERIES = 32
 
 _FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _EFFICIENT_CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class _Bound:
+    """A call of the schedule bound to a layer's dimensions: all that can be known before its tensors are."""
+
+    take: slice | torch.Tensor | None
+    tables: tuple[torch.Tensor, torch.Tensor] | None
+    mask: torch.Tensor | None
+    causal: bool
+    packs: bool
+    num_blocks: int
+    num_queries: int
+    key_view: tuple[tuple[int, ...], tuple[int, ...], int]
+    value_view: tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def block_attention(
@@ -35,33 +52,40 @@ def block_attention(
     """Block attention; shapes as in `hf_parallel.kernels.block_attention`."""
     schedule = plan.memo("schedule", lambda: make_schedule(plan))
     turn = rotary if plan.rotates else None
+    shape = (query.shape[1], num_kv_heads, keys.shape[-1], values.shape[-1])
+    calls = schedule.memo(
+        (shape, turn, query.dtype, query.device),
+        lambda: [_bind(plan, call, shape, turn, query) for call in schedule.calls],
+    )
     outs, lses = [], []
-    for index, call in enumerate(schedule.calls):
-        q = _queries(query, plan, call, index, turn)
-        k = _extents(keys, call, num_kv_heads)
-        v = _extents(values, call, num_kv_heads)
-        groups = query.shape[1] // num_kv_heads if packs(call.num_queries, call.causal) else 1
-        mask = _mask(plan, call, index, query, groups)
-        out, lse = _attend(q, k, v, mask, call.causal, scale, softcap)
+    for call in calls:
+        q = query if call.take is None else query[call.take]
+        if call.tables is not None and turn is not None:
+            q = rotate(q, *call.tables, turn)
+        k, v = keys.as_strided(*call.key_view), values.as_strided(*call.value_view)
+        out, lse = _attend(q, k, v, call, scale, softcap)
         outs.append(out)
         lses.append(lse)
-    return _merge(outs, lses, plan, schedule, sinks, query)
+    return _merge(outs, lses, schedule, sinks, query)
 
 
-def _queries(
-    query: torch.Tensor, plan: AttentionPlan, call: Call, index: int, rotary: RotarySpec | None
-) -> torch.Tensor:
-    """The queries of a call, turned for the blocks that they meet: `[N * M, heads, head_dim]`."""
-    take = plan.memo(("take", index, query.device), lambda: _take(plan, call, query.device))
-    q = query if take is None else query[take] if isinstance(take, slice) else query.index_select(0, take)
-    if rotary is not None:
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        tables = plan.memo(
-            ("tables", index, rotary, dtype, query.device), lambda: _tables(plan, call, rotary, dtype, query.device)
-        )
-        if tables is not None:
-            q = rotate(q, *tables, rotary)
-    return q
+def _bind(
+    plan: AttentionPlan, call: Call, shape: tuple[int, int, int, int], turn: RotarySpec | None, query: torch.Tensor
+) -> _Bound:
+    """Make what a call needs in layers of `shape`: heads, KV heads, and the sizes of a key and of a value."""
+    heads, kv_heads, key_dim, value_dim = shape
+    packed = packs(call.num_queries, call.causal)
+    return _Bound(
+        take=_take(plan, call, query.device),
+        tables=None if turn is None else _tables(plan, call, turn, query),
+        mask=_mask(call, heads // kv_heads if packed else 1, query),
+        causal=call.causal,
+        packs=packed,
+        num_blocks=call.num_blocks,
+        num_queries=call.num_queries,
+        key_view=_extents(call, kv_heads, key_dim),
+        value_view=_extents(call, kv_heads, value_dim),
+    )
 
 
 def _take(plan: AttentionPlan, call: Call, device: torch.device) -> slice | torch.Tensor | None:
@@ -74,49 +98,41 @@ def _take(plan: AttentionPlan, call: Call, device: torch.device) -> slice | torc
 
 
 def _tables(
-    plan: AttentionPlan, call: Call, rotary: RotarySpec, dtype: torch.dtype, device: torch.device
+    plan: AttentionPlan, call: Call, turn: RotarySpec, query: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Cosines and sines `[N * M, 1, rotary_dim / 2]` of a call's turns, None where nothing turns."""
     delta = plan.pair_delta[call.pairs]
     if not delta.any():
         return None
-    cos, sin = rotary.tables(delta, dtype, device)
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    cos, sin = turn.tables(delta, dtype, query.device)
     return cos[:, None], sin[:, None]
 
 
-def _extents(storage: torch.Tensor, call: Call, num_kv_heads: int) -> torch.Tensor:
-    """View a call's keys or values in place: `[N, kv_heads, L, head_dim]`."""
-    dim = storage.shape[-1]
-    return storage.as_strided(
+def _extents(call: Call, num_kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Size, strides and offset that view a call's keys or values in place: `[N, kv_heads, L, dim]`."""
+    return (
         (call.num_blocks, num_kv_heads, call.num_keys, dim),
         (call.spacing * num_kv_heads * dim, call.capacity * dim, dim, 1),
-        storage.storage_offset() + (call.origin * num_kv_heads + call.first) * dim,
+        (call.origin * num_kv_heads + call.first) * dim,
     )
 
 
-def _mask(plan: AttentionPlan, call: Call, index: int, query: torch.Tensor, groups: int) -> torch.Tensor | None:
-    """Additive mask `[N, 1, M * groups, L]` of a call, made once per pass."""
+def _mask(call: Call, groups: int, query: torch.Tensor) -> torch.Tensor | None:
+    """Additive mask of a call: `[N, 1, M * groups, L]`, or one row where all its queries see the same keys."""
     if call.lo is None or call.hi is None:
         return None
     lo, hi = call.lo, call.hi
-
-    def make() -> torch.Tensor:
-        key = torch.arange(call.num_keys)
-        visible = (key >= torch.from_numpy(lo)[..., None]) & (key < torch.from_numpy(hi)[..., None])  # [N, M, L]
-        mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
-        return mask.repeat_interleave(groups, dim=1)[:, None].to(query.device)
-
-    return plan.memo(("mask", index, groups, query.dtype, query.device), make)
+    if (lo == lo[:, :1]).all() and (hi == hi[:, :1]).all():
+        lo, hi, groups = lo[:, :1], hi[:, :1], 1
+    key = torch.arange(call.num_keys)
+    visible = (key >= torch.from_numpy(lo)[..., None]) & (key < torch.from_numpy(hi)[..., None])  # [N, M, L]
+    mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
+    return mask.repeat_interleave(groups, dim=1)[:, None].to(query.device)
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Bound, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One dense call.
 
@@ -127,17 +143,16 @@ def _attend(
     ----------
     q : [N * M, heads, head_dim]
     k, v : [N, kv_heads, L, head_dim]
-    mask : [N, 1, M * groups, L] where heads are packed, else [N, 1, M, L], optional
 
     Returns
     -------
     (out, lse) : [N * M, heads, head_dim], [N * M, heads]
     """
-    n, kv_heads = k.shape[:2]
+    n, m, kv_heads, mask = call.num_blocks, call.num_queries, k.shape[1], call.mask
     total, heads, dim = q.shape
-    m, groups = total // n, heads // kv_heads
-    if not packs(m, causal):
-        out, lse = _primitive(q.view(n, m, heads, dim).transpose(1, 2), k, v, mask, causal, scale, softcap)
+    groups = heads // kv_heads
+    if not call.packs:
+        out, lse = _primitive(q.view(n, m, heads, dim).transpose(1, 2), k, v, mask, call.causal, scale, softcap)
         return out.transpose(1, 2).reshape(total, heads, -1), lse.transpose(1, 2).reshape(total, heads)
     if m == 1:
         out, lse = _primitive(q.view(n, kv_heads, groups, dim), k, v, mask, False, scale, softcap)
@@ -173,7 +188,7 @@ def _primitive(
             groups = q.shape[1] // k.shape[1]
             if groups > 1:
                 k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-            bias = None if mask is None else mask.expand(q.shape[0], q.shape[1], -1, -1)
+            bias = None if mask is None else mask.expand(*q.shape[:3], -1)
             out, lse, *_ = ops._scaled_dot_product_efficient_attention(
                 q, k, v, bias, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal, scale=scale
             )
@@ -209,7 +224,6 @@ def _spelled_out(
 def _merge(
     outs: list[torch.Tensor],
     lses: list[torch.Tensor],
-    plan: AttentionPlan,
     schedule: Schedule,
     sinks: torch.Tensor | None,
     query: torch.Tensor,
@@ -218,14 +232,14 @@ def _merge(
     count = len(schedule.merge)
     if count == 1 and sinks is None and schedule.in_order:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-    if count == 2 and sinks is None and schedule.in_order and [len(out) for out in outs] == [plan.num_queries] * 2:
+    if count == 2 and sinks is None and schedule.in_order and [len(out) for out in outs] == [len(query)] * 2:
         share = torch.sigmoid(lses[1] - lses[0])[..., None]
         return torch.lerp(outs[0].to(share.dtype), outs[1].to(share.dtype), share).to(query.dtype)
     out, lse = torch.cat(outs), torch.cat(lses)
     if schedule.in_order:
         out, lse = out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1))
     else:
-        place, absent = plan.memo(("merge", query.device), lambda: _merge_index(schedule, query.device))
+        place, absent = schedule.memo(("merge", query.device), lambda: _merge_index(schedule, query.device))
         out, lse = out[place], lse[place]
         if absent is not None:
             lse = lse.masked_fill(absent, float("-inf"))

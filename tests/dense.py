@@ -1,0 +1,155 @@
+"""The dense oracle of Hogwild!: each row's past spelled out, every key turned to where the row sees it.
+
+It knows token lists and true positions only. A row's tokens are rotated by the model itself to their true position in
+the row's view; a key is turned from the position at which its writer stood to the one where a reader sees it. Blocks,
+bases, deltas, plans and caches of `hf_parallel` have no part in it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from scenes import turn
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from hf_parallel.kernels import RotarySpec
+
+Piece = list[int]
+"""Places in the oracle's memory, in reading order. A view is a list of pieces, the last one being written to."""
+
+_IMPLEMENTATION = "tests_dense"
+_running: list[DenseOracle] = []
+
+
+class DenseOracle:
+    """A model whose rows see pieces of one memory.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Weights; its attention implementation is exchanged while a pass runs.
+    rotary : dict of int to RotarySpec or None
+        How each layer rotates.
+    """
+
+    def __init__(self, model: PreTrainedModel, rotary: dict[int, RotarySpec | None]) -> None:
+        self.model, self.rotary = model, rotary
+        self.tokens: list[int] = []
+        self.stood: list[int] = []  # position at which each token was when it was written
+        self.keys: dict[int, torch.Tensor] = {}  # per layer, [kv_heads, tokens, head_dim]
+        self.values: dict[int, torch.Tensor] = {}
+        self.rows: list[tuple[list[int], int]] = []  # the places that each row of the pass sees, and its new tokens
+
+    @torch.no_grad()
+    def forward(self, brought: Sequence[tuple[Sequence[Piece], Sequence[int]]]) -> torch.Tensor:
+        """Append each row's tokens to the last piece of its view; returns the logits of all, `[T, vocabulary]`."""
+        first = len(self.tokens)
+        for view, tokens in brought:
+            view[-1].extend(range(len(self.tokens), len(self.tokens) + len(tokens)))
+            self.tokens += tokens
+        self.rows = [([place for piece in view for place in piece], len(tokens)) for view, tokens in brought]
+        self.stood += [p for seen, n in self.rows for p in range(len(seen) - n, len(seen))]
+        before = self.model.config._attn_implementation
+        _running.append(self)
+        try:
+            self.model.set_attn_implementation(_IMPLEMENTATION)
+            return self.model(
+                input_ids=torch.tensor([self.tokens[first:]]),
+                position_ids=torch.tensor([self.stood[first:]]),
+                use_cache=False,
+            ).logits[0]
+        finally:
+            _running.pop()
+            self.model.set_attn_implementation(before)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One layer: `[heads, T, head_dim]` queries against all that each row sees."""
+        old = key[:, :0]
+        self.keys[layer] = torch.cat((self.keys.get(layer, old), key), dim=1)
+        self.values[layer] = torch.cat((self.values.get(layer, old), value), dim=1)
+        stood = torch.tensor(self.stood)
+        groups, out, offset = query.shape[0] // key.shape[0], [], 0
+        for seen, n in self.rows:
+            place, at = torch.tensor(seen), torch.arange(len(seen))
+            k = turn(self.keys[layer][:, place].double(), at - stood[place], self.rotary[layer]).to(key.dtype)
+            k, v = (x.repeat_interleave(groups, dim=0) for x in (k, self.values[layer][:, place]))
+            scores = query[:, offset : offset + n] @ k.mT * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            distance = at[-n:, None] - at
+            hidden = (distance < 0) | (distance >= (window or len(seen)))
+            scores = scores.masked_fill(hidden, -math.inf)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(-1, n, 1)), dim=-1)
+            out.append(scores.softmax(-1)[..., : len(seen)] @ v)
+            offset += n
+        return torch.cat(out, dim=1)
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    layer: Any = module.layer_idx
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = _running[-1].attend(layer, query[0], key[0], value[0], scale, sliding_window, softcap, s_aux)
+    return out.transpose(0, 1)[None], None
+
+
+AttentionInterface.register(_IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(_IMPLEMENTATION, lambda *args, **kwargs: None)
+
+
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that computes everything in float64; transformers does norms and rotary tables in float32 otherwise."""
+    model = copy.deepcopy(model).double()
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            module.inv_freq = module.inv_freq.double()
+            module.forward = types.MethodType(_rotary_tables, module)
+        elif type(module).__name__.endswith("RMSNorm"):
+            module.forward = types.MethodType(_rms_norm, module)
+    return model
+
+
+def _rotary_tables(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = (position_ids[..., None] * self.inv_freq).repeat(1, 1, 2)
+    return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
+def _rms_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """Threads only slow models of this size down, where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,40 @@
+"""The table of architectures in the docs says what the models do, and the README counts them right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from architecture_table import PAGE, make_page
+from tiny import ARCHITECTURES, REFUSED
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def table() -> dict[str, list[str]]:
+    """Cells of each row of the page, by architecture."""
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {name.strip("`"): rest for name, *rest in cells}
+
+
+def test_page_is_what_the_models_say() -> None:
+    assert PAGE.read_text(encoding="utf-8") == make_page(), "run: python tests/architecture_table.py"
+
+
+def test_page_holds_every_architecture_with_its_reason() -> None:
+    rows = table()
+    assert set(rows) == set(ARCHITECTURES) | set(REFUSED)
+    for name, (shared_prefix, hogwild, _, _, reason) in rows.items():
+        assert shared_prefix == ("yes" if name in ARCHITECTURES else "no")
+        assert bool(reason) == (hogwild == "no"), name
+
+
+def test_thirty_architectures_at_least() -> None:
+    assert len({name.split("-")[0] for name in ARCHITECTURES}) >= 30
+
+
+def test_readme_counts_the_architectures() -> None:
+    counted = re.search(r"\[(\d+) architectures tested\]\(docs/architectures\.md\)", README.read_text(encoding="utf-8"))
+    assert counted is not None
+    assert int(counted[1]) == len({name.split("-")[0] for name in ARCHITECTURES})

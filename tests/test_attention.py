@@ -1,0 +1,398 @@
+"""What a model can do is read off the model, what cannot work is refused with the reason, and all is put back after."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from malformed_cases import TOKENIZER
+from tiny import ARCHITECTURES, REFUSED
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GenerationMixin,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+
+import hf_parallel
+from hf_parallel import SharedPrefixCache, UnsupportedModelError
+from hf_parallel.attention import IMPLEMENTATION, Capabilities, capabilities
+from hf_parallel.kernels import RotarySpec, rotate
+
+NO_ROTATION = {
+    "llama-dynamic": "dynamic RoPE scaling, whose frequencies change with the length",
+    "llama-longrope": "longrope RoPE scaling, whose frequencies change with the length",
+    "gpt2": "positions that are no rotary embeddings",
+    "opt": "positions that are no rotary embeddings",
+    "hunyuan_v1_dense": "changes its queries behind their rotary embedding",
+    "ministral3": "scales its queries by their position",
+}
+REASONS = {
+    "gptj": "does not use transformers' attention interface",
+    "bloom": "ALiBi",
+    "mamba": "without a key-value cache of all tokens",
+    "qwen3_next": "linear_attention",
+    "deepseek_v3": "multi-head latent attention",
+    "t5": "encoder-decoder",
+    "diffllama": "gives other logits over blocks than over a plain row",
+    "phimoe": "sliding window of 16 in the attention mask alone",
+    "bert": "bidirectional",
+    "gemma4_text": "2 layers that read keys of earlier ones",
+}
+ROWS = tiny.make_prompts([20, 31], seed=2)
+INPUT_IDS, ATTENTION_MASK = tiny.left_pad([torch.cat((ROWS[0], tail)) for tail in tiny.make_prompts([4, 9, 9], seed=3)])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def a_copy(name: str, **settings: Any) -> PreTrainedModel:
+    """A tiny model of one's own."""
+    return copy.deepcopy(tiny.build(name, **settings))
+
+
+def generate(model: PreTrainedModel, mode: str | None = None, **settings: Any) -> Any:
+    given = {"generation_mode": mode} if mode else {}
+    settings = {"attention_mask": ATTENTION_MASK, "do_sample": False, "max_new_tokens": 8} | settings
+    return model.generate(INPUT_IDS, **given, **settings)  # type: ignore[operator]
+
+
+# What the layers do to positions
+
+
+def queries_of(model: PreTrainedModel, positions: list[int]) -> dict[int, list[torch.Tensor]]:
+    """Each layer's query `[heads, head_dim]` of one token that stands at one position after another."""
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def attend(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
+        seen.setdefault(module.layer_idx, []).append(q[0, :, 0])  # type: ignore[arg-type]
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2), None
+
+    AttentionInterface.register("tests_queries", attend)  # type: ignore[arg-type]
+    AttentionMaskInterface.register("tests_queries", lambda *_, **__: None)
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation("tests_queries")
+        with torch.no_grad():
+            for position in positions:
+                model(torch.tensor([[77]]), position_ids=torch.tensor([[position]]), use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+    return seen
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in NO_ROTATION])
+def test_turning_by_the_spec_is_what_the_model_does(name: str) -> None:
+    """At positions other than those that the spec was found with; and back again."""
+    model, positions = tiny.build(name), [0, 2, 3, 50, 171, 400]
+    found = capabilities(model)
+    assert found.rotary is not None
+    assert found.why_no_rotation == ""
+    assert sorted(found.rotary) == list(range(tiny.NUM_LAYERS))
+    for layer, queries in queries_of(model, positions).items():
+        spec = found.rotary[layer]
+        for start, query in zip(positions, queries, strict=True):
+            for end, expected in zip(positions, queries, strict=True):
+                turned = query.double()
+                if spec is not None:
+                    delta = torch.tensor([end - start]).numpy()
+                    turned = rotate(turned, *spec.tables(delta, torch.float64, torch.device("cpu")), spec)
+                torch.testing.assert_close(turned, expected.double(), rtol=0, atol=2e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", NO_ROTATION)
+def test_models_that_cannot_be_turned_say_why(name: str) -> None:
+    model = a_copy(name)
+    found = capabilities(model)
+    assert found.rotary is None
+    assert NO_ROTATION[name] in found.why_no_rotation
+    hf_parallel.enable(model)
+    with pytest.raises(UnsupportedModelError, match=NO_ROTATION[name]):
+        generate(model, "hogwild", tokenizer=TOKENIZER)
+
+
+def specs(name: str) -> list[RotarySpec | None]:
+    found: Capabilities = capabilities(tiny.build(name))
+    assert found.rotary is not None
+    return [found.rotary[layer] for layer in range(tiny.NUM_LAYERS)]
+
+
+def test_pairs_that_turn_together() -> None:
+    interleaved = {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "helium"}
+    for name in set(ARCHITECTURES) - set(NO_ROTATION):
+        assert {spec.interleaved for spec in specs(name) if spec is not None} == {name in interleaved}, name
+
+
+@pytest.mark.parametrize(
+    ("name", "turning"),
+    [("llama", 16), ("phi", 8), ("phi3", 18), ("glm", 8), ("gpt_neox", 4), ("stablelm", 4), ("qwen3", 32)],
+)
+def test_dimensions_that_turn(name: str, turning: int) -> None:
+    assert [spec and spec.rotary_dim for spec in specs(name)] == [turning] * tiny.NUM_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("name", "without"), [("smollm3", {1, 3}), ("cohere2", {1, 3}), ("exaone4", {1, 3}), ("llama", set())]
+)
+def test_layers_without_rope(name: str, without: set[int]) -> None:
+    assert {layer for layer, spec in enumerate(specs(name)) if spec is None} == without
+
+
+@pytest.mark.parametrize("name", ["olmo3", "gemma3_text"])
+def test_two_rotary_tables(name: str) -> None:
+    sliding, full, *rest = specs(name)
+    assert sliding != full
+    assert rest == [sliding, full]
+
+
+@pytest.mark.parametrize(("name", "factor"), [("llama-linear", 4.0), ("llama-llama3", 8.0), ("llama-yarn", 8.0)])
+def test_scaled_frequencies(name: str, factor: float) -> None:
+    plain, scaled = specs("llama")[0], specs(name)[0]
+    assert plain is not None
+    assert scaled is not None
+    assert scaled.inv_freq[-1] == pytest.approx(plain.inv_freq[-1] / factor)
+    assert (scaled.inv_freq[0] == pytest.approx(plain.inv_freq[0])) == (name != "llama-linear")
+
+
+def test_keyword_arrives_but_in_two() -> None:
+    """Those get the cache through a context variable; `test_shared_prefix.py` shows that it works."""
+    assert {n for n in ARCHITECTURES if not capabilities(tiny.build(n)).keyword} == {"stablelm", "nemotron"}
+
+
+@pytest.mark.parametrize(("name", "length"), [("llama-dynamic", tiny.MAX_POSITIONS), ("llama-longrope", 256)])
+def test_frequencies_that_would_change_are_refused_at_the_call(name: str, length: int) -> None:
+    model = hf_parallel.enable(a_copy(name))
+    prompt = tiny.make_prompts([length - 8])[0][None]
+    settings = {"generation_mode": "shared_prefix", "do_sample": False}
+    plain = model.generate(prompt, max_new_tokens=8, do_sample=False)  # type: ignore[operator]
+    assert torch.equal(model.generate(prompt, max_new_tokens=8, **settings), plain)  # type: ignore[operator]
+    with pytest.raises(UnsupportedModelError, match=f"frequencies behind {length} tokens.* got {length + 1}"):
+        model.generate(prompt, max_new_tokens=9, **settings)  # type: ignore[operator]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_model_is_left_as_it_was(name: str) -> None:
+    model = a_copy(name)
+    before = snapshot(model)
+    prompt = ROWS[0][None]
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=5)  # type: ignore[operator]
+    with pytest.raises(UnsupportedModelError, match=REASONS[name]) as caught:
+        hf_parallel.enable(model)
+    assert type(model).__name__ in str(caught.value)
+    assert snapshot(model) == before
+    assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=5), expected)  # type: ignore[operator]
+
+
+def snapshot(model: PreTrainedModel) -> dict[str, Any]:
+    """What `enable`, a mode and `disable` may not change."""
+    names = ("gradient_checkpointing", "training", "layer_idx")
+    return {
+        "class": type(model),
+        "attributes": sorted(vars(model)),
+        "implementation": model.config._attn_implementation,
+        "modules": [tuple(getattr(m, n, None) for n in names) for m in model.modules()],
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "buffers": [(name, buffer.sum().item()) for name, buffer in model.named_buffers()],
+        "generation_config": model.generation_config.to_dict(),  # type: ignore[union-attr]
+    }
+
+
+# Enable and disable
+
+
+def test_enable_and_disable_are_idempotent_and_leave_nothing() -> None:
+    model, plain = a_copy("llama"), LlamaForCausalLM
+    before, expected = snapshot(model), generate(model)
+    for _ in range(2):
+        assert hf_parallel.enable(model) is model
+    assert isinstance(model, plain)
+    assert torch.equal(generate(model, "shared_prefix"), expected)
+    for _ in range(2):
+        assert hf_parallel.disable(model) is model
+    assert snapshot(model) == before
+    assert torch.equal(generate(model), expected)
+    with pytest.raises((ValueError, TypeError)):  # the argument is unknown again
+        generate(model, "shared_prefix")
+
+
+def test_nothing_global_is_patched() -> None:
+    generate_before = GenerationMixin.generate
+    model, other = hf_parallel.enable(a_copy("llama")), a_copy("llama")
+    generate(model, "shared_prefix")
+    assert GenerationMixin.generate is generate_before is LlamaForCausalLM.generate
+    assert type(other) is LlamaForCausalLM
+    assert type(AutoModelForCausalLM.from_config(model.config)) is LlamaForCausalLM
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copy_of_an_enabled_model_is_enabled(copied: Any) -> None:
+    model = hf_parallel.enable(a_copy("stablelm"))
+    twin = copied(model)
+    assert type(twin) is type(model)
+    with torch.no_grad():
+        twin.lm_head.weight.neg_()  # its own weights
+    assert torch.equal(generate(twin), generate(twin, "shared_prefix"))
+    assert not torch.equal(generate(twin), generate(model, "shared_prefix"))
+    assert type(hf_parallel.disable(twin)) is type(tiny.build("stablelm"))
+
+
+def test_enabled_model_is_saved_as_what_it_is(tmp_path: Path) -> None:
+    model = hf_parallel.enable(a_copy("qwen3"))
+    expected = generate(model, "shared_prefix")
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["architectures"] == ["Qwen3ForCausalLM"]
+    assert IMPLEMENTATION not in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(tiny.build("qwen3"))
+    assert torch.equal(generate(loaded), expected)
+
+
+# Where it runs
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "gemma2", "mixtral"])
+def test_bfloat16_is_as_near_to_float32_as_plain_generate(name: str) -> None:
+    model = hf_parallel.enable(a_copy(name, dtype=torch.bfloat16))
+    prompts = torch.stack([tiny.make_prompts([40], seed=seed)[0] for seed in range(40)])
+
+    def logits(model: PreTrainedModel, mode: str | None = None) -> torch.Tensor:
+        settings = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        output = model.generate(prompts, generation_mode=mode, **settings)  # type: ignore[operator]
+        if mode:
+            assert output.past_key_values.storage(0).keys.dtype == torch.bfloat16
+        return output.logits[0]
+
+    exact = logits(hf_parallel.enable(a_copy(name)))
+    plain, ours = ((x - exact).norm(dim=-1).median() for x in (logits(model), logits(model, "shared_prefix")))
+    assert ours < 1.2 * plain
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers gives checkpointing another name from 5.18 on
+def test_training_with_gradient_checkpointing() -> None:
+    model = hf_parallel.enable(a_copy("llama"))
+    expected = generate(model)
+    model.train()
+    model.gradient_checkpointing_enable()
+    before = snapshot(model)
+    assert torch.equal(generate(model, "shared_prefix"), expected)
+    assert snapshot(model) == before
+    assert model.is_gradient_checkpointing
+    model(INPUT_IDS, attention_mask=ATTENTION_MASK, labels=INPUT_IDS).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_model_in_training_mode_with_dropout_is_understood() -> None:
+    model = a_copy("phi")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    model.train()
+    model.lm_head.eval()  # a module of another mode than the rest
+    before = snapshot(model)
+    assert capabilities(model).rotary == capabilities(tiny.build("phi")).rotary
+    assert snapshot(model) == before
+
+
+def test_parts_keep_their_own_attention() -> None:
+    """A model of images and text, given text."""
+    text = ARCHITECTURES["gemma3_text"].config().to_dict()
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.config.vision_config._attn_implementation = "eager"
+    expected = generate(model)
+    hf_parallel.enable(model)
+    assert torch.equal(generate(model, "shared_prefix"), expected)
+    parts = (model.config, model.config.text_config, model.config.vision_config)
+    assert [part._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
+
+
+def test_block_attention_outside_a_mode_says_so() -> None:
+    model = a_copy("llama")
+    model.set_attn_implementation(IMPLEMENTATION)
+    with pytest.raises(RuntimeError, match="runs only inside a parallel generation mode"):
+        model(INPUT_IDS)
+
+
+def test_config_of_an_unknown_kind_is_no_obstacle() -> None:
+    with pytest.raises(TypeError, match="must be a transformers.PreTrainedModel, got LlamaConfig"):
+        hf_parallel.enable(AutoConfig.for_model("llama"))  # type: ignore[arg-type]
+
+
+# Exceptions in the middle
+
+
+class Trouble(LogitsProcessor):
+    """Raises at a step."""
+
+    def __init__(self, error: type[BaseException], step: int) -> None:
+        self.error, self.left = error, step
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error("in the middle")
+        return scores
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "stablelm"])
+def test_exception_between_passes_leaves_model_and_cache_as_they_were(name: str, error: type[BaseException]) -> None:
+    model, cache = hf_parallel.enable(a_copy(name)), SharedPrefixCache()
+    before, expected = snapshot(model), generate(model)
+    for step in (0, 3):
+        processors = LogitsProcessorList([Trouble(error, step)])
+        with pytest.raises(error, match="in the middle"):
+            generate(model, "shared_prefix", past_key_values=cache, logits_processor=processors)
+        assert snapshot(model) == before
+        assert torch.equal(generate(model), expected)
+        assert torch.equal(generate(model, "shared_prefix", past_key_values=cache), expected)
+        assert torch.equal(generate(model, "shared_prefix"), expected)
+
+
+@pytest.mark.parametrize("passes", [0, 1, 2, 4])
+def test_exception_inside_a_pass_leaves_model_and_cache_as_they_were(passes: int) -> None:
+    """In the third layer: two have written their keys. With `passes` 0 and 1 in the middle of a chunked prefill."""
+    model, cache = hf_parallel.enable(a_copy("llama")), SharedPrefixCache()
+    expected, left = generate(model), passes
+
+    def trouble(module: nn.Module, args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ZeroDivisionError("in a layer")
+
+    before = snapshot(model)
+    hook = model.model.layers[2].register_forward_pre_hook(trouble)
+    with pytest.raises(ZeroDivisionError, match="in a layer"):
+        generate(model, "shared_prefix", past_key_values=cache, prefill_chunk_size=17)
+    hook.remove()
+    assert snapshot(model) == before
+    assert torch.equal(generate(model), expected)
+    for _ in range(2):
+        assert torch.equal(generate(model, "shared_prefix", past_key_values=cache), expected)

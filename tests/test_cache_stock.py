@@ -1,0 +1,105 @@
+"""A `BlockCache` under stock attention is one more cache of transformers, with the logits of `DynamicCache`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_parallel.cache import BlockCache, Segment, View
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=["eager", "sdpa"])
+def stock(request: pytest.FixtureRequest) -> PreTrainedModel:
+    model = copy.deepcopy(tiny.build("llama"))
+    model.set_attn_implementation(request.param)
+    return model
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, **inputs).logits
+
+
+def test_rows_over_a_shared_prompt_have_the_logits_of_dynamic_cache(stock: PreTrainedModel) -> None:
+    prompt, *suffixes = tiny.make_prompts([11, 6, 6, 6])
+    cache, dynamic = BlockCache(), DynamicCache()
+    shared = cache.new_block()
+    cache.rows = [[shared]]
+    logits(stock, prompt[None], cache)
+    logits(stock, prompt.repeat(3, 1), dynamic)
+    cache.rows = [[shared, own] for own in cache.new_blocks(3, base=11)]
+    rows = torch.stack(suffixes)
+    for part in rows.split([1, 3, 1, 1], dim=1):
+        expected = logits(stock, part, dynamic)
+        torch.testing.assert_close(logits(stock, part, cache), expected, rtol=0, atol=2e-5)
+    assert cache.kv_bytes == (11 + 3 * 6) * cache.arena.bytes_per_token
+    assert cache.get_seq_length() == 17
+
+
+def test_rows_of_unequal_length_have_the_logits_of_each_row_alone(stock: PreTrainedModel) -> None:
+    prompts = tiny.make_prompts([3, 14, 8])
+    cache, alone = BlockCache(), [DynamicCache() for _ in prompts]
+    rows: list[View] = [[block] for block in cache.new_blocks(3)]
+    for row, prompt, dynamic in zip(rows, prompts, alone, strict=True):
+        cache.rows = [row]
+        expected = logits(stock, prompt[None], dynamic)
+        torch.testing.assert_close(logits(stock, prompt[None], cache), expected, rtol=0, atol=2e-5)
+    for new in (1, 4, 1):
+        tokens = torch.stack(tiny.make_prompts([new] * 3, seed=new))
+        segments = [Segment(row, new) for row in rows]
+        forward = cache.prepare(segments)
+        found = logits(
+            stock,
+            tokens,
+            cache,
+            position_ids=forward.position_ids.reshape(3, new),
+            attention_mask=cache.attention_mask(segments),
+        )
+        cache.commit()
+        expected = torch.cat([logits(stock, t[None], d) for t, d in zip(tokens, alone, strict=True)])
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("lengths", [[12], [12, 5, 9]], ids=["one row", "left-padded batch"])
+def test_plain_generate_works_over_a_block_cache(stock: PreTrainedModel, lengths: list[int]) -> None:
+    ids, mask = tiny.left_pad(tiny.make_prompts(lengths))
+    settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    expected = stock.generate(ids, **settings)
+    cache = BlockCache()
+    assert torch.equal(stock.generate(ids, past_key_values=cache, **settings), expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
+
+
+def test_the_batch_must_have_the_rows_of_the_cache(stock: PreTrainedModel) -> None:
+    cache = BlockCache()
+    cache.rows = [[block] for block in cache.new_blocks(2)]
+    with pytest.raises(ValueError, match="2 rows, the batch has 3"):
+        logits(stock, torch.ones(3, 4, dtype=torch.long), cache)
+
+
+@pytest.mark.parametrize("lengths", [(3, 4), (0, 0)], ids=["unequal lengths", "other positions"])
+def test_rows_that_plain_positions_do_not_fit_are_refused(stock: PreTrainedModel, lengths: tuple[int, int]) -> None:
+    """Else the model would rotate to positions that the rows are not at, and nobody would notice."""
+    cache = BlockCache()
+    shared, *own = cache.new_blocks(3)
+    for view, length in (([shared], 5), ([own[0]], lengths[0]), ([own[1]], lengths[1])):
+        if length:
+            cache.rows = [view]
+            logits(stock, torch.ones(1, length, dtype=torch.long), cache)
+    cache.rows = [[shared, block] for block in own]
+    with pytest.raises(ValueError, match=r"need prepare\(\)"):
+        logits(stock, torch.ones(2, 1, dtype=torch.long), cache)

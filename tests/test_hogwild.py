@@ -1,0 +1,196 @@
+"""Hogwild! is exact: each worker's logits are those of one plain sequence in which every key is turned to its place.
+
+What is checked against is `dense.py`, which knows nothing of blocks, and a model of the layouts in plain lists.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import dense
+import pytest
+import tiny
+import torch
+from ascii_tokenizer import AsciiTokenizer
+from dense import DenseOracle, Piece
+from transformers import LogitsProcessor, PreTrainedModel
+
+import hf_parallel
+from hf_parallel.attention import block_attention_enabled, capabilities
+from hf_parallel.cache import Block, BlockCache, Segment
+from hf_parallel.cache.hogwild import LAYOUTS, HogwildCache, Workspace
+from hf_parallel.generation.decode import DecodeLoop
+
+HEADERS = (5, 4, 3, 2)  # tokens of the history header, the others', the own one and the gap
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with dense.single_thread():
+        yield
+
+
+# The cache under a model
+
+
+class Ours:
+    """A problem's blocks in the product."""
+
+    def __init__(self, model: PreTrainedModel, layout: str, num_workers: int) -> None:
+        self.model, self.found = model, capabilities(model)
+        self.cache = HogwildCache(self.found.rotary)
+        self.space = self.cache.new_workspace(layout, [self.cache.new_block()], num_workers, HEADERS)
+
+    @torch.no_grad()
+    def forward(self, brought: Sequence[tuple[Sequence[Block], Sequence[int]]]) -> torch.Tensor:
+        forward = self.cache.prepare([Segment(view, len(tokens)) for view, tokens in brought])
+        with block_attention_enabled(self.model, self.cache):
+            logits = self.model(
+                input_ids=torch.tensor([[token for _, tokens in brought for token in tokens]]),
+                position_ids=forward.position_ids[None],
+                past_key_values=self.cache,
+                **({"block_cache": self.cache} if self.found.keyword else {}),
+            ).logits[0]
+        self.cache.commit()
+        return logits
+
+
+class Pages:
+    """The same problem as the paper tells it (section 3.2, appendix A), in lists."""
+
+    def __init__(self, layout: str, num_workers: int) -> None:
+        self.layout = layout
+        self.prompt: Piece = []
+        self.history_header, self.others_header, self.own_header, self.gap = [], [], [], []
+        self.history: list[Piece] = []
+        self.workers: list[Piece] = [[] for _ in range(num_workers)]
+
+    def common(self, steps: int | None = None) -> list[Piece]:
+        if self.layout == "contiguous":
+            return [self.prompt]
+        return [self.prompt, self.history_header, *self.history[:steps]]
+
+    def view(self, worker: int) -> list[Piece]:
+        view = self.common()
+        others = [step for i, step in enumerate(self.workers) if i != worker]
+        if self.layout != "interleaved" and others:
+            view += [self.others_header, others[0]]
+            for step in others[1:]:
+                view += [self.gap, step]
+        return [*view, self.own_header, self.workers[worker]]
+
+    def end_step(self, worker: int) -> None:
+        self.history.append(self.workers[worker])
+        self.workers[worker] = []
+
+
+def write_together(model: PreTrainedModel, layout: str, num_workers: int, passes: int) -> Iterator[tuple[Any, Any]]:
+    """Logits of every token of a random life of a problem, ours and the oracle's, pass by pass."""
+    chance = random.Random(f"{layout}{num_workers}")
+    ours, pages = Ours(model, layout, num_workers), Pages(layout, num_workers)
+    oracle = DenseOracle(model, ours.found.rotary)
+    space = ours.space
+
+    def some(n: int) -> list[int]:
+        return [chance.randrange(tiny.EOS + 1, tiny.VOCAB_SIZE) for _ in range(n)]
+
+    def both(brought: list[tuple[list[Block], list[Piece], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            ours.forward([(view, tokens) for view, _, tokens in brought]),
+            oracle.forward([(pieces, tokens) for _, pieces, tokens in brought]),
+        )
+
+    yield both([(space.prompt, [pages.prompt], some(19))])
+    headers: list[tuple[Block, Piece, list[int]]] = [
+        (space.history_header, pages.history_header, some(HEADERS[0])),
+        (space.others_header, pages.others_header, some(HEADERS[1])),
+        (space.own_header, pages.own_header, some(HEADERS[2])),
+        (space.gap, pages.gap, some(HEADERS[3])),
+    ]
+    yield both([([*space.prompt, block], [pages.prompt, piece], tokens) for block, piece, tokens in headers])
+    owed: list[tuple[Block, int, list[int]]] = []
+    for _ in range(passes):
+        late = [(space.view_of(block), pages.common(step), tokens) for block, step, tokens in owed]
+        own = [
+            (space.view(w), pages.view(w), some(chance.choice([1, 1, 1, 2, 6, 20]))) for w in range(num_workers)
+        ]
+        yield both([*late, *own])
+        ours.cache.settle(space)
+        owed = []
+        for worker in range(num_workers):
+            if layout != "contiguous" and chance.random() < 0.4:
+                block = space.workers[worker]
+                ours.cache.end_step(space, worker)
+                pages.end_step(worker)
+                owed.append((block, len(pages.history), some(chance.choice([1, 3]))))
+    if layout != "contiguous":
+        assert len(pages.history) > 3, "too few steps moved"
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_equal_the_dense_oracle(layout: str, num_workers: int) -> None:
+    model = dense.in_float64(tiny.build("starcoder2"))
+    for found, expected in write_together(model, layout, num_workers, passes=10):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["phi", "gpt_neox", "stablelm", "llama"])
+def test_logits_equal_the_dense_oracle_on_other_models(name: str) -> None:
+    """Partial rotary, parallel residuals, a model that drops keyword arguments, RMSNorm."""
+    model = dense.in_float64(tiny.build(name))
+    for found, expected in write_together(model, "combined", 3, passes=10):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+VARIANTS = {
+    "llama-linear": "scaled RoPE",
+    "llama-yarn": "scaled RoPE, scores scaled too",
+    "llama-llama3": "scaled RoPE",
+    "glm": "partial rotary, interleaved pairs",
+    "cohere": "interleaved pairs",
+    "smollm3": "layers without RoPE, sliding windows",
+    "cohere2": "layers without RoPE, sliding windows",
+    "olmo3": "two rotary tables",
+    "gemma2": "soft-capping, sliding windows",
+    "gemma3_text": "two rotary tables, sliding windows",
+    "gpt_oss": "sinks, sliding windows, YaRN",
+    "qwen3": "head_dim of its own, norms on queries and keys",
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_float32_logits_equal_the_dense_oracle(name: str) -> None:
+    model, furthest = tiny.build(name), 0.0
+    for found, expected in write_together(model, "combined", 3, passes=10):
+        furthest = max(furthest, ((found - expected).abs().max() / expected.std()).item())
+    assert furthest < 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["block", "sdpa"])
+@torch.no_grad()
+def test_stock_attention_over_the_same_blocks_gives_the_same_logits(implementation: str) -> None:
+    """The dense fallback of `BlockCache`: rows spelled out with re-rotated keys, under an attention of transformers."""
+    model = dense.in_float64(tiny.build("starcoder2"))
+    ours = Ours(model, "combined", 3)
+    space, tokens = ours.space, iter(tiny.make_prompts([200])[0].tolist())
+    blocks = [*space.prompt, space.history_header, space.history, space.others_header, space.own_header, space.gap]
+    ours.forward([([block], [next(tokens) for _ in range(5)]) for block in blocks])
+    ours.forward([(space.view(worker), [next(tokens) for _ in range(3 + worker)]) for worker in range(3)])
+    expected = ours.forward([(space.view(worker), [3, 4]) for worker in range(3)]).unflatten(0, (3, 2))
+    for worker in range(3):
+        ours.cache.truncate(space.workers[worker], 3 + worker)
+    segments = [Segment(space.view(worker), 2) for worker in range(3)]
+    forward = ours.cache.prepare(segments)
+    model.set_attn_implementation("sdpa")
+    found = model(
+        input_ids=torch.tensor([[3, 4]] * 3),
+        position_ids=forward.position_ids.reshape(3, 2),
+        attention_mask=ours.cache.attention_mask(segments),
+        past_key_values=ours.cache,
+    ).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)

@@ -1,0 +1,264 @@
+"""The floors of the package: imports point down, files stay small and documented, and nothing is patched.
+
+What a file imports is read off its syntax tree, imports inside functions included, so nothing is run for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "hf_parallel"
+MAX_LINES = 450
+
+FLOORS = {
+    "kernels": {"kernels"},
+    "cache": {"kernels", "cache"},
+    "attention": {"kernels", "cache"},
+    "generation": {"kernels", "cache", "attention", "generation"},
+}
+"""What each floor may import of the package; what is not named here stands above and may import anything."""
+
+ANNOTATIONS_ONLY = {("hf_parallel.generation.worker", "hf_parallel.generation.hogwild")}
+"""Imports against the direction, for type checkers alone: a worker reads the settings that its problem was made with,
+and those are in the file of the mode, which makes the workers. Nothing is imported when the program runs."""
+
+OPTIONAL = [
+    *("accelerate", "datasets", "evaluate", "flash_attn", "gguf", "hypothesis", "matplotlib", "peft"),
+    *("psutil", "pytest", "rich", "triton", "trl"),
+]
+"""What the core must do without."""
+
+
+def python_files(folder: Path = ROOT) -> list[Path]:
+    """All Python files of the repository; not those of an environment or a build."""
+    found = sorted(folder.rglob("*.py"))
+    skipped = ("build", "dist")
+    return [path for path in found if not any(p.startswith(".") or p in skipped for p in path.relative_to(ROOT).parts)]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in python_files(ROOT / PACKAGE)}
+
+
+def imports(name: str) -> Iterator[tuple[str, bool]]:
+    """The package's own modules that a module imports, and whether only for type checkers."""
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    for node, type_only in _import_nodes(tree, False):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        else:
+            base = _base(name, node)
+            full = [f"{base}.{alias.name}" for alias in node.names]
+            targets = [target if target in MODULES else base for target in full]
+        for target in targets:
+            if target in MODULES:
+                yield target, type_only
+
+
+def _import_nodes(node: ast.AST, type_only: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, type_only
+        else:
+            guarded = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from _import_nodes(child, type_only or guarded)
+
+
+def _base(name: str, node: ast.ImportFrom) -> str:
+    """The absolute name that a `from ... import` starts from."""
+    if not node.level:
+        return node.module or ""
+    parts = name.split(".")
+    is_package = MODULES[name].name == "__init__.py"
+    above = parts[: len(parts) - node.level + is_package]
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def floor(name: str) -> str:
+    """The first part of a module's name inside the package; empty for the package itself."""
+    return (name.split(".") + [""])[1]
+
+
+def test_all_floors_exist_and_hold_files() -> None:
+    assert {floor(name) for name in MODULES} >= set(FLOORS)
+    assert len(MODULES) > 20
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if floor(name) in FLOORS])
+def test_imports_point_down(name: str) -> None:
+    allowed = FLOORS[floor(name)]
+    upwards = sorted(target for target, _ in imports(name) if floor(target) not in allowed)
+    assert not upwards, f"{name} imports {upwards}, but may only import from {sorted(allowed)}"
+
+
+def test_the_package_imports_no_tests_and_no_benchmarks() -> None:
+    beside = {path.name for path in ROOT.iterdir() if path.is_dir()} - {PACKAGE}
+    for name, path in MODULES.items():
+        for node, _ in _import_nodes(ast.parse(path.read_text(encoding="utf-8")), False):
+            roots = [a.name for a in node.names] if isinstance(node, ast.Import) else [_base(name, node)]
+            assert not beside & {root.split(".")[0] for root in roots}, f"{name} imports {roots}"
+
+
+def test_no_two_files_import_each_other() -> None:
+    graph = {name: {target for target, _ in imports(name)} - {name} for name in MODULES}
+    for source, target in ANNOTATIONS_ONLY:
+        graph[source].discard(target)
+    assert not (cycle := find_cycle(graph)), " -> ".join(cycle)
+
+
+def test_exempted_imports_are_there_and_for_type_checkers_only() -> None:
+    for source, target in ANNOTATIONS_ONLY:
+        assert [type_only for found, type_only in imports(source) if found == target] == [True]
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """A closed walk through a directed graph, or nothing."""
+    done: set[str] = set()
+
+    def walk(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for target in sorted(graph[node]):
+            if found := walk(target, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in sorted(graph) if (found := walk(node, []))), [])
+
+
+def test_a_cycle_would_be_found() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_file_is_short_and_says_what_it_is(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_LINES
+    assert ast.get_docstring(ast.parse(text)), "the module has no docstring"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_public_functions_and_classes_are_documented(name: str) -> None:
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    assert not (missing := list(undocumented(tree, name))), f"no docstring: {missing}"
+
+
+def undocumented(node: ast.AST, name: str) -> Iterator[str]:
+    """Public functions, classes and methods without a docstring; what is inside a function is private."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name[0] != "_":
+            if not ast.get_docstring(child):
+                yield f"{name}.{child.name}"
+            if isinstance(child, ast.ClassDef):
+                yield from undocumented(child, f"{name}.{child.name}")
+        elif isinstance(child, ast.If | ast.Try):
+            yield from undocumented(child, name)
+
+
+def run(script: str) -> None:
+    """Run a script in a Python of its own, with the repository and the test helpers on its path."""
+    path = f"import sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}\n"
+    done = subprocess.run([sys.executable, "-c", path + script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_core_works_with_torch_and_transformers_alone() -> None:
+    run(f"HIDDEN = set({OPTIONAL!r})" + _WITHOUT_EXTRAS)
+
+
+def test_importing_and_enabling_patch_nothing_in_transformers() -> None:
+    run(_PATCHES_NOTHING)
+
+
+_GENERATE = """
+import torch
+torch.set_num_threads(1)
+from tiny import build, make_prompts
+model = build("llama")
+arguments = {"input_ids": make_prompts([6])[0][None], "max_new_tokens": 3, "do_sample": False}
+plain = model.generate(**arguments)
+"""
+
+_WITHOUT_EXTRAS = f"""
+class Hiding:
+    # Stands before a finder of modules and does not let it find what is hidden.
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+for name in HIDDEN:
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise SystemExit(name + " is not hidden")
+
+import hf_parallel
+{_GENERATE}
+shared = hf_parallel.enable(model).generate(**arguments, generation_mode="shared_prefix")
+assert torch.equal(shared, plain)
+assert not HIDDEN & {{name.split(".")[0] for name in sys.modules}}
+"""
+
+_PATCHES_NOTHING = f"""
+import transformers
+import transformers.cache_utils, transformers.generation.utils, transformers.masking_utils, transformers.modeling_utils
+import transformers.integrations.sdpa_attention, transformers.models.llama.modeling_llama
+{_GENERATE}
+def snapshot():
+    found = {{}}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "transformers" and module is not None:
+            for key, value in list(vars(module).items()):
+                found[name, key] = value
+                if isinstance(value, type) and value.__module__.startswith("transformers"):
+                    found.update(((value, attribute), what) for attribute, what in list(vars(value).items()))
+    return found
+
+def changes(before, after):
+    # Modules get names as others are imported, so what is new counts on classes that were there only.
+    classes = {{owner for owner, _ in before if isinstance(owner, type)}}
+    new = [key for key in after if key not in before and key[0] in classes]
+    return new + [key for key in before if key not in after or before[key] is not after[key]]
+
+def registered():
+    interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    return [dict(interface._global_mapping) for interface in interfaces]
+
+model.set_attn_implementation("sdpa")  # transformers keeps on the class whether that can be done
+before, functions = snapshot(), registered()
+mixin = dict(vars(transformers.GenerationMixin))
+import hf_parallel
+assert not changes(before, snapshot()), changes(before, snapshot())
+assert dict(vars(transformers.GenerationMixin)) == mixin
+for old, new in zip(functions, registered()):
+    assert set(new) - set(old) == {{"hf_parallel"}}
+    assert all(new[name] is old[name] for name in old)
+
+hf_parallel.enable(model).generate(**arguments, generation_mode="shared_prefix")
+assert type(model) is not transformers.LlamaForCausalLM
+assert not changes(before, snapshot()), changes(before, snapshot())
+assert dict(vars(transformers.GenerationMixin)) == mixin
+hf_parallel.disable(model)
+assert type(model) is transformers.LlamaForCausalLM
+assert torch.equal(model.generate(**arguments), plain)
+"""

@@ -1,0 +1,384 @@
+"""Sampling, processors, criteria, streamers and outputs are `generate`'s own in `shared_prefix` too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from malformed_cases import TOKENIZER
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import hf_parallel
+from hf_parallel import ParallelOutput
+
+NEW = 16
+DRAWS = 2000
+CHOICES = 6  # top_k of the distribution tests
+ROOT, TAIL, OTHER, LONE = tiny.make_prompts([20, 6, 9, 8], seed=8)
+ROWS = [torch.cat((ROOT, TAIL)), torch.cat((ROOT, OTHER)), torch.cat((ROOT, TAIL)), LONE]
+INPUT_IDS, ATTENTION_MASK = tiny.left_pad(ROWS)
+WIDTH = INPUT_IDS.shape[1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    yield hf_parallel.enable(tiny.build("llama"))
+    hf_parallel.disable(tiny.build("llama"))
+
+
+def run(model: PreTrainedModel, mode: str | None, global_seed: int = 0, **settings: Any) -> Any:
+    """One call over the batch, plain or in a mode, from the same global seed; `settings` may hold makers of objects."""
+    made = {name: value() if isinstance(value, Make) else value for name, value in settings.items()}
+    defaults = {"input_ids": INPUT_IDS, "attention_mask": ATTENTION_MASK, "max_new_tokens": NEW, "do_sample": False}
+    torch.manual_seed(global_seed)
+    return model.generate(generation_mode=mode, **(defaults | made))  # type: ignore[operator]
+
+
+class Make:
+    """A processor or the like that keeps state: made anew for each call."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __call__(self) -> Any:
+        return self.make()
+
+
+def both(model: PreTrainedModel, **settings: Any) -> tuple[Any, Any]:
+    return run(model, None, **settings), run(model, "shared_prefix", **settings)
+
+
+def some_token(model: PreTrainedModel, row: int, step: int) -> int:
+    """A token that a row does write, greedily."""
+    return int(run(model, None)[row, WIDTH + step])
+
+
+# The same tokens from the same seed
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
+def test_same_global_seed_gives_the_same_tokens(name: str) -> None:
+    model = hf_parallel.enable(tiny.build(name))
+    settings = {"do_sample": True, "num_return_sequences": 4, "temperature": 1.3, "eos_token_id": None}
+    model.generation_config.eos_token_id = None
+    try:
+        plain, ours = both(model, **settings)
+    finally:
+        model.generation_config.eos_token_id = tiny.EOS
+        hf_parallel.disable(model)
+    assert torch.equal(plain, ours)
+    assert len({tuple(row) for row in plain[:4].tolist()}) == 4  # completions of one prompt, all different
+
+
+# The same distribution
+
+
+@torch.no_grad()
+def two_token_probabilities(model: PreTrainedModel, prompt: torch.Tensor) -> dict[tuple[int, int], float]:
+    """Probability of each continuation by two tokens among the `CHOICES` best at each step, by definition."""
+
+    def choices(row: torch.Tensor) -> list[tuple[int, float]]:
+        best = model(row[None]).logits[0, -1].double().topk(CHOICES)
+        return list(zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True))
+
+    return {
+        (first, second): p * q
+        for first, p in choices(prompt)
+        for second, q in choices(torch.cat((prompt, torch.tensor([first]))))
+    }
+
+
+def p_value(drawn: torch.Tensor, probabilities: dict[tuple[int, int], float]) -> float:
+    """Chi-square test that pairs `[draws, 2]` come from a distribution; rare pairs are counted together."""
+    counts = dict.fromkeys(probabilities, 0)
+    for pair in drawn.tolist():
+        counts[tuple(pair)] += 1  # a KeyError: drew what cannot be drawn
+    common = [pair for pair, p in probabilities.items() if p * len(drawn) >= 10]
+    observed = torch.tensor([counts[pair] for pair in common] + [0.0]).double()
+    expected = torch.tensor([probabilities[pair] * len(drawn) for pair in common] + [0.0]).double()
+    observed[-1], expected[-1] = len(drawn) - observed.sum(), len(drawn) - expected.sum()
+    statistic = ((observed - expected) ** 2 / expected.clamp(min=1e-9)).sum()
+    return float(torch.special.gammaincc(torch.tensor(len(common) / 2).double(), statistic / 2))
+
+
+def draw_pairs(model: PreTrainedModel, **settings: Any) -> torch.Tensor:
+    settings = {"num_return_sequences": DRAWS, "max_new_tokens": 2, "top_k": CHOICES, "do_sample": True} | settings
+    return run(model, "shared_prefix", input_ids=ROWS[0][None], attention_mask=None, **settings)[:, -2:]
+
+
+@pytest.mark.parametrize("seeded", [{}, {"seed": 11}], ids=["global generator", "one per row"])
+def test_sampled_tokens_have_the_models_distribution(model: PreTrainedModel, seeded: dict[str, int]) -> None:
+    probabilities = two_token_probabilities(model, ROWS[0])
+    assert max(probabilities.values()) < 0.5
+    assert p_value(draw_pairs(model, **seeded), probabilities) > 1e-3
+    assert p_value(draw_pairs(model, temperature=1.25, **seeded), probabilities) < 1e-6  # the test can fail
+
+
+def test_rows_that_share_a_prompt_draw_independently(model: PreTrainedModel) -> None:
+    """The second tokens of neighbouring rows with equal first ones: as alike as chance has it."""
+    probabilities = two_token_probabilities(model, ROWS[0])
+    alike_by_chance = sum(p * p for p in probabilities.values())
+    pairs = draw_pairs(model, seed=5)
+    alike = (pairs[0::2] == pairs[1::2]).all(dim=1).double().mean().item()
+    error = (alike_by_chance / (DRAWS / 2)) ** 0.5
+    assert abs(alike - alike_by_chance) < 5 * error
+
+
+# A row's own randomness
+
+
+def test_seeded_row_does_not_depend_on_its_batch(model: PreTrainedModel) -> None:
+    settings = {"do_sample": True, "temperature": 1.5, "seed": 7}
+    everything = run(model, "shared_prefix", 0, **settings)
+    for last in (1, 2, 3):
+        ids, mask = tiny.left_pad(ROWS[:last])
+        some = run(model, "shared_prefix", 1, input_ids=ids, attention_mask=mask, **settings)
+        assert torch.equal(some[:, ids.shape[1] :], everything[:last, WIDTH:])
+    end = int(everything[0, WIDTH + 2])
+    ended = run(model, "shared_prefix", 2, eos_token_id=end, **settings)
+    for row in range(4):
+        written = everything[row, WIDTH:].tolist()
+        written = written[: written.index(end) + 1 if end in written else NEW]
+        assert ended[row, WIDTH : WIDTH + len(written)].tolist() == written
+    assert not torch.equal(run(model, "shared_prefix", do_sample=True, temperature=1.5, seed=8), everything)
+
+
+def test_seeds_of_rows_and_a_generator_are_honoured(model: PreTrainedModel) -> None:
+    settings = {"do_sample": True, "temperature": 1.5}
+    by_seed = run(model, "shared_prefix", seed=[3, 4, 3, 5], **settings)
+    assert torch.equal(by_seed[0], by_seed[2])  # twins with one seed
+    generators = [torch.Generator().manual_seed(seed) for seed in (3, 4, 3, 5)]
+    assert torch.equal(run(model, "shared_prefix", seed=generators, **settings), by_seed)
+    run(model, "shared_prefix", global_seed=3, seed=torch.Generator().manual_seed(1), **settings)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    assert torch.equal(torch.get_rng_state(), after)  # the global generator is left alone
+
+
+# Processors
+
+
+class Alternate(LogitsProcessor):
+    """Keeps state per row of the batch: a row may not write tokens of the parity that it wrote last."""
+
+    def __init__(self) -> None:
+        self.last: list[int] | None = None
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self.last is None:
+            self.last = [0] * len(input_ids)
+        assert len(self.last) == len(input_ids)
+        scores = scores.clone()
+        for row, parity in enumerate(self.last):
+            scores[row, parity::2] = float("-inf")
+        self.last = [1 - parity for parity in self.last]
+        return scores
+
+
+class FavourByRow(LogitsProcessor):
+    """Looks at the whole batch: each row is drawn to what the row below it wrote last."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return scores.scatter_add(1, input_ids[:, -1:].roll(1, 0), torch.full((len(scores), 1), 3.0))  # type: ignore[return-value]
+
+
+PROCESSED: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "bad_words_ids": {"bad_words_ids": [[i] for i in range(3, 60)]},
+    "suppress_tokens": {"suppress_tokens": list(range(60, 100))},
+    "sequence_bias": {"sequence_bias": [[[token], 4.0] for token in (5, 6)]},
+    "exponential_decay": {"eos_token_id": 9, "exponential_decay_length_penalty": (3, 2.0)},
+    "forced_eos": {"forced_eos_token_id": 9},
+    "top_k": {"do_sample": True, "top_k": 4},
+    "top_p": {"do_sample": True, "top_p": 0.6, "temperature": 1.5},
+    "min_p": {"do_sample": True, "min_p": 0.2, "temperature": 2.0},
+    "typical_p": {"do_sample": True, "typical_p": 0.5},
+    "top_k and penalty": {"do_sample": True, "top_k": 9, "repetition_penalty": 1.3},
+    "stateful": {"logits_processor": Make(lambda: LogitsProcessorList([Alternate()]))},
+    "across rows": {"logits_processor": Make(lambda: LogitsProcessorList([FavourByRow()]))},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSED)
+def test_processor_acts_as_under_generate(model: PreTrainedModel, name: str) -> None:
+    settings = PROCESSED[name]
+    plain, ours = both(model, **settings)
+    assert torch.equal(plain, ours)
+    without = run(model, None, **({"do_sample": True} if settings.get("do_sample") else {}))
+    assert plain.shape != without.shape or not torch.equal(plain, without), "the processor changes nothing here"
+
+
+@pytest.mark.parametrize("name", ["stateful", "across rows"])
+def test_processor_sees_the_batch_when_rows_have_ended(model: PreTrainedModel, name: str) -> None:
+    settings = PROCESSED[name]
+    ends = [int(run(model, None, **settings)[0, WIDTH + 2])]
+    plain, ours = both(model, eos_token_id=ends, **settings)
+    assert torch.equal(plain, ours)
+    assert (plain[:, WIDTH:] == tiny.PAD).any(dim=1).sum() not in (0, len(ROWS))
+
+
+def test_min_new_tokens(model: PreTrainedModel) -> None:
+    settings = {"eos_token_id": some_token(model, 0, 2), "min_new_tokens": 9}
+    plain, ours = both(model, **settings)
+    assert torch.equal(plain, ours)
+    assert not torch.equal(plain[0], run(model, None, eos_token_id=settings["eos_token_id"])[0])
+
+
+# Criteria
+
+
+class EndRow(StoppingCriteria):
+    """Keeps state per row of the batch: row `i` ends after `i + 2` steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        self.steps += 1
+        return torch.tensor([self.steps >= row + 2 for row in range(len(input_ids))])  # type: ignore[return-value]
+
+
+class EndWhenSure(StoppingCriteria):
+    """Looks at the scores of the last step, as they are when `output_scores` is set."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        assert isinstance(scores, tuple)
+        return scores[-1].softmax(dim=-1).amax(dim=-1) > 0.5  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("criterion", [EndRow, EndWhenSure])
+def test_criterion_acts_as_under_generate(model: PreTrainedModel, criterion: type[StoppingCriteria]) -> None:
+    plain, ours = both(
+        model,
+        stopping_criteria=Make(lambda: StoppingCriteriaList([criterion()])),
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    assert torch.equal(plain.sequences, ours.sequences)
+    assert (plain.sequences[:, WIDTH:] == tiny.PAD).any()
+
+
+def test_stop_strings(model: PreTrainedModel) -> None:
+    written = TOKENIZER.decode(run(model, None)[0, WIDTH:])
+    stop = written[4:6]
+    plain, ours = both(model, stop_strings=[stop], tokenizer=TOKENIZER)
+    assert torch.equal(plain, ours)
+    assert TOKENIZER.decode([t for t in ours[0, WIDTH:].tolist() if t != tiny.PAD]).endswith(stop)
+
+
+def test_max_time(model: PreTrainedModel) -> None:
+    plain, ours = both(model, max_time=0.0)
+    assert torch.equal(plain, ours)
+    assert ours.shape[1] == WIDTH + 1
+    began = time.perf_counter()
+    ours = run(model, "shared_prefix", max_time=0.3, max_new_tokens=100_000)
+    assert 0.2 < time.perf_counter() - began < 5
+    assert ours.shape[1] > WIDTH + 1
+
+
+def test_max_length_counts_padding_as_generate_does(model: PreTrainedModel) -> None:
+    plain, ours = both(model, max_new_tokens=None, max_length=WIDTH + 5)
+    assert torch.equal(plain, ours)
+    assert ours.shape[1] == WIDTH + 5
+
+
+# Streamers
+
+
+class Recorder(BaseStreamer):
+    """Everything that a streamer is told."""
+
+    def __init__(self) -> None:
+        self.told: list[list[int] | str] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.told.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.told.append("end")
+
+
+def test_streamer_is_told_what_generate_tells_it(model: PreTrainedModel) -> None:
+    told = []
+    for mode in (None, "shared_prefix"):
+        recorder = Recorder()
+        run(model, mode, streamer=recorder, eos_token_id=some_token(model, 0, 2))
+        told.append(recorder.told)
+    assert told[0] == told[1]
+    assert told[0][-1] == "end"
+
+
+def test_text_streamer_of_one_row(model: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    one = {"input_ids": LONE[None], "attention_mask": torch.ones_like(LONE)[None]}
+    shown = []
+    for mode in (None, "shared_prefix"):
+        run(model, mode, streamer=TextStreamer(TOKENIZER, skip_prompt=True), **one)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != ""
+    pieces = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=5)
+    output = run(model, "shared_prefix", streamer=pieces, **one)
+    assert "".join(pieces) == TOKENIZER.decode(output[0, len(LONE) :])
+
+
+# What is returned
+
+
+def test_scores_and_logits_equal_generates(model: PreTrainedModel) -> None:
+    settings = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "top_k": 20}
+    plain, ours = both(model, do_sample=True, **settings)
+    assert torch.equal(plain.sequences, ours.sequences)
+    for name in ("scores", "logits"):
+        assert len(ours[name]) == len(plain[name]) == NEW
+        for mine, stock in zip(ours[name], plain[name], strict=True):
+            assert mine.dtype == stock.dtype
+            torch.testing.assert_close(mine, stock, rtol=0, atol=1e-4)
+    transitions = [
+        model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)  # type: ignore[operator]
+        for output in (plain, ours)
+    ]
+    torch.testing.assert_close(transitions[0], transitions[1], rtol=0, atol=1e-4)
+
+
+def test_scores_of_ended_rows_are_zero(model: PreTrainedModel) -> None:
+    end = some_token(model, 0, 2)
+    output = run(model, "shared_prefix", eos_token_id=end, return_dict_in_generate=True, output_scores=True)
+    ended = (output.sequences[:, WIDTH:] == end).int().cumsum(1).cumsum(1) > 1  # behind the first end
+    assert ended.any()
+    for step, scores in enumerate(output.scores):
+        assert torch.equal((scores == 0).all(dim=1), ended[:, step])
+
+
+def test_output_is_generates_own_and_stats(model: PreTrainedModel) -> None:
+    plain, ours = both(model, return_dict_in_generate=True)
+    assert isinstance(ours, ParallelOutput)
+    assert isinstance(ours, type(plain))
+    assert set(ours.keys()) == {"sequences", "past_key_values", "stats"}
+    assert set(plain.keys()) == {"sequences", "past_key_values"}
+    assert ours.stats.prefill_seconds > 0
+    assert ours.stats.decode_seconds > ours.stats.plan_seconds > 0
+    assert ours.stats.to_dict()["decoded_tokens"] == len(ROWS) * NEW
+    tensor = run(model, "shared_prefix")
+    assert torch.equal(tensor, ours.sequences)
+    assert tensor.dtype == torch.int64

@@ -1,0 +1,349 @@
+"""`shared_prefix` writes what `generate` writes, token for token, and computes each unique token once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import tiny
+import torch
+from malformed_cases import TOKENIZER
+from tiny import ARCHITECTURES, SLIDING_WINDOW
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.utils import GenerateOutput
+
+import hf_parallel
+from hf_parallel import ParallelOutput, SharedPrefixCache, SharedPrefixConfig
+
+NAMES = list(ARCHITECTURES)
+SOME = ["llama", "gemma3_text", "gpt2"]  # one rotary table, two of them and windows, learned positions
+NEW = 20
+CLEAR = 5e-4
+"""Margin of the best logit over the second from which rounding cannot change the choice."""
+
+Enable = Callable[[str], PreTrainedModel]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def enabled() -> Iterator[Enable]:
+    """Makes a shared tiny model generate in parallel, until the test ends."""
+    models = []
+
+    def enable(name: str) -> PreTrainedModel:
+        models.append(hf_parallel.enable(tiny.build(name)))
+        return models[-1]
+
+    yield enable
+    for model in models:
+        hf_parallel.disable(model)
+
+
+class Batch(NamedTuple):
+    """Left-padded prompts and what plain greedy `generate` makes of them."""
+
+    rows: list[torch.Tensor]
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    expected: torch.Tensor  # [rows, length + NEW]
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+
+    @property
+    def new_tokens(self) -> torch.Tensor:
+        return self.expected[:, self.input_ids.shape[1] :]
+
+
+def three_levels(seed: int) -> list[torch.Tensor]:
+    """A root longer than the window, two groups below it, tails below those; twins, bare levels and a stranger too."""
+    root, a, b, *tails, stranger = tiny.make_prompts([21, 9, 6, 5, 6, 3, 11, 8], seed=seed)
+    assert len(root) > SLIDING_WINDOW
+    parts = [[root, a, tails[0]], [root, a, tails[1]], [root, b, tails[2]], [root, a, tails[0]]]
+    parts += [[root, b], [root, b, tails[3]], [stranger], [root]]
+    return [torch.cat(part) for part in parts]
+
+
+@cache
+def clear_batch(name: str) -> Batch:
+    """A batch of three levels on which every greedy token of a model wins clearly."""
+    model = tiny.build(name)
+    for seed in range(20):
+        rows = three_levels(seed)
+        input_ids, attention_mask = tiny.left_pad(rows)
+        output = plainly(model, input_ids, attention_mask=attention_mask, output_logits=True)
+        assert output.logits is not None
+        best = torch.stack(output.logits).topk(2).values
+        if (best[..., 0] - best[..., 1]).min() > CLEAR:
+            return Batch(rows, input_ids, attention_mask, output.sequences)
+    raise AssertionError(f"no clear batch for {name} among 20")
+
+
+def plainly(model: PreTrainedModel, input_ids: torch.Tensor, **settings: Any) -> GenerateOutput:
+    """Greedy output of `generate`."""
+    settings = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True} | settings
+    return model.generate(input_ids, **settings)  # type: ignore[operator]
+
+
+def shared(model: PreTrainedModel, input_ids: torch.Tensor | None, **settings: Any) -> ParallelOutput:
+    """Greedy output of the mode."""
+    settings = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True} | settings
+    output = model.generate(input_ids, generation_mode="shared_prefix", **settings)  # type: ignore[operator]
+    assert isinstance(output, ParallelOutput)
+    return output
+
+
+def unique_tokens(rows: list[torch.Tensor]) -> int:
+    """Nodes of the tree of prefixes, one token each."""
+    return len({tuple(row[: i + 1].tolist()) for row in rows for i in range(len(row))})
+
+
+@torch.no_grad()
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of one token's keys and values in transformers' own cache."""
+    layers = model(torch.tensor([[5]]), use_cache=True).past_key_values.layers
+    return sum(t.nbytes for layer in layers for t in (layer.keys, layer.values))
+
+
+# Equal to generate
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_shared_prefix_equals_generate(name: str, enabled: Enable) -> None:
+    batch, model = clear_batch(name), enabled(name)
+    output = shared(model, **batch.inputs)
+    assert torch.equal(output.sequences, batch.expected)
+    assert output.stats is not None
+    assert output.stats.prefilled_tokens == unique_tokens(batch.rows) < batch.attention_mask.sum()
+    assert output.stats.forward_passes == NEW  # one prefill, one pass for each new token but the last
+    held = unique_tokens(batch.rows) + len(batch.rows) * (NEW - 1)
+    assert output.stats.kv_bytes == held * bytes_per_token(model)
+    assert output.stats.decoded_tokens == len(batch.rows) * NEW
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sixteen_completions_of_one_prompt_equal_generate(name: str, enabled: Enable) -> None:
+    batch, model = clear_batch(name), enabled(name)
+    greedy = {"do_sample": True, "top_k": 1, "num_return_sequences": 16}  # generate refuses to be greedy sixteen times
+    output = shared(model, batch.rows[0][None], **greedy)
+    assert torch.equal(output.sequences, plainly(model, batch.rows[0][None], **greedy).sequences)
+    assert output.sequences.shape == (16, len(batch.rows[0]) + NEW)
+    assert output.stats is not None
+    assert output.stats.prefilled_tokens == len(batch.rows[0])
+    assert output.stats.kv_bytes == (len(batch.rows[0]) + 16 * (NEW - 1)) * bytes_per_token(model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_end_at_different_times_equal_generate(name: str, enabled: Enable) -> None:
+    """Small prefill chunks besides, which cut levels in two."""
+    batch, model = clear_batch(name), enabled(name)
+    ends = [int(batch.new_tokens[0, 3]), int(batch.new_tokens[6, 8])]
+    expected = plainly(model, **batch.inputs, eos_token_id=ends).sequences
+    output = shared(model, **batch.inputs, eos_token_id=ends, prefill_chunk_size=5)
+    assert torch.equal(output.sequences, expected)
+    steps = 1 + torch.isin(expected[:, batch.input_ids.shape[1] :], torch.tensor(ends)).int().argmax(dim=1)
+    assert len(steps.unique()) > 1, "the rows of this batch end together"
+    assert output.stats is not None
+    assert output.stats.prefilled_tokens == unique_tokens(batch.rows)
+
+
+def test_ended_row_costs_nothing(enabled: Enable) -> None:
+    batch, model = clear_batch("llama"), enabled("llama")
+    end = int(batch.new_tokens[0, 3])
+    output = shared(model, **batch.inputs, eos_token_id=end)
+    new = batch.new_tokens
+    lengths = [next((i + 1 for i, t in enumerate(row) if t == end), NEW) for row in new.tolist()]
+    assert output.stats is not None
+    assert output.stats.decoded_tokens == sum(lengths) < new.numel()
+
+
+def test_embedded_model_equals_generate(embedded: tuple[LlamaForCausalLM, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = embedded
+    story = "Once upon a time there was a small village between two rivers, and in it lived a clockmaker who " * 2
+    texts = [
+        story + "never slept. The first thing that he",
+        story + "never slept. One night",
+        story + "loved the sea",
+    ]
+    rows = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
+    input_ids, attention_mask = tiny.left_pad(rows)
+    expected = plainly(model, input_ids, attention_mask=attention_mask)
+    hf_parallel.enable(model)
+    try:
+        output = shared(model, input_ids, attention_mask=attention_mask)
+        four = shared(model, rows[0][None], do_sample=True, top_k=1, num_return_sequences=4)
+    finally:
+        hf_parallel.disable(model)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert torch.equal(four.sequences[:, len(rows[0]) :], expected.sequences[:1, input_ids.shape[1] :].expand(4, -1))
+    assert output.stats is not None
+    assert output.stats.prefilled_tokens == unique_tokens(rows)
+
+
+# A cache that is kept
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_sampling_on_computes_one_token_per_prompt(name: str, enabled: Enable) -> None:
+    batch, model, held = clear_batch(name), enabled(name), SharedPrefixCache()
+    for prefilled in (unique_tokens(batch.rows), len({tuple(row.tolist()) for row in batch.rows})):
+        output = shared(model, **batch.inputs, past_key_values=held)
+        assert torch.equal(output.sequences, batch.expected)
+        assert output.past_key_values is held
+        assert output.stats is not None
+        assert output.stats.prefilled_tokens == prefilled
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_added_suffixes_equal_generate(name: str, enabled: Enable) -> None:
+    batch, model, held = clear_batch(name), enabled(name), SharedPrefixCache()
+    for some in (slice(6, None), slice(0, 6)):  # the bare root first, what stands on it then
+        input_ids, attention_mask = tiny.left_pad(batch.rows[some])
+        output = shared(model, input_ids, attention_mask=attention_mask, past_key_values=held)
+        assert torch.equal(output.sequences[:, input_ids.shape[1] :], batch.new_tokens[some])
+    assert output.stats is not None
+    assert output.stats.prefilled_tokens == unique_tokens(batch.rows[:6]) - len(batch.rows[7])
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_continued_chat_equals_generate(name: str, enabled: Enable) -> None:
+    batch, model, held = clear_batch(name), enabled(name), SharedPrefixCache()
+    output = shared(model, **batch.inputs, past_key_values=held)
+    turns = tiny.make_prompts([4] * len(batch.rows), seed=3)
+    chats = [torch.cat((row, *more)) for row, *more in zip(batch.rows, batch.new_tokens, turns, strict=True)]
+    input_ids, attention_mask = tiny.left_pad(chats)
+    before = unique_tokens(batch.rows) + len(batch.rows) * (NEW - 1)
+    output = shared(model, input_ids, attention_mask=attention_mask, past_key_values=held)
+    assert torch.equal(output.sequences, plainly(model, input_ids, attention_mask=attention_mask).sequences)
+    assert output.stats is not None
+    # The last token of a completion was never read; twins wrote the same completion, and one of them holds it.
+    twin = NEW - 1
+    assert output.stats.prefilled_tokens == unique_tokens(chats) - (before - twin)
+
+
+def test_completions_are_dropped_if_not_wanted(enabled: Enable) -> None:
+    batch, model, held = clear_batch("llama"), enabled("llama"), SharedPrefixCache()
+    shared(model, **batch.inputs, past_key_values=held, keep_completions=False)
+    assert held.kv_bytes == unique_tokens(batch.rows) * bytes_per_token(model)
+    assert torch.equal(shared(model, **batch.inputs, past_key_values=held).sequences, batch.expected)
+
+
+# Levels that the caller names
+
+
+def test_levels_equal_flat_rows(enabled: Enable) -> None:
+    model = enabled("llama")
+    root, a, b, *tails = tiny.make_prompts([21, 9, 6, 5, 6, 3], seed=4)
+    flat = [torch.cat(part) for part in ([root, a, tails[0]], [root, a, tails[1]], [root, b], [tails[2]])]
+    input_ids, attention_mask = tiny.left_pad(flat)
+    expected = shared(model, input_ids, attention_mask=attention_mask)
+    for as_given in (torch.Tensor.tolist, torch.Tensor.clone, torch.Tensor.numpy):
+        r, x, y, t0, t1, t2 = (as_given(tokens) for tokens in (root, a, b, *tails))
+        levels = ([r, [x, t0, t1], y], t2)
+        output = shared(model, None, levels=levels)
+        assert torch.equal(output.sequences, expected.sequences)
+        assert output.stats is not None
+        assert expected.stats is not None
+        assert output.stats.prefilled_tokens == expected.stats.prefilled_tokens
+        in_config = shared(model, None, parallel_config=SharedPrefixConfig(levels=levels))
+        assert torch.equal(in_config.sequences, expected.sequences)
+
+
+def test_levels_of_text_equal_flat_rows(enabled: Enable) -> None:
+    model = enabled("llama")
+    output = shared(model, None, levels=["You are wise. ", ["A: hi. ", "B:", "C: "], "D"], tokenizer=TOKENIZER)
+    texts = ["You are wise. A: hi. B:", "You are wise. A: hi. C: ", "You are wise. D"]
+    flat = TOKENIZER(texts, return_tensors="pt", padding=True, padding_side="left")
+    expected = plainly(model, flat.input_ids, attention_mask=flat.attention_mask)
+    assert torch.equal(output.sequences, expected.sequences)
+
+
+def test_levels_over_a_kept_cache_equal_generate(enabled: Enable) -> None:
+    batch, model, held = clear_batch("llama"), enabled("llama"), SharedPrefixCache()
+    root, rest = batch.rows[0][:21], [row[21:] for row in batch.rows[:4]]
+    for _ in range(2):
+        output = shared(model, None, levels=[root, *rest], past_key_values=held)
+        assert torch.equal(output.sequences[:, -NEW:], batch.new_tokens[:4])
+    output = shared(model, **batch.inputs, past_key_values=held)
+    assert torch.equal(output.sequences, batch.expected)
+
+
+# Code that knows nothing of it
+
+
+class TokenCount:
+    """Counts the tokens that a model reads, while it is entered."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.tokens = model, 0
+
+    def __enter__(self) -> TokenCount:
+        self.hook = self.model.get_input_embeddings().register_forward_pre_hook(self._count)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.hook.remove()
+
+    def _count(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self.tokens += args[0].numel()
+
+
+def rollout(model: PreTrainedModel, batch: Batch, num_generations: int, **settings: Any) -> torch.Tensor:
+    """What TRL's GRPOTrainer does: each prompt repeated, a generation config of its own, no word of a mode."""
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=True, top_k=1, pad_token_id=tiny.PAD, **settings)
+    return model.generate(  # type: ignore[operator]
+        input_ids=batch.input_ids.repeat_interleave(num_generations, dim=0),
+        attention_mask=batch.attention_mask.repeat_interleave(num_generations, dim=0),
+        generation_config=config,
+        disable_compile=True,
+    )
+
+
+def test_rollout_loop_uses_the_mode_that_the_model_names(enabled: Enable) -> None:
+    batch = clear_batch("llama")
+    model = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+    with TokenCount(model) as before:
+        expected = rollout(model, batch, 4)
+    model.generation_config.generation_mode = "shared_prefix"
+    with TokenCount(model) as after:
+        assert torch.equal(rollout(model, batch, 4), expected)
+    assert before.tokens == 4 * (batch.input_ids.numel() + len(batch.rows) * (NEW - 1))
+    assert after.tokens == unique_tokens(batch.rows) + 4 * len(batch.rows) * (NEW - 1)
+    with TokenCount(model) as plain:
+        output = plainly(model, **batch.inputs, generation_mode=None)  # what None asks for
+    assert torch.equal(output.sequences, batch.expected)
+    assert plain.tokens == batch.input_ids.numel() + len(batch.rows) * (NEW - 1)
+
+
+def test_saved_generation_config_names_the_mode(tmp_path: Path, enabled: Enable) -> None:
+    batch = clear_batch("llama")
+    model = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+    model.generation_config.generation_mode = "shared_prefix"
+    model.generation_config.parallel_config = SharedPrefixConfig(keep_completions=False).to_dict()
+    model.save_pretrained(tmp_path)
+    loaded = hf_parallel.enable(LlamaForCausalLM.from_pretrained(tmp_path))
+    assert loaded.generation_config.parallel_config == {"keep_completions": False}
+    output = plainly(loaded, **batch.inputs)
+    assert isinstance(output, ParallelOutput)
+    assert torch.equal(output.sequences, batch.expected)
+    assert output.stats is not None
+    assert output.stats.prefilled_tokens == unique_tokens(batch.rows)
+    assert output.stats.kv_bytes == unique_tokens(batch.rows) * bytes_per_token(loaded)
+
+    again = GenerationConfig.from_pretrained(tmp_path)
+    again.max_new_tokens = 3
+    output = enabled("llama").generate(**batch.inputs, generation_config=again, return_dict_in_generate=True)  # type: ignore[operator]
+    assert isinstance(output, ParallelOutput)
+    assert torch.equal(output.sequences, batch.expected[:, : batch.input_ids.shape[1] + 3])
