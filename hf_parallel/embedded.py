@@ -24,6 +24,8 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from .folders import cache_folder
+
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
@@ -82,13 +84,6 @@ def load_embedded_model(
     if device is not None:
         model.to(device)  # type: ignore[arg-type]
     return model, tokenizer
-
-
-def cache_folder() -> Path:
-    """Return the folder for converted models: `HF_PARALLEL_CACHE`, else `hf_parallel` in the user's cache folder."""
-    if own := os.environ.get("HF_PARALLEL_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_parallel"
 
 
 def make_once(folder: Path, write: Callable[[Path], None], *, say: Callable[[str], None]) -> None:

@@ -14,7 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel import embedded as embedded_module
-from hf_parallel.embedded import cache_folder, is_whole, load_embedded_model, make_once
+from hf_parallel.embedded import is_whole, load_embedded_model, make_once
+from hf_parallel.folders import cache_folder
 
 
 class TinyConversion:

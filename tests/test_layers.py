@@ -244,7 +244,8 @@ def registered():
     interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
     return [dict(interface._global_mapping) for interface in interfaces]
 
-model.set_attn_implementation("sdpa")  # transformers keeps on the class whether that can be done
+for name in ("eager", "sdpa"):  # transformers keeps on the class that this can be done
+    model.set_attn_implementation(name)
 before, functions = snapshot(), registered()
 mixin = dict(vars(transformers.GenerationMixin))
 import hf_parallel

@@ -108,7 +108,7 @@ def make_call(
             )
         cache = None
     prompts = _unpad(input_ids, mask, positions)
-    vocabulary: int = model.get_input_embeddings().weight.shape[0]  # type: ignore[index,assignment]
+    vocabulary = vocabulary_size(model)
     for row, prompt in enumerate(prompts):
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             bad = int(prompt.min() if prompt.min() < 0 else prompt.max())
@@ -131,6 +131,11 @@ def make_call(
         tokenizer,
         cache,
     )
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Number of tokens that a model can read."""
+    return model.get_input_embeddings().weight.shape[0]  # type: ignore[index,return-value]
 
 
 def _unpad(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> list[np.ndarray]:

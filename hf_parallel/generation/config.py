@@ -39,6 +39,7 @@ class ParallelConfig:
     mode: ClassVar[str] = ""
 
     seed: Any = None
+    _given: set[str] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         """Remember which settings were given: one given at its default still goes before one that is stored."""
@@ -76,7 +77,7 @@ class ParallelConfig:
     @classmethod
     def fields(cls) -> list[str]:
         """Names of the settings."""
-        return [f.name for f in dataclasses.fields(cls)]
+        return [f.name for f in dataclasses.fields(cls) if f.init]
 
     def to_dict(self) -> dict[str, Any]:
         """Settings that were given or differ from the defaults, ready for `generation_config.json`."""

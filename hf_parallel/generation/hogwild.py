@@ -18,7 +18,7 @@ from ..attention import UnsupportedModelError
 from ..cache import Segment
 from ..cache.hogwild import LAYOUTS, HogwildCache
 from .arguments import encode
-from .call import GenerationCall
+from .call import GenerationCall, vocabulary_size
 from .config import ParallelConfig, check_choice, check_int, check_template, check_text, check_texts
 from .decode import DecodeLoop, Row
 from .outputs import ParallelOutput
@@ -174,7 +174,7 @@ class HogwildConfig(ParallelConfig):
             raise ValueError(f"tokenizer must be a tokenizer whose decode() returns a string, got {tokenizer!r}")
 
     def _check_call(self, call: GenerationCall) -> None:
-        vocabulary = call.model.get_input_embeddings().weight.shape[0]
+        vocabulary = vocabulary_size(call.model)
         steps = [self.step_prefix.format(name=name, step=1234567890) for name in self.names]
         headers = (self.history_header, self.others_header, self.own_header, self.step_gap)
         for text in (*headers, *steps, self.separator, self.redundancy_prompt, self.finisher_prompt):

@@ -2,6 +2,7 @@
 
 Each call of the schedule runs the SDPA primitive of its device that also returns the log-sum-exp; partial results
 are merged exactly (Hydragen, eq. 5). Where no primitive serves (soft-capping, other devices) the call is spelled out.
+A long block that few queries see is left to `native.py` on a CPU, which reads it once for all heads and rows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from . import native
 from .plan import AttentionPlan
 from .rope import RotarySpec, rotate
 from .schedule import Call, Schedule, make_schedule
@@ -31,6 +33,7 @@ class _Bound:
     mask: torch.Tensor | None
     causal: bool
     packs: bool
+    native: bool
     num_blocks: int
     num_queries: int
     key_view: tuple[tuple[int, ...], tuple[int, ...], int]
@@ -81,11 +84,20 @@ def _bind(
         mask=_mask(call, heads // kv_heads if packed else 1, query),
         causal=call.causal,
         packs=packed,
+        native=_is_native(call, shape, query),
         num_blocks=call.num_blocks,
         num_queries=call.num_queries,
         key_view=_extents(call, kv_heads, key_dim),
         value_view=_extents(call, kv_heads, value_dim),
     )
+
+
+def _is_native(call: Call, shape: tuple[int, int, int, int], query: torch.Tensor) -> bool:
+    """Whether the compiled kernel serves a call: one block, of which all its queries see the same keys."""
+    heads, kv_heads, key_dim, value_dim = shape
+    plain = call.num_blocks == 1 and call.lo is None and not call.causal
+    rows = call.num_queries * heads // kv_heads
+    return plain and native.serves(query.dtype, query.device, rows, call.num_keys, key_dim, value_dim)
 
 
 def _take(plan: AttentionPlan, call: Call, device: torch.device) -> slice | torch.Tensor | None:
@@ -148,6 +160,8 @@ def _attend(
     -------
     (out, lse) : [N * M, heads, head_dim], [N * M, heads]
     """
+    if call.native and softcap is None:
+        return native.attend(q, k[0], v[0], scale)
     n, m, kv_heads, mask = call.num_blocks, call.num_queries, k.shape[1], call.mask
     total, heads, dim = q.shape
     groups = heads // kv_heads
