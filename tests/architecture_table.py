@@ -1,6 +1,6 @@
-"""Writes `docs/architectures.md`: what each architecture can do, asked of a tiny model of it.
+"""Writes `docs/architectures.md` and the table in the README: what each architecture can do, asked of a tiny model.
 
-`python tests/architecture_table.py` writes the page, `tests/test_architectures.py` compares it.
+`python tests/architecture_table.py` writes both, `tests/test_architectures.py` compares them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 from hf_parallel.attention import Capabilities, UnsupportedModelError, capabilities
 from hf_parallel.kernels import RotarySpec
 
-PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
+ROOT = Path(__file__).parent.parent
+PAGE, README = ROOT / "docs" / "architectures.md", ROOT / "README.md"
+BEGIN, END = "<!-- architectures -->\n", "<!-- /architectures -->"
 TEXT = """\
 # Architectures
 
@@ -33,18 +35,27 @@ so a model that is not listed may well work, and one that cannot raises `Unsuppo
 
 This page is made by `python tests/architecture_table.py`; a test compares it with what the models do.
 
-| architecture | shared_prefix | hogwild | RoPE | attention | why not |
-|---|---|---|---|---|---|
-{rows}
+{table}
 """
 
 
 def make_page() -> str:
     """The text of the page."""
+    return TEXT.format(works=len(ARCHITECTURES), refused=len(REFUSED), table=make_table())
+
+
+def make_readme() -> str:
+    """The README with the table of today between its marks."""
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    return f"{before}{BEGIN}{make_table()}\n{END}{rest.split(END)[1]}"
+
+
+def make_table() -> str:
+    """The table of all architectures, those that work first."""
     rows = [row_of(architecture) for architecture in (*ARCHITECTURES.values(), *REFUSED.values())]
     rows.sort(key=lambda row: (row[1] == "no", row[0]))
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return TEXT.format(works=len(ARCHITECTURES), refused=len(REFUSED), rows=table)
+    heads = ("architecture", "shared_prefix", "hogwild", "RoPE", "attention", "why not")
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
 
 
 def row_of(architecture: Architecture) -> Sequence[str]:
@@ -108,4 +119,5 @@ def _attention(model: PreTrainedModel, architecture: Architecture) -> str:
 if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(make_page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    README.write_text(make_readme(), encoding="utf-8")
+    print(f"wrote {PAGE} and {README}")

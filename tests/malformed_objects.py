@@ -147,8 +147,16 @@ def _choice(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores.argmax(-1)
 
 
-def _nothing(ids: torch.Tensor, scores: torch.Tensor) -> None:
+def _nothing(ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> None:
     return None
+
+
+def _three(ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros(3, dtype=torch.bool)
+
+
+def _false(ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> bool:
+    return False
 
 
 def _not_done(ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -199,6 +207,9 @@ CALLBACKS = [
     Case("a processor that calls the model", _forward_again, RuntimeError, "forward pass"),
     *both("a function for stopping_criteria", TypeError, "stopping_criteria", stopping_criteria=_not_done),
     shared("text among the criteria", TypeError, "stopping_criteria", stopping_criteria=["stop"]),
+    *both("a criterion that returns nothing", ValueError, "stopping_criteria", stopping_criteria=[_nothing]),
+    shared("a criterion that returns too many rows", ValueError, "stopping_criteria", stopping_criteria=[_three]),
+    shared("a criterion that returns one bool", stopping_criteria=[_false]),
     *both("a criterion that fails", OwnError, "call 2", stopping_criteria=Fresh(lambda: [_fail_at(2, _not_done)])),
     shared("prefix_allowed_tokens_fn as text", TypeError, "prefix_allowed_tokens_fn", prefix_allowed_tokens_fn="any"),
     shared("prefix_allowed_tokens_fn that fails", OwnError, "call 1",

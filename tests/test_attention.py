@@ -73,8 +73,8 @@ def a_copy(name: str, **settings: Any) -> PreTrainedModel:
 
 def generate(model: PreTrainedModel, mode: str | None = None, **settings: Any) -> Any:
     given = {"generation_mode": mode} if mode else {}
-    settings = {"attention_mask": ATTENTION_MASK, "do_sample": False, "max_new_tokens": 8} | settings
-    return model.generate(INPUT_IDS, **given, **settings)  # type: ignore[operator]
+    inputs = {"input_ids": INPUT_IDS, "attention_mask": ATTENTION_MASK}
+    return model.generate(**given, **(inputs | {"do_sample": False, "max_new_tokens": 8} | settings))  # type: ignore[operator]
 
 
 # What the layers do to positions
@@ -123,7 +123,9 @@ def test_turning_by_the_spec_is_what_the_model_does(name: str) -> None:
 @pytest.mark.parametrize("name", NO_ROTATION)
 def test_models_that_cannot_be_turned_say_why(name: str) -> None:
     model = a_copy(name)
+    before = snapshot(model)
     found = capabilities(model)
+    assert snapshot(model) == before  # frequencies that follow the length too
     assert found.rotary is None
     assert NO_ROTATION[name] in found.why_no_rotation
     hf_parallel.enable(model)
@@ -215,7 +217,7 @@ def snapshot(model: PreTrainedModel) -> dict[str, Any]:
         "implementation": model.config._attn_implementation,
         "modules": [tuple(getattr(m, n, None) for n in names) for m in model.modules()],
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
-        "buffers": [(name, buffer.sum().item()) for name, buffer in model.named_buffers()],
+        "buffers": [(n, buffer.sum().item()) for n, buffer in model.named_buffers() if "original" not in n],
         "generation_config": model.generation_config.to_dict(),  # type: ignore[union-attr]
     }
 
@@ -371,8 +373,10 @@ def test_exception_between_passes_leaves_model_and_cache_as_they_were(name: str,
             generate(model, "shared_prefix", past_key_values=cache, logits_processor=processors)
         assert snapshot(model) == before
         assert torch.equal(generate(model), expected)
-        assert torch.equal(generate(model, "shared_prefix", past_key_values=cache), expected)
-        assert torch.equal(generate(model, "shared_prefix"), expected)
+        output = generate(model, "shared_prefix", return_dict_in_generate=True, keep_completions=False)
+        assert torch.equal(output.sequences, expected)
+        assert cache.kv_bytes == output.stats.kv_bytes  # the prompts, and nothing of the completions
+        assert torch.equal(generate(model, "shared_prefix", past_key_values=cache, keep_completions=False), expected)
 
 
 @pytest.mark.parametrize("passes", [0, 1, 2, 4])
@@ -387,6 +391,7 @@ def test_exception_inside_a_pass_leaves_model_and_cache_as_they_were(passes: int
         if left < 0:
             raise ZeroDivisionError("in a layer")
 
+    other = {"input_ids": tiny.make_prompts([12], seed=9)[0][None], "attention_mask": None, "max_new_tokens": 1}
     before = snapshot(model)
     hook = model.model.layers[2].register_forward_pre_hook(trouble)
     with pytest.raises(ZeroDivisionError, match="in a layer"):
@@ -394,5 +399,7 @@ def test_exception_inside_a_pass_leaves_model_and_cache_as_they_were(passes: int
     hook.remove()
     assert snapshot(model) == before
     assert torch.equal(generate(model), expected)
+    stranger = generate(model, "shared_prefix", past_key_values=cache, return_dict_in_generate=True, **other)
+    assert stranger.stats.prefilled_tokens == 12  # nothing of what failed
     for _ in range(2):
         assert torch.equal(generate(model, "shared_prefix", past_key_values=cache), expected)

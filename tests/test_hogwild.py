@@ -115,9 +115,7 @@ def write_together(model: PreTrainedModel, layout: str, num_workers: int, passes
     owed: list[tuple[Block, int, list[int]]] = []
     for _ in range(passes):
         late = [(space.view_of(block), pages.common(step), tokens) for block, step, tokens in owed]
-        own = [
-            (space.view(w), pages.view(w), some(chance.choice([1, 1, 1, 2, 6, 20]))) for w in range(num_workers)
-        ]
+        own = [(space.view(w), pages.view(w), some(chance.choice([1, 1, 1, 2, 6, 20]))) for w in range(num_workers)]
         yield both([*late, *own])
         ours.cache.settle(space)
         owed = []
@@ -171,9 +169,8 @@ def test_float32_logits_equal_the_dense_oracle(name: str) -> None:
     assert furthest < 1e-3
 
 
-@pytest.mark.parametrize("implementation", ["block", "sdpa"])
 @torch.no_grad()
-def test_stock_attention_over_the_same_blocks_gives_the_same_logits(implementation: str) -> None:
+def test_stock_attention_over_the_same_blocks_gives_the_same_logits() -> None:
     """The dense fallback of `BlockCache`: rows spelled out with re-rotated keys, under an attention of transformers."""
     model = dense.in_float64(tiny.build("starcoder2"))
     ours = Ours(model, "combined", 3)
@@ -194,3 +191,153 @@ def test_stock_attention_over_the_same_blocks_gives_the_same_logits(implementati
         past_key_values=ours.cache,
     ).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+# The mode
+
+
+class Recording:
+    """What the forward passes of a call do, in order: steps that move, and passes with the logits that they gave."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[Callable[[Replay], None]] = []
+        forward, move = DecodeLoop.forward, BlockCache.move
+
+        def noted_forward(loop: DecodeLoop, brought: Any, ends: Sequence[int]) -> torch.Tensor:
+            views = [([*segment.view], list(tokens)) for segment, tokens in brought]
+            logits = forward(loop, brought, ends)
+            self.events.append(lambda replay: replay.forward(views, list(ends), logits))
+            return logits
+
+        def noted_move(cache: BlockCache, source: Block, target: Block) -> None:
+            self.events.append(lambda replay: replay.move(source, target))
+            move(cache, source, target)
+
+        monkeypatch.setattr(DecodeLoop, "forward", noted_forward)
+        monkeypatch.setattr(BlockCache, "move", noted_move)
+
+
+class Replay:
+    """The same passes by the dense oracle."""
+
+    def __init__(self, oracle: DenseOracle) -> None:
+        self.oracle = oracle
+        self.pieces: dict[Block, Piece] = defaultdict(list)
+        self.moved = 0
+        self.furthest = 0.0  # in standard deviations of the logits
+        self.ragged = False
+
+    def move(self, source: Block, target: Block) -> None:
+        self.pieces[target] += self.pieces.pop(source)
+        self.moved += 1
+
+    def forward(self, views: Any, ends: list[int], logits: torch.Tensor) -> None:
+        everything = self.oracle.forward([([self.pieces[b] for b in view], tokens) for view, tokens in views])
+        last = torch.tensor([len(tokens) for _, tokens in views]).cumsum(0) - 1
+        expected = everything[last[ends]]
+        self.furthest = max(self.furthest, ((logits - expected).abs().max() / expected.std()).item())
+        self.ragged |= len({len(tokens) for _, tokens in views}) > 1
+        assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
+
+
+class StepsEnd(LogitsProcessor):
+    """Ends each worker's step now and then, no two alike; what is written in between is the model's choice."""
+
+    def __init__(self, token: int, every: int = 6) -> None:
+        self.token, self.every, self.calls = token, every, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for row in range(len(scores)):
+            if (self.calls + 3 * row) % (self.every + row) == 0:
+                scores[row] = torch.nn.functional.one_hot(torch.tensor(self.token), scores.shape[1]).to(scores) * 100
+        return scores
+
+
+def replay_a_call(
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, prompts: torch.Tensor, **settings: Any
+) -> tuple[Replay, hf_parallel.HogwildOutput]:
+    recording = Recording(monkeypatch)
+    model = hf_parallel.enable(model)
+    try:
+        out = model.generate(
+            prompts, generation_mode="hogwild", do_sample=False, return_dict_in_generate=True, **settings
+        )
+        replay = Replay(DenseOracle(model, capabilities(model).rotary))
+    finally:
+        hf_parallel.disable(model)
+        monkeypatch.undo()
+    for event in recording.events:
+        event(replay)
+    return replay, out
+
+
+SHORT: dict[str, Any] = {
+    "tokenizer": AsciiTokenizer(),
+    "max_new_tokens": 24,
+    "history_header": "\n[DONE]\n",
+    "others_header": "\n[OTHERS]\n",
+    "own_header": "\n[ME]\n",
+    "step_gap": "\n",
+    "step_prefix": "{name} {step}: ",
+    "redundancy_interval": 20,
+    "redundancy_prompt": "Again? ",
+    "finisher_prompt": "So \\boxed{",
+    "finisher_tokens": 5,
+    "suppress_tokens": [tiny.EOS],
+}
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_modes_logits_equal_the_dense_oracle(
+    monkeypatch: pytest.MonkeyPatch, layout: str, num_workers: int
+) -> None:
+    model = dense.in_float64(tiny.build("starcoder2"))
+    ids, mask = tiny.left_pad(tiny.make_prompts([17, 9]))
+    replay, out = replay_a_call(
+        monkeypatch,
+        model,
+        ids,
+        attention_mask=mask,
+        layout=layout,
+        num_workers=num_workers,
+        logits_processor=[StepsEnd(4)],
+        **SHORT,
+    )
+    assert replay.furthest < 1e-9
+    assert replay.ragged
+    finished = sum(step.forward_pass is not None for history in out.history for step in history)
+    assert finished > 2 * num_workers
+    assert replay.moved == (0 if layout == "contiguous" else finished)
+
+
+@pytest.mark.parametrize("name", ["stablelm", "smollm3", "gemma3_text", "gpt_oss"])
+def test_the_modes_float32_logits_equal_the_dense_oracle(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    ids = tiny.make_prompts([17])[0][None]
+    model = copy.deepcopy(tiny.build(name))
+    replay, _ = replay_a_call(monkeypatch, model, ids, num_workers=3, logits_processor=[StepsEnd(4)], **SHORT)
+    assert replay.furthest < 1e-3
+    assert replay.moved > 5
+
+
+def test_the_embedded_model_chooses_the_same_tokens_as_the_dense_oracle(
+    monkeypatch: pytest.MonkeyPatch, embedded: tuple[Any, Any]
+) -> None:
+    """64 greedy tokens of two workers, float32."""
+    model, tokenizer = embedded
+    prompt = hf_parallel.hogwild_prompt("Name three rivers and three mountains.", tokenizer)
+    separator = tokenizer("\n\n").input_ids[0]
+    replay, out = replay_a_call(
+        monkeypatch,
+        model,
+        prompt["input_ids"],
+        tokenizer=tokenizer,
+        max_new_tokens=64,
+        sentence_ends=[" ", *"abcdefghijklmnopqrstuvwxyz.,:!?"],
+        logits_processor=[StepsEnd(separator, every=20)],
+        finisher_tokens=0,
+    )
+    assert out.stats.decoded_tokens == 2 * 64
+    assert replay.moved > 3
+    assert replay.furthest < 1e-3

@@ -196,11 +196,12 @@ class Alternate(LogitsProcessor):
         return scores
 
 
-class FavourByRow(LogitsProcessor):
-    """Looks at the whole batch: each row is drawn to what the row below it wrote last."""
+class FollowOthers(LogitsProcessor):
+    """Looks at the whole batch: what a row writes hangs on what the rows above it wrote last."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        return scores.scatter_add(1, input_ids[:, -1:].roll(1, 0), torch.full((len(scores), 1), 3.0))  # type: ignore[return-value]
+        shifts = input_ids[:, -1].cumsum(0).tolist()
+        return torch.stack([row.roll(shift) for row, shift in zip(scores, shifts, strict=True)])  # type: ignore[return-value]
 
 
 PROCESSED: dict[str, dict[str, Any]] = {
@@ -217,7 +218,7 @@ PROCESSED: dict[str, dict[str, Any]] = {
     "typical_p": {"do_sample": True, "typical_p": 0.5},
     "top_k and penalty": {"do_sample": True, "top_k": 9, "repetition_penalty": 1.3},
     "stateful": {"logits_processor": Make(lambda: LogitsProcessorList([Alternate()]))},
-    "across rows": {"logits_processor": Make(lambda: LogitsProcessorList([FavourByRow()]))},
+    "across rows": {"logits_processor": Make(lambda: LogitsProcessorList([FollowOthers()]))},
 }
 
 

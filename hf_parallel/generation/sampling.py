@@ -143,11 +143,24 @@ class Sampler:
         scores = None if self.scores is None else tuple(self.scores)  # what `generate` gives to criteria
         if len({self.table.lengths[row] for row in rows}) == 1:
             if not self.judges_all:
-                return self.criteria(self.table.left_padded(rows), scores).tolist()
-            ended = self.criteria(self._whole_batch(rows), scores).tolist()
+                return self._judged(self.table.left_padded(rows), scores).tolist()
+            ended = self._judged(self._whole_batch(rows), scores).tolist()
             return [ended[row] for row in rows]
         # A criterion may look at the length: rows of unequal length are asked one by one.
-        return [bool(self.criteria(self.table.left_padded([row]), scores)) for row in rows]
+        return [bool(self._judged(self.table.left_padded([row]), scores)) for row in rows]
+
+    def _judged(self, ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        """Ask every criterion about the rows `ids`; returns `bool [len(ids)]`."""
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for criterion in self.criteria:
+            said: Any = criterion(ids, scores)
+            if isinstance(said, bool):
+                said = torch.full_like(ended, said)
+            if not isinstance(said, torch.Tensor) or said.shape not in ((), ended.shape):
+                got = list(said.shape) if isinstance(said, torch.Tensor) else type(said).__name__
+                raise ValueError(f"stopping_criteria must return one bool per row ({len(ids)}), got {got}")
+            ended = ended | said.bool()
+        return ended
 
     def _record(self, into: list[torch.Tensor] | None, rows: Sequence[int], what: torch.Tensor) -> None:
         """Keep a step's scores `[rows, vocabulary]`; rows that have ended hold zeros."""

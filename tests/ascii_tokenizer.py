@@ -1,0 +1,26 @@
+"""A tokenizer for the tiny models: one token per ASCII character, and a few that hold separators inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tiny
+
+SPECIAL = {tiny.PAD: "<pad>", tiny.BOS: "<bos>", tiny.EOS: "<eos>"}
+MERGED = {3: "\n\n", 4: ".\n\n", 5: "\n\n\n", 6: "```", 7: ",\n\nso.\n\n"}
+TOKEN = {text: token for token, text in MERGED.items()}
+"""Tokens of more than one character; encoding a text never uses them, a model may write them."""
+
+
+class AsciiTokenizer:
+    """As much of a tokenizer as a mode uses."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **kwargs: Any) -> dict[str, list[int]]:
+        tokens = [ord(character) for character in text]
+        assert all(token < tiny.VOCAB_SIZE and token not in SPECIAL | MERGED for token in tokens), text
+        return {"input_ids": [tiny.BOS] * add_special_tokens + tokens}
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False, **kwargs: Any) -> str:
+        texts = MERGED if skip_special_tokens else SPECIAL | MERGED
+        return "".join(texts.get(token, chr(token)) for token in tokens)
