@@ -185,7 +185,7 @@ class BlockCache(Cache):
     def plan(self) -> AttentionPlan:
         """Plan of the pass that is under way."""
         if self._pass is None:
-            raise RuntimeError("no forward pass is prepared")
+            raise RuntimeError("no forward pass is prepared: was the model called from a processor or a streamer?")
         return self._pass.plan
 
     def commit(self) -> None:

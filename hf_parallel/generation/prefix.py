@@ -25,14 +25,14 @@ def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[
         `[len(leaves), vocabulary]`: what follows each row's prompt. Rows of one leaf share one computation.
     """
     distinct = list(dict.fromkeys(leaves))
-    nodes = cache.unfilled()
     held = sum(len(node.tokens) - len(node.missing) for leaf in leaves for node in leaf.path)
-    new = set(nodes)
-    again = [leaf for leaf in distinct if leaf not in new]  # held already: ask its last token again
-    brought = [(Segment(cache.view(node), len(node.missing)), node.missing.tolist()) for node in nodes]
-    brought += [(Segment(cache.view(leaf), 1, write=False), leaf.tokens[-1:].tolist()) for leaf in again]
-    place = {node: i for i, node in enumerate([*nodes, *again])}
     try:
+        nodes = cache.unfilled()
+        new = set(nodes)
+        again = [leaf for leaf in distinct if leaf not in new]  # held already: ask its last token again
+        brought = [(Segment(cache.view(node), len(node.missing)), node.missing.tolist()) for node in nodes]
+        brought += [(Segment(cache.view(leaf), 1, write=False), leaf.tokens[-1:].tolist()) for leaf in again]
+        place = {node: i for i, node in enumerate([*nodes, *again])}
         logits = loop.prefill(brought)
     except BaseException:
         cache.discard_unfilled()
