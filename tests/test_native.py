@@ -29,7 +29,8 @@ def softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
 
 @compiled
 def test_a_compiler_is_enough_for_the_kernel() -> None:
-    assert native.serves(torch.float32, CPU, rows=48, num_keys=2048, key_dim=64, value_dim=64)
+    assert native.serves(torch.float32, CPU, blocks=1, rows=48, num_keys=2048, key_dim=64, value_dim=64)
+    assert native.serves(torch.float32, CPU, blocks=2, rows=3, num_keys=1, key_dim=64, value_dim=64)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_a_compiler_is_enough_for_the_kernel() -> None:
 def test_what_the_kernel_does_not_serve(
     dtype: torch.dtype, rows: int, num_keys: int, key_dim: int, value_dim: int
 ) -> None:
-    assert not native.serves(dtype, CPU, rows, num_keys, key_dim, value_dim)
+    assert not native.serves(dtype, CPU, 1, rows, num_keys, key_dim, value_dim)
 
 
 @compiled
@@ -60,7 +61,7 @@ def test_kernel_equals_softmax(tokens: int, heads: int, kv_heads: int, dim: int,
         torch.randn(kv_heads, num_keys, dim),
         torch.randn(kv_heads, num_keys, dim),
     )
-    out, lse = native.attend(q, k, v, dim**-0.5)
+    out, lse = native.attend(q, k[None], v[None], dim**-0.5)
     expected, expected_lse = softmax(q, k, v, dim**-0.5)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
@@ -72,12 +73,28 @@ def test_kernel_is_exact_for_flat_and_for_peaked_scores(size: float) -> None:
     """Scores of up to some thousands: the exponentials must neither overflow nor lose the maximum."""
     q, k, v = torch.randn(7, 6, 64) * size, torch.randn(2, 900, 64), torch.randn(2, 900, 64)
     k[:, 850:] *= 2  # the maximum comes late, when much has been summed
-    out, lse = native.attend(q, k, v, 0.125)
+    out, lse = native.attend(q, k[None], v[None], 0.125)
     expected, expected_lse = softmax(q, k, v, 0.125)
     # Scores carry the rounding of float32, which the exponential turns into a relative error of the weights.
     tolerance = 1e-5 + 4e-6 * float((q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()) * 0.125)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-6, atol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("num_keys", [1, 7, 130])
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+def test_kernel_merges_blocks_with_what_was_seen_before(num_keys: int, tokens: int) -> None:
+    """Four blocks, each with queries of its own, behind a prefix that all of them saw."""
+    q, prefix, own = torch.randn(4 * tokens, 6, 64), torch.randn(2, 3, 300, 64), torch.randn(2, 4, 3, num_keys, 64)
+    seen = native.attend(q, prefix[0][None], prefix[1][None], 0.125)
+    out, lse = native.attend(q, own[0], own[1], 0.125, seen)
+    for block in range(4):
+        mine = slice(block * tokens, (block + 1) * tokens)
+        k, v = torch.cat((prefix, own[:, block]), dim=2)
+        expected, expected_lse = softmax(q[mine], k, v, 0.125)
+        torch.testing.assert_close(out[mine].double(), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse[mine].double(), expected_lse, rtol=0, atol=1e-5)
 
 
 def shared_prompt(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionPlan]:
@@ -102,7 +119,7 @@ def test_torch_backend_uses_the_kernel_for_a_shared_prompt(monkeypatch: pytest.M
     query, keys, values, plan = shared_prompt(700)
     out = torch_attention.block_attention(query, keys, values, plan, num_kv_heads=2, scale=0.125)
     expected = reference.block_attention(query, keys, values, plan, num_kv_heads=2, scale=0.125)
-    assert asked == [5]
+    assert asked == [5, 5]  # the prompt, then all suffixes
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
 

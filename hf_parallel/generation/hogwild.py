@@ -29,6 +29,8 @@ from .worker import Problem, Step, Worker
 
 NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
 """Names of the first workers."""
+_BRACED = r"(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*"
+"""Text with balanced braces, three deep: `\\frac{\\sqrt{3^{4}}}{2}`."""
 
 
 @dataclass
@@ -84,7 +86,7 @@ class HogwildConfig(ParallelConfig):
     code_fence: str = "```"
     redundancy_prompt: str = "Let me check: is somebody else already doing what I am doing (yes/no)? "
     redundancy_interval: int = 1024
-    answer_pattern: str = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
+    answer_pattern: str = rf"\\boxed\{{({_BRACED})\}}"
     stop_on_answer: str = "any"
     finisher_prompt: str = "\n\nTime is up. From everything written so far, the final answer is \\boxed{"
     finisher_tokens: int = 16
@@ -191,10 +193,10 @@ class HogwildConfig(ParallelConfig):
         for problem in problems:
             for view, tokens in problem.headers():
                 brought.append((Segment(view, len(tokens)), tokens))
+                loop.stats.prefilled_tokens += len(tokens)
             for worker in problem.workers:
                 brought += worker.segments()
                 ends.append(len(brought) - 1)
-        loop.stats.prefilled_tokens += sum(len(tokens) for _, tokens in brought)
         return loop.forward(brought, ends)
 
     def _finish(self, loop: DecodeLoop, problems: Sequence[Problem]) -> None:

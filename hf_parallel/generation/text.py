@@ -58,11 +58,11 @@ def ends_step(text: str, added: str, separator: str, sentence_ends: Sequence[str
     """
     if not added:
         return False
-    start = max(len(text) - len(added) - len(separator) + 1, 0)
-    place = text.find(separator, start)
-    if place < 0:
-        return False
-    before = text[:place]
-    if code_fence and before.count(code_fence) % 2:
-        return False
-    return before.rstrip().endswith(tuple(sentence_ends))
+    place = text.find(separator, max(len(text) - len(added) - len(separator) + 1, 0))
+    while place >= 0:
+        before = text[:place]
+        fenced = bool(code_fence) and before.count(code_fence) % 2 == 1
+        if not fenced and before.rstrip().endswith(tuple(sentence_ends)):
+            return True
+        place = text.find(separator, place + 1)
+    return False

@@ -44,6 +44,7 @@ class Worker(Row):
     answered: bool = False
     text: str = ""
     current: GrowingText = field(default=None, repr=False)  # type: ignore[assignment]
+    prefix: int = 0  # characters of `current` that the worker did not write itself
 
     def segments(self) -> list[tuple[Segment, list[int]]]:
         """What the problem still owes to the cache, if no other row brings it, then the worker's own tokens."""
@@ -65,6 +66,8 @@ class Worker(Row):
         self.current = GrowingText(problem.call.tokenizer)
         self.pending = [*before, *tokens]
         self._write(tokens, "begin")
+        self.prefix = len(self.current.text)
+        problem.inserted += len(tokens)
         problem.loop.table.extend(self.index, tokens)
 
     def advance(self, token: int, ended: bool) -> bool:
@@ -76,10 +79,13 @@ class Worker(Row):
         added = "" if is_eos else self._write([token], "token")
         self.answered = self.answered or problem.look_for_answer(self)
         self.pending = [] if is_eos else [token]
-        if ended or self.generated >= problem.call.max_new_tokens or problem.stopped(self):
-            self.leave(finished=ended or self.answered)
+        own = self.current.text[self.prefix :]
+        complete = ends_step(own, added, config.separator, config.sentence_ends, config.code_fence)
+        stopped = problem.stopped(self)
+        if ended or stopped or self.generated >= problem.call.max_new_tokens:
+            self.leave(finished=ended or complete or (stopped and self.answered))
             return False
-        if ends_step(self.current.text, added, config.separator, config.sentence_ends, config.code_fence):
+        if complete:
             self._end_step()
         return True
 
@@ -92,7 +98,10 @@ class Worker(Row):
         problem.show(self, "", "end")
         block = problem.space.workers[self.number]
         if finished and problem.space.layout != "contiguous":
-            self.pending += problem.encode(problem.config.separator)
+            if not self.current.text.endswith(problem.config.separator):
+                tokens = problem.encode(problem.config.separator)
+                self.pending += tokens
+                problem.inserted += len(tokens)
             problem.cache.end_step(problem.space, self.number)
         problem.owe(block, self.pending)
 
@@ -136,6 +145,7 @@ class Problem:
         self.answer: str | None = None
         self.conclusion = ""
         self.generated = 0
+        self.inserted = 0  # tokens that nobody generated and that the next forward pass computes
         self._checked = 0
         self._owed: list[tuple[Block, list[int]]] = []
         self.workers: list[Worker] = []
@@ -174,6 +184,8 @@ class Problem:
     def owed_segments(self) -> list[tuple[Segment, list[int]]]:
         """What is owed, for the next forward pass; taken by whoever asks first."""
         owed, self._owed = self._owed, []
+        self.loop.stats.prefilled_tokens += self.inserted
+        self.inserted = 0
         return [(Segment(self.space.view_of(block), len(tokens)), tokens) for block, tokens in owed]
 
     def settle(self) -> None:

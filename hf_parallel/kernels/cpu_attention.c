@@ -1,6 +1,6 @@
-/* Attention of many query rows to one long block of keys, in float32, with its log-sum-exp.
+/* Attention of query rows to the blocks of keys that they see, in float32, with its log-sum-exp.
  *
- * All rows that see the block stand side by side in vector lanes, so that each key and value is read once for all of
+ * All rows that see a block stand side by side in vector lanes, so that each key and value is read once for all of
  * them and every multiply-add serves sixteen rows (Hydragen, section 3.2). Softmax is online over tiles of keys; parts
  * of the block go to different threads and are merged exactly (Hydragen, eq. 5). Plain C with GCC's vector types.
  */
@@ -119,38 +119,44 @@ static void gather_rows(const float *query, int64_t heads, int64_t groups, int64
     }
 }
 
-/* query, out: [tokens, heads, dim]; keys, values: kv_heads blocks of [num_keys, dim], head_stride floats apart;
- * lse: [tokens, heads]. dim is a multiple of 8, num_keys at least 1. Returns 0, or 1 if memory ran out. */
-int attend(const float *query, const float *keys, const float *values, float *out, float *lse, int64_t tokens,
-           int64_t heads, int64_t kv_heads, int64_t num_keys, int64_t dim, int64_t key_head_stride,
-           int64_t value_head_stride, float scale, int threads) {
+/* Block b is met by queries b * tokens to (b + 1) * tokens. query, out: [blocks * tokens, heads, dim]; lse: [blocks *
+ * tokens, heads]; keys, values: [blocks][kv_heads][num_keys][dim], strides in floats. With `merge`, out and lse hold
+ * what the queries saw in other blocks, and are merged with. dim is a multiple of 8, num_keys at least 1. Returns 0,
+ * or 1 if memory ran out. */
+int attend(const float *query, const float *keys, const float *values, float *out, float *lse, int64_t blocks,
+           int64_t tokens, int64_t heads, int64_t kv_heads, int64_t num_keys, int64_t dim, int64_t key_block_stride,
+           int64_t key_head_stride, int64_t value_block_stride, int64_t value_head_stride, float scale, int merge,
+           int threads) {
     const int64_t groups = heads / kv_heads, rows = tokens * groups;
     const int64_t tiles = (rows + WIDEST * LANES - 1) / (WIDEST * LANES);
     const int64_t vectors = (rows + LANES - 1) / LANES;
     const int width = vectors < WIDEST ? (int)vectors : WIDEST;
-    int64_t parts = (4 * threads + kv_heads * tiles - 1) / (kv_heads * tiles); /* about four tasks a thread */
+    const int64_t units = blocks * kv_heads * tiles;
+    int64_t parts = (4 * threads + units - 1) / units; /* about four tasks a thread, equally many for all */
+    while (units * parts % threads) parts++;
     if (parts > num_keys / (4 * TILE)) parts = num_keys / (4 * TILE);
     if (parts < 1) parts = 1;
     const int64_t share = ((num_keys + parts - 1) / parts + TILE - 1) / TILE * TILE;
     parts = (num_keys + share - 1) / share;
 
-    const int64_t tasks = kv_heads * tiles * parts, per_task = (dim + 2) * width;
+    const int64_t tasks = units * parts, per_task = (dim + 2) * width;
     vec *partial = aligned_alloc(64, sizeof(vec) * per_task * tasks);
-    vec *columns = aligned_alloc(64, sizeof(vec) * dim * width * kv_heads * tiles);
+    vec *columns = aligned_alloc(64, sizeof(vec) * dim * width * units);
     if (!partial || !columns) {
         free(partial), free(columns);
         return 1;
     }
-    for (int64_t i = 0; i < kv_heads * tiles; i++)
-        gather_rows(query, heads, groups, i / tiles, rows, i % tiles * width * LANES, width, dim, scale,
-                    (float *)(columns + i * dim * width));
+    for (int64_t i = 0; i < units; i++)
+        gather_rows(query + i / (kv_heads * tiles) * tokens * heads * dim, heads, groups, i / tiles % kv_heads, rows,
+                    i % tiles * width * LANES, width, dim, scale, (float *)(columns + i * dim * width));
 
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t task = 0; task < tasks; task++) {
         const int64_t unit = task / parts, first = task % parts * share;
         const int64_t count = num_keys - first < share ? num_keys - first : share;
-        const float *k = keys + unit / tiles * key_head_stride + first * dim;
-        const float *v = values + unit / tiles * value_head_stride + first * dim;
+        const int64_t block = unit / (kv_heads * tiles), head = unit / tiles % kv_heads;
+        const float *k = keys + block * key_block_stride + head * key_head_stride + first * dim;
+        const float *v = values + block * value_block_stride + head * value_head_stride + first * dim;
         const vec *qt = columns + unit * dim * width;
         vec *ot = partial + task * per_task, *best = ot + dim * width, *total = best + width;
         if (width == 1) attend_rows(1, qt, k, v, count, dim, ot, best, total);
@@ -158,7 +164,7 @@ int attend(const float *query, const float *keys, const float *values, float *ou
         else attend_rows(3, qt, k, v, count, dim, ot, best, total);
     }
 
-    for (int64_t unit = 0; unit < kv_heads * tiles; unit++) { /* merge the parts */
+    for (int64_t unit = 0; unit < units; unit++) { /* merge the parts */
         vec *ot = partial + unit * parts * per_task, *best = ot + dim * width, *total = best + width;
         for (int64_t part = 1; part < parts; part++) {
             vec *ot2 = ot + part * per_task, *best2 = ot2 + dim * width, *total2 = best2 + width;
@@ -170,13 +176,23 @@ int attend(const float *query, const float *keys, const float *values, float *ou
                 best[w] = peak;
             }
         }
-        const int64_t from = unit % tiles * width * LANES, kv_head = unit / tiles;
+        const int64_t from = unit % tiles * width * LANES, kv_head = unit / tiles % kv_heads;
+        const int64_t first_token = unit / (kv_heads * tiles) * tokens;
         const float *sums = (const float *)ot, *peaks = (const float *)best, *totals = (const float *)total;
         for (int64_t r = 0; r < (int64_t)width * LANES && from + r < rows; r++) {
-            int64_t at = (from + r) / groups * heads + kv_head * groups + (from + r) % groups;
-            float share_of_one = 1.0f / totals[r];
-            for (int64_t d = 0; d < dim; d++) out[at * dim + d] = sums[d * width * LANES + r] * share_of_one;
-            lse[at] = peaks[r] + logf(totals[r]);
+            int64_t at = (first_token + (from + r) / groups) * heads + kv_head * groups + (from + r) % groups;
+            float mine = peaks[r] + logf(totals[r]), weight = 1.0f / totals[r], others = 0.0f;
+            if (merge) { /* Hydragen, eq. 5 */
+                others = 1.0f / (1.0f + expf(mine - lse[at]));
+                weight *= 1.0f - others;
+                float peak = mine > lse[at] ? mine : lse[at];
+                mine = peak + log1pf(expf(-fabsf(mine - lse[at])));
+            }
+            for (int64_t d = 0; d < dim; d++) {
+                float sum = sums[d * width * LANES + r] * weight;
+                out[at * dim + d] = merge ? out[at * dim + d] * others + sum : sum;
+            }
+            lse[at] = mine;
         }
     }
     free(partial), free(columns);

@@ -23,7 +23,7 @@ from ..folders import cache_folder
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
 
 MIN_KEYS = 256
-"""Keys below which one call of PyTorch's costs as little."""
+"""Keys of a single block below which a call of PyTorch's costs as little."""
 MAX_ROWS = 1024
 """Rows of one KV head up to which the kernel was measured to be faster."""
 
@@ -32,48 +32,60 @@ _SOURCE = Path(__file__).with_name("cpu_attention.c")
 _logger = logging.getLogger(__name__)
 
 
-def serves(dtype: torch.dtype, device: torch.device, rows: int, num_keys: int, key_dim: int, value_dim: int) -> bool:
-    """Whether the kernel takes a call: `rows` query rows per KV head, all of which see `num_keys` keys."""
-    fits = rows <= MAX_ROWS and num_keys >= MIN_KEYS and key_dim == value_dim and key_dim % 8 == 0
+def serves(
+    dtype: torch.dtype, device: torch.device, blocks: int, rows: int, num_keys: int, key_dim: int, value_dim: int
+) -> bool:
+    """Whether the kernel takes a call: blocks of `num_keys` keys, all seen by `rows` query rows per KV head each."""
+    fits = rows <= MAX_ROWS and (num_keys >= MIN_KEYS or blocks > 1) and key_dim == value_dim and key_dim % 8 == 0
     return fits and dtype == torch.float32 and device.type == "cpu" and _library() is not None
 
 
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    seen: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of all queries to all keys of one block.
+    """Attention of the queries of N blocks to all keys of theirs.
 
     Parameters
     ----------
-    query : float32 [M, heads, head_dim]
-    keys, values : float32 [kv_heads, L, head_dim]
+    query : float32 [N * M, heads, head_dim]
+    keys, values : float32 [N, kv_heads, L, head_dim]
         Tokens of a head lie one after another.
     scale : float
         Factor of the scores.
+    seen : (out, lse), optional
+        What the same queries saw in other blocks, contiguous. It is merged with, in place, and returned.
 
     Returns
     -------
-    (out, lse) : [M, heads, head_dim], [M, heads]
+    (out, lse) : [N * M, heads, head_dim], [N * M, heads]
     """
     library = _library()
     assert library is not None, "asked only where it serves"
     query = query.contiguous()
     tokens, heads, dim = query.shape
-    out, lse = torch.empty_like(query), query.new_empty(tokens, heads)
+    out, lse = (torch.empty_like(query), query.new_empty(tokens, heads)) if seen is None else seen
     failed = library.attend(
         query.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
         out.data_ptr(),
         lse.data_ptr(),
-        tokens,
-        heads,
         keys.shape[0],
+        tokens // keys.shape[0],
+        heads,
         keys.shape[1],
+        keys.shape[2],
         dim,
         keys.stride(0),
+        keys.stride(1),
         values.stride(0),
+        values.stride(1),
         scale,
+        seen is not None,
         torch.get_num_threads(),
     )
     if failed:
@@ -91,7 +103,9 @@ def _library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         _logger.warning("attention on the CPU uses PyTorch's kernels, its own could not be compiled: %s", error)
         return None
-    library.attend.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 7 + [ctypes.c_float, ctypes.c_int]
+    library.attend.argtypes = (
+        [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 10 + [ctypes.c_float, ctypes.c_int, ctypes.c_int]
+    )
     library.attend.restype = ctypes.c_int
     return library
 

@@ -2,7 +2,7 @@
 
 Each call of the schedule runs the SDPA primitive of its device that also returns the log-sum-exp; partial results
 are merged exactly (Hydragen, eq. 5). Where no primitive serves (soft-capping, other devices) the call is spelled out.
-A long block that few queries see is left to `native.py` on a CPU, which reads it once for all heads and rows.
+On a CPU, blocks that few queries see whole are left to `native.py`, which reads them once for all heads and rows.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class _Bound:
     key_view: tuple[tuple[int, ...], tuple[int, ...], int]
     value_view: tuple[tuple[int, ...], tuple[int, ...], int]
 
+    @property
+    def merges_natively(self) -> bool:
+        """Whether the compiled kernel serves the call and can merge it: all queries, in order, unturned."""
+        return self.native and self.take is None and self.tables is None
+
 
 def block_attention(
     query: torch.Tensor,
@@ -60,6 +65,8 @@ def block_attention(
         (shape, turn, query.dtype, query.device),
         lambda: [_bind(plan, call, shape, turn, query) for call in schedule.calls],
     )
+    if softcap is None and sinks is None and all(call.merges_natively for call in calls):
+        return _attend_natively(query, keys, values, calls, scale)
     outs, lses = [], []
     for call in calls:
         q = query if call.take is None else query[call.take]
@@ -70,6 +77,17 @@ def block_attention(
         outs.append(out)
         lses.append(lse)
     return _merge(outs, lses, schedule, sinks, query)
+
+
+def _attend_natively(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, calls: list[_Bound], scale: float
+) -> torch.Tensor:
+    """Calls that all queries take part in, in order and unturned, merged as they come."""
+    seen = None
+    for call in calls:
+        seen = native.attend(query, keys.as_strided(*call.key_view), values.as_strided(*call.value_view), scale, seen)
+    assert seen is not None, "a pass has queries"
+    return seen[0]
 
 
 def _bind(
@@ -93,11 +111,10 @@ def _bind(
 
 
 def _is_native(call: Call, shape: tuple[int, int, int, int], query: torch.Tensor) -> bool:
-    """Whether the compiled kernel serves a call: one block, of which all its queries see the same keys."""
+    """Whether the compiled kernel serves a call: blocks of which all their queries see all keys."""
     heads, kv_heads, key_dim, value_dim = shape
-    plain = call.num_blocks == 1 and call.lo is None and not call.causal
-    rows = call.num_queries * heads // kv_heads
-    return plain and native.serves(query.dtype, query.device, rows, call.num_keys, key_dim, value_dim)
+    rows, whole = call.num_queries * heads // kv_heads, call.lo is None and not call.causal
+    return whole and native.serves(query.dtype, query.device, call.num_blocks, rows, call.num_keys, key_dim, value_dim)
 
 
 def _take(plan: AttentionPlan, call: Call, device: torch.device) -> slice | torch.Tensor | None:
@@ -161,7 +178,7 @@ def _attend(
     (out, lse) : [N * M, heads, head_dim], [N * M, heads]
     """
     if call.native and softcap is None:
-        return native.attend(q, k[0], v[0], scale)
+        return native.attend(q, k, v, scale)
     n, m, kv_heads, mask = call.num_blocks, call.num_queries, k.shape[1], call.mask
     total, heads, dim = q.shape
     groups = heads // kv_heads
