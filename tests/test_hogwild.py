@@ -8,22 +8,21 @@ from __future__ import annotations
 import copy
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import dense
 import pytest
 import tiny
 import torch
-from ascii_tokenizer import AsciiTokenizer
 from dense import DenseOracle, Piece
 from transformers import LogitsProcessor, PreTrainedModel
+from workers import SETTINGS, Recording
 
 import hf_parallel
 from hf_parallel.attention import block_attention_enabled, capabilities
-from hf_parallel.cache import Block, BlockCache, Segment
-from hf_parallel.cache.hogwild import LAYOUTS, HogwildCache, Workspace
-from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.cache import Block, Segment
+from hf_parallel.cache.hogwild import LAYOUTS, HogwildCache
 
 HEADERS = (5, 4, 3, 2)  # tokens of the history header, the others', the own one and the gap
 
@@ -196,27 +195,6 @@ def test_stock_attention_over_the_same_blocks_gives_the_same_logits() -> None:
 # The mode
 
 
-class Recording:
-    """What the forward passes of a call do, in order: steps that move, and passes with the logits that they gave."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.events: list[Callable[[Replay], None]] = []
-        forward, move = DecodeLoop.forward, BlockCache.move
-
-        def noted_forward(loop: DecodeLoop, brought: Any, ends: Sequence[int]) -> torch.Tensor:
-            views = [([*segment.view], list(tokens)) for segment, tokens in brought]
-            logits = forward(loop, brought, ends)
-            self.events.append(lambda replay: replay.forward(views, list(ends), logits))
-            return logits
-
-        def noted_move(cache: BlockCache, source: Block, target: Block) -> None:
-            self.events.append(lambda replay: replay.move(source, target))
-            move(cache, source, target)
-
-        monkeypatch.setattr(DecodeLoop, "forward", noted_forward)
-        monkeypatch.setattr(BlockCache, "move", noted_move)
-
-
 class Replay:
     """The same passes by the dense oracle."""
 
@@ -238,6 +216,15 @@ class Replay:
         self.furthest = max(self.furthest, ((logits - expected).abs().max() / expected.std()).item())
         self.ragged |= len({len(tokens) for _, tokens in views}) > 1
         assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
+
+
+BUSY: dict[str, Any] = {
+    "max_new_tokens": 24,
+    "redundancy_interval": 20,
+    "redundancy_prompt": "Again? ",
+    "finisher_tokens": 5,
+    "suppress_tokens": [tiny.EOS],
+}
 
 
 class StepsEnd(LogitsProcessor):
@@ -272,22 +259,6 @@ def replay_a_call(
     return replay, out
 
 
-SHORT: dict[str, Any] = {
-    "tokenizer": AsciiTokenizer(),
-    "max_new_tokens": 24,
-    "history_header": "\n[DONE]\n",
-    "others_header": "\n[OTHERS]\n",
-    "own_header": "\n[ME]\n",
-    "step_gap": "\n",
-    "step_prefix": "{name} {step}: ",
-    "redundancy_interval": 20,
-    "redundancy_prompt": "Again? ",
-    "finisher_prompt": "So \\boxed{",
-    "finisher_tokens": 5,
-    "suppress_tokens": [tiny.EOS],
-}
-
-
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_modes_logits_equal_the_dense_oracle(
@@ -303,7 +274,7 @@ def test_the_modes_logits_equal_the_dense_oracle(
         layout=layout,
         num_workers=num_workers,
         logits_processor=[StepsEnd(4)],
-        **SHORT,
+        **{**SETTINGS, **BUSY},
     )
     assert replay.furthest < 1e-9
     assert replay.ragged
@@ -316,7 +287,9 @@ def test_the_modes_logits_equal_the_dense_oracle(
 def test_the_modes_float32_logits_equal_the_dense_oracle(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     ids = tiny.make_prompts([17])[0][None]
     model = copy.deepcopy(tiny.build(name))
-    replay, _ = replay_a_call(monkeypatch, model, ids, num_workers=3, logits_processor=[StepsEnd(4)], **SHORT)
+    replay, _ = replay_a_call(
+        monkeypatch, model, ids, num_workers=3, logits_processor=[StepsEnd(4)], **{**SETTINGS, **BUSY}
+    )
     assert replay.furthest < 1e-3
     assert replay.moved > 5
 
@@ -337,6 +310,7 @@ def test_the_embedded_model_chooses_the_same_tokens_as_the_dense_oracle(
         sentence_ends=[" ", *"abcdefghijklmnopqrstuvwxyz.,:!?"],
         logits_processor=[StepsEnd(separator, every=20)],
         finisher_tokens=0,
+        suppress_tokens=[tokenizer.eos_token_id],
     )
     assert out.stats.decoded_tokens == 2 * 64
     assert replay.moved > 3

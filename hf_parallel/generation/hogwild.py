@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import StoppingCriteriaList, TextStreamer
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..attention import UnsupportedModelError
@@ -80,11 +81,11 @@ class HogwildConfig(ParallelConfig):
     others_header: str = "\n\n### What the others are writing right now (unfinished)\n\n"
     own_header: str = "\n\n### What I am writing right now\n\n"
     step_gap: str = "\n\n"
-    step_prefix: str = "**{name} [{step}]:** "
+    step_prefix: str = "**{name} [{step}]:**"
     separator: str = "\n\n"
     sentence_ends: Sequence[str] = (".", "!", "?", '."', '!"', '?"', ".)", "\\]", "$$", "。", "！", "？")
     code_fence: str = "```"
-    redundancy_prompt: str = "Let me check: is somebody else already doing what I am doing (yes/no)? "
+    redundancy_prompt: str = "Let me check: is somebody else already doing what I am doing (yes/no)?"
     redundancy_interval: int = 1024
     answer_pattern: str = rf"\\boxed\{{({_BRACED})\}}"
     stop_on_answer: str = "any"
@@ -119,6 +120,8 @@ class HogwildConfig(ParallelConfig):
                 raise ValueError(f"worker_names must be {self.num_workers} different names, got {self.worker_names!r}")
         for worker in self.names:
             check_template("step_prefix", self.step_prefix, name=worker, step=1)
+        if not self.step_prefix:
+            raise ValueError("step_prefix must not be empty: a worker's first token follows from it")
         check_template("collaboration_prompt", self.collaboration_prompt, names="Alice, Bob", count=self.num_workers)
         try:
             re.compile(self.answer_pattern)
@@ -150,7 +153,7 @@ class HogwildConfig(ParallelConfig):
             problems = [Problem(self, call, loop, cache, i, cache.view(leaf)) for i, leaf in enumerate(leaves)]
             workers = [worker for problem in problems for worker in problem.workers]
             logits = self._begin(loop, problems)
-            loop.decode(workers, logits, Worker.advance, lambda: _settle(problems))
+            loop.decode(workers, logits, Worker.advance, partial(_settle, problems))
             for worker in workers:
                 worker.leave(finished=False)
             self._finish(loop, problems)
@@ -174,6 +177,12 @@ class HogwildConfig(ParallelConfig):
         tokens = encode(tokenizer, self.separator)
         if not isinstance(tokenizer.decode(tokens), str):
             raise ValueError(f"tokenizer must be a tokenizer whose decode() returns a string, got {tokenizer!r}")
+        streamer = kwargs.get("streamer")
+        if isinstance(streamer, TextStreamer) and self.num_workers > 1:
+            name = type(streamer).__name__
+            raise ValueError(
+                f"streamer must be a ParallelStreamer where {self.num_workers} workers write, got a {name}"
+            )
 
     def _check_call(self, call: GenerationCall) -> None:
         vocabulary = vocabulary_size(call.model)
@@ -224,7 +233,8 @@ class HogwildConfig(ParallelConfig):
             return not ended and problem.answer is None and len(text.tokens) < self.finisher_tokens
 
         loop.stats.prefilled_tokens += len(tokens) * len(rows)
-        reader.decode(rows, reader.step(rows), advance)
+        settle = partial(_settle, problems)
+        reader.decode(rows, reader.step(rows, settle), advance, settle)
 
     def find_answer(self, text: str) -> str | None:
         """The last final answer in a text, or None."""

@@ -1,0 +1,285 @@
+"""A Hogwild! call as a whole: budgets, batches, what comes back, what it costs, what a streamer is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import dense
+import pytest
+import tiny
+import torch
+from transformers import TextStreamer
+from workers import SETTINGS, TOKENIZER, Recording, Scripted, encode, small_model, write
+
+import hf_parallel
+from hf_parallel import HogwildConfig, HogwildOutput
+
+EOS = tiny.EOS
+STOP_BLANK, BLANKS = 4, 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with dense.single_thread():
+        yield
+
+
+def generate(ids: torch.Tensor, **settings: Any) -> Any:
+    """The tiny model's own choices."""
+    given = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, **SETTINGS, **settings}
+    return small_model().generate(ids, generation_mode="hogwild", **given)
+
+
+WORDY: dict[str, Any] = {
+    "separator": "a",
+    "sentence_ends": [chr(c) for c in range(33, 127)],
+    "sequence_bias": [[[ord("a")], 6.0]],
+    "redundancy_interval": 25,
+    "redundancy_prompt": "Again? ",
+}
+"""Settings under which the tiny model, which writes letters at random, ends steps now and then."""
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("layout", ["combined", "interleaved", "contiguous"])
+def test_nothing_that_is_written_gets_lost(layout: str) -> None:
+    scripts = [["a", STOP_BLANK, "bb.\n\nc"], ["dddd.", BLANKS, "e"], ["ff", EOS]]
+    out = write(*scripts, layout=layout, finisher="3}")
+    prompt = encode("P")
+    budget = max(len(encode(script)) for script in scripts)
+    for worker, (script, row) in enumerate(zip(scripts, out.sequences.tolist(), strict=True)):
+        own = [step for step in out.history[0] if step.worker == worker]
+        assert [step.step for step in own] == list(range(1, len(own) + 1))
+        assert all(step.text == TOKENIZER.decode(step.tokens) for step in own)
+        tokens = [token for step in own for token in step.tokens]
+        ended = [EOS] if EOS in script else []
+        assert row == prompt + tokens + ended + [tiny.PAD] * (len(row) - len(prompt + tokens + ended))
+        assert out.texts[worker] == "".join(step.text for step in own)
+        generated = [t for step in own for t in step.tokens[len(f"{step.name} {step.step}: ") :]]
+        wanted = [t for t in encode(script) if t != EOS]
+        assert generated == (wanted if ended else (wanted + [ord("x")] * budget)[:budget])
+    assert out.transcripts == ["\n\n".join(step.text.rstrip() for step in out.history[0])]
+
+
+def test_without_return_dict_the_sequences_come_back() -> None:
+    out = write("aaa", "bb.\n\nb", prompts=["P"])
+    plain = write("aaa", "bb.\n\nb", prompts=["P"], return_dict_in_generate=False)
+    assert isinstance(out, HogwildOutput)
+    assert torch.equal(plain, out.sequences)
+    longer = write("aaa", "bb.\n\nb", prompts=["P"], return_dict_in_generate=False, finisher="1}")
+    assert torch.equal(longer, out.sequences)  # what the finisher writes is no row of the batch
+
+
+def test_logits_of_every_pass_are_kept_if_asked_for() -> None:
+    ids = tiny.make_prompts([12])[0][None]
+    out = generate(ids, num_workers=2, output_logits=True, output_scores=True, step_prefix="{name}: ", max_new_tokens=9)
+    chosen = out.sequences[:, 12:]
+    assert len(out.logits) == len(out.scores) == 9
+    for worker, name in enumerate(("Alice: ", "Bob: ")):
+        best = torch.stack([step[worker].argmax() for step in out.logits])
+        assert best.tolist() == chosen[worker, len(name) : len(name) + 9].tolist()
+
+
+# Budgets and costs
+
+
+@pytest.mark.parametrize("budget", [1, 2, 13])
+def test_the_budget_counts_passes_and_not_what_is_inserted(budget: int) -> None:
+    out = write("a.\n\nb.\n\nc.\n\nd", "hello world", max_new_tokens=budget)
+    assert out.stats.decoded_tokens == 2 * budget
+    assert out.stats.forward_passes == 2 + budget - 1  # the prompt, then headers and prefixes, then a pass a token
+    assert max(step.forward_pass or 0 for step in out.history[0]) <= budget
+
+
+def test_stats_count_what_was_given_and_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording(monkeypatch)
+    out = write("a.\n\nb.\n\nc", ["dd", EOS], "e", finisher="12}", redundancy_interval=5, redundancy_prompt="Again? ")
+    passes = recording.read()
+    assert out.stats.forward_passes == len(passes)
+    assert out.stats.decoded_tokens == 3 + 2 * 9 + 3
+    # Of what was written all but an eos and the last token of each row is read; everything else was given.
+    unread = 1 + 1
+    assert sum(p.num_tokens for p in passes) == out.stats.prefilled_tokens + out.stats.decoded_tokens - unread
+    assert (out.stats.reused_tokens, out.stats.replayed_tokens) == (0, 0)
+    cache = out.past_key_values
+    assert out.stats.kv_bytes == cache.kv_bytes == sum(p.num_tokens for p in passes) * cache.arena.bytes_per_token
+    assert out.stats.prefill_seconds > 0
+    assert out.stats.decode_seconds > out.stats.plan_seconds > 0
+
+
+def test_a_long_prompt_is_held_once_whatever_the_number_of_workers() -> None:
+    ids = tiny.make_prompts([200])[0][None]
+    held = {n: generate(ids, num_workers=n, max_new_tokens=4).past_key_values for n in (1, 8)}
+    tokens = {n: cache.kv_bytes // cache.arena.bytes_per_token for n, cache in held.items()}
+    assert tokens[8] - tokens[1] < 200
+
+
+def test_the_memory_of_a_call_without_a_cache_to_return_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = []
+    monkeypatch.setattr(
+        hf_parallel.HogwildCache, "reset", lambda self: (caches.append(self), hf_parallel.BlockCache.reset(self))
+    )
+    write("aa", "bb", return_dict_in_generate=False)
+    assert [cache.kv_bytes for cache in caches] == [0]
+
+
+# Batches
+
+
+def test_two_problems_in_a_batch_write_what_each_writes_alone() -> None:
+    prompts = tiny.make_prompts([23, 11])
+    ids, mask = tiny.left_pad(prompts)
+    settings = {"num_workers": 3, "finisher_tokens": 4, **WORDY}
+    both = generate(ids, attention_mask=mask, **settings)
+    for problem, prompt in enumerate(prompts):
+        alone = generate(prompt[None], **settings)
+        assert both.history[problem] == alone.history[0]
+        assert (both.answers[problem], both.conclusions[problem]) == (alone.answers[0], alone.conclusions[0])
+        for worker in range(3):
+            row = both.sequences[3 * problem + worker, len(ids[0]) - len(prompt) :]
+            expected = alone.sequences[worker]
+            assert row[: len(expected)].tolist() == expected.tolist()[: len(row)]
+    finished = [step for history in both.history for step in history if step.forward_pass]
+    assert len(finished) > 6
+
+
+def test_problems_of_a_batch_end_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording(monkeypatch)
+    out = write("\\boxed{1}zz", "aa", "b" * 20, "c" * 20, prompts=["P", "Q"], finisher="7}")
+    assert out.answers == ["1", "7"]
+    assert [p.num_tokens for p in recording.read()[2:]][8:19] == [2] * 11
+
+
+def test_identical_prompts_are_computed_once() -> None:
+    prompt = tiny.make_prompts([40])[0]
+    one = generate(prompt[None], num_workers=2)
+    two = generate(prompt.repeat(2, 1), num_workers=2)
+    assert two.stats.prefilled_tokens == 2 * one.stats.prefilled_tokens - 40
+    assert two.history[0] == two.history[1] == one.history[0]
+
+
+def test_num_return_sequences_makes_several_notebooks_of_one_problem() -> None:
+    prompt = tiny.make_prompts([10])[0]
+    out = generate(prompt[None], num_workers=2, num_return_sequences=3, do_sample=True, seed=1)
+    assert out.sequences.shape[0] == 6
+    assert len({out.texts[0], out.texts[2], out.texts[4]}) == 3
+
+
+@pytest.mark.parametrize("num_workers", [1, 8, 10])
+def test_any_number_of_workers(num_workers: int) -> None:
+    out = write(*["abc"] * num_workers)
+    names = ["Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi", "Worker 9", "Worker 10"][:num_workers]
+    assert [step.text for step in out.history[0]] == [f"{name} 1: abc" for name in names]
+    assert out.sequences.shape[0] == num_workers
+
+
+def test_workers_have_the_names_that_they_are_given() -> None:
+    out = write("a", "b", worker_names=["Ada", "Bea"])
+    assert [step.text for step in out.history[0]] == ["Ada 1: a", "Bea 1: b"]
+
+
+# Randomness
+
+
+def test_a_seed_makes_a_call_repeatable() -> None:
+    ids = tiny.make_prompts([10])[0][None]
+    settings = {"num_workers": 3, "do_sample": True, **WORDY}
+    first, again, other = (generate(ids, seed=seed, **settings).history for seed in (5, 5, 6))
+    assert first == again
+    assert first != other
+    generators = [torch.Generator().manual_seed(worker) for worker in range(3)]
+    assert generate(ids, seed=generators, **settings).history == generate(ids, seed=[0, 1, 2], **settings).history
+
+
+def test_a_seeded_problem_writes_the_same_in_any_batch() -> None:
+    first, second = tiny.make_prompts([10, 10])
+    settings = {"num_workers": 2, "do_sample": True, "seed": 3, **WORDY}
+    alone = generate(first[None], **settings)
+    assert generate(torch.stack([first, second]), **settings).history[0] == alone.history[0]
+
+
+# Streaming
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.rows: dict[int, list[tuple[str, str]]] = {}
+        self.passes: list[Any] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.passes.append(value)
+
+    def write_row(self, row: int, text: str, event: str) -> None:
+        self.rows.setdefault(row, []).append((text, event))
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_a_streamer_hears_everything_in_order() -> None:
+    listener = Listener()
+    out = write("a.\n\nb", ["c", EOS], streamer=listener, finisher="1}")
+    assert isinstance(listener, hf_parallel.ParallelStreamer)
+    assert listener.rows[0] == [
+        ("Alice 1: ", "begin"),
+        *((c, "token") for c in "a.\n\n"),
+        ("", "step"),
+        ("Alice 2: ", "begin"),
+        ("b", "token"),
+        ("", "end"),
+    ]
+    assert listener.rows[1] == [("Bob 1: ", "begin"), ("c", "token"), ("", "end")]
+    assert ["".join(text for text, _ in events) for events in listener.rows.values()] == out.texts
+    prompt, *tokens = listener.passes
+    assert prompt.tolist() == [encode("P")]
+    assert [t.tolist() for t in tokens[:3]] == [[ord("a"), ord("c")], [ord("."), EOS], [ord("\n"), tiny.PAD]]
+    assert listener.ended == 1
+
+
+def test_a_streamer_of_one_row_is_refused_for_several_workers() -> None:
+    with pytest.raises(ValueError, match="streamer"):
+        write("aa", "bb", streamer=TextStreamer(TOKENIZER))
+
+
+def test_a_streamer_of_one_row_follows_one_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    write("hello there", streamer=TextStreamer(TOKENIZER, skip_prompt=True))
+    assert capsys.readouterr().out.strip() == "hello there"
+
+
+# Settings
+
+
+def test_settings_may_come_in_one_object() -> None:
+    config = HogwildConfig(num_workers=2, layout="interleaved", step_prefix="{name} {step}: ", finisher_tokens=0)
+    ids = torch.tensor([encode("P")])
+    out = small_model().generate(
+        ids,
+        parallel_config=config,
+        tokenizer=TOKENIZER,
+        max_new_tokens=3,
+        return_dict_in_generate=True,
+        logits_processor=[Scripted(["abc", "def"])],
+    )
+    assert out.texts == ["Alice 1: abc", "Bob 1: def"]
+
+
+@pytest.mark.parametrize("layout", ["combined", "interleaved", "contiguous"])
+def test_every_header_may_be_empty(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    recording = Recording(monkeypatch)
+    none = dict.fromkeys(["history_header", "others_header", "own_header", "step_gap"], "")
+    write("a.\n\nb", "c", "d", layout=layout, **none)
+    seen = {
+        "combined": "PAlice 1: a.\n\nAlice 2: Carol 1: dxxxBob 1: cxxx",
+        "interleaved": "PAlice 1: a.\n\nBob 1: cxxx",
+        "contiguous": "PAlice 1: a.\n\nAlice 2: Carol 1: dxxxBob 1: cxxx",
+    }
+    assert recording.read()[-1].seen[-2] == seen[layout]
+
+
+def test_a_step_cannot_begin_with_nothing() -> None:
+    with pytest.raises(ValueError, match="step_prefix must not be empty"):
+        HogwildConfig(step_prefix="")

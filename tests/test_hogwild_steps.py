@@ -1,0 +1,284 @@
+"""What Hogwild! workers do with what they write: steps, histories, answers, the early finisher; told with scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import dense
+import pytest
+import tiny
+from workers import FILLER, SETTINGS, TOKENIZER, Recording, Script, encode, write
+
+EOS = tiny.EOS
+BLANK, STOP_BLANK, BLANKS, FENCE, TWO_BLANKS = 3, 4, 5, 6, 7  # tokens that hold a separator inside, or a code fence
+BOX = "\\boxed{"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with dense.single_thread():
+        yield
+
+
+def steps(out: Any, problem: int = 0) -> list[tuple[str, bool]]:
+    """Text and whether it was finished, of each step in the history."""
+    return [(step.text, step.forward_pass is not None) for step in out.history[problem]]
+
+
+# Where a step ends
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        ["A cat.", BLANK],
+        ["A cat.\n\n"],
+        ["A cat", STOP_BLANK],
+        ["A cat.", BLANKS],
+        ["A cat. ", BLANK],
+        ["A cat?\n\n"],
+        ["A cat!", BLANK],
+        ['"A cat."', BLANK],
+        ["(A cat.)\n", "\n"],
+        ["A list:", BLANK, "one.", BLANK],
+        ["A cat, ", TWO_BLANKS],
+        [FENCE, "x = 1.", BLANK, "y", STOP_BLANK, FENCE, " So.", BLANK],
+        ["```x = 1.", BLANK, "``` So.", BLANK],
+    ],
+    ids=repr,
+)
+def test_a_step_ends_at_a_separator_behind_a_sentence(script: Script) -> None:
+    out = write([*script, "Next"])
+    text = TOKENIZER.decode(encode(script))
+    assert steps(out) == [(f"Alice 1: {text}", True), ("Alice 2: Next", False)]
+    assert out.history[0][0].forward_pass == len(encode(script))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        ["A cat,", BLANK],
+        ["A list:", BLANK],
+        ["A cat; ", BLANKS],
+        ["A cat.", "\n"],
+        [BLANK],
+        [FENCE, "x = 1.", BLANK, "y = 2", STOP_BLANK],
+        [FENCE, "x = 1", FENCE, FENCE, "y.", BLANK],
+    ],
+    ids=repr,
+)
+def test_a_step_goes_on_over_other_separators(script: Script) -> None:
+    out = write([*script, "Next"])
+    assert steps(out) == [(f"Alice 1: {TOKENIZER.decode(encode(script))}Next", False)]
+
+
+def test_a_step_is_never_empty() -> None:
+    """The texts that begin a step may end a sentence; a separator right behind them ends nothing."""
+    out = write(["A.\n\n", "\n\nB.\n\n", "C"], step_prefix="{name}? ")
+    assert steps(out) == [("Alice? A.\n\n", True), ("Alice? \n\nB.\n\n", True), ("Alice? C", False)]
+
+
+def test_what_ends_a_step_is_a_setting() -> None:
+    out = write("One.\n\nTwo;##Three;\n\n```four;##..", separator="##", sentence_ends=[";"], code_fence="")
+    texts = [text for text, _ in steps(out)]
+    assert texts == ["Alice 1: One.\n\nTwo;##", "Alice 2: Three;\n\n```four;##", "Alice 3: .."]
+
+
+# The history
+
+
+def test_every_worker_counts_its_own_steps() -> None:
+    out = write("a.\n\nb.\n\nc.\n\n", "xxxxxx.\n\ny", num_workers=2)
+    written = [(step.name, step.step, step.text) for step in out.history[0]]
+    assert written == [
+        ("Alice", 1, "Alice 1: a.\n\n"),
+        ("Alice", 2, "Alice 2: b.\n\n"),
+        ("Bob", 1, "Bob 1: xxxxxx.\n\n"),
+        ("Alice", 3, "Alice 3: c.\n\n"),
+        ("Bob", 2, "Bob 2: yxx"),
+    ]
+    assert [step.forward_pass for step in out.history[0]] == [4, 8, 9, 12, None]
+
+
+def test_steps_that_end_in_the_same_pass_stand_in_the_order_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording(monkeypatch)
+    out = write("a.\n\nA", "b.\n\nB", "c", step_prefix="{name}:")
+    assert [step.text for step in out.history[0]][:2] == ["Alice:a.\n\n", "Bob:b.\n\n"]
+    assert recording.read()[-1].seen == [
+        "P[DONE]Alice:a.\n\n",
+        "P[DONE]Alice:a.\n\nBob:b.\n\n",
+        "P[DONE]Alice:a.\n\nBob:b.\n\n[OTHERS]Bob:|Carol:cxxx[ME]Alice:",
+        "P[DONE]Alice:a.\n\nBob:b.\n\n[OTHERS]Alice:|Carol:cxxx[ME]Bob:",
+        "P[DONE]Alice:a.\n\nBob:b.\n\n[OTHERS]Alice:|Bob:[ME]Carol:cxxx",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "seen_by_alice", "seen_by_bob"),
+    [
+        (
+            "combined",
+            "P[DONE]Bob 1: b.\n\n[OTHERS]Bob 2: two [ME]Alice 1: hello th",
+            "P[DONE]Bob 1: b.\n\n[OTHERS]Alice 1: hello th[ME]Bob 2: two ",
+        ),
+        ("interleaved", "P[DONE]Bob 1: b.\n\n[ME]Alice 1: hello th", "P[DONE]Bob 1: b.\n\n[ME]Bob 2: two "),
+        (
+            "contiguous",
+            "P[OTHERS]Bob 1: b.\n\nBob 2: two [ME]Alice 1: hello th",
+            "P[OTHERS]Alice 1: hello th[ME]Bob 1: b.\n\nBob 2: two ",
+        ),
+    ],
+)
+def test_who_sees_what(monkeypatch: pytest.MonkeyPatch, layout: str, seen_by_alice: str, seen_by_bob: str) -> None:
+    """Appendix A. The tokens written last are seen as soon as they are read."""
+    recording = Recording(monkeypatch)
+    write("hello the", "b.\n\ntwo b", layout=layout, max_new_tokens=9)
+    assert recording.read()[-1].seen[-2:] == [seen_by_alice, seen_by_bob]
+
+
+def test_what_one_worker_writes_last_is_seen_in_the_same_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording(monkeypatch)
+    write("ab", "cd")
+    first, second = recording.read()[-2:]
+    assert first.seen[-2:] == ["P[DONE][OTHERS]Bob 1: [ME]Alice 1: ", "P[DONE][OTHERS]Alice 1: [ME]Bob 1: "]
+    assert second.seen == ["P[DONE][OTHERS]Bob 1: c[ME]Alice 1: a", "P[DONE][OTHERS]Alice 1: a[ME]Bob 1: c"]
+
+
+def test_the_redundancy_prompt_begins_the_next_step_after_the_interval() -> None:
+    """Counted over all workers: whoever ends a step when 10 tokens have been written since the last time is asked."""
+    out = write("aaa.\n\nbbbbb.\n\nc", "dd.\n\nee.\n\nf", redundancy_interval=10, redundancy_prompt="Again? ")
+    texts = [(step.name, step.text) for step in out.history[0]]
+    assert texts == [
+        ("Bob", "Bob 1: dd.\n\n"),
+        ("Alice", "Alice 1: aaa.\n\n"),
+        ("Bob", "Bob 2: Again? ee.\n\n"),
+        ("Alice", "Alice 2: bbbbb.\n\n"),
+        ("Alice", "Alice 3: c"),
+        ("Bob", "Bob 3: Again? fxxxx"),
+    ]
+
+
+# Answers
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (BOX + "42}", "42"),
+        (BOX + "\\frac{1}{2}}", "\\frac{1}{2}"),
+        (BOX + "\\frac{\\sqrt{2}}{\\sqrt{3^{4}}}}", "\\frac{\\sqrt{2}}{\\sqrt{3^{4}}}"),
+        (BOX + "42", None),
+        ("boxed{42}", None),
+    ],
+)
+def test_an_answer_is_read_with_its_braces(text: str, answer: str | None) -> None:
+    assert write(text).answers == [answer]
+
+
+def test_the_answer_pattern_is_a_setting() -> None:
+    assert write("The answer is 17.", answer_pattern=r"answer is (\d+)\.").answers == ["17"]
+    assert write("The answer is 17.", answer_pattern=r"\d+\.").answers == ["17."]
+    assert write(BOX + "4}", answer_pattern="", finisher="5}").answers == [None]
+
+
+def test_any_answer_ends_the_problem_for_all_workers() -> None:
+    out = write("hello world hello world", f"so {BOX}7}} and more", "zz")
+    passes = len(f"so {BOX}7}}")
+    assert out.answers == ["7"]
+    assert [step.text for step in out.history[0]] == [
+        f"Bob 1: so {BOX}7}}",
+        "Carol 1: " + ("zz" + FILLER * 99)[:passes],
+        "Alice 1: " + "hello world hello world"[:passes],
+    ]
+    assert [step.forward_pass for step in out.history[0]] == [passes, None, None]
+    assert out.stats.decoded_tokens == 3 * passes
+
+
+def test_all_workers_answer_each_for_itself() -> None:
+    out = write(f"{BOX}1}}zzzz", f"more {BOX}2}}zzzz", stop_on_answer="all")
+    assert out.answers == ["1"]
+    assert steps(out) == [(f"Alice 1: {BOX}1}}", True), (f"Bob 1: more {BOX}2}}", True)]
+
+
+def test_nobody_stops_for_an_answer_if_told_so() -> None:
+    out = write(f"{BOX}1}}zzzz", "more", stop_on_answer="never", finisher="9}")
+    assert out.answers == ["1"]
+    assert steps(out) == [(f"Alice 1: {BOX}1}}zzzz", False), ("Bob 1: more" + FILLER * 9, False)]
+    assert out.conclusions == [""]
+
+
+# The early finisher
+
+
+@pytest.mark.parametrize("layout", ["combined", "interleaved", "contiguous"])
+def test_the_finisher_reads_everything_and_answers(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    recording = Recording(monkeypatch)
+    out = write("a.\n\nhello", "there", "C.\n\n??", finisher="12}zzz", layout=layout)
+    everything = {
+        "combined": "P[DONE]Alice 1: a.\n\nCarol 1: C.\n\n[OTHERS]Alice 2: hello|Bob 1: therexxxx[ME]Carol 2: ??xxx",
+        "contiguous": "P[OTHERS]Alice 1: a.\n\nAlice 2: hello|Bob 1: therexxxx[ME]Carol 1: C.\n\nCarol 2: ??xxx",
+    }
+    passes = recording.read()
+    assert passes[-3].seen[-1] == everything.get(layout, everything["combined"]) + f"So {BOX}"
+    assert passes[-1].brought == ["2"]
+    assert (out.answers, out.conclusions) == (["12"], [f"So {BOX}12}}"])
+    assert out.stats.decoded_tokens == 3 * 9 + 3
+
+
+def test_the_finisher_gets_its_number_of_tokens_and_no_more() -> None:
+    out = write("a", "b", finisher="1234567")
+    assert (out.answers, out.conclusions) == ([None], [f"So {BOX}1234567"])
+    assert out.stats.decoded_tokens == 2 + 7
+
+
+def test_the_finisher_ends_at_eos() -> None:
+    out = write("a", "b", finisher=["12", EOS, "345}"])
+    assert (out.answers, out.conclusions) == ([None], [f"So {BOX}12"])
+
+
+def test_only_problems_without_an_answer_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording(monkeypatch)
+    out = write(f"{BOX}1}}", "bb", "cc", "dd", prompts=["P", "Q"], finisher="2}")
+    assert out.answers == ["1", "2"]
+    assert out.conclusions == ["", f"So {BOX}2}}"]
+    assert [text[0] for text in recording.read()[-1].seen] == ["Q"]
+
+
+@pytest.mark.parametrize("off", [{"finisher_tokens": 0}, {"finisher_prompt": ""}, {"answer_pattern": ""}])
+def test_the_finisher_can_be_left_out(off: dict[str, Any]) -> None:
+    out = write("aaa", "bbb", finisher="2}", **off)
+    assert (out.answers, out.conclusions) == ([None], [""])
+    assert out.stats.decoded_tokens == 2 * 3
+
+
+# Workers that end early
+
+
+@pytest.mark.parametrize("layout", ["combined", "interleaved", "contiguous"])
+def test_a_worker_that_ends_costs_nothing_while_the_others_go_on(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    recording = Recording(monkeypatch)
+    out = write(["aa", EOS], "bbbbbbbb", "cccc", layout=layout)
+    tokens = [forward.num_tokens for forward in recording.read()[2:]]
+    closing = len("\n\n") if layout != "contiguous" else 0  # its step joins the history as a finished one
+    assert tokens == [3, 3, 2 + closing, 2, 2, 2, 2]
+    assert steps(out)[0] == ("Alice 1: aa", True)
+    assert out.stats.decoded_tokens == 3 + 8 + 8
+
+
+def test_what_a_worker_wrote_before_it_ended_stays_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording(monkeypatch)
+    write(["aa", EOS], "bbbbbbbb")
+    assert recording.read()[-1].seen == ["P[DONE]Alice 1: aa\n\n[OTHERS][ME]Bob 1: bbbbbbb"]
+
+
+def test_a_call_ends_when_all_workers_have() -> None:
+    out = write(["a", EOS], ["bbb", EOS], max_new_tokens=50)
+    assert steps(out) == [("Alice 1: a", True), ("Bob 1: bbb", True)]
+    assert out.stats.decoded_tokens == 2 + 4
+
+
+def test_settings_of_the_tests_are_settings_of_the_mode() -> None:
+    from hf_parallel import HogwildConfig
+
+    assert set(SETTINGS) - {"tokenizer"} <= set(HogwildConfig.fields())

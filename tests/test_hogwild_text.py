@@ -1,0 +1,231 @@
+"""Text that grows token by token, the end of a step in it, and the prompt that workers are given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_parallel import HogwildConfig, hogwild_prompt
+from hf_parallel.generation.text import GrowingText, ends_step
+
+
+@pytest.fixture(scope="module")
+def tokenizer(embedded: tuple[Any, Any]) -> Any:
+    return embedded[1]
+
+
+# Growing text
+
+
+SENTENCES = [
+    "Plain words, then more of them.\n\nNext paragraph.",
+    "Emoji 😀🏳️‍🌈 and ideograms 日本語 in between, ünïcödé too",
+    "  leading   spaces \t tabs\nand\r\nline ends  ",
+    "```python\nx = [1, 2]\n```\n\n∑ ∫ √2 ≠ 3",
+    "<|im_start|>special tokens<|im_end|> stay",
+]
+
+
+@pytest.mark.parametrize("text", SENTENCES)
+def test_text_grows_to_what_decoding_all_tokens_gives(tokenizer: Any, text: str) -> None:
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    growing = GrowingText(tokenizer)
+    pieces = [growing.add([token]) for token in tokens]
+    assert "".join(pieces) == growing.text == text
+    assert growing.tokens == tokens
+
+
+def test_a_character_over_several_tokens_appears_when_it_is_complete(tokenizer: Any) -> None:
+    tokens = tokenizer("a😀b", add_special_tokens=False).input_ids
+    growing = GrowingText(tokenizer)
+    assert len(tokens) > 3
+    assert [piece for piece in (growing.add([token]) for token in tokens) if piece] == ["a", "😀", "b"]
+
+
+def test_what_never_becomes_a_character_does_not_hold_back_the_rest(tokenizer: Any) -> None:
+    half = tokenizer("😀", add_special_tokens=False).input_ids[:1]
+    growing = GrowingText(tokenizer)
+    assert growing.add(half) == ""
+    assert growing.add(tokenizer("abc", add_special_tokens=False).input_ids).endswith("abc")
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=60), cuts=st.lists(st.integers(1, 5), max_size=30))
+def test_any_text_grows_in_any_pieces(tokenizer: Any, text: str, cuts: list[int]) -> None:
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    growing, added, at = GrowingText(tokenizer), "", 0
+    for cut in [*cuts, len(tokens)]:
+        added += growing.add(tokens[at : at + cut])
+        at += cut
+    whole = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert added == growing.text
+    assert whole.startswith(growing.text)
+    assert growing.text == whole or whole.endswith("\ufffd")  # bytes that are no character are held back to the end
+
+
+class Words:
+    """Decodes as sentencepiece tokenizers do: the space before the first word of what is decoded is dropped."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, tokens: Sequence[int], **kwargs: Any) -> str:
+        self.decoded += len(tokens)
+        return "".join(f" w{token}" for token in tokens)[1:]
+
+
+def test_spaces_survive_a_decoder_that_drops_the_first() -> None:
+    growing = GrowingText(Words())
+    assert [growing.add([token]) for token in range(20)] == ["w0", *(f" w{i}" for i in range(1, 20))]
+
+
+def test_each_token_is_decoded_a_bounded_number_of_times() -> None:
+    growing = GrowingText(words := Words())
+    for token in range(2000):
+        growing.add([token])
+    assert words.decoded < 16 * 2000
+
+
+# The end of a step
+
+
+def step_ends(text: str, added: str, separator: str = "\n\n", fence: str = "```") -> bool:
+    assert text.endswith(added)
+    return ends_step(text, added, separator, (".", "?", '."', "$$"), fence)
+
+
+@pytest.mark.parametrize(
+    ("text", "added"),
+    [
+        ("Done.\n\n", "\n\n"),
+        ("Done.\n\n", "\n"),
+        ("Done.\n\n", ".\n\n"),
+        ("Done.\n\n\n", "\n\n\n"),
+        ("Done.\n\n\n\n", "\n\n\n"),
+        ("Done.\n\nAnd", "\n\nAnd"),
+        ("Done.  \n\n", "\n\n"),
+        ("Done.\n \n\n", "\n\n"),
+        ('"Done."\n\n', "\n"),
+        ("$$x$$\n\n", "\n\n"),
+        ("A:\n\nB.\n\n", "\n\nB.\n\n"),
+        ("```\nx.\n\n```\nDone.\n\n", "\n\n"),
+        ("```x``` ```y``` Done?\n\n", "\n\n"),
+    ],
+)
+def test_a_step_ends(text: str, added: str) -> None:
+    assert step_ends(text, added)
+
+
+@pytest.mark.parametrize(
+    ("text", "added"),
+    [
+        ("Done.\n", "\n"),
+        ("Done.\n\nAnd", "And"),  # ended before
+        ("Done,\n\n", "\n\n"),
+        ("Done:\n\n", ":\n\n"),
+        ("Done\n\n", "\n\n"),
+        ("\n\n", "\n\n"),
+        ("Done. So\n\n", "\n\n"),
+        ("```\nx.\n\n", "\n\n"),
+        ("``` ``` ```\nx.\n\n", "\n\n"),
+        ("```\nx.\n\n", ""),  # a token that adds no text
+    ],
+)
+def test_a_step_does_not_end(text: str, added: str) -> None:
+    assert not step_ends(text, added)
+
+
+def test_code_fences_can_be_switched_off() -> None:
+    assert step_ends("```\nx.\n\n", "\n\n", fence="")
+
+
+def test_a_separator_of_one_character() -> None:
+    assert step_ends("Done.\n", "\n", separator="\n")
+    assert not step_ends("Done.\nmore", "more", separator="\n")
+
+
+@given(st.lists(st.sampled_from(["a", ".", "\n", "\n\n", "```", ",", ".\n\n", " "]), max_size=12))
+def test_the_end_is_found_once_however_the_text_is_cut_into_tokens(tokens: list[str]) -> None:
+    """Token by token the first end is found when the separator behind the first sentence end is complete."""
+    whole, found = "".join(tokens), None
+    for i in range(len(tokens)):
+        text = "".join(tokens[: i + 1])
+        if step_ends(text, tokens[i]):
+            found = len(text)
+            break
+    places = [i for i in range(len(whole)) if whole.startswith("\n\n", i)]
+    ends = [i + 2 for i in places if whole[:i].rstrip().endswith((".", "?")) and whole[:i].count("```") % 2 == 0]
+    assert (found is None) == (not ends)
+    if found is not None:
+        assert ends[0] <= found < ends[0] + 3  # the token may go on behind the separator
+
+
+# The prompt
+
+
+SYSTEM = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + SYSTEM
+)
+THINKS = SYSTEM + "{% if false %}<think>{% endif %}"
+OPENS_THINK = SYSTEM + r"{{ '<think>\n' }}"
+
+
+def prompt_text(tokenizer: Any, template: str | None, **kwargs: Any) -> str:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    prompt = hogwild_prompt("Add 2 and 2.", tokenizer, **kwargs)
+    ids, mask = prompt["input_ids"], prompt["attention_mask"]
+    assert ids.shape == mask.shape
+    assert ids.ndim == 2
+    assert ids.dtype == mask.dtype == torch.long
+    assert mask.all()
+    return tokenizer.decode(ids[0])
+
+
+RULES = HogwildConfig(num_workers=3).collaboration_prompt.format(names="Alice, Bob, Carol", count=3)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (SYSTEM, "[system]{rules}[user]Add 2 and 2.[me]"),
+        (NO_SYSTEM, "[user]{rules}\n\nAdd 2 and 2.[me]"),
+        (THINKS, "[system]{rules}[user]Add 2 and 2.[me]<think>\n"),
+        (OPENS_THINK, "[system]{rules}[user]Add 2 and 2.[me]<think>\n"),
+        (None, "{rules}\n\nAdd 2 and 2.\n\n"),
+    ],
+    ids=["system message", "no system role", "knows <think>", "opens <think>", "no template"],
+)
+def test_the_task_goes_through_the_template(tokenizer: Any, template: str | None, expected: str) -> None:
+    assert prompt_text(tokenizer, template, num_workers=3) == expected.format(rules=RULES)
+
+
+def test_the_rules_name_the_workers(tokenizer: Any) -> None:
+    text = prompt_text(tokenizer, SYSTEM, worker_names=["Ada", "Bea"], collaboration_prompt="{count}: {names}!")
+    assert text == "[system]2: Ada, Bea![user]Add 2 and 2.[me]"
+    config = HogwildConfig(worker_names=["Ada", "Bea"], collaboration_prompt="{count}: {names}!")
+    assert prompt_text(tokenizer, SYSTEM, config=config) == text
+
+
+def test_the_embedded_models_template_is_used(tokenizer: Any) -> None:
+    text = tokenizer.decode(hogwild_prompt("Add 2 and 2.", tokenizer)["input_ids"][0])
+    assert text.startswith("<|im_start|>system\n2 assistants, Alice, Bob, work on the task")
+    assert text.endswith("<|im_start|>user\nAdd 2 and 2.<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("task", ["", "  \n", None, 3, ["Add"]])
+def test_a_prompt_needs_a_task(tokenizer: Any, task: Any) -> None:
+    with pytest.raises(ValueError, match="task must be a non-empty string"):
+        hogwild_prompt(task, tokenizer)
+
+
+def test_unknown_settings_are_refused(tokenizer: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="number_of_workers"):
+        hogwild_prompt("Add 2 and 2.", tokenizer, number_of_workers=2)
