@@ -74,8 +74,12 @@ def make_schedule(plan: AttentionPlan) -> Schedule:
     """
     calls: list[Call] = []
     flat: list[Call] = []
+    bounds = plan.block_pairs.tolist()
     for block in range(plan.num_blocks):
-        pairs = np.arange(plan.block_pairs[block], plan.block_pairs[block + 1])
+        if bounds[block + 1] - bounds[block] == 1:  # a row's own block in a decode step: the usual case, kept short
+            flat += _single_call(plan, block, bounds[block])
+            continue
+        pairs = np.arange(bounds[block], bounds[block + 1])
         pairs = pairs[plan.pair_lo[pairs] < plan.pair_hi[pairs]]
         runs, rest = _causal_runs(plan, pairs)
         for run in runs:
@@ -110,6 +114,15 @@ def _causal_calls(plan: AttentionPlan, block: int, run: np.ndarray) -> list[Call
     if lo[0] <= own:
         calls.append(_call(plan, block, run, own, own + len(run), masked=False, causal=True))
     return calls
+
+
+def _single_call(plan: AttentionPlan, block: int, pair: int) -> list[Call]:
+    """What `_flat_calls` gives for one pair, which sees all keys between its bounds or none."""
+    lo, hi = int(plan.pair_lo[pair]), int(plan.pair_hi[pair])
+    if lo >= hi:
+        return []
+    origin, capacity = int(plan.block_origin[block]), int(plan.block_capacity[block])
+    return [Call(np.array([pair]), 1, hi - lo, origin, 0, capacity, int(plan.block_first[block]) + lo)]
 
 
 def _flat_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[Call]:
