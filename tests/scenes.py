@@ -154,7 +154,7 @@ def turn(x: torch.Tensor, positions: torch.Tensor, rotary: RotarySpec | None) ->
 
 @st.composite
 def features(draw: st.DrawFn) -> Features:
-    head_dim = draw(st.sampled_from([8, 12]))
+    head_dim = draw(st.sampled_from([8, 16, 12]))
     turning = draw(st.sampled_from([0, 2, 4, head_dim // 2 - 1, head_dim // 2]))
     rotary = RotarySpec(tuple(100.0 ** (-i / 4) for i in range(turning)), draw(st.booleans())) if turning else None
     return Features(
@@ -174,9 +174,10 @@ def scenes(draw: st.DrawFn) -> Scene:
     """Rows over some layout, after a random life of the cache; the last pass is ready to be attended."""
     scene = Scene(draw(features()), draw(st.integers(0, 2**16)))
     views = draw(st.sampled_from([_tree, _workers, _anything]))(draw, scene)
+    in_step = draw(st.booleans())  # one new token each, as when all decode
     for _ in range(draw(st.integers(1, 3))):
         rows = draw(st.lists(st.sampled_from(views), min_size=1, unique_by=lambda view: id(view[-1])))
-        scene.step([_segment(draw, view) for view in rows])
+        scene.step([Segment(view, 1) if in_step else _segment(draw, view) for view in rows])
     return scene
 
 

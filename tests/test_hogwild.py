@@ -265,7 +265,8 @@ def test_the_modes_logits_equal_the_dense_oracle(
     monkeypatch: pytest.MonkeyPatch, layout: str, num_workers: int
 ) -> None:
     model = dense.in_float64(tiny.build("starcoder2"))
-    ids, mask = tiny.left_pad(tiny.make_prompts([17, 9]))
+    first, second = tiny.make_prompts([17, 9])
+    ids, mask = tiny.left_pad([first, torch.cat((first[:5], second))])  # problems that share the beginning
     replay, out = replay_a_call(
         monkeypatch,
         model,
@@ -299,7 +300,8 @@ def test_the_embedded_model_chooses_the_same_tokens_as_the_dense_oracle(
 ) -> None:
     """64 greedy tokens of two workers, float32."""
     model, tokenizer = embedded
-    prompt = hf_parallel.hogwild_prompt("Name three rivers and three mountains.", tokenizer)
+    rules = "You are {names} and share one notebook."
+    prompt = hf_parallel.hogwild_prompt("Name three rivers.", tokenizer, collaboration_prompt=rules)
     separator = tokenizer("\n\n").input_ids[0]
     replay, out = replay_a_call(
         monkeypatch,

@@ -117,6 +117,11 @@ def test_a_long_prompt_is_held_once_whatever_the_number_of_workers() -> None:
     assert tokens[8] - tokens[1] < 200
 
 
+def test_steps_that_moved_leave_no_block_behind() -> None:
+    blocks = write("a.\n\n" * 5 + "a", "b.\n\n" * 3).past_key_values.blocks
+    assert len(blocks) == len(["prompt", "history"]) + 4 + 2  # headers and gap, steps
+
+
 def test_the_memory_of_a_call_without_a_cache_to_return_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     caches = []
     monkeypatch.setattr(

@@ -10,6 +10,8 @@ import pytest
 import tiny
 from workers import FILLER, SETTINGS, TOKENIZER, Recording, Script, encode, write
 
+from hf_parallel import HogwildConfig
+
 EOS = tiny.EOS
 BLANK, STOP_BLANK, BLANKS, FENCE, TWO_BLANKS = 3, 4, 5, 6, 7  # tokens that hold a separator inside, or a code fence
 BOX = "\\boxed{"
@@ -176,6 +178,10 @@ def test_an_answer_is_read_with_its_braces(text: str, answer: str | None) -> Non
     assert write(text).answers == [answer]
 
 
+def test_the_last_answer_of_a_text_counts() -> None:
+    assert HogwildConfig().find_answer(f"{BOX}1}}, no, {BOX}2}}") == "2"
+
+
 def test_the_answer_pattern_is_a_setting() -> None:
     assert write("The answer is 17.", answer_pattern=r"answer is (\d+)\.").answers == ["17"]
     assert write("The answer is 17.", answer_pattern=r"\d+\.").answers == ["17."]
@@ -224,6 +230,22 @@ def test_the_finisher_reads_everything_and_answers(monkeypatch: pytest.MonkeyPat
     assert passes[-1].brought == ["2"]
     assert (out.answers, out.conclusions) == (["12"], [f"So {BOX}12}}"])
     assert out.stats.decoded_tokens == 3 * 9 + 3
+
+
+def test_the_finisher_reads_a_step_that_ended_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording(monkeypatch)
+    out = write("ab.\n\n", ["cc", EOS], finisher="1}")
+    assert recording.read()[-2].seen[-1] == f"P[DONE]Bob 1: cc\n\nAlice 1: ab.\n\n[OTHERS][ME]So {BOX}"
+    assert steps(out) == [("Bob 1: cc", True), ("Alice 1: ab.\n\n", True)]
+
+
+def test_the_finisher_waits_for_the_other_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording(monkeypatch)
+    out = write(["a", EOS], ["bb", EOS], "c.\n\ncc", "d", prompts=["P", "Q"], finisher="1}")
+    assert out.answers == ["1", "1"]
+    seen = recording.read()[-2].seen
+    assert f"P[DONE]Alice 1: a\n\nBob 1: bb\n\n[OTHERS][ME]So {BOX}" in seen
+    assert f"Q[DONE]Alice 1: c.\n\n[OTHERS]Alice 2: cc[ME]Bob 1: dxxxxxSo {BOX}" in seen
 
 
 def test_the_finisher_gets_its_number_of_tokens_and_no_more() -> None:
@@ -279,6 +301,4 @@ def test_a_call_ends_when_all_workers_have() -> None:
 
 
 def test_settings_of_the_tests_are_settings_of_the_mode() -> None:
-    from hf_parallel import HogwildConfig
-
     assert set(SETTINGS) - {"tokenizer"} <= set(HogwildConfig.fields())

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scenes import Features, Scene, scenes, turn
 
 from hf_parallel.cache import Block, BlockCache, Segment
-from hf_parallel.kernels import BACKEND_VARIABLE, RotarySpec, block_attention, reference, rotate, select_backend
+from hf_parallel.kernels import BACKEND_VARIABLE, RotarySpec, block_attention, native, reference, rotate, select_backend
 from hf_parallel.kernels import torch_attention as torch_backend
 from hf_parallel.kernels.plan import AttentionPlan
 from hf_parallel.kernels.schedule import make_schedule
@@ -55,6 +55,18 @@ def test_torch_backend_equals_oracle(dtype: torch.dtype, scene: Scene) -> None:
     assert actual.dtype == dtype
     # An output is rounded to `dtype` by either: one unit in the last place of a large one is no error.
     torch.testing.assert_close(actual, expected, rtol=torch.finfo(dtype).eps, atol=TOLERANCE[dtype])
+
+
+@EXACT
+@given(scene=scenes())
+def test_compiled_kernel_equals_oracle_where_it_serves_blocks_of_any_length(
+    monkeypatch: pytest.MonkeyPatch, scene: Scene
+) -> None:
+    """By itself the torch backend leaves only long blocks to it."""
+    monkeypatch.setattr(native, "MIN_KEYS", 1)
+    expected = scene.attend(reference.block_attention, torch.float32)
+    actual = scene.attend(torch_backend.block_attention, torch.float32)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[torch.float32])
 
 
 def test_oracle_equals_causal_softmax_of_one_row() -> None:
