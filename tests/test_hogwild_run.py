@@ -255,6 +255,34 @@ def test_a_streamer_of_one_row_follows_one_worker(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.strip() == "hello there"
 
 
+# A real tokenizer
+
+
+def test_a_stop_string_ends_its_worker(embedded: tuple[Any, Any]) -> None:
+    model, tokenizer = embedded
+    scripts = [
+        tokenizer(text, add_special_tokens=False).input_ids
+        for text in ("we are done now and then", "no not yet and so on")
+    ]
+    hf_parallel.enable(model)
+    try:
+        out = model.generate(
+            **hf_parallel.hogwild_prompt("Add.", tokenizer, collaboration_prompt="Work."),
+            generation_mode="hogwild",
+            tokenizer=tokenizer,
+            max_new_tokens=6,
+            stop_strings=["done"],
+            logits_processor=[Scripted(scripts)],
+            finisher_tokens=0,
+            return_dict_in_generate=True,
+        )
+    finally:
+        hf_parallel.disable(model)
+    assert [step.forward_pass for step in out.history[0]] == [3, None]
+    assert out.texts[0].endswith("we are done")
+    assert out.texts[1].endswith("no not yet and so on")
+
+
 # Settings
 
 

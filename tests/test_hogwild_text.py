@@ -141,6 +141,15 @@ def test_a_step_does_not_end(text: str, added: str) -> None:
     assert not step_ends(text, added)
 
 
+@pytest.mark.parametrize("text", ["Done.\n\n", "Done.\n\n\n", "It is 4. \n\n", "So?\n\n\n\n", "$$x$$\n\n    "])
+def test_a_step_ends_at_the_last_token_of_a_real_tokenizer(tokenizer: Any, text: str) -> None:
+    growing, ended = GrowingText(tokenizer), []
+    for token in tokenizer(text, add_special_tokens=False).input_ids:
+        added = growing.add([token])
+        ended.append(step_ends(growing.text, added))
+    assert ended == [False] * (len(ended) - 1) + [True]
+
+
 def test_code_fences_can_be_switched_off() -> None:
     assert step_ends("```\nx.\n\n", "\n\n", fence="")
 
