@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import types
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -144,12 +143,3 @@ def _rotary_tables(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tu
 
 def _rms_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
-
-
-@contextmanager
-def single_thread() -> Iterator[None]:
-    """Threads only slow models of this size down, where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +57,7 @@ ROWS = tiny.make_prompts([20, 31], seed=2)
 INPUT_IDS, ATTENTION_MASK = tiny.left_pad([torch.cat((ROWS[0], tail)) for tail in tiny.make_prompts([4, 9, 9], seed=3)])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def a_copy(name: str, **settings: Any) -> PreTrainedModel:

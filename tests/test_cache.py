@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,12 +22,7 @@ BYTES_PER_TOKEN = 2 * KV_HEADS * HEAD_DIM * 8  # one layer, float64
 ROTARY = RotarySpec((1.0, 0.3), interleaved=False)  # turns 4 of 6 dimensions
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def unrotated(tokens: Sequence[int], layer: int = 0) -> torch.Tensor:

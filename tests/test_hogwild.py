@@ -27,10 +27,7 @@ from hf_parallel.cache.hogwild import LAYOUTS, HogwildCache
 HEADERS = (5, 4, 3, 2)  # tokens of the history header, the others', the own one and the gap
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with dense.single_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # The cache under a model

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import dense
 import pytest
 import tiny
 import torch
@@ -19,10 +17,7 @@ EOS = tiny.EOS
 STOP_BLANK, BLANKS = 4, 5
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with dense.single_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def generate(ids: torch.Tensor, **settings: Any) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import dense
 import pytest
 import tiny
 from workers import FILLER, SETTINGS, TOKENIZER, Recording, Script, encode, write
@@ -17,10 +15,7 @@ BLANK, STOP_BLANK, BLANKS, FENCE, TWO_BLANKS = 3, 4, 5, 6, 7  # tokens that hold
 BOX = "\\boxed{"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with dense.single_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def steps(out: Any, problem: int = 0) -> list[tuple[str, bool]]:

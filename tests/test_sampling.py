@@ -33,12 +33,7 @@ INPUT_IDS, ATTENTION_MASK = tiny.left_pad(ROWS)
 WIDTH = INPUT_IDS.shape[1]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

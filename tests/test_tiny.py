@@ -4,7 +4,6 @@ they are there for, and does not turn on rounding. Runs stock transformers only.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -22,13 +21,7 @@ SLIDING = [name for name, architecture in ARCHITECTURES.items() if architecture.
 ALTERNATING = ["qwen2", "qwen3", "olmo3", "smollm3", "cohere2", "gemma2", "gemma3_text", "gpt_oss", "exaone4"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Threads only slow models of this size down, eightfold where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Greedy(NamedTuple):
