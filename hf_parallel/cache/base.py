@@ -40,6 +40,7 @@ class BlockCache(Cache):
         self.rows: list[View] = []
         self.block_attention = False
         self._pass: ForwardPass | None = None
+        self._last: ForwardPass | None = None  # the decode step before, from which the next one follows
         self._undo: list[tuple[Block, int]] = []
         self._updated: set[int] = set()  # layers that a pass under stock attention has been through
 
@@ -58,6 +59,7 @@ class BlockCache(Cache):
     def free(self, block: Block) -> None:
         """Forget a block and give its memory back."""
         self._known(block)
+        self._last = None
         self.blocks.remove(block)
         self.arena.release(block.extent)
 
@@ -154,6 +156,10 @@ class BlockCache(Cache):
         ValueError
             If a segment is empty, asks for tokens or blocks that are not there, or writes where another does.
         """
+        if self._last is not None and self._last.leads_to(segments):
+            self._count([(segment.view[-1], 1) for segment in segments])
+            self._pass, self._updated = self._last.next_step(), set()
+            return self._pass
         written: set[Block] = set()
         asked: set[Block] = set()
         for segment in segments:
@@ -169,11 +175,15 @@ class BlockCache(Cache):
             (written if segment.write else asked).add(target)
         writing = [(segment.view[-1], segment.num_tokens) for segment in segments if segment.write]
         self.reserve([(block, block.length + n) for block, n in writing])
+        self._count(writing)
+        self._pass, self._updated = plan_pass(segments, self.device), set()
+        return self._pass
+
+    def _count(self, writing: Sequence[tuple[Block, int]]) -> None:
+        """Count new tokens in their blocks, so that it can be taken back."""
         self._undo = [(block, block.length) for block, _ in writing]
         for block, n in writing:
             block.length += n
-        self._pass, self._updated = plan_pass(segments, self.device), set()
-        return self._pass
 
     def rollback(self) -> None:
         """Take back the lengths of the last prepared pass, if it did not come to its end."""
@@ -190,6 +200,8 @@ class BlockCache(Cache):
 
     def commit(self) -> None:
         """Say that the last prepared pass came to its end."""
+        if self._pass is not None:
+            self._last = self._pass if self._pass.is_decode_step else None
         self._undo, self._pass = [], None
 
     def update(

@@ -7,12 +7,12 @@ where it writes. Positions follow from the lengths alone, so that no position is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from ..kernels import AttentionPlan
+from ..kernels import AttentionPlan, Growth
 from .arena import Extent
 
 
@@ -55,17 +55,49 @@ class ForwardPass:
     """One forward pass: the plan of its attention and the positions that the model is given.
 
     `position_ids` is `int64 [T]`: where each packed token is rotated to by the model, which is its place in the
-    block that it is written to. `segments` are in packed order.
+    block that it is written to. `segments` are in packed order, their views as they were when the pass was laid out.
+    `blocks` are all that they see; `lengths` (new tokens counted) and `places` are where those stood then.
     """
 
     plan: AttentionPlan
     position_ids: torch.Tensor
     segments: Sequence[Segment]
+    blocks: Sequence[Block]
+    lengths: list[int]
+    places: list[tuple[Extent, int, int]]
 
     @property
     def last_tokens(self) -> list[int]:
         """Index of each segment's last packed token."""
         return (np.cumsum([segment.num_tokens for segment in self.segments]) - 1).tolist()
+
+    @property
+    def is_decode_step(self) -> bool:
+        """Whether every row brings one token of its own."""
+        return self.plan.growth is not None
+
+    def leads_to(self, segments: Sequence[Segment]) -> bool:
+        """Whether `segments` are the next decode step after this one, with nothing changed but the new tokens."""
+        return (
+            self.is_decode_step
+            and len(segments) == len(self.segments)
+            and self.lengths == [block.length for block in self.blocks]
+            and self.places == [_place(block) for block in self.blocks]
+            and all(
+                new.num_tokens == 1 and new.write and tuple(new.view) == old.view and new.view[-1].room
+                for new, old in zip(segments, self.segments, strict=True)
+            )
+        )
+
+    def next_step(self) -> ForwardPass:
+        """The pass of the next decode step: the same rows bring one more token each, which their blocks count."""
+        lengths = [block.length for block in self.blocks]
+        return replace(self, plan=self.plan.next_step(), position_ids=self.position_ids + 1, lengths=lengths)
+
+
+def _place(block: Block) -> tuple[Extent, int, int]:
+    """Where a block stands, which does not change as it grows."""
+    return block.extent, block.first, block.base
 
 
 def view_length(view: View) -> int:
@@ -78,7 +110,9 @@ def plan_pass(segments: Sequence[Segment], device: torch.device) -> ForwardPass:
 
     The new tokens must be counted in their blocks' lengths already: every row sees what every other row brings.
     """
-    members: dict[int, tuple[Block, list[tuple[int, int, int, int, int]]]] = {}
+    decoding = all(segment.write and segment.num_tokens == 1 for segment in segments)
+    grows = {id(segment.view[-1]): 1 for segment in segments} if decoding else {}
+    members: dict[int, tuple[Block, list[tuple[int, ...]]]] = {}
     positions: list[np.ndarray] = []
     writes: list[tuple[np.ndarray, Block, np.ndarray]] = []
     offset = 0
@@ -88,18 +122,24 @@ def plan_pass(segments: Sequence[Segment], device: torch.device) -> ForwardPass:
         positions.append(target.base + index)
         if segment.write:
             writes.append((np.arange(offset, offset + n), target, index))
-        start = view_length(segment.view[:-1])
+        ahead = segment.view[:-1]
+        start = view_length(ahead)
         truth = start + target.length - n  # true position of the first new token
         own_shift, start = start - target.base, 0
+        shift_grows, start_grows = sum(grows.get(id(block), 0) for block in ahead) if grows else 0, 0
         for block in segment.view:
+            growing = grows.get(id(block), 0)
             if block.length:
                 turn = own_shift - (start - block.base)
-                members.setdefault(id(block), (block, []))[1].append((offset, n, turn, truth - start, block.length))
+                row = (offset, n, turn, truth - start, block.length)
+                turn_grows = shift_grows - start_grows
+                members.setdefault(id(block), (block, []))[1].append((*row, turn_grows, turn_grows + 1, growing))
             start += block.length
+            start_grows += growing
         offset += n
     blocks = [block for block, _ in members.values()]
     rows = [row for _, seen in members.values() for row in seen]
-    table = np.array(rows, dtype=np.int64).reshape(-1, 5)
+    table = np.array(rows, dtype=np.int64).reshape(-1, 8)
     counts = table[:, 1]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     query, delta, reach, length = (np.repeat(table[:, i], counts) for i in (0, 2, 3, 4))
@@ -120,8 +160,14 @@ def plan_pass(segments: Sequence[Segment], device: torch.device) -> ForwardPass:
         write_origin=_concat(np.full(len(query), block.extent.origin) for query, block, _ in writes),
         write_capacity=_concat(np.full(len(query), block.extent.capacity) for query, block, _ in writes),
         write_index=_concat(block.first + index for _, block, index in writes),
+        growth=Growth(table[:, 5], table[:, 6], table[:, 7]) if decoding else None,
     )
-    return ForwardPass(plan, torch.from_numpy(_concat(positions)).to(device), tuple(segments))
+    frozen = tuple(Segment(tuple(segment.view), segment.num_tokens, segment.write) for segment in segments)
+    seen = tuple({id(block): block for segment in frozen for block in segment.view}.values())
+    position_ids = torch.from_numpy(_concat(positions)).to(device)
+    return ForwardPass(
+        plan, position_ids, frozen, seen, [block.length for block in seen], [_place(block) for block in seen]
+    )
 
 
 def _ints(values) -> np.ndarray:  # type: ignore[no-untyped-def]

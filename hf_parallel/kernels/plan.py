@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +26,32 @@ class Memo:
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]
+
+
+@runtime_checkable
+class Following(Protocol):
+    """What is derived from a decode step's plan and knows how to go on to the next step."""
+
+    def following(self, plan: AttentionPlan) -> Any:
+        """The same of the next step's `plan`, or None if it must be made anew."""
+
+
+@dataclass(frozen=True, eq=False)
+class Growth:
+    """What a decode step adds to the numbers of its plan, if the same rows then bring one more token each.
+
+    All positions in a step are sums of lengths, and a length grows by one or not at all: from one step to the next a
+    plan changes by the same integers, which are known when its first step is.
+
+    Attributes
+    ----------
+    delta, reach, hi : int64 [P]
+        Added to `pair_delta`, `pair_reach` and `pair_hi`. Every `write_index` grows by one.
+    """
+
+    delta: np.ndarray
+    reach: np.ndarray
+    hi: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +85,8 @@ class AttentionPlan(Memo):
         The packed tokens whose keys and values are stored (all of them, except re-read ones).
     write_origin, write_capacity, write_index : [W]
         Where they go: row `write_index` of the extent at `write_origin`.
+    growth : Growth, optional
+        How the plan goes on, where each row brings one token of its own.
     """
 
     num_queries: int
@@ -75,12 +103,32 @@ class AttentionPlan(Memo):
     write_origin: np.ndarray
     write_capacity: np.ndarray
     write_index: np.ndarray
+    growth: Growth | None = None
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks B that are read in this pass."""
         return len(self.block_origin)
+
+    def next_step(self) -> AttentionPlan:
+        """Return the plan of the next decode step over the same blocks, by its `growth`.
+
+        What is remembered and has a method `following(plan)` goes on too, unless that gives None.
+        """
+        assert self.growth is not None, "only a decode step goes on by itself"
+        plan = replace(
+            self,
+            pair_delta=self.pair_delta + self.growth.delta,
+            pair_reach=self.pair_reach + self.growth.reach,
+            pair_hi=self.pair_hi + self.growth.hi,
+            write_index=self.write_index + 1,
+            _memo={},
+        )
+        for key, known in self._memo.items():
+            if isinstance(known, Following) and (next_known := known.following(plan)) is not None:
+                plan._memo[key] = next_known
+        return plan
 
     @property
     def rotates(self) -> bool:
@@ -94,7 +142,7 @@ class AttentionPlan(Memo):
 
         def narrow() -> AttentionPlan:
             lo = np.maximum(self.pair_lo, self.pair_reach - window + 1)
-            return self if np.array_equal(lo, self.pair_lo) else replace(self, pair_lo=lo, _memo={})
+            return self if np.array_equal(lo, self.pair_lo) else replace(self, pair_lo=lo, growth=None, _memo={})
 
         return self.memo(("window", window), narrow)
 

@@ -8,7 +8,7 @@ causal part, so that no mask is built for it.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,10 @@ PADDED_KEYS = 4096
 """Keys that a batched call may read in vain, beyond as many again as it needs."""
 
 
+MERGE_INDEX = "merge index"
+"""What a schedule remembers under this name depends on `merge` alone."""
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """One dense attention call: N evenly spaced runs of L keys, each met by M queries.
@@ -30,7 +34,8 @@ class Call:
     `pairs` are indices `[N * M]` into the plan's pair arrays, -1 where a run stands in for a gap in the spacing and
     its result is dropped. `origin` and `spacing` are in slots, `first` is the row of the first key in its extent.
     `lo` and `hi` `[N, M]` bound the visible keys, counted from `first`; both are None where all L are visible or the
-    call is `causal` (then N = 1 and M = L).
+    call is `causal` (then N = 1 and M = L). `growth` is the number of keys that one more decode step adds to every run,
+    None where that is not one number.
     """
 
     pairs: np.ndarray
@@ -43,11 +48,19 @@ class Call:
     causal: bool = False
     lo: np.ndarray | None = None
     hi: np.ndarray | None = None
+    growth: int | None = None
 
     @property
     def num_queries(self) -> int:
         """Queries M that meet each run of keys."""
         return len(self.pairs) // self.num_blocks
+
+    def grown(self) -> Call:
+        """The call over the keys that one more decode step adds."""
+        if not self.growth:
+            return self
+        hi = None if self.hi is None else self.hi + self.growth
+        return replace(self, num_keys=self.num_keys + self.growth, hi=hi)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +75,13 @@ class Schedule(Memo):
     merge: np.ndarray
     in_order: bool
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def following(self, plan: AttentionPlan) -> Schedule | None:
+        """The schedule of the next decode step's plan: the same calls over longer runs of keys."""
+        if any(call.growth is None for call in self.calls):
+            return None
+        known: dict[Hashable, Any] = {key: value for key, value in self._memo.items() if key == MERGE_INDEX}
+        return replace(self, calls=[call.grown() for call in self.calls], _memo=known)
 
 
 def make_schedule(plan: AttentionPlan) -> Schedule:
@@ -87,7 +107,7 @@ def make_schedule(plan: AttentionPlan) -> Schedule:
         if len(rest):
             flat += _flat_calls(plan, block, rest)
     calls += _batch(flat)
-    return _with_merge(plan, calls)
+    return _with_merge(plan, [_with_growth(plan, call) for call in calls])
 
 
 def _causal_runs(plan: AttentionPlan, pairs: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
@@ -223,6 +243,14 @@ def _join(calls: list[Call], spacing: int) -> Call:
         lo=lo if masked else None,
         hi=hi if masked else None,
     )
+
+
+def _with_growth(plan: AttentionPlan, call: Call) -> Call:
+    """Note by how many keys a call grows in the next decode step."""
+    if plan.growth is None or call.causal:
+        return call
+    growth = plan.growth.hi[call.pairs[call.pairs >= 0]]
+    return replace(call, growth=int(growth[0])) if (growth == growth[0]).all() else call
 
 
 def _with_merge(plan: AttentionPlan, calls: list[Call]) -> Schedule:

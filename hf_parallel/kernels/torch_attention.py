@@ -15,7 +15,7 @@ import torch
 from . import native
 from .plan import AttentionPlan
 from .rope import RotarySpec, rotate
-from .schedule import Call, Schedule, make_schedule
+from .schedule import MERGE_INDEX, Call, Schedule, make_schedule
 
 UNPACKED_QUERIES = 32
 """Queries per block from which packing grouped heads gains nothing over one product per head."""
@@ -270,7 +270,7 @@ def _merge(
     if schedule.in_order:
         out, lse = out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1))
     else:
-        place, absent = schedule.memo(("merge", query.device), lambda: _merge_index(schedule, query.device))
+        place, absent = schedule.memo(MERGE_INDEX, lambda: _merge_index(schedule, query.device))
         out, lse = out[place], lse[place]
         if absent is not None:
             lse = lse.masked_fill(absent, float("-inf"))

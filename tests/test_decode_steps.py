@@ -1,0 +1,97 @@
+"""A decode step that follows from the one before it is laid out by adding integers: the same plan as one made anew."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scenes import Features, Scene, scenes
+
+from hf_parallel.cache import Segment
+from hf_parallel.cache.layout import plan_pass
+from hf_parallel.kernels import AttentionPlan
+from hf_parallel.kernels.torch_attention import block_attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ARRAYS = [f.name for f in fields(AttentionPlan) if f.type == "np.ndarray"]
+EXACT = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def one_token_each(scene: Scene) -> list[Segment]:
+    """A decode step of the rows of the scene's last pass that write blocks of their own."""
+    return [Segment(segment.view, 1) for segment in scene.forward.segments if segment.write]
+
+
+@EXACT
+@given(scene=scenes(), data=st.data())
+def test_steps_that_follow_equal_those_laid_out_anew(scene: Scene, data: st.DataObject) -> None:
+    segments = one_token_each(scene)
+    if not segments:
+        return
+    scene.cache.reserve([(segment.view[-1], segment.view[-1].length + 8) for segment in segments])
+    for _ in range(data.draw(st.integers(2, 5))):
+        scene.step(segments)
+        anew = plan_pass(segments, torch.device("cpu"))
+        for name in ARRAYS:
+            assert np.array_equal(getattr(scene.forward.plan, name), getattr(anew.plan, name)), name
+        assert torch.equal(scene.forward.position_ids, anew.position_ids)
+        out = scene.attend(block_attention, torch.float64)
+        torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-11)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    """Two rows over a shared block, two decode steps in."""
+    scene = Scene(Features())
+    root, *own = scene.cache.new_block(8), *scene.cache.new_blocks(2, 8)
+    scene.step([Segment([root], 8)])
+    for _ in range(2):
+        scene.step([Segment([root, block], 1) for block in own])
+    return scene
+
+
+def test_a_step_that_follows_is_not_laid_out_anew(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_parallel.cache.base.plan_pass", None)
+    scene.step(one_token_each(scene))
+    torch.testing.assert_close(scene.attend(block_attention, torch.float64), scene.truth())
+
+
+@pytest.mark.parametrize("change", ["truncate", "base", "another row", "order", "no room", "freed", "split"])
+def test_a_step_after_a_change_is_laid_out_anew(scene: Scene, change: str) -> None:
+    segments = one_token_each(scene)
+    root, own = segments[0].view
+    if change == "truncate":
+        scene.cache.truncate(own, 1)
+    elif change == "base":
+        own.base += 3
+    elif change == "another row":
+        segments.append(Segment([root, scene.cache.new_block(8)], 1))
+    elif change == "order":
+        segments.reverse()
+    elif change == "no room":
+        own.extent.capacity = own.first + own.length
+    elif change == "freed":
+        scene.cache.free(own)
+        with pytest.raises(ValueError, match="no longer"):
+            scene.cache.prepare(segments)
+        return
+    elif change == "split":
+        scene.cache.split(root, 3)
+    forward = scene.cache.prepare(segments)
+    anew = plan_pass(segments, torch.device("cpu"))
+    for name in ARRAYS:
+        assert np.array_equal(getattr(forward.plan, name), getattr(anew.plan, name)), name
+
+
+def test_a_step_that_was_taken_back_can_be_taken_again(scene: Scene) -> None:
+    segments = one_token_each(scene)
+    taken = scene.cache.prepare(segments)
+    scene.cache.rollback()
+    again = scene.cache.prepare(segments)
+    for name in ARRAYS:
+        assert np.array_equal(getattr(taken.plan, name), getattr(again.plan, name)), name
