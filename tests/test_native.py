@@ -7,12 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hf_parallel.cache import BlockCache, Segment
-from hf_parallel.kernels import AttentionPlan, native, reference, torch_attention
+from hf_parallel.kernels import AttentionPlan, RotarySpec, native, reference, torch_attention
 
 CPU = torch.device("cpu")
 compiled = pytest.mark.skipif(
@@ -27,27 +28,39 @@ def softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     return torch.einsum("mhn,hnd->mhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
+def attend(
+    q: torch.Tensor, *blocks: tuple[torch.Tensor, torch.Tensor], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries `[T, heads, dim]` over calls of keys and values `[N, kv_heads, L, dim]`, laid one after another."""
+    dim, offset, calls = q.shape[-1], 0, []
+    for k, _ in blocks:
+        count, heads, length, _ = k.shape
+        places = {f"{name}_offset": offset for name in ("key", "value")}
+        places |= {f"{name}_block": heads * length * dim for name in ("key", "value")}
+        places |= {f"{name}_head": length * dim for name in ("key", "value")}
+        calls.append({"blocks": count, "queries": len(q) // count, "num_keys": length, **places})
+        offset += k.numel()
+    keys, values = (torch.cat([block[i].reshape(-1, dim) for block in blocks]) for i in (0, 1))
+    return native.attend(q, keys, values, native.Calls(calls), blocks[0][0].shape[1], scale)
+
+
 @compiled
 def test_a_compiler_is_enough_for_the_kernel() -> None:
-    assert native.serves(torch.float32, CPU, blocks=1, rows=48, num_keys=2048, key_dim=64, value_dim=64)
-    assert native.serves(torch.float32, CPU, blocks=2, rows=3, num_keys=1, key_dim=64, value_dim=64)
+    assert native.serves(torch.float32, CPU, rows=48, key_dim=64, value_dim=64)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows", "num_keys", "key_dim", "value_dim"),
+    ("dtype", "rows", "key_dim", "value_dim"),
     [
-        (torch.float64, 4, 300, 64, 64),
-        (torch.bfloat16, 4, 300, 64, 64),
-        (torch.float32, 4, 255, 64, 64),
-        (torch.float32, 1025, 300, 64, 64),
-        (torch.float32, 4, 300, 60, 60),
-        (torch.float32, 4, 300, 64, 32),
+        (torch.float64, 4, 64, 64),
+        (torch.bfloat16, 4, 64, 64),
+        (torch.float32, 1025, 64, 64),
+        (torch.float32, 4, 60, 60),
+        (torch.float32, 4, 64, 32),
     ],
 )
-def test_what_the_kernel_does_not_serve(
-    dtype: torch.dtype, rows: int, num_keys: int, key_dim: int, value_dim: int
-) -> None:
-    assert not native.serves(dtype, CPU, 1, rows, num_keys, key_dim, value_dim)
+def test_what_the_kernel_does_not_serve(dtype: torch.dtype, rows: int, key_dim: int, value_dim: int) -> None:
+    assert not native.serves(dtype, CPU, rows, key_dim, value_dim)
 
 
 @compiled
@@ -61,7 +74,7 @@ def test_kernel_equals_softmax(tokens: int, heads: int, kv_heads: int, dim: int,
         torch.randn(kv_heads, num_keys, dim),
         torch.randn(kv_heads, num_keys, dim),
     )
-    out, lse = native.attend(q, k[None], v[None], dim**-0.5)
+    out, lse = attend(q, (k[None], v[None]), scale=dim**-0.5)
     expected, expected_lse = softmax(q, k, v, dim**-0.5)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
@@ -73,7 +86,7 @@ def test_kernel_is_exact_for_flat_and_for_peaked_scores(size: float) -> None:
     """Scores of up to some thousands: the exponentials must neither overflow nor lose the maximum."""
     q, k, v = torch.randn(7, 6, 64) * size, torch.randn(2, 900, 64), torch.randn(2, 900, 64)
     k[:, 850:] *= 2  # the maximum comes late, when much has been summed
-    out, lse = native.attend(q, k[None], v[None], 0.125)
+    out, lse = attend(q, (k[None], v[None]), scale=0.125)
     expected, expected_lse = softmax(q, k, v, 0.125)
     # Scores carry the rounding of float32, which the exponential turns into a relative error of the weights.
     tolerance = 1e-5 + 4e-6 * float((q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()) * 0.125)
@@ -87,8 +100,7 @@ def test_kernel_is_exact_for_flat_and_for_peaked_scores(size: float) -> None:
 def test_kernel_merges_blocks_with_what_was_seen_before(num_keys: int, tokens: int) -> None:
     """Four blocks, each with queries of its own, behind a prefix that all of them saw."""
     q, prefix, own = torch.randn(4 * tokens, 6, 64), torch.randn(2, 3, 300, 64), torch.randn(2, 4, 3, num_keys, 64)
-    seen = native.attend(q, prefix[0][None], prefix[1][None], 0.125)
-    out, lse = native.attend(q, own[0], own[1], 0.125, seen)
+    out, lse = attend(q, (prefix[0][None], prefix[1][None]), (own[0], own[1]), scale=0.125)
     for block in range(4):
         mine = slice(block * tokens, (block + 1) * tokens)
         k, v = torch.cat((prefix, own[:, block]), dim=2)
@@ -119,8 +131,33 @@ def test_torch_backend_uses_the_kernel_for_a_shared_prompt(monkeypatch: pytest.M
     query, keys, values, plan = shared_prompt(700)
     out = torch_attention.block_attention(query, keys, values, plan, num_kv_heads=2, scale=0.125)
     expected = reference.block_attention(query, keys, values, plan, num_kv_heads=2, scale=0.125)
-    assert asked == [5, 5]  # the prompt, then all suffixes
+    assert asked == [5]  # the prompt and all suffixes in one
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("workers", [2, 4], ids=["narrow", "wide"])
+def test_a_query_may_meet_several_blocks_of_one_call(workers: int) -> None:
+    """Workers that see each other's blocks: all are read in one call, whose results go to the same rows."""
+    torch.manual_seed(0)
+    cache = BlockCache({0: RotarySpec((1.0, 0.1))})
+    own = cache.new_blocks(workers, 512)
+    views = [[*(other for other in own if other is not mine), mine] for mine in own]
+    for tokens in (300, 1):
+        forward = cache.prepare([Segment(view, tokens) for view in views])
+        new = torch.randn(2, 2, forward.plan.num_queries, 8)
+        cache.arena.write(0, new[0], new[1], forward.plan)
+        cache.commit()
+    layer, query, threads = cache.storage(0), torch.randn(workers, 6, 8), torch.get_num_threads()
+    settings: dict[str, Any] = {"num_kv_heads": 2, "scale": 0.3, "rotary": cache.rotary[0]}
+    expected = reference.block_attention(query, layer.keys, layer.values, forward.plan, **settings)
+    try:
+        torch.set_num_threads(4)
+        for _ in range(50):
+            out = torch_attention.block_attention(query, layer.keys, layer.values, forward.plan, **settings)
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    finally:
+        torch.set_num_threads(threads)
 
 
 WITHOUT = """

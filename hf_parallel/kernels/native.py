@@ -13,8 +13,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,8 +24,8 @@ from ..folders import cache_folder
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
 
-MIN_KEYS = 256
-"""Keys of a single block below which a call of PyTorch's costs as little."""
+NARROW_ROWS = 8
+"""Rows per block up to which each may see keys of its own (as in `cpu_attention.c`)."""
 MAX_ROWS = 1024
 """Rows of one KV head up to which the kernel was measured to be faster."""
 
@@ -32,11 +34,46 @@ _SOURCE = Path(__file__).with_name("cpu_attention.c")
 _logger = logging.getLogger(__name__)
 
 
-def serves(
-    dtype: torch.dtype, device: torch.device, blocks: int, rows: int, num_keys: int, key_dim: int, value_dim: int
-) -> bool:
-    """Whether the kernel takes a call: blocks of `num_keys` keys, all seen by `rows` query rows per KV head each."""
-    fits = rows <= MAX_ROWS and (num_keys >= MIN_KEYS or blocks > 1) and key_dim == value_dim and key_dim % 8 == 0
+class _Call(ctypes.Structure):
+    """As in `cpu_attention.c`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("blocks", "queries", "num_keys")),
+        *((name, ctypes.c_int64) for name in ("key_offset", "key_block", "key_head")),
+        *((name, ctypes.c_int64) for name in ("value_offset", "value_block", "value_head")),
+        *((name, ctypes.c_void_p) for name in ("take", "lo", "hi", "cos", "sin")),
+        *((name, ctypes.c_int64) for name in ("half", "interleaved", "repeats")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    """As in `cpu_attention.c`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "out", "lse")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Calls:
+    """Calls of a schedule as the kernel reads them, the same for all layers of one shape."""
+
+    def __init__(self, calls: Sequence[Mapping[str, Any]]) -> None:
+        """Lay out calls, each a mapping of `_Call`'s fields; arrays are contiguous tensors or absent."""
+        self._kept = calls  # the kernel reads their arrays
+        self.array = (_Call * len(calls))()
+        for into, call in zip(self.array, calls, strict=True):
+            for name, value in call.items():
+                setattr(into, name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+
+def serves(dtype: torch.dtype, device: torch.device, rows: int, key_dim: int, value_dim: int) -> bool:
+    """Whether the kernel takes a call whose blocks are met by `rows` query rows per KV head each."""
+    fits = rows <= MAX_ROWS and key_dim == value_dim and key_dim % 8 == 0
     return fits and dtype == torch.float32 and device.type == "cpu" and _library() is not None
 
 
@@ -44,50 +81,39 @@ def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    calls: Calls,
+    num_kv_heads: int,
     scale: float,
-    seen: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the queries of N blocks to all keys of theirs.
+    """Attention of all queries to the blocks of all calls, merged.
 
     Parameters
     ----------
-    query : float32 [N * M, heads, head_dim]
-    keys, values : float32 [N, kv_heads, L, head_dim]
-        Tokens of a head lie one after another.
+    query : float32 [T, heads, head_dim]
+    keys, values : float32 [slots * kv_heads, head_dim]
+        A layer's storage.
+    calls : Calls
+    num_kv_heads : int
     scale : float
         Factor of the scores.
-    seen : (out, lse), optional
-        What the same queries saw in other blocks, contiguous. It is merged with, in place, and returned.
+    sinks : [heads], optional
+        Logit of an attention sink per head.
 
     Returns
     -------
-    (out, lse) : [N * M, heads, head_dim], [N * M, heads]
+    (out, lse) : [T, heads, head_dim], [T, heads]
     """
     library = _library()
     assert library is not None, "asked only where it serves"
     query = query.contiguous()
     tokens, heads, dim = query.shape
-    out, lse = (torch.empty_like(query), query.new_empty(tokens, heads)) if seen is None else seen
-    failed = library.attend(
-        query.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
-        keys.shape[0],
-        tokens // keys.shape[0],
-        heads,
-        keys.shape[1],
-        keys.shape[2],
-        dim,
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        scale,
-        seen is not None,
-        torch.get_num_threads(),
-    )
+    out, lse = torch.empty_like(query), query.new_empty(tokens, heads)
+    pointers = (tensor.data_ptr() for tensor in (query, keys, values, out, lse))
+    layer = _Layer(*pointers, heads, num_kv_heads, dim, scale)
+    sinks = None if sinks is None else sinks.float().contiguous()
+    sink_pointer = None if sinks is None else sinks.data_ptr()
+    failed = library.attend(ctypes.byref(layer), sink_pointer, tokens, calls.array, len(calls), torch.get_num_threads())
     if failed:
         raise MemoryError(f"attention of {tokens} tokens x {heads} heads found no memory for its partial sums")
     return out, lse
@@ -103,9 +129,14 @@ def _library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         _logger.warning("attention on the CPU uses PyTorch's kernels, its own could not be compiled: %s", error)
         return None
-    library.attend.argtypes = (
-        [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 10 + [ctypes.c_float, ctypes.c_int, ctypes.c_int]
-    )
+    library.attend.argtypes = [
+        ctypes.POINTER(_Layer),
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.POINTER(_Call),
+        ctypes.c_int64,
+        ctypes.c_int,
+    ]
     library.attend.restype = ctypes.c_int
     return library
 

@@ -2,7 +2,7 @@
 
 Each call of the schedule runs the SDPA primitive of its device that also returns the log-sum-exp; partial results
 are merged exactly (Hydragen, eq. 5). Where no primitive serves (soft-capping, other devices) the call is spelled out.
-On a CPU, blocks that few queries see whole are left to `native.py`, which reads them once for all heads and rows.
+On a CPU, decode steps and short appends are left to `native.py`, which reads each block once for all heads and rows.
 """
 
 from __future__ import annotations
@@ -33,16 +33,10 @@ class _Bound:
     mask: torch.Tensor | None
     causal: bool
     packs: bool
-    native: bool
     num_blocks: int
     num_queries: int
     key_view: tuple[tuple[int, ...], tuple[int, ...], int]
     value_view: tuple[tuple[int, ...], tuple[int, ...], int]
-
-    @property
-    def merges_natively(self) -> bool:
-        """Whether the compiled kernel serves the call and can merge it: all queries, in order, unturned."""
-        return self.native and self.take is None and self.tables is None
 
 
 def block_attention(
@@ -61,12 +55,12 @@ def block_attention(
     schedule = plan.memo("schedule", lambda: make_schedule(plan))
     turn = rotary if plan.rotates else None
     shape = (query.shape[1], num_kv_heads, keys.shape[-1], values.shape[-1])
-    calls = schedule.memo(
-        (shape, turn, query.dtype, query.device),
-        lambda: [_bind(plan, call, shape, turn, query) for call in schedule.calls],
-    )
-    if softcap is None and sinks is None and all(call.merges_natively for call in calls):
-        return _attend_natively(query, keys, values, calls, scale)
+    bound = (shape, turn, query.dtype, query.device)
+    if softcap is None:
+        natively = schedule.memo(("native", *bound), lambda: _bind_natively(plan, schedule, shape, turn, query))
+        if natively is not None:
+            return native.attend(query, keys, values, natively, num_kv_heads, scale, sinks)[0]
+    calls = schedule.memo(bound, lambda: [_bind(plan, call, shape, turn, query) for call in schedule.calls])
     outs, lses = [], []
     for call in calls:
         q = query if call.take is None else query[call.take]
@@ -79,15 +73,44 @@ def block_attention(
     return _merge(outs, lses, schedule, sinks, query)
 
 
-def _attend_natively(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, calls: list[_Bound], scale: float
-) -> torch.Tensor:
-    """Calls that all queries take part in, in order and unturned, merged as they come."""
-    seen = None
-    for call in calls:
-        seen = native.attend(query, keys.as_strided(*call.key_view), values.as_strided(*call.value_view), scale, seen)
-    assert seen is not None, "a pass has queries"
-    return seen[0]
+def _bind_natively(
+    plan: AttentionPlan,
+    schedule: Schedule,
+    shape: tuple[int, int, int, int],
+    turn: RotarySpec | None,
+    query: torch.Tensor,
+) -> native.Calls | None:
+    """A schedule as the compiled kernel takes it, or None where it does not serve all of it: long causal runs."""
+    heads, kv_heads, key_dim, value_dim = shape
+    for call in schedule.calls:
+        rows = call.num_queries * heads // kv_heads
+        whole = call.lo is None or (call.num_blocks > 1 and rows <= native.NARROW_ROWS)
+        if call.causal or not whole or not native.serves(query.dtype, query.device, rows, key_dim, value_dim):
+            return None
+    return native.Calls([_native_call(plan, call, kv_heads, key_dim, turn) for call in schedule.calls])
+
+
+def _native_call(
+    plan: AttentionPlan, call: Call, kv_heads: int, dim: int, turn: RotarySpec | None
+) -> dict[str, int | torch.Tensor]:
+    _, (block_stride, head_stride, _, _), offset = _extents(call, kv_heads, dim)
+    fields: dict[str, int | torch.Tensor] = {
+        "blocks": call.num_blocks,
+        "queries": call.num_queries,
+        "num_keys": call.num_keys,
+    }
+    for name in ("key", "value"):
+        fields |= {f"{name}_offset": offset, f"{name}_block": block_stride, f"{name}_head": head_stride}
+    index = np.where(call.pairs < 0, -1, plan.pair_query[call.pairs])
+    if not np.array_equal(index, np.arange(plan.num_queries)):
+        fields |= {"take": torch.from_numpy(index), "repeats": int(np.bincount(index[index >= 0]).max() > 1)}
+    delta = plan.pair_delta[call.pairs]
+    if turn is not None and delta.any():
+        cos, sin = turn.tables(delta, torch.float32, torch.device("cpu"))
+        fields |= {"cos": cos, "sin": sin, "half": cos.shape[-1], "interleaved": int(turn.interleaved)}
+    if call.lo is not None and call.hi is not None:
+        fields |= {"lo": torch.from_numpy(call.lo.reshape(-1)), "hi": torch.from_numpy(call.hi.reshape(-1))}
+    return fields
 
 
 def _bind(
@@ -102,19 +125,11 @@ def _bind(
         mask=_mask(call, heads // kv_heads if packed else 1, query),
         causal=call.causal,
         packs=packed,
-        native=_is_native(call, shape, query),
         num_blocks=call.num_blocks,
         num_queries=call.num_queries,
         key_view=_extents(call, kv_heads, key_dim),
         value_view=_extents(call, kv_heads, value_dim),
     )
-
-
-def _is_native(call: Call, shape: tuple[int, int, int, int], query: torch.Tensor) -> bool:
-    """Whether the compiled kernel serves a call: blocks of which all their queries see all keys."""
-    heads, kv_heads, key_dim, value_dim = shape
-    rows, whole = call.num_queries * heads // kv_heads, call.lo is None and not call.causal
-    return whole and native.serves(query.dtype, query.device, call.num_blocks, rows, call.num_keys, key_dim, value_dim)
 
 
 def _take(plan: AttentionPlan, call: Call, device: torch.device) -> slice | torch.Tensor | None:
@@ -177,8 +192,6 @@ def _attend(
     -------
     (out, lse) : [N * M, heads, head_dim], [N * M, heads]
     """
-    if call.native and softcap is None:
-        return native.attend(q, k, v, scale)
     n, m, kv_heads, mask = call.num_blocks, call.num_queries, k.shape[1], call.mask
     total, heads, dim = q.shape
     groups = heads // kv_heads
