@@ -55,9 +55,14 @@ class GenerationCall:
         return self.input_ids.shape[0]
 
     @property
+    def max_length(self) -> int:
+        """Tokens that a row may have, its prompt's and padding included."""
+        return int(self.generation_config.max_length)
+
+    @property
     def max_new_tokens(self) -> int:
         """Tokens that a row may still get."""
-        return int(self.generation_config.max_length) - self.input_ids.shape[1]
+        return self.max_length - self.input_ids.shape[1]
 
     @property
     def pad_token_id(self) -> int:

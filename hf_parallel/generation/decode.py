@@ -16,13 +16,16 @@ import torch
 from transformers import StoppingCriteriaList
 
 from ..attention import block_attention_enabled
-from ..cache import BlockCache, Segment, View
+from ..cache import BlockCache, ForwardPass, Segment, View
 from .call import GenerationCall
 from .outputs import GenerationStats, ParallelOutput
 from .sampling import Sampler, TokenTable
 
 PREFILL_CHUNK = 4096
 """New tokens per forward pass of a prefill, unless `prefill_chunk_size` says otherwise."""
+
+RUNNING_AHEAD = ("cuda",)
+"""Kinds of devices that compute while the host goes on, so that a step may begin before its tokens have been read."""
 
 
 @dataclass(eq=False)
@@ -80,6 +83,7 @@ class DecodeLoop:
         self.streamer = call.streamer if stream and hasattr(call.streamer, "put") else None
         self.sampler = Sampler(call, table, call.stopping_criteria if criteria is None else criteria, seed)
         self._keyword = {"block_cache": cache} if call.capabilities.keyword else {}
+        self.device = table.ids.device
         self._keeps = "logits_to_keep" in inspect.signature(call.model.forward).parameters
 
     @contextmanager
@@ -134,8 +138,9 @@ class DecodeLoop:
         self,
         rows: Sequence[Row],
         logits: torch.Tensor,
-        advance: Callable[[Any, int, bool], bool],
+        advance: Callable[[Any, int, bool], bool] | None = None,
         settle: Callable[[], None] | None = None,
+        follow: Callable[[Sequence[Row]], Sequence[Row]] | None = None,
     ) -> None:
         """Generate until no row is active.
 
@@ -145,21 +150,32 @@ class DecodeLoop:
             Ascending by index.
         logits : [len(rows), vocabulary]
             What follows each row's prompt.
-        advance : callable (row, token, ended) -> bool
+        advance : callable (row, token, ended) -> bool, optional
             Told each row's new token and whether a criterion ended it; sets `row.pending` and says whether the row
-            goes on.
+            goes on. Default: a row brings its token to the next pass until it has ended. Such a step may begin
+            before the host knows the tokens.
         settle : callable, optional
             Called after every forward pass, to move blocks.
+        follow : callable (rows) -> rows, optional
+            Told the rows that go on, it says which rows bring tokens to the next pass, ascending by index: others may
+            take their place.
         """
         began = time.perf_counter()
         active = list(rows)
+        plain = advance is None and settle is None and follow is None
+        move = advance or _advance
         while active:
-            tokens, ended = self.sampler.choose([row.index for row in active], logits)
+            drawn = self.sampler.draw([row.index for row in active], logits)
+            ahead = self._step_ahead(active, drawn[0]) if plain and self._runs_ahead(active) else None
+            tokens, ended = self.sampler.read(*drawn)
             self.stats.decoded_tokens += len(tokens)
             self._stream(active, tokens)
-            going = [row for row, t, end in zip(active, tokens, ended, strict=True) if advance(row, t, end)]
-            active = [row for row in going if row.wanted()]
-            if active:
+            going = [row for row, t, end in zip(active, tokens, ended, strict=True) if move(row, t, end)]
+            before, active = active, [row for row in going if row.wanted()]
+            active = active if follow is None else list(follow(active))
+            if ahead is not None:
+                logits = self._take_back(ahead, before, active)
+            elif active:
                 logits = self.step(active, settle)
         self.stats.decode_seconds += time.perf_counter() - began
 
@@ -175,6 +191,25 @@ class DecodeLoop:
             settle()
         return logits
 
+    def _runs_ahead(self, rows: Sequence[Row]) -> bool:
+        """Whether the next step may begin before its tokens are known here: nothing asks for them but the model."""
+        more = any(self.table.lengths[row.index] < self.call.max_length for row in rows)
+        return self.device.type in RUNNING_AHEAD and more and self.sampler.stays_on_device
+
+    def _step_ahead(self, rows: Sequence[Row], tokens: torch.Tensor) -> torch.Tensor:
+        """The next step of all rows, those included that `tokens` will turn out to have ended."""
+        return self._run([Segment(row.view, 1) for row in rows], tokens, range(len(rows)))
+
+    def _take_back(self, logits: torch.Tensor, rows: Sequence[Row], going: Sequence[Row]) -> torch.Tensor:
+        """Forget what rows that had ended brought to a step; returns the logits of those that go on."""
+        if len(going) == len(rows):
+            return logits
+        stay = {row.index for row in going}
+        for row in rows:
+            if row.index not in stay:
+                self.cache.truncate(row.view[-1], row.view[-1].length - 1)
+        return logits[[i for i, row in enumerate(rows) if row.index in stay]]
+
     def forward(self, brought: Sequence[tuple[Segment, Sequence[int]]], ends: Sequence[int]) -> torch.Tensor:
         """One forward pass.
 
@@ -189,31 +224,39 @@ class DecodeLoop:
         torch.Tensor
             `[len(ends), vocabulary]`.
         """
+        ids = _to_device([token for _, tokens in brought for token in tokens], self.device)
+        return self._run([segment for segment, _ in brought], ids, ends)
+
+    def _run(self, segments: Sequence[Segment], ids: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
+        """One forward pass over packed tokens `ids`, `int64 [T]` on the device."""
         began = time.perf_counter()
-        device = self.table.ids.device
         try:
-            forward = self.cache.prepare([segment for segment, _ in brought])
-            ids = torch.tensor([token for _, tokens in brought for token in tokens], dtype=torch.long, device=device)
-            last = forward.last_tokens
-            keep = torch.tensor([last[end] for end in ends], dtype=torch.long, device=device)
-            arguments: dict[str, Any] = dict(self._keyword)
-            if self._keeps:
-                arguments["logits_to_keep"] = keep
+            forward = self.cache.prepare(segments)
+            keep = None if len(ends) == len(ids) else [forward.last_tokens[end] for end in ends]
             self.stats.plan_seconds += time.perf_counter() - began
-            output = self.call.model(
-                input_ids=ids[None],
-                position_ids=forward.position_ids[None],
-                past_key_values=self.cache,
-                use_cache=True,
-                return_dict=True,
-                **arguments,
-            )
+            logits = self._logits(forward, ids, keep)
         except BaseException:
             self.cache.rollback()
             raise
         self.cache.commit()
         self.stats.forward_passes += 1
-        return output.logits[0] if self._keeps else output.logits[0].index_select(0, keep)
+        return logits
+
+    def _logits(self, forward: ForwardPass, ids: torch.Tensor, keep: list[int] | None) -> torch.Tensor:
+        """Logits of the tokens at `keep` (None: of all)."""
+        arguments: dict[str, Any] = dict(self._keyword)
+        kept = None if keep is None else _to_device(keep, self.device)
+        if self._keeps and kept is not None:
+            arguments["logits_to_keep"] = kept
+        output = self.call.model(
+            input_ids=ids[None],
+            position_ids=forward.position_ids[None],
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **arguments,
+        )
+        return output.logits[0] if self._keeps or kept is None else output.logits[0].index_select(0, kept)
 
     def _stream(self, active: Sequence[Row], tokens: Sequence[int]) -> None:
         """Give the new tokens `[rows]` to the caller's streamer, as `generate` does; ended rows show padding."""
@@ -239,3 +282,14 @@ class DecodeLoop:
             stats=self.stats,
             **more,
         )
+
+
+def _advance(row: Row, token: int, ended: bool) -> bool:
+    row.pending = [token]
+    return not ended
+
+
+def _to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """Integers as `int64 [n]` on a device, without waiting for what it is doing."""
+    tensor = torch.tensor(numbers, dtype=torch.long)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -22,15 +22,23 @@ class TokenTable:
         self.ids = input_ids.new_full((rows, length + max(room, 1)), pad_token_id)
         self.ids[:, :length] = input_ids
         self.lengths = [length] * rows
+        self._indexed: tuple[list[int], torch.Tensor] | None = None
+
+    def index(self, rows: Sequence[int]) -> torch.Tensor:
+        """Row numbers on the table's device; those asked for last are kept there, so that no step waits for a copy."""
+        if self._indexed is None or self._indexed[0] != list(rows):
+            self._indexed = list(rows), torch.tensor(rows, device=self.ids.device)
+        return self._indexed[1]
 
     def append(self, rows: Sequence[int], tokens: torch.Tensor) -> None:
         """Add one token `int64 [len(rows)]` to each of `rows`."""
         self._make_room(max(self.lengths[row] for row in rows) + 1)
-        if len({self.lengths[row] for row in rows}) == 1 and len(rows) == len(self.lengths):
-            self.ids[:, self.lengths[0]] = tokens
+        lengths = [self.lengths[row] for row in rows]
+        if lengths.count(lengths[0]) == len(lengths):
+            column = self.ids[:, lengths[0]]
+            column[slice(None) if len(rows) == len(self.lengths) else self.index(rows)] = tokens
         else:
-            index = torch.tensor(rows, device=self.ids.device)
-            self.ids[index, torch.tensor([self.lengths[row] for row in rows], device=self.ids.device)] = tokens
+            self.ids[self.index(rows), torch.tensor(lengths, device=self.ids.device)] = tokens
         for row in rows:
             self.lengths[row] += 1
 
@@ -41,21 +49,33 @@ class TokenTable:
         self.ids[row, length : length + len(tokens)] = torch.tensor(tokens, dtype=self.ids.dtype)
         self.lengths[row] += len(tokens)
 
+    def truncate(self, row: int, length: int) -> None:
+        """Take back the tokens of a row from `length` on, padding counted."""
+        self.ids[row, length:] = self.pad_token_id
+        self.lengths[row] = length
+
+    def fork(self, row: int, count: int) -> list[int]:
+        """Add rows that hold what `row` holds; returns their numbers."""
+        first = len(self.lengths)
+        self.ids = torch.cat((self.ids, self.ids[row].expand(count, -1)))
+        self.lengths += [self.lengths[row]] * count
+        return list(range(first, first + count))
+
     def left_padded(self, rows: Sequence[int]) -> torch.Tensor:
         """The rows as one matrix `int64 [len(rows), longest]`."""
         lengths = [self.lengths[row] for row in rows]
         longest = max(lengths)
         everything = len(rows) == len(self.lengths)
-        ids = self.ids if everything else self.ids[torch.tensor(rows, device=self.ids.device)]
+        ids = self.ids if everything else self.ids[self.index(rows)]
         if min(lengths) == longest:
             return ids[:, :longest]
         shift = longest - torch.tensor(lengths, device=ids.device)[:, None]
         place = torch.arange(longest, device=ids.device) - shift
         return ids.gather(1, place.clamp(min=0)).masked_fill(place < 0, self.pad_token_id)
 
-    def padded(self) -> torch.Tensor:
-        """All rows, right-padded to the longest: what is returned to the caller."""
-        return self.ids[:, : max(self.lengths)].clone()
+    def padded(self, count: int | None = None) -> torch.Tensor:
+        """The first `count` rows (default: all), right-padded to the longest: what is returned to the caller."""
+        return self.ids[:count, : max(self.lengths[:count])].clone()
 
     def _make_room(self, length: int) -> None:
         if length > self.ids.shape[1]:
@@ -79,13 +99,29 @@ class Sampler:
         self.processors = call.logits_processor
         self.criteria = criteria
         self.do_sample = bool(config.do_sample)
-        self.num_rows = len(table.lengths)
+        self.rows: Sequence[int] = ()  # those that a token is being chosen for
         self.generators = make_generators(seed, self.num_rows, table.ids.device)
         self.processes_all = any(_may_keep_rows(processor) for processor in self.processors)
         self.judges_all = any(_may_keep_rows(criterion) for criterion in criteria)
         wanted = config.return_dict_in_generate
         self.scores: list[torch.Tensor] | None = [] if wanted and config.output_scores else None
         self.logits: list[torch.Tensor] | None = [] if wanted and config.output_logits else None
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether tokens are drawn without code that was not written with Transformers, which may look at them."""
+        return not (self.processes_all or self.judges_all)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the table has by now."""
+        return len(self.table.lengths)
+
+    def fork(self, row: int, count: int) -> list[int]:
+        """Add rows that go on from where `row` is, with its source of randomness; returns their numbers."""
+        if self.generators is not None:
+            self.generators += [self.generators[row]] * count
+        return self.table.fork(row, count)
 
     def choose(self, rows: Sequence[int], logits: torch.Tensor) -> tuple[list[int], list[bool]]:
         """Sample one token for each of `rows` and append it to the table.
@@ -100,18 +136,29 @@ class Sampler:
         -------
         (tokens, ended) : list of int, list of bool
         """
+        return self.read(*self.draw(rows, logits))
+
+    def draw(self, rows: Sequence[int], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `choose`, but the tokens `int64 [len(rows)]` and whether they ended their rows stay on the device."""
+        self.rows = rows
         raw = logits.to(copy=True, dtype=torch.float32, device=self.table.ids.device)
         scores = self._process(rows, raw)
         self._record(self.logits, rows, logits)
         self._record(self.scores, rows, scores)
         tokens = self._draw(rows, scores)
         self.table.append(rows, tokens)
-        return tokens.tolist(), self._ended(rows)
+        return tokens, self._ended(rows)
+
+    @staticmethod
+    def read(tokens: torch.Tensor, ended: torch.Tensor) -> tuple[list[int], list[bool]]:
+        """Fetch what was drawn: the one place at which a decode step waits for the device."""
+        numbers, flags = torch.stack((tokens, ended.to(tokens.dtype))).tolist()
+        return numbers, [flag != 0 for flag in flags]
 
     def _process(self, rows: Sequence[int], raw: torch.Tensor) -> torch.Tensor:
         if not self.processes_all or len(rows) == self.num_rows:
             return self._processed(self.table.left_padded(rows), raw)
-        index = torch.tensor(rows, device=raw.device)
+        index = self.table.index(rows)
         everything = raw.new_zeros(self.num_rows, raw.shape[-1])
         everything[index] = raw
         return self._processed(self._whole_batch(rows), everything)[index]
@@ -139,15 +186,14 @@ class Sampler:
         draws = [torch.multinomial(p, 1, generator=self.generators[row]) for row, p in zip(rows, probs, strict=True)]
         return torch.cat(draws)
 
-    def _ended(self, rows: Sequence[int]) -> list[bool]:
+    def _ended(self, rows: Sequence[int]) -> torch.Tensor:
         scores = None if self.scores is None else tuple(self.scores)  # what `generate` gives to criteria
         if len({self.table.lengths[row] for row in rows}) == 1:
             if not self.judges_all:
-                return self._judged(self.table.left_padded(rows), scores).tolist()
-            ended = self._judged(self._whole_batch(rows), scores).tolist()
-            return [ended[row] for row in rows]
+                return self._judged(self.table.left_padded(rows), scores)
+            return self._judged(self._whole_batch(rows), scores)[self.table.index(rows)]
         # A criterion may look at the length: rows of unequal length are asked one by one.
-        return [bool(self._judged(self.table.left_padded([row]), scores)) for row in rows]
+        return torch.cat([self._judged(self.table.left_padded([row]), scores) for row in rows])
 
     def _judged(self, ids: torch.Tensor, scores: Any) -> torch.Tensor:
         """Ask every criterion about the rows `ids`; returns `bool [len(ids)]`."""
@@ -167,7 +213,7 @@ class Sampler:
         if into is None:
             return
         everything = what.new_zeros((self.num_rows, what.shape[-1]), dtype=torch.float32)
-        everything[torch.tensor(rows, device=what.device)] = what.float()
+        everything[self.table.index(rows).to(what.device)] = what.float()
         into.append(everything)
 
 
@@ -191,6 +237,11 @@ def make_generators(seed: Any, num_rows: int, device: torch.device) -> list[torc
 
 
 def _may_keep_rows(helper: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether a processor or a criterion may keep state per row of the batch."""
+    """Whether a processor or a criterion may keep state per row of the batch.
+
+    One of the caller's own that keeps none may say so: `keeps_rows = False`.
+    """
     kind = type(helper)
+    if not getattr(helper, "keeps_rows", True):
+        return False
     return not kind.__module__.startswith("transformers.generation") or kind.__name__ in _STATEFUL

@@ -95,7 +95,7 @@ class SharedPrefixConfig(ParallelConfig):
                 block.base = leaf.start + len(leaf.tokens)
                 rows.append(Row(index, [*cache.view(leaf), block]))
             try:
-                loop.decode(rows, logits, _advance)
+                loop.decode(rows, logits)
                 self._keep(loop, cache, leaves, rows)
             except BaseException:
                 for row in rows:
@@ -133,11 +133,6 @@ class SharedPrefixConfig(ParallelConfig):
                 cache.attach(leaf, completion.cpu().numpy(), block)
             else:
                 cache.free(block)
-
-
-def _advance(row: Row, token: int, ended: bool) -> bool:
-    row.pending = [token]
-    return not ended
 
 
 def _leaf_paths(node: Any, tokenizer: Any, above: tuple[np.ndarray, ...] = ()) -> Iterator[tuple[np.ndarray, ...]]:
