@@ -94,11 +94,13 @@ _BAD_TEXTS: tuple[Any, ...] = ("abc", 5, ["x", 5], [""], {"x": 1})
 BAD_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "shared_prefix": {
         "seed": ("x", 1.5, True, [1, "x"], [None], {1: 2}),
+        "cuda_graph": ("yes", 1, None),
         "levels": ("text", 5, {"root": [1]}, torch.tensor([1, 2])),
         "keep_completions": ("yes", 1, None),
     },
     "hogwild": {
         "seed": ("x", [1.5, 1]),
+        "cuda_graph": (0, "no"),
         "num_workers": (0, -1, 2.0, "2", None, True, [2], torch.tensor(2)),
         "layout": ("diagonal", "", None, 3, ["combined"], np.array(["combined", "contiguous"])),
         "worker_names": ("AB", 5, ["A"], ["A", "A"], ["A", ""], ["A", 3], ["A", "B", "C"], {"A": 1, "B": 2}),

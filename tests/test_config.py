@@ -60,6 +60,7 @@ class EchoConfig(ParallelConfig):
 EVERY_SETTING: dict[str, dict[str, Any]] = {
     "hogwild": {
         "seed": [1, 2, 3],
+        "cuda_graph": False,
         "num_workers": 3,
         "layout": "interleaved",
         "worker_names": ["Ann", "Ben", "Cy"],
@@ -79,7 +80,7 @@ EVERY_SETTING: dict[str, dict[str, Any]] = {
         "finisher_tokens": 5,
         "collaboration_prompt": "{names} work.",
     },
-    "shared_prefix": {"seed": 5, "levels": [[5, 6], [7], [8, 9]], "keep_completions": False},
+    "shared_prefix": {"seed": 5, "cuda_graph": False, "levels": [[5, 6], [7], [8, 9]], "keep_completions": False},
 }
 """Each mode's settings, none of them as by default."""
 

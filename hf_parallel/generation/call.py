@@ -36,6 +36,8 @@ class GenerationCall:
         What the caller gave as `tokenizer=`, or None.
     past_key_values : BlockCache, optional
         A cache that the caller passed.
+    cuda_graph : bool
+        Whether decode steps on a GPU may be captured as CUDA graphs.
     """
 
     model: PreTrainedModel
@@ -48,6 +50,7 @@ class GenerationCall:
     streamer: Any = None
     tokenizer: Any = None
     past_key_values: BlockCache | None = None
+    cuda_graph: bool = True
 
     @property
     def num_rows(self) -> int:
@@ -86,6 +89,7 @@ def make_call(
     generation_config: GenerationConfig,
     streamer: Any,
     model_kwargs: dict[str, Any],
+    cuda_graph: bool = True,
 ) -> GenerationCall:
     """Check what reached the decoding method and wrap it up.
 
@@ -135,6 +139,7 @@ def make_call(
         streamer,
         tokenizer,
         cache,
+        cuda_graph,
     )
 
 

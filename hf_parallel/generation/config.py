@@ -34,11 +34,14 @@ class ParallelConfig:
         Source of each row's randomness. One int gives every row a generator of its own, made from the int and the
         row's number, so that a row's tokens do not depend on its batch. A list gives one per row. Default: PyTorch's
         global generator, drawn from as `generate` does.
+    cuda_graph : bool
+        Whether decode steps on a GPU are captured as CUDA graphs: costs memory, saves the time between kernels.
     """
 
     mode: ClassVar[str] = ""
 
     seed: Any = None
+    cuda_graph: bool = True
     _given: set[str] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
@@ -66,6 +69,7 @@ class ParallelConfig:
         seeds = self.seed if isinstance(self.seed, list | tuple) else [] if self.seed is None else [self.seed]
         if not all(isinstance(seed, torch.Generator) or is_int(seed) for seed in seeds):
             raise ValueError(f"seed must be an int, a torch.Generator or a list of them, got {self.seed!r}")
+        check_bool("cuda_graph", self.cuda_graph)
 
     def prepare(self, kwargs: dict[str, Any]) -> None:
         """Turn what only this mode understands into what `generate` does, before it sees the arguments."""

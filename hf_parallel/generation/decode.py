@@ -18,6 +18,7 @@ from transformers import StoppingCriteriaList
 from ..attention import block_attention_enabled
 from ..cache import BlockCache, ForwardPass, Segment, View
 from .call import GenerationCall
+from .graph import DecodeGraphs
 from .outputs import GenerationStats, ParallelOutput
 from .sampling import Sampler, TokenTable
 
@@ -82,8 +83,10 @@ class DecodeLoop:
         self.stats = GenerationStats() if stats is None else stats
         self.streamer = call.streamer if stream and hasattr(call.streamer, "put") else None
         self.sampler = Sampler(call, table, call.stopping_criteria if criteria is None else criteria, seed)
-        self._keyword = {"block_cache": cache} if call.capabilities.keyword else {}
+        self._keyword: dict[str, Any] = {"block_cache": cache} if call.capabilities.keyword else {}
         self.device = table.ids.device
+        captures = call.cuda_graph and DecodeGraphs.serve(call.model, self.device)
+        self.graphs = DecodeGraphs(self._forward, cache) if captures else None
         self._keeps = "logits_to_keep" in inspect.signature(call.model.forward).parameters
 
     @contextmanager
@@ -92,6 +95,7 @@ class DecodeLoop:
         with block_attention_enabled(self.call.model, self.cache):
             yield
         self.stats.kv_bytes = self.cache.kv_bytes
+        self.stats.graph_bytes = self.graphs.num_bytes if self.graphs is not None else 0
 
     def prefill(self, brought: Sequence[tuple[Segment, Sequence[int]]]) -> torch.Tensor:
         """Compute given tokens, in chunks that bound the memory of a pass.
@@ -244,19 +248,22 @@ class DecodeLoop:
 
     def _logits(self, forward: ForwardPass, ids: torch.Tensor, keep: list[int] | None) -> torch.Tensor:
         """Logits of the tokens at `keep` (None: of all)."""
-        arguments: dict[str, Any] = dict(self._keyword)
-        kept = None if keep is None else _to_device(keep, self.device)
-        if self._keeps and kept is not None:
-            arguments["logits_to_keep"] = kept
+        if self.graphs is not None and keep is None and forward.is_decode_step:
+            return self.graphs.logits(forward, ids)
+        return self._forward(ids, forward.position_ids, None if keep is None else _to_device(keep, self.device))
+
+    def _forward(self, ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the model over packed tokens of the prepared pass, `int64 [T]`."""
+        arguments = self._keyword if keep is None or not self._keeps else {**self._keyword, "logits_to_keep": keep}
         output = self.call.model(
             input_ids=ids[None],
-            position_ids=forward.position_ids[None],
+            position_ids=position_ids[None],
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
             **arguments,
         )
-        return output.logits[0] if self._keeps or kept is None else output.logits[0].index_select(0, kept)
+        return output.logits[0] if self._keeps or keep is None else output.logits[0].index_select(0, keep)
 
     def _stream(self, active: Sequence[Row], tokens: Sequence[int]) -> None:
         """Give the new tokens `[rows]` to the caller's streamer, as `generate` does; ended rows show padding."""

@@ -128,6 +128,7 @@ class ParallelGenerationMixin:
             generation_config,
             streamer,
             {**model_kwargs, "synced_gpus": synced_gpus},
+            config.cuda_graph,
         )
         return config.run(call)
 

@@ -26,6 +26,8 @@ class GenerationStats:
         Generated tokens that needed no forward pass because their logits were remembered.
     kv_bytes : int
         Bytes of keys and values held at the end: unique tokens, once.
+    graph_bytes : int
+        Bytes that captured decode steps (CUDA graphs) kept while the call ran.
     prefill_seconds, decode_seconds : float
         Wall-clock time of either part, everything included.
     plan_seconds : float
@@ -38,6 +40,7 @@ class GenerationStats:
     decoded_tokens: int = 0
     replayed_tokens: int = 0
     kv_bytes: int = 0
+    graph_bytes: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     plan_seconds: float = 0.0

@@ -1,7 +1,16 @@
 """The kernel floor: tensors in, tensors out. The attention operation and RoPE; knows no cache and no model."""
 
 from .dispatch import BACKEND_VARIABLE, block_attention, select_backend
-from .plan import AttentionPlan, Growth
+from .plan import AttentionPlan, Growth, PlanOnDevice
 from .rope import RotarySpec, rotate
 
-__all__ = ["BACKEND_VARIABLE", "AttentionPlan", "Growth", "RotarySpec", "block_attention", "rotate", "select_backend"]
+__all__ = [
+    "BACKEND_VARIABLE",
+    "AttentionPlan",
+    "Growth",
+    "PlanOnDevice",
+    "RotarySpec",
+    "block_attention",
+    "rotate",
+    "select_backend",
+]

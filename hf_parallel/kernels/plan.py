@@ -36,6 +36,14 @@ class Following(Protocol):
         """The same of the next step's `plan`, or None if it must be made anew."""
 
 
+@runtime_checkable
+class PlanOnDevice(Protocol):
+    """A plan as a device has it: buffers that kernels read, to which other plans of the same shape can be written."""
+
+    def serve(self, plan: AttentionPlan) -> bool:
+        """Make the buffers hold `plan`, unless they do; returns whether it fits."""
+
+
 @dataclass(frozen=True, eq=False)
 class Growth:
     """What a decode step adds to the numbers of its plan, if the same rows then bring one more token each.
@@ -129,6 +137,11 @@ class AttentionPlan(Memo):
             if isinstance(known, Following) and (next_known := known.following(plan)) is not None:
                 plan._memo[key] = next_known
         return plan
+
+    @property
+    def on_device(self) -> tuple[PlanOnDevice, ...]:
+        """Buffers that were filled for this plan so far."""
+        return tuple(known for known in self._memo.values() if isinstance(known, PlanOnDevice))
 
     @property
     def rotates(self) -> bool:
