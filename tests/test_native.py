@@ -136,15 +136,15 @@ def test_torch_backend_uses_the_kernel_for_a_shared_prompt(monkeypatch: pytest.M
 
 
 @compiled
-@pytest.mark.parametrize("workers", [2, 4], ids=["narrow", "wide"])
-def test_a_query_may_meet_several_blocks_of_one_call(workers: int) -> None:
-    """Workers that see each other's blocks: all are read in one call, whose results go to the same rows."""
+@pytest.mark.parametrize("workers", [2, 4, 12], ids=["narrow", "wide", "wider than a tile"])
+def test_a_query_may_meet_several_blocks_of_one_call_and_one_block_several_times(workers: int) -> None:
+    """Workers that see each other's blocks, and gaps between them: results of one call go to the same rows."""
     torch.manual_seed(0)
     cache = BlockCache({0: RotarySpec((1.0, 0.1))})
-    own = cache.new_blocks(workers, 512)
-    views = [[*(other for other in own if other is not mine), mine] for mine in own]
-    for tokens in (300, 1):
-        forward = cache.prepare([Segment(view, tokens) for view in views])
+    own, gap = cache.new_blocks(workers, 512), cache.new_block()
+    views = [[gap, gap, *(other for other in own if other is not mine), gap, mine] for mine in own]
+    for brought in ([Segment([gap], 3)], *([Segment(view, tokens) for view in views] for tokens in (300, 1))):
+        forward = cache.prepare(brought)
         new = torch.randn(2, 2, forward.plan.num_queries, 8)
         cache.arena.write(0, new[0], new[1], forward.plan)
         cache.commit()

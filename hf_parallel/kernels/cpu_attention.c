@@ -127,7 +127,7 @@ typedef struct {
     const int64_t *lo, *hi;                          /* [N * M] visible keys, NULL: all; only where M is small */
     const float *cos, *sin;                          /* [N * M][half] turns, NULL: none */
     int64_t half, interleaved;
-    int64_t repeats;                                 /* whether a query meets several of the blocks */
+    int64_t repeats;                                 /* whether a query stands at several of the places */
 } Call;
 
 /* What all calls of a layer share. Results of a query that has seen nothing yet: lse -inf, or its sink; out 0. */
@@ -163,6 +163,38 @@ static int64_t split(const Call *call, int64_t units, int threads) {
     while (units * parts % threads) parts++;
     if (parts > call->num_keys / (4 * TILE)) parts = call->num_keys / (4 * TILE);
     return parts < 1 ? 1 : parts;
+}
+
+/* Merge the parts of one unit of a call, then the result with what its rows saw in other blocks (Hydragen, eq. 5). */
+static void merge_unit(const Layer *layer, const Call *call, vec *ot, int64_t unit, int64_t tiles, int64_t parts,
+                       int width) {
+    const int64_t dim = layer->dim, groups = layer->heads / layer->kv_heads, rows = call->queries * groups;
+    const int64_t span = (int64_t)width * LANES, per_task = (dim + 2) * width;
+    vec *best = ot + dim * width, *total = best + width;
+    for (int64_t part = 1; part < parts; part++) {
+        vec *ot2 = ot + part * per_task, *best2 = ot2 + dim * width, *total2 = best2 + width;
+        for (int w = 0; w < width; w++) {
+            vec peak = larger(best[w], best2[w]);
+            vec a = exp_nonpositive(best[w] - peak), b = exp_nonpositive(best2[w] - peak);
+            for (int64_t d = 0; d < dim; d++) ot[d * width + w] = ot[d * width + w] * a + ot2[d * width + w] * b;
+            total[w] = total[w] * a + total2[w] * b;
+            best[w] = peak;
+        }
+    }
+    const int64_t block = unit / (layer->kv_heads * tiles), head = unit / tiles % layer->kv_heads;
+    const int64_t from = unit % tiles * span;
+    const float *sums = (const float *)ot, *peaks = (const float *)best, *totals = (const float *)total;
+    for (int64_t r = 0; r < span && from + r < rows; r++) {
+        const int64_t place = block * call->queries + (from + r) / groups;
+        const int64_t token = call->take ? call->take[place] : place;
+        if (token < 0) continue;
+        const int64_t at = token * layer->heads + head * groups + (from + r) % groups;
+        const float mine = peaks[r] + logf(totals[r]), seen = layer->lse[at];
+        const float others = 1.0f / (1.0f + expf(mine - seen)), weight = (1.0f - others) / totals[r];
+        float *out = layer->out + at * dim;
+        for (int64_t d = 0; d < dim; d++) out[d] = out[d] * others + sums[d * span + r] * weight;
+        layer->lse[at] = (mine > seen ? mine : seen) + log1pf(expf(-fabsf(mine - seen)));
+    }
 }
 
 /* A call whose blocks are met by many rows each, or of which there is one. Runs inside a parallel region. */
@@ -203,35 +235,11 @@ static void attend_wide(const Layer *layer, const Call *call, vec *columns, int 
         else attend_rows(3, qt, k, v, count, dim, ot, best, total);
     }
 
-    const int64_t at_once = call->repeats ? kv_heads * tiles : units; /* units of which no two share a query */
-    for (int64_t begin = 0; begin < units; begin += at_once)
 #pragma omp for schedule(static)
-    for (int64_t unit = begin; unit < begin + at_once; unit++) { /* merge parts, then with what other blocks gave */
-        vec *ot = partial + unit * parts * per_task, *best = ot + dim * width, *total = best + width;
-        for (int64_t part = 1; part < parts; part++) {
-            vec *ot2 = ot + part * per_task, *best2 = ot2 + dim * width, *total2 = best2 + width;
-            for (int w = 0; w < width; w++) {
-                vec peak = larger(best[w], best2[w]);
-                vec a = exp_nonpositive(best[w] - peak), b = exp_nonpositive(best2[w] - peak);
-                for (int64_t d = 0; d < dim; d++) ot[d * width + w] = ot[d * width + w] * a + ot2[d * width + w] * b;
-                total[w] = total[w] * a + total2[w] * b;
-                best[w] = peak;
-            }
-        }
-        const int64_t block = unit / (kv_heads * tiles), head = unit / tiles % kv_heads, from = unit % tiles * span;
-        const float *sums = (const float *)ot, *peaks = (const float *)best, *totals = (const float *)total;
-        for (int64_t r = 0; r < span && from + r < rows; r++) {
-            const int64_t place = block * call->queries + (from + r) / groups;
-            const int64_t token = call->take ? call->take[place] : place;
-            if (token < 0) continue;
-            const int64_t at = token * layer->heads + head * groups + (from + r) % groups;
-            const float mine = peaks[r] + logf(totals[r]), seen = layer->lse[at];
-            const float others = 1.0f / (1.0f + expf(mine - seen)), weight = (1.0f - others) / totals[r];
-            float *out = layer->out + at * dim;
-            for (int64_t d = 0; d < dim; d++) out[d] = out[d] * others + sums[d * span + r] * weight;
-            layer->lse[at] = (mine > seen ? mine : seen) + log1pf(expf(-fabsf(mine - seen)));
-        }
-    }
+    for (int64_t i = 0; i < (call->repeats ? kv_heads : units); i++) /* rows that meet several blocks: a head a thread */
+        for (int64_t unit = call->repeats ? 0 : i; unit < (call->repeats ? units : i + 1); unit++)
+            if (!call->repeats || unit / tiles % kv_heads == i)
+                merge_unit(layer, call, partial + unit * parts * per_task, unit, tiles, parts, width);
 }
 
 INLINE float sum_lanes(shortvec x) { return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7])); }
@@ -333,11 +341,12 @@ int attend(const Layer *layer, const float *sinks, int64_t tokens, const Call *c
             continue;
         }
         float q[dim] __attribute__((aligned(64)));
-        const int64_t places = call->blocks * call->queries, at_once = call->repeats ? call->queries : places;
-        for (int64_t begin = 0; begin < places; begin += at_once)
+        const int64_t places = call->blocks * call->queries;
 #pragma omp for schedule(static)
-            for (int64_t i = begin * kv_heads; i < (begin + at_once) * kv_heads; i++)
-                attend_place(layer, call, i / kv_heads, i % kv_heads, q);
+        for (int64_t i = 0; i < (call->repeats ? 1 : places) * kv_heads; i++)
+            for (int64_t place = call->repeats ? 0 : i / kv_heads; place < (call->repeats ? places : i / kv_heads + 1);
+                 place++)
+                attend_place(layer, call, place, i % kv_heads, q);
     }
     return 0;
 }
