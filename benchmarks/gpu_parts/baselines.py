@@ -1,0 +1,112 @@
+"""What block attention is measured against: FlashAttention over dense copies, and FlashInfer's cascade."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_parallel.cache import Block
+from hf_parallel.kernels import reference, rotate
+
+from .layer import Layer
+
+PAGE = 16
+"""Tokens of a page of FlashInfer's cache."""
+WORKSPACE_BYTES = 256 << 20
+
+
+def flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """PyTorch's FlashAttention for one new token per row, nothing shared between rows.
+
+    Parameters
+    ----------
+    query : [rows, heads, head_dim]
+        The heads of a group become its rows, so that a key is read once for all of them.
+    keys, values : [rows, kv_heads, length, head_dim]
+
+    Returns
+    -------
+    torch.Tensor
+        `[rows, heads, head_dim]`.
+    """
+    rows, heads, dim = query.shape
+    grouped = query.view(rows, keys.shape[1], heads // keys.shape[1], dim)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(grouped, keys, values, scale=scale).reshape(rows, heads, dim)
+
+
+def dense_copies(layer: Layer, root: Block, leaves: list[Block]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[rows, kv_heads, length, head_dim]` of rows over one prefix, which each row gets a copy of."""
+    keys, values = (
+        torch.cat((shared.expand(len(leaves), -1, -1, -1), own), dim=2)
+        for shared, own in zip(layer.held([root]), layer.held(leaves), strict=True)
+    )
+    return keys, values
+
+
+def view_of(layer: Layer, token: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[kv_heads, length, head_dim]` that a query of the last pass sees, turned to where it sees them.
+
+    As a dense cache would hold them: turned in float64 and rounded once.
+    """
+    f, storage = layer.features, layer.cache.storage(0)
+    plan = layer.forward.plan.windowed(f.window)
+    keys, values = [], []
+    for pair in np.flatnonzero((plan.pair_query == token) & (plan.pair_lo < plan.pair_hi)):
+        block = int(np.searchsorted(plan.block_pairs, pair, side="right")) - 1
+        lo, hi = int(plan.pair_lo[pair]), int(plan.pair_hi[pair])
+        rows = reference.block_rows(plan, block, f.kv_heads, lo, hi).to(layer.device)
+        seen = storage.keys[rows]
+        if f.rotary is not None and plan.pair_delta[pair]:
+            tables = f.rotary.tables(-plan.pair_delta[pair : pair + 1], torch.float64, layer.device)
+            seen = rotate(seen.double(), *tables, f.rotary).to(f.dtype)
+        keys.append(seen)
+        values.append(storage.values[rows])
+    return torch.cat(keys, dim=1), torch.cat(values, dim=1)
+
+
+class Cascade:
+    """FlashInfer's attention over a shared prefix and suffixes, whose keys lie in pages of one table.
+
+    Raises
+    ------
+    ImportError
+        If FlashInfer is not installed.
+    """
+
+    def __init__(self, layer: Layer, root: Block, leaves: list[Block]) -> None:
+        flashinfer: Any = importlib.import_module("flashinfer")
+        f, rows, device = layer.features, len(leaves), layer.device
+        shared, own = root.length // PAGE, leaves[0].length // PAGE
+        # [pages, keys or values, PAGE, kv_heads, head_dim]
+        self._pages = torch.empty(shared + rows * own, 2, PAGE, f.kv_heads, f.head_dim, dtype=f.dtype, device=device)
+        for pages, blocks in ((self._pages[:shared], [root]), (self._pages[shared:], leaves)):
+            for which, states in enumerate(layer.held(blocks)):
+                pages[:, which] = states.transpose(1, 2).reshape(-1, PAGE, f.kv_heads, f.head_dim)
+
+        def ints(*values: Any) -> torch.Tensor:
+            return torch.arange(*values, dtype=torch.int32, device=device)
+
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
+        self._wrapper.plan(
+            [ints(0, rows + 1, rows), ints(rows + 1)],
+            [ints(0, shared + 1, shared), ints(0, rows * own + 1, own)],
+            [ints(shared), ints(shared, shared + rows * own)],
+            [ints(PAGE, PAGE + 1), torch.full((rows,), PAGE, dtype=torch.int32, device=device)],
+            f.heads,
+            f.kv_heads,
+            f.head_dim,
+            PAGE,
+            sm_scale=f.scale,
+            q_data_type=f.dtype,
+        )
+
+    def attend(self, query: torch.Tensor) -> torch.Tensor:
+        """Attention of `query` `[rows, heads, head_dim]`."""
+        return self._wrapper.run(query, self._pages)

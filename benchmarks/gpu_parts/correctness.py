@@ -1,0 +1,247 @@
+"""Stage 1: every kernel against the oracle in float64, on numbers drawn for this run, with memory poisoned before.
+
+What nothing may read is NaN: slots outside the visible blocks, and every tensor that a backend makes without filling
+it, its output and its partial results.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_parallel.cache import Segment
+from hf_parallel.kernels import rotate
+
+from . import baselines
+from .cases import Case
+from .layer import Features, Layer, hogwild, new_blocks, rotary_of, shared_prefix
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
+"""Absolute error allowed."""
+Layout = Callable[[Layer, int], Sequence[Sequence[Segment]]]
+"""Lays blocks out, lengths in units of the second argument; returns the passes to run over them."""
+
+
+# Layouts
+
+
+def tree(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
+    """Rows at two levels of a tree, three decode steps, of which the later ones follow from the one before."""
+    root, middle = new_blocks(layer, [20 * unit, 7 * unit])
+    middle.base = root.length
+    deep = new_blocks(layer, [unit * i // 2 + 1 for i in range(6)], base=root.length + middle.length, room=4)
+    flat = new_blocks(layer, [3 * unit, 1], base=root.length, room=4)
+    rows = [*([root, middle, leaf] for leaf in deep), *([root, leaf] for leaf in flat)]
+    return [[Segment(row, 1) for row in rows]] * 3
+
+
+def workers(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
+    """Four Hogwild workers, three decode steps."""
+    return [hogwild(layer, 4, 32 * unit + 40, room=4)] * 3
+
+
+def wide(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
+    """More rows over one prefix than a program takes at once."""
+    return [shared_prefix(layer, 20 * unit, [1 + i % unit for i in range(12 * unit)], room=2)] * 2
+
+
+def ragged(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
+    """Rows that bring unequal numbers of new tokens to one pass, one of them asking for tokens that it has."""
+    segments = shared_prefix(layer, 13 * unit, [unit, 2 * unit, 1, 5], room=16)
+    again = Segment(segments[-1].view, 3, write=False)
+    return [[*(Segment(segment.view, n) for segment, n in zip(segments, (1, 9, 4), strict=False)), again]]
+
+
+def long(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
+    """Few rows over a prefix so long that many programs share it."""
+    return [shared_prefix(layer, 640 * unit, [unit, 2 * unit, 60 * unit], room=2)] * 2
+
+
+def prefill(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
+    """Two prompts at once, one of them behind tokens that are held."""
+    return [[Segment(new_blocks(layer, [held], room=12 * unit), 12 * unit) for held in (0, 5 * unit)]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A layout with the features of the layer that attends over it; `groups` heads share a KV head."""
+
+    layout: Layout
+    groups: int = 4
+    turns: bool = False
+    part: int = 1
+    interleaved: bool = False
+    softcap: float | None = None
+    sinks: bool = False
+    window: int | None = None
+
+    def features(self, heads: int, head_dim: int, dtype: torch.dtype) -> Features:
+        """Of a layer of this size."""
+        kv_heads = max(heads // self.groups, 1)
+        rotary = rotary_of(head_dim, self.part, self.interleaved) if self.turns else None
+        return Features(heads, kv_heads, head_dim, dtype, rotary, self.softcap, sinks=self.sinks, window=self.window)
+
+
+PROBLEMS = {
+    "tree": Problem(tree),
+    "hogwild": Problem(workers, turns=True),
+    "wide": Problem(wide),
+    "ragged": Problem(ragged, groups=1),
+    "long": Problem(long, groups=8),
+    "window": Problem(workers, turns=True, window=37),
+    "softcap": Problem(tree, softcap=1.5),
+    "sinks": Problem(tree, sinks=True),
+    "prefill": Problem(prefill),
+    "interleaved": Problem(workers, groups=1, turns=True, part=2, interleaved=True),
+}
+"""Attention by name."""
+
+
+@dataclass(frozen=True)
+class CorrectnessStage:
+    """Settings and cases.
+
+    Parameters
+    ----------
+    head_dims : tuple of int
+    dtypes : tuple of str
+    heads : int
+    unit : int
+        Length of blocks, see `Layout`.
+    problems : tuple of str
+        Of `PROBLEMS`, "append" and "move".
+    """
+
+    head_dims: tuple[int, ...] = (128, 64, 80, 96, 256)
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    heads: int = 8
+    unit: int = 8
+    problems: tuple[str, ...] = (*PROBLEMS, "append", "move")
+
+    def cases(self, device: torch.device) -> Iterator[Case]:
+        """All problems in all types: first at the first head size, then bf16 at the others, then the rest."""
+        first, *others = self.head_dims
+        for dim, dtype in [(first, dtype) for dtype in self.dtypes] + [(d, t) for t in self.dtypes for d in others]:
+            for name in self.problems:
+                check = {"append": check_append, "move": check_move}.get(name) or partial(check_attention, name)
+                run = partial(check, device, self.heads, dim, dtype, self.unit)
+                yield Case({"problem": name, "head_dim": dim, "dtype": dtype}, run)
+
+
+def check_attention(
+    name: str, device: torch.device, heads: int, head_dim: int, dtype: str, unit: int
+) -> dict[str, Any]:
+    """Errors of block attention, and of FlashAttention over the same keys laid out densely, both over all passes."""
+    problem = PROBLEMS[name]
+    layer = Layer(problem.features(heads, head_dim, getattr(torch, dtype)), device)
+    error, flash_error, rounding = 0.0, 0.0, 0.0
+    for number, segments in enumerate(problem.layout(layer, unit)):
+        layer.step(segments)
+        if number == 0:
+            layer.fill()
+        layer.poison()
+        with poisoned_memory():
+            out = layer.attend()
+        expected = layer.oracle()
+        error = _worst(error, out, expected)
+        rounding = max(rounding, 0.5 * torch.finfo(out.dtype).eps * float(expected.abs().max()))
+        if _flash_can(problem, dtype):
+            flash_error = _worst(flash_error, _flash(layer), expected)
+    figures = _figures(error, dtype)
+    if _flash_can(problem, dtype):
+        # Half a unit in the last place is what any kernel's output is wrong by.
+        figures |= {"flash_error": flash_error, "error_by_flash": error / max(flash_error, rounding)}
+    return figures
+
+
+def check_append(device: torch.device, heads: int, head_dim: int, dtype: str, unit: int) -> dict[str, Any]:
+    """New keys and values lie where the plan says, and nothing else has changed."""
+    layer = Layer(Features(heads, heads // 2, head_dim, getattr(torch, dtype)), device)
+    even, uneven = (shared_prefix(layer, 3 * unit, suffixes, room=32) for suffixes in ([unit] * 3, [unit, 2, 1]))
+    error = 0.0
+    for segments in (even, even, uneven, [Segment(segment.view, 1 + 4 * i) for i, segment in enumerate(uneven)]):
+        layer.step(segments)  # makes the storage and lays the pass out
+        layer.fill()
+        layer.draw(sum(segment.num_tokens for segment in segments))
+        storage, rows = layer.cache.storage(0), layer.forward.plan.write_rows(heads // 2, device)
+        held = storage.keys, storage.values
+        wanted = [
+            states.clone().index_copy_(0, rows, new.reshape(-1, head_dim))
+            for states, new in zip(held, layer.new, strict=True)
+        ]
+        layer.write()
+        error = max(_worst(error, *pair) for pair in zip(held, wanted, strict=True))
+    return _figures(error, dtype) | {"ok": error == 0}
+
+
+def check_move(device: torch.device, heads: int, head_dim: int, dtype: str, unit: int) -> dict[str, Any]:
+    """A finished step stands behind the history, its keys turned to their new places; nothing else has changed."""
+    rotary = rotary_of(head_dim)
+    layer = Layer(Features(heads, heads // 2, head_dim, getattr(torch, dtype), rotary), device)
+    decode = shared_prefix(layer, 9 * unit, [5 * unit, 2 * unit, unit], room=8 * unit)
+    layer.step(decode)
+    layer.fill()
+    source, target = (segment.view[-1] for segment in decode[:2])
+    delta, start, storage = target.base + target.length - source.base, target.length, layer.cache.storage(0)
+    keys, values = (states[0].clone() for states in layer.held([source]))
+    turned = rotate(keys.double(), *rotary.tables(np.array([delta]), torch.float64, device), rotary)
+    wanted_keys, wanted_values = storage.keys.double(), storage.values.clone()
+    rows = storage.rows(target.extent, start, start + source.length)
+    wanted_keys[rows], wanted_values[rows] = turned, values
+    layer.cache.move(source, target)
+    error = _worst(_worst(0.0, storage.keys, wanted_keys), storage.values, wanted_values)
+    return _figures(error, dtype)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill with NaN whatever is allocated and not filled inside the block, as deterministic algorithms ask for."""
+    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+
+
+def _figures(error: float, dtype: str) -> dict[str, Any]:
+    return {"max_error": error, "tolerance": TOLERANCE[dtype], "ok": error <= TOLERANCE[dtype]}
+
+
+def _worst(before: float, out: torch.Tensor, expected: torch.Tensor) -> float:
+    """The larger absolute error.
+
+    Raises
+    ------
+    FloatingPointError
+        If something is not a number: it was read where nothing may be read, or was not written.
+    """
+    error = float((out.double() - expected.double()).abs().max())
+    if not math.isfinite(error):
+        lost = int((~torch.isfinite(out)).sum())
+        raise FloatingPointError(f"{lost} of {out.numel()} numbers are NaN or infinite")
+    return max(before, error)
+
+
+def _flash_can(problem: Problem, dtype: str) -> bool:
+    """Whether FlashAttention computes the same: it has neither soft-capping nor sinks, and no float32 on a GPU."""
+    return problem.softcap is None and not problem.sinks and dtype != "float32"
+
+
+def _flash(layer: Layer) -> torch.Tensor:
+    """The same pass by FlashAttention, one query at a time."""
+    out = []
+    for token in range(len(layer.query)):
+        keys, values = baselines.view_of(layer, token)
+        out.append(baselines.flash(layer.query[token : token + 1], keys[None], values[None], layer.features.scale))
+    return torch.cat(out)

@@ -1,0 +1,182 @@
+"""One attention layer over a block cache, with random queries, keys and values, and the ways to lay blocks out."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+
+from hf_parallel.cache import Block, BlockCache, ForwardPass, Segment
+from hf_parallel.kernels import BACKEND_VARIABLE, RotarySpec, block_attention
+
+HEADER = 16
+"""Tokens of the texts between the parts of a Hogwild view."""
+STALE = 50.0
+"""What lies in slots of a visible block that hold no token yet: memory is not wiped when it is handed on."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a layer's attention is."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    rotary: RotarySpec | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    window: int | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token's key and value."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return self.head_dim**-0.5
+
+
+class Layer:
+    """`num_layers` layers of the same features over one cache; the first is the one that is looked at.
+
+    Attributes
+    ----------
+    forward : ForwardPass
+        The last pass.
+    query : [T, heads, head_dim]
+    new : (keys, values), [kv_heads, T, head_dim] each
+        What the pass wrote.
+    """
+
+    def __init__(self, features: Features, device: torch.device, num_layers: int = 1) -> None:
+        self.features, self.device, self.num_layers = features, device, num_layers
+        self.cache = BlockCache(dict.fromkeys(range(num_layers), features.rotary), device=device)
+        self.sinks = self._draw(features.heads) if features.sinks else None
+        self.forward: ForwardPass
+        self.query: torch.Tensor
+        self.new: tuple[torch.Tensor, torch.Tensor]
+
+    def step(self, segments: Sequence[Segment]) -> None:
+        """A forward pass up to the point where attention begins."""
+        self.draw(sum(segment.num_tokens for segment in segments))
+        self.forward = self.cache.prepare(segments)
+        for layer_idx in range(self.num_layers):
+            self.write(layer_idx)
+        self.cache.commit()
+
+    def draw(self, total: int) -> None:
+        """Draw queries, keys and values of `total` new tokens."""
+        f = self.features
+        self.query = self._draw(total, f.heads, f.head_dim)
+        self.new = self._draw(f.kv_heads, total, f.head_dim), self._draw(f.kv_heads, total, f.head_dim)
+
+    def write(self, layer_idx: int = 0) -> None:
+        """Store the new keys and values of the pass."""
+        self.cache.arena.write(layer_idx, *self.new, self.forward.plan)
+
+    def attend(self, layer_idx: int = 0) -> torch.Tensor:
+        """Block attention of the last pass: `[T, heads, head_dim]`."""
+        storage = self.cache.storage(layer_idx)
+        return self._attend(self.query, storage.keys, storage.values, self.sinks)
+
+    def oracle(self) -> torch.Tensor:
+        """What it should be, from the same numbers in float64."""
+        storage = self.cache.storage(0)
+        sinks = None if self.sinks is None else self.sinks.double()
+        with patch.dict(os.environ, {BACKEND_VARIABLE: "reference"}):
+            return self._attend(self.query.double(), storage.keys.double(), storage.values.double(), sinks)
+
+    def fill(self) -> None:
+        """Draw all keys and values anew, in whatever slots."""
+        for storage in self.cache.arena.layers.values():
+            storage.keys.normal_()
+            storage.values.normal_()
+
+    def poison(self) -> None:
+        """NaN wherever no extent of a visible block lies; something stale in the unwritten slots of those extents."""
+        storage = self.cache.storage(0)
+        inside = torch.zeros(len(storage.keys), dtype=torch.bool, device=self.device)
+        written = torch.zeros_like(inside)
+        for block in self.forward.blocks:
+            inside[storage.rows(block.extent, 0, block.extent.capacity).reshape(-1)] = True
+            written[storage.rows(block.extent, block.first, block.first + block.length).reshape(-1)] = True
+        for states in (storage.keys, storage.values):
+            states[~inside] = math.nan
+            states[inside & ~written] = STALE
+
+    def held(self, blocks: Sequence[Block]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of blocks of one length that were made together: `[blocks, kv_heads, length, head_dim]`."""
+        f, storage, extent = self.features, self.cache.storage(0), blocks[0].extent
+        shape = len(blocks), f.kv_heads, extent.capacity, f.head_dim
+        first = extent.origin * f.kv_heads
+        rows = slice(first, first + len(blocks) * f.kv_heads * extent.capacity)
+        keys, values = (states[rows].view(shape)[:, :, : blocks[0].length] for states in (storage.keys, storage.values))
+        return keys, values
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        f = self.features
+        return block_attention(
+            query,
+            keys,
+            values,
+            self.forward.plan,
+            num_kv_heads=f.kv_heads,
+            scale=f.scale,
+            rotary=f.rotary,
+            softcap=f.softcap,
+            sinks=sinks,
+            window=f.window,
+        )
+
+    def _draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device).to(self.features.dtype)
+
+
+def rotary_of(head_dim: int, part: int = 1, interleaved: bool = False) -> RotarySpec:
+    """The usual rotary embedding of base 10000, over one `part` of the head."""
+    pairs = head_dim // 2 // part
+    return RotarySpec(tuple(10000.0 ** (-i / pairs) for i in range(pairs)), interleaved)
+
+
+# Layouts. Blocks are given their lengths without a prefill: `Layer.fill` draws what they hold.
+
+
+def new_blocks(layer: Layer, lengths: Sequence[int], base: int = 0, room: int = 0) -> list[Block]:
+    """Blocks that hold `lengths` tokens and have room for `room` more; behind them lies one that no row sees."""
+    blocks = layer.cache.new_blocks(len(lengths), max(lengths) + room, base)
+    layer.cache.new_block(HEADER)
+    for block, length in zip(blocks, lengths, strict=True):
+        block.length = length
+    return blocks
+
+
+def shared_prefix(layer: Layer, prefix: int, suffixes: Sequence[int], room: int = 1) -> list[Segment]:
+    """A decode step of rows over one prefix, each with as many tokens of its own as `suffixes` says."""
+    (root,) = new_blocks(layer, [prefix])
+    return [Segment([root, leaf], 1) for leaf in new_blocks(layer, suffixes, base=prefix, room=room)]
+
+
+def hogwild(layer: Layer, workers: int, tokens: int, room: int = 1) -> list[Segment]:
+    """A decode step of workers that see each other's unfinished steps before their own, `tokens` unique ones in all.
+
+    Half of the tokens are common; the other half is what the workers write, in unequal parts.
+    """
+    (prompt,) = new_blocks(layer, [tokens // 2])
+    headers = new_blocks(layer, [HEADER, HEADER])
+    rest = tokens - tokens // 2 - 2 * HEADER
+    parts = [rest * (2 + i) // (workers * (workers + 3) // 2) for i in range(workers)]
+    parts[-1] += rest - sum(parts)
+    own = new_blocks(layer, parts, room=room)
+    return [
+        Segment([prompt, headers[0], *(other for other in own if other is not mine), headers[1], mine], 1)
+        for mine in own
+    ]

@@ -1,0 +1,74 @@
+"""Stage 4: tokens per second of whole models with random weights (Hydragen, section 4.1; Hogwild!, table 1).
+
+Steps are timed after the prompt, at the tokens that have reached the host: everything that a step costs is in them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .cases import Case
+from .models import Models, kv_bytes_per_token, weight_bytes
+from .timing import Ceilings, Deadline
+from .ways import WAYS
+
+
+@dataclass(frozen=True)
+class ModelStage:
+    """Settings and cases.
+
+    Parameters
+    ----------
+    models : tuple of str
+        Of `CONFIGS`.
+    rows, prefixes : tuple of int
+        Of the shared prefix.
+    few_rows : tuple of int
+        Rows at which weights are most of what a step reads.
+    workers, hogwild_prefixes : tuple of int
+    steps : int
+        Tokens per row.
+    batch_rows : int
+        Rows up to which continuous batching is measured.
+    """
+
+    models: tuple[str, ...] = ("Qwen3-8B", "Llama-2-7B")
+    rows: tuple[int, ...] = (1024, 32, 128, 512)
+    prefixes: tuple[int, ...] = (1024, 16384, 4096)
+    few_rows: tuple[int, ...] = (1, 2, 4, 8)
+    workers: tuple[int, ...] = (1, 4, 2, 8)
+    hogwild_prefixes: tuple[int, ...] = (4096, 16384)
+    steps: int = 48
+
+    def cases(self, models: Models, ceilings: Ceilings, deadline: Deadline) -> Iterator[Case]:
+        """All combinations: what the acceptance asks for first, the slowest of the ways of others last."""
+        most, *fewer = self.rows
+        ours = ("shared_prefix", "no_attention")
+        order = [
+            *itertools.product(ours, [most], self.prefixes),
+            *itertools.product(["shared_prefix"], self.few_rows, self.prefixes[:1]),
+            *itertools.product(["hogwild"], self.workers, self.hogwild_prefixes),
+            *itertools.product(ours, fewer, self.prefixes),
+            *itertools.product(["generate"], self.few_rows[:1], sorted({*self.prefixes[:1], *self.hogwild_prefixes})),
+            *itertools.product(["generate"], self.rows, self.prefixes),
+            *itertools.product(["generate_batch"], sorted(self.rows), self.prefixes),
+        ]
+        for (way, rows, prefix), name in itertools.product(order, self.models):
+            run = partial(self._measure, models, ceilings, deadline, name, way, rows, prefix)
+            yield Case({"model": name, "way": way, "rows": rows, "prefix": prefix}, run)
+
+    def _measure(
+        self, models: Models, ceilings: Ceilings, deadline: Deadline, name: str, way: str, rows: int, prefix: int
+    ) -> dict[str, Any]:
+        """One way; a step is compared with the time that weights, keys and values take to be read once."""
+        model = models.get(name)
+        figures = WAYS[way](model, rows, prefix, self.steps, deadline)
+        if way == "shared_prefix" and "step_seconds" in figures:
+            tokens = prefix + rows * self.steps // 2
+            floor = ceilings.limit(weight_bytes(model) + tokens * kv_bytes_per_token(model))
+            figures |= {"floor_seconds": floor, "by_floor": figures["step_seconds"] / floor}
+        return figures

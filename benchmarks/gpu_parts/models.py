@@ -1,0 +1,123 @@
+"""Models of known shapes with random weights, made on the device, and what their decode loops are run with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_parallel
+from hf_parallel.attention import IMPLEMENTATION
+
+PAD = 0
+"""Token of rows that have ended."""
+
+_NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+CONFIGS = {
+    "Qwen3-8B": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        **_NO_ENDS,
+    ),
+    # Its own 4096 positions would not hold the longest prefix; the number changes no cost.
+    "Llama-2-7B": LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        max_position_embeddings=40960,
+        **_NO_ENDS,
+    ),
+    "toy": Qwen3Config(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=2048,
+        **_NO_ENDS,
+    ),
+}
+"""Configurations by name. No token ends a row: all write as many as they may."""
+
+
+@dataclass(eq=False)
+class Models:
+    """Builds each model when it is first asked for and keeps it: weights of all fit on a large GPU at once."""
+
+    device: torch.device
+    dtype: torch.dtype
+    _built: dict[str, PreTrainedModel] = field(default_factory=dict)
+
+    def get(self, name: str) -> Any:
+        """The model, with `generation_mode` enabled."""
+        if name not in self._built:
+            with self.device:
+                model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=self.dtype).eval()
+            self._built[name] = hf_parallel.enable(model)
+        return self._built[name]
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that a decode step reads: all but the table of embeddings, of which it reads some rows."""
+    embeddings: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    return total if embeddings.weight is head.weight else total - embeddings.weight.nbytes
+
+
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of keys and values of a token over all layers."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
+
+
+def draw_prompt(model: PreTrainedModel, rows: int, length: int) -> torch.Tensor:
+    """`int64 [rows, length]`, one random prompt for all, without the one that `generate` would take for padding."""
+    return torch.randint(PAD + 1, model.config.vocab_size, (1, length), device=model.device).repeat(rows, 1)
+
+
+@contextmanager
+def attention_skipped() -> Iterator[list[int]]:
+    """Exchange block attention for a function that hands the queries back; yields the layers that asked for it."""
+    asked: list[int] = []
+
+    def skipped(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        asked.append(module.layer_idx)
+        return query.transpose(1, 2), None
+
+    usual = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+    AttentionInterface.register(IMPLEMENTATION, skipped)
+    try:
+        yield asked
+    finally:
+        AttentionInterface.register(IMPLEMENTATION, usual)
+
+
+class ByteTokenizer:
+    """As much of a tokenizer as Hogwild! uses: a token is a byte of UTF-8, one beyond ASCII reads as `x`."""
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[int]]:
+        """Tokens of a text."""
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, tokens: Sequence[int], **kwargs: Any) -> str:
+        """Text of tokens."""
+        return "".join(chr(token) if token < 128 else "x" for token in tokens)

@@ -1,0 +1,199 @@
+"""The run: stage after stage within one limit of time, written down as it goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from hf_parallel.kernels import BACKEND_VARIABLE, select_backend
+
+from . import report
+from .acceptance import DIFFERENCE, Acceptance
+from .attention import AttentionStage
+from .cases import Case, run_cases
+from .correctness import CorrectnessStage
+from .hogwild import HogwildStage
+from .machine import describe
+from .model import ModelStage
+from .models import Models
+from .timing import Deadline, Timer, measure_ceilings
+
+SHARES = {"correctness": 0.24, "attention": 0.26, "hogwild": 0.06, "model": 0.44}
+"""Of the time, per stage; what one leaves over goes to those behind it."""
+WRITTEN_EVERY = 5.0
+"""Seconds after which the report is written again while a stage runs."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is run: the settings of all stages."""
+
+    correctness: CorrectnessStage = CorrectnessStage()
+    attention: AttentionStage = AttentionStage()
+    hogwild: HogwildStage = HogwildStage()
+    model: ModelStage = ModelStage()
+    copied_bytes: int = 4 << 30
+    matrix_size: int = 8192
+    dtype: str = "bfloat16"
+    repeats: int = 50
+    large_kv_bytes: int = 256_000_000
+    long_tokens: int = 16384
+    workers: int = 4
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """The requirements at these sizes."""
+        return Acceptance(self.attention, self.hogwild, self.model, self.large_kv_bytes, self.long_tokens, self.workers)
+
+
+QUICK = Sizes(
+    CorrectnessStage(head_dims=(128,), dtypes=("bfloat16",)),
+    AttentionStage(heads=((32, 8, 128),), rows=(1, 64, 1024), prefixes=(1024, 16384), suffixes=(128,)),
+    HogwildStage(workers=(1, 4), tokens=(1024, 16384), steps=10),
+    ModelStage(models=("Qwen3-8B",), rows=(128, 32), prefixes=(1024, 4096), workers=(1, 4), hogwild_prefixes=(4096,)),
+    repeats=10,
+)
+"""A part of it: shows within two minutes that everything runs and where the figures will be."""
+
+_TOY_TYPE = "float32"
+_TOY_PROBLEMS = ("hogwild", "ragged", "window", "sinks", "append", "move")
+TOY = Sizes(
+    CorrectnessStage((16,), ("float32", "float16"), heads=2, unit=1, problems=_TOY_PROBLEMS),
+    AttentionStage(heads=((2, 1, 16),), rows=(1, 3), prefixes=(64,), suffixes=(16,), dtype=_TOY_TYPE),
+    HogwildStage(workers=(1, 2), tokens=(128,), heads=(2, 1, 16), dtype=_TOY_TYPE, layers=2, steps=2),
+    ModelStage(("toy",), (3, 2), prefixes=(8, 16), few_rows=(1,), workers=(1, 2), hogwild_prefixes=(8,), steps=4),
+    copied_bytes=1 << 20,
+    matrix_size=128,
+    dtype=_TOY_TYPE,
+    repeats=1,
+    large_kv_bytes=0,
+    long_tokens=128,
+    workers=2,
+)
+"""On a CPU, of types that Triton's interpreter knows: shows that the script runs from end to end, measures nothing."""
+
+
+class Run:
+    """One run of the stages.
+
+    Parameters
+    ----------
+    sizes : Sizes
+    device : torch.device
+    path : Path
+        Of the JSON, which is written again and again: what was measured is kept whatever comes after it.
+    about : dict
+        What the report says of the run beside the machine.
+    """
+
+    def __init__(self, sizes: Sizes, device: torch.device, path: Path, about: dict[str, Any]) -> None:
+        self.sizes, self.device, self.path = sizes, device, path
+        self.timer = Timer(device, at_least=min(5, sizes.repeats), at_most=sizes.repeats)
+        self.models = Models(device, getattr(torch, sizes.dtype))
+        self.ceilings = measure_ceilings(self.timer, sizes.copied_bytes, sizes.matrix_size, self.models.dtype)
+        self.report: dict[str, Any] = {
+            "machine": describe(device),
+            **about,
+            "ceilings": asdict(self.ceilings),
+            "stages": {},
+        }
+        self._written = 0.0
+
+    def all(self, names: list[str], seconds: float) -> dict[str, Any]:
+        """Run the stages of these names in `seconds`; returns the report."""
+        whole = Deadline(seconds)
+        for number, name in enumerate(names):
+            self.stage(name, whole.left * SHARES[name] / sum(SHARES[later] for later in names[number:]))
+        self.report["acceptance"] = self.sizes.acceptance.table(self.report["stages"])
+        report.print_acceptance(self.report["acceptance"])
+        self.write()
+        return self.report
+
+    def stage(self, name: str, seconds: float) -> None:
+        """Run one stage and print its table."""
+        began, deadline = time.perf_counter(), Deadline(seconds)
+        cases: list[dict[str, Any]] = []
+        stage = {"settings": asdict(getattr(self.sizes, name)), "seconds": 0.0, "cases": cases}
+        self.report["stages"][name] = stage
+
+        def done(case: dict[str, Any]) -> None:
+            cases.append(case)
+            stage["seconds"] = time.perf_counter() - began
+            if time.perf_counter() - self._written > WRITTEN_EVERY:
+                self.write()
+
+        run_cases(self._cases(name, deadline), deadline, done)
+        self.write()
+        report.print_stage(name, stage)
+
+    def write(self) -> None:
+        """Write the report as it stands."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.report, indent=1) + "\n")
+        self._written = time.perf_counter()
+
+    def _cases(self, name: str, deadline: Deadline) -> Iterator[Case]:
+        sizes, ceilings = self.sizes, self.ceilings
+        makers: dict[str, Callable[[], Iterator[Case]]] = {
+            "correctness": lambda: sizes.correctness.cases(self.device),
+            "attention": lambda: sizes.attention.cases(self.timer, ceilings),
+            "hogwild": lambda: sizes.hogwild.cases(self.timer, ceilings),
+            "model": lambda: sizes.model.cases(self.models, ceilings, deadline),
+        }
+        return makers[name]()
+
+
+def start(names: list[str], kind: str, seconds: float, seed: int, folder: Path) -> int:
+    """Run and report; returns the exit status: 1 if a kernel is wrong."""
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(seed)
+    toy = kind == "toy"
+    if not toy and not torch.cuda.is_available():
+        print("PyTorch finds no GPU here. Try --toy, which runs everything at toy sizes on the CPU.")
+        return 2
+    device = torch.device("cpu" if toy else "cuda")
+    if toy:
+        os.environ[BACKEND_VARIABLE] = toy_backend()
+    sizes = {"full": Sizes(), "quick": QUICK, "toy": TOY}[kind]
+    suffix = "" if kind == "full" else f"-{kind}"
+    path = folder / f"{datetime.now():%Y-%m-%d-%H%M%S}-gpu{suffix}.json"
+    run = Run(sizes, device, path, {"kind": kind, "seed": seed, "seconds": seconds})
+    machine = run.report["machine"]
+    print(
+        f"{machine['device']}, torch {machine['torch']}, triton {machine['packages']['triton']}, seed {seed}",
+        flush=True,
+    )
+    result = run.all(names, seconds)
+    if kind != "full":
+        print(f"(--{kind}: too small to mean anything)" if toy else "(--quick: few sizes, few repeats)")
+    print(f"Written to {path}")
+    return 1 if wrong(result) else 0
+
+
+def wrong(result: dict[str, Any]) -> bool:
+    """Whether a kernel gave what it should not, or nothing: at the oracle's sizes or at those that are timed."""
+    checked = result["stages"].get("correctness", {}).get("cases", [])
+    timed = result["stages"].get("attention", {}).get("cases", [])
+    return any("error" in case for case in [*checked, *timed]) or not (
+        all(case.get("ok", True) for case in checked)
+        and all(case.get("flash", {}).get("difference", 0.0) <= DIFFERENCE for case in timed)
+    )
+
+
+def toy_backend() -> str:
+    """`triton` where its interpreter can run on the CPU, else `torch`."""
+    os.environ[BACKEND_VARIABLE] = "triton"
+    try:
+        return select_backend("cpu")
+    except ValueError as error:
+        print(error)
+        return "torch"

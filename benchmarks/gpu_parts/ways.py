@@ -1,0 +1,125 @@
+"""Ways to generate with a whole model, each timed step by step at the tokens that reach the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+
+from hf_parallel.measure import StepClock
+
+from .cases import OUT_OF_MEMORY, fits
+from .models import PAD, ByteTokenizer, attention_skipped, draw_prompt, kv_bytes_per_token
+from .timing import Deadline, OutOfTimeError
+
+FIRST_STEPS = 3
+"""Steps that compile, capture and warm up; they are not measured."""
+FEWEST_STEPS = 4
+"""Steps without which there is no median."""
+
+Way = Callable[[Any, int, int, int, Deadline], dict[str, Any]]
+"""Measures (model, rows, prefix, steps, deadline)."""
+
+
+def shared_prefix(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
+    """Rows over one prompt, each writing `steps` tokens."""
+    return _timed(model, draw_prompt(model, rows, prefix), rows, steps, deadline, generation_mode="shared_prefix")
+
+
+def no_attention(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
+    """The same loop without the attention operation: what no attention can beat."""
+    with attention_skipped() as asked:
+        figures = shared_prefix(model, rows, prefix, steps, deadline)
+    if not asked:
+        raise RuntimeError("attention was not skipped: no layer asked for it by its registered name")
+    return figures
+
+
+def hogwild(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
+    """`rows` workers over one prompt."""
+    settings = {"tokenizer": ByteTokenizer(), "num_workers": rows, "answer_pattern": "", "finisher_tokens": 0}
+    prompt = draw_prompt(model, 1, prefix)
+    return _timed(model, prompt, rows, steps, deadline, generation_mode="hogwild", **settings)
+
+
+def generate(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
+    """Plain `generate`, a copy of the prompt's keys and values for every row. Random ones stand for its prefill."""
+    if not fits(rows * (prefix + steps) * kv_bytes_per_token(model), model.device):
+        return {"not_measured": OUT_OF_MEMORY}
+    config, cache = model.config, DynamicCache(config=model.config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer_idx in range(config.num_hidden_layers):
+        shape = rows, config.num_key_value_heads, prefix - 1, head_dim
+        states = torch.randn(shape, dtype=model.dtype, device=model.device)
+        cache.update(states, states.clone(), layer_idx)
+    return _timed(model, draw_prompt(model, rows, prefix), rows, steps, deadline, past_key_values=cache)
+
+
+def generate_batch(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
+    """Continuous batching with `num_return_sequences`, whose rows share the pages of the prompt where they can."""
+    config = GenerationConfig(do_sample=False, max_new_tokens=steps, eos_token_id=-1, pad_token_id=PAD)
+    config.num_return_sequences = rows  # its constructor refuses this where nothing is sampled
+    on_cpu: dict[str, Any] = {
+        "use_cuda_graph": False,
+        "use_async_batching": False,
+        "num_blocks": 4 * rows,
+        "max_batch_tokens": prefix,
+    }
+    settings = ContinuousBatchingConfig(**(on_cpu if model.device.type == "cpu" else {}))
+    prompt = draw_prompt(model, 1, prefix)[0].tolist()
+    done: list[Any] = []
+    manager_of = model.continuous_batching_context_manager
+    with (
+        torch.no_grad(),
+        manager_of(generation_config=config, continuous_batching_config=settings, timeout=5) as manager,
+    ):
+        manager.add_requests(inputs=[prompt], max_new_tokens=steps, record_timestamps=True)
+        while len(done) < rows:
+            deadline.check()
+            result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running():
+                raise RuntimeError(f"it stopped after {len(done)} of {rows} rows")
+            if result is not None and result.is_finished():
+                done.append(result)
+    errors = [result.error for result in done if result.error]
+    if errors:
+        raise RuntimeError(errors[0])
+    ticks = [max(at) for at in zip(*(result.timestamps for result in done), strict=True)]
+    return _figures(rows, [after - before for before, after in zip(ticks, ticks[1:], strict=False)])
+
+
+WAYS: dict[str, Way] = {way.__name__: way for way in (shared_prefix, no_attention, hogwild, generate, generate_batch)}
+"""By name."""
+
+
+def _timed(
+    model: Any, prompt: torch.Tensor, rows: int, steps: int, deadline: Deadline, **settings: Any
+) -> dict[str, Any]:
+    """Figures of one call of `generate`, cut short when the time is over if enough of it has been seen."""
+    clock, more = StepClock(on_step=deadline.check), {}
+    began = time.perf_counter()
+    try:
+        output = model.generate(
+            prompt,
+            do_sample=False,
+            max_new_tokens=steps,
+            pad_token_id=PAD,
+            streamer=clock,
+            return_dict_in_generate=True,
+            **{"generation_mode": None} | settings,
+        )
+        more = {"stats": output.stats.to_dict()} if getattr(output, "stats", None) else {}
+    except OutOfTimeError:
+        if len(clock.times) < 2 + FIRST_STEPS + FEWEST_STEPS:
+            raise
+    return _figures(rows, clock.step_seconds) | {"call_seconds": time.perf_counter() - began} | more
+
+
+def _figures(rows: int, steps: Sequence[float]) -> dict[str, Any]:
+    """Median step and what it gives, without the first steps."""
+    step = statistics.median(steps[FIRST_STEPS:] or steps)
+    return {"step_seconds": step, "tokens_per_second": rows / step, "steps": len(steps)}

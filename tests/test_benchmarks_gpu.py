@@ -1,0 +1,450 @@
+"""`python -m benchmarks.gpu`: it runs from end to end without a GPU, finds wrong kernels and leaves nothing unsaid."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from benchmarks.gpu_parts import baselines, correctness, hogwild, layer, models, report, run, ways
+from benchmarks.gpu_parts.cases import Case, attempt, run_cases
+from benchmarks.gpu_parts.layer import Features, Layer
+from benchmarks.gpu_parts.timing import Ceilings, Deadline, OutOfTimeError, Timer
+from hf_parallel.attention import IMPLEMENTATION
+from hf_parallel.cache import Arena
+from hf_parallel.kernels import BACKEND_VARIABLE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+CEILINGS = Ceilings(bytes_per_second=4e12, flops_per_second=8e14)
+
+
+# The whole script
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `python -m benchmarks.gpu --toy` writes, and its output."""
+    folder = tmp_path_factory.mktemp("benchmarks") / "new"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--toy", "--seed", "0", "--out", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.iterdir()
+    assert path.name.endswith("-gpu-toy.json")
+    return json.loads(path.read_text(), parse_constant=pytest.fail) | {"output": done.stdout}
+
+
+def test_report_says_what_was_measured_on_what(result: dict[str, Any]) -> None:
+    machine = result["machine"]
+    assert (machine["torch"], result["kind"], result["seed"]) == (torch.__version__, "toy", 0)
+    assert machine["backend"] in ("triton", "torch")
+    assert {"date", "cpu", "cores", "device", "python", "transformers", "packages"} <= set(machine)
+    assert min(result["ceilings"].values()) > 0
+
+
+def test_every_case_of_every_stage_is_measured(result: dict[str, Any]) -> None:
+    sizes = {"correctness": 12, "attention": 2, "hogwild": 2, "model": 20}
+    for name, stage in result["stages"].items():
+        assert len(stage["cases"]) == sizes[name], name
+        assert not [case for case in stage["cases"] if "error" in case or "not_measured" in case], name
+        assert f"{name}: {sizes[name]} of {sizes[name]} measured" in result["output"]
+
+
+def test_kernels_are_right(result: dict[str, Any]) -> None:
+    for case in result["stages"]["correctness"]["cases"]:
+        assert case["ok"], case
+        comparable = case["problem"] not in ("softcap", "sinks", "append", "move")
+        assert ("flash_error" in case) == (comparable and case["dtype"] == "float16")
+
+
+def test_figures_follow_from_what_was_timed(result: dict[str, Any]) -> None:
+    limits = result["ceilings"]
+    for case in result["stages"]["attention"]["cases"]:
+        assert case["kv_bytes"] == (64 + case["rows"] * 16) * 2 * 16 * 4
+        assert case["limit_seconds"] >= case["kv_bytes"] / limits["bytes_per_second"]
+        assert case["of_limit"] == pytest.approx(case["limit_seconds"] / case["seconds"])
+        assert case["by_flash"] == pytest.approx(case["seconds"] / case["flash"]["seconds"])
+        assert case["flash"]["difference"] < 1e-5
+        assert "flashinfer" in case["flashinfer"]["not_measured"]
+    for case in result["stages"]["hogwild"]["cases"]:
+        assert case["by_flash"] == pytest.approx(case["seconds"] / case["flash_seconds"])
+        assert 0 < case["set_up_seconds"] <= case["set_up_worst_seconds"]
+    for case in result["stages"]["model"]["cases"]:
+        assert case["tokens_per_second"] == pytest.approx(case["rows"] / case["step_seconds"])
+        assert case["steps"] == 3
+        assert ("by_floor" in case) == (case["way"] == "shared_prefix")
+
+
+def test_acceptance_names_every_requirement_with_its_figure(result: dict[str, Any]) -> None:
+    lines = {line["what"]: line for line in result["acceptance"]}
+    assert len(lines) == 13
+    assert lines["attention: time by FlashInfer's cascade"]["status"] == "not measured"
+    measured = [line for line in lines.values() if line["status"] != "not measured"]
+    for line in measured:
+        keeps = line["worst"] >= line["limit"] if line["at_least"] else line["worst"] <= line["limit"]
+        assert (line["status"] == "met") == keeps
+        assert line["measured"] == line["of"] > 0
+        assert line["what"] in result["output"]
+    rate = {(c["way"], c["rows"], c["prefix"]): c["tokens_per_second"] for c in result["stages"]["model"]["cases"]}
+    lost = 1 - rate["shared_prefix", 3, 16] / rate["shared_prefix", 3, 8]
+    assert lines["model, 3 rows: lost from prefix 8 to 16"]["worst"] == pytest.approx(lost)
+    scaling = rate["hogwild", 2, 8] / rate["hogwild", 1, 8]
+    assert lines["model, hogwild: tokens/s of 2 workers by 1"]["worst"] == pytest.approx(scaling)
+
+
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run.start(["attention"], "full", 1.0, 0, tmp_path) == 2
+    assert "no GPU" in capsys.readouterr().out
+
+
+# Wrong kernels are found
+
+
+def checked(problem: str, dtype: str = "float32") -> dict[str, Any]:
+    """One problem of the correctness stage at toy size."""
+    stage = correctness.CorrectnessStage(head_dims=(16,), dtypes=(dtype,), unit=1, problems=(problem,), heads=2)
+    (case,) = stage.cases(CPU)
+    return attempt(case.run)
+
+
+def break_attention(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., torch.Tensor]) -> None:
+    """Put `wrong(right, query, keys, values, plan, **settings)` in the place of every backend but the oracle."""
+    right = layer.block_attention
+
+    def attention(*given: Any, **settings: Any) -> torch.Tensor:
+        if os.environ.get(BACKEND_VARIABLE) == "reference":
+            return right(*given, **settings)
+        return wrong(right, *given, **settings)
+
+    monkeypatch.setattr(layer, "block_attention", attention)
+
+
+@pytest.mark.parametrize("problem", correctness.PROBLEMS)
+def test_a_small_error_and_a_read_outside_the_blocks_are_found(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
+    assert checked(problem)["ok"]
+    break_attention(monkeypatch, lambda right, *given, **settings: right(*given, **settings) + 2e-5)
+    assert not checked(problem)["ok"]
+    break_attention(monkeypatch, lambda right, *given, **settings: right(*given, **settings) + 0 * given[1].sum())
+    assert "NaN" in checked(problem)["error"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "lost"),
+    [
+        ("hogwild", {"rotary": None}),
+        ("interleaved", {"rotary": layer.rotary_of(16, part=2)}),
+        ("softcap", {"softcap": None}),
+        ("sinks", {"sinks": None}),
+        ("window", {"window": 36}),
+        ("long", {"scale": 0.26}),
+    ],
+)
+def test_a_kernel_that_overlooks_something_is_found(
+    monkeypatch: pytest.MonkeyPatch, problem: str, lost: dict[str, Any]
+) -> None:
+    break_attention(monkeypatch, lambda right, *given, **settings: right(*given, **settings | lost))
+    figures = checked(problem)
+    assert not figures["ok"]
+    assert run.wrong({"stages": {"correctness": {"cases": [figures]}}})
+
+
+def test_a_kernel_that_leaves_an_output_unwritten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaves_one(right: Callable[..., torch.Tensor], *given: Any, **settings: Any) -> torch.Tensor:
+        whole = right(*given, **settings)
+        out = torch.empty_like(whole)
+        out[:-1] = whole[:-1]
+        return out
+
+    break_attention(monkeypatch, leaves_one)
+    assert "NaN" in checked("tree", "bfloat16")["error"]
+    assert run.wrong({"stages": {"correctness": {"cases": [checked("tree")]}}})
+
+
+def test_an_append_that_misses_its_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checked("append")["ok"]
+    write = Arena.write
+
+    def shifted(arena: Arena, layer_idx: int, key: torch.Tensor, value: torch.Tensor, plan: Any) -> None:
+        write(arena, layer_idx, key, value.roll(1, dims=1), plan)
+
+    monkeypatch.setattr(Arena, "write", shifted)
+    assert not checked("append")["ok"]
+
+
+def test_a_move_that_does_not_turn_keys_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checked("move", "bfloat16")["ok"]
+    copy = Arena.copy
+    monkeypatch.setattr(Arena, "copy", lambda arena, *given: copy(arena, *given[:5]))
+    assert not checked("move", "bfloat16")["ok"]
+
+
+# What it is compared with computes the same
+
+
+@pytest.mark.parametrize("problem", ["tree", "hogwild", "window", "ragged", "prefill", "interleaved"])
+def test_dense_views_hold_the_same_problem(problem: str) -> None:
+    chosen = correctness.PROBLEMS[problem]
+    made = Layer(chosen.features(2, 16, torch.float32), CPU)
+    made.step(chosen.layout(made, 1)[0])
+    torch.testing.assert_close(correctness._flash(made).double(), made.oracle(), rtol=0, atol=1e-5)
+
+
+class PagedCascade:
+    """Does what FlashInfer's documentation says of its wrapper, spelled out."""
+
+    def __init__(self, num_levels: int, workspace: torch.Tensor, layout: str) -> None:
+        assert (num_levels, layout) == (2, "NHD")
+
+    def plan(self, queries: Any, pages: Any, indices: Any, last: Any, *sizes: int, sm_scale: float, **_: Any) -> None:
+        self.levels = list(zip(queries, pages, indices, last, strict=True))
+        self.sizes, self.scale = sizes, sm_scale
+
+    def run(self, query: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        heads, kv_heads, dim, page = self.sizes
+        out = []
+        for row, q in enumerate(query):
+            keys = []
+            for queries, pages, indices, last in self.levels:
+                of = int(np.searchsorted(queries.numpy(), row, side="right")) - 1
+                mine = indices[pages[of] : pages[of + 1]].long()
+                length = (len(mine) - 1) * page + int(last[of])
+                keys.append(table[mine].transpose(0, 1).reshape(2, -1, kv_heads, dim)[:, :length])
+            k, v = torch.cat(keys, dim=1).repeat_interleave(heads // kv_heads, dim=2)
+            weights = (torch.einsum("hd,nhd->hn", q, k) * self.scale).softmax(-1)
+            out.append(torch.einsum("hn,nhd->hd", weights, v))
+        return torch.stack(out)
+
+
+def test_all_get_the_same_problem_densely_and_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.SimpleNamespace(MultiLevelCascadeAttentionWrapper=PagedCascade)
+    monkeypatch.setitem(sys.modules, "flashinfer", module)  # type: ignore[arg-type]
+    made = Layer(Features(4, 2, 16, torch.float32), CPU)
+    segments = layer.shared_prefix(made, 48, [31, 31, 31])
+    made.step(segments)
+    root, leaves = segments[0].view[0], [segment.view[-1] for segment in segments]
+    keys, values = baselines.dense_copies(made, root, leaves)
+    densely = baselines.flash(made.query, keys, values, made.features.scale)
+    in_pages = baselines.Cascade(made, root, leaves).attend(made.query)
+    for out in (densely, in_pages):
+        torch.testing.assert_close(out.double(), made.oracle(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(1, 128), (2, 1024), (4, 1024), (8, 65536)])
+def test_hogwild_blocks_hold_as_many_unique_tokens_as_said(count: int, tokens: int) -> None:
+    made = Layer(Features(1, 1, 2, rotary=layer.rotary_of(2)), CPU)
+    segments = layer.hogwild(made, count, tokens)
+    seen = {block for segment in segments for block in segment.view}
+    assert sum(block.length for block in seen) == tokens
+    assert len(segments) == count
+    assert made.cache.prepare(segments).plan.rotates
+
+
+def test_attention_is_skipped_and_comes_back() -> None:
+    toy, usual = models.Models(CPU, torch.float32).get("toy"), ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+    with models.attention_skipped() as asked:
+        assert ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] is not usual
+        ways.shared_prefix(toy, rows=2, prefix=8, steps=6, deadline=Deadline(60))
+    assert set(asked) == {0}
+    assert models.draw_prompt(toy, 1, 4096).min() > models.PAD  # `generate` would hide it
+    assert ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] is usual
+
+
+# Nothing is dropped without a word
+
+
+def test_what_has_no_time_or_fails_is_named_and_takes_no_other_with_it() -> None:
+    def fail(error: Exception) -> dict[str, Any]:
+        raise error
+
+    errors = [ValueError("no"), torch.OutOfMemoryError(), OutOfTimeError()]
+    cases = [*(Case({}, partial(fail, error)) for error in errors), Case({"rows": 3}, lambda: {"seconds": 1.0})]
+    found: list[dict[str, Any]] = []
+    run_cases(cases, Deadline(60), found.append)
+    run_cases(cases[3:], Deadline(0), found.append)
+    assert found[0]["error"] == "ValueError: no"
+    assert "in fail" in found[0]["traceback"]
+    assert [case["not_measured"] for case in found[1:3]] == ["out of memory", "out of time"]
+    assert found[3:] == [{"rows": 3, "seconds": 1.0}, {"rows": 3, "not_measured": "out of time"}]
+
+
+@pytest.mark.parametrize("way", ["shared_prefix", "hogwild", "generate", "generate_batch"])
+def test_a_way_that_is_too_slow_is_ended(way: str) -> None:
+    toy = models.Models(CPU, torch.float32).get("toy")
+    with pytest.raises(OutOfTimeError):
+        ways.WAYS[way](toy, 2, 8, 32, Deadline(0))
+
+
+def test_a_run_that_is_killed_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "WRITTEN_EVERY", 0)
+    started = run.Run(run.TOY, CPU, tmp_path / "new" / "result.json", {})
+    killed = Case({}, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    cases = iter([Case({"rows": 1}, lambda: {"seconds": 1.0}), killed])
+    monkeypatch.setattr(started, "_cases", lambda name, deadline: cases)
+    with pytest.raises(KeyboardInterrupt):
+        started.stage("attention", 60)
+    kept = json.loads(started.path.read_text())
+    assert kept["stages"]["attention"]["cases"] == [{"rows": 1, "seconds": 1.0}]
+
+
+def ideal(sizes: run.Sizes, figures: dict[str, Any]) -> dict[str, Any]:
+    """All stages at these sizes, every case with the same figures."""
+    cases = {
+        "correctness": sizes.correctness.cases(CPU),
+        "attention": sizes.attention.cases(Timer(CPU), CEILINGS),
+        "hogwild": sizes.hogwild.cases(Timer(CPU), CEILINGS),
+        "model": sizes.model.cases(models.Models(CPU, torch.float32), CEILINGS, Deadline(60)),
+    }
+    stages = {name: {"cases": [case.settings | figures for case in made]} for name, made in cases.items()}
+    for case in stages["model"]["cases"]:
+        if "not_measured" not in figures:
+            case["tokens_per_second"] = 1000.0 * (case["rows"] if case["way"] == "hogwild" else 1)
+    return stages
+
+
+GOOD: dict[str, Any] = dict.fromkeys(("error_by_flash", "of_limit", "by_flash", "by_flashinfer", "by_floor"), 1.0)
+GOOD |= {"max_error": 1e-6, "set_up_seconds": 4e-5, "flash": {"difference": 1e-3}}
+
+
+def test_full_sizes_hold_all_that_is_required() -> None:
+    stages = ideal(run.Sizes(), GOOD)
+    large = sum(case["kv_bytes"] >= 256e6 for case in stages["attention"]["cases"])
+    counts = [len(stage["cases"]) for stage in stages.values()]
+    assert counts == [180, 120, 16, 2 * (6 + 4 + 8 + 18 + 3 + 12 + 12)]
+    lines = run.Sizes().acceptance.table(stages)
+    assert {line["status"] for line in lines} == {"met"}, lines
+    assert [line["of"] for line in lines] == [120, 60, 180, 120, large, 120, 120, 2, 16, 2, 6, 4, 8]
+    assert {line["status"] for line in run.Sizes().acceptance.table({})} == {"not measured"}
+
+
+def test_what_was_not_measured_counts_neither_as_met_nor_as_missed() -> None:
+    late = ideal(run.Sizes(), {"not_measured": "out of time"})
+    assert {line["status"] for line in run.Sizes().acceptance.table(late)} == {"not measured"}
+    mixed = ideal(run.TOY, GOOD)
+    del mixed["hogwild"]["cases"][0]["set_up_seconds"]
+    line = next(line for line in run.TOY.acceptance.table(mixed) if "set-up" in line["what"])
+    assert (line["status"], line["measured"], line["of"]) == ("not measured", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "bad"),
+    [
+        ("correctness", {"max_error": 0.1}),
+        ("correctness", {"error": "RuntimeError: no such kernel"}),
+        ("correctness", {"error_by_flash": 1.6}),
+        ("attention", {"flash": {"difference": 0.3}}),
+        ("attention", {"of_limit": 0.8}),
+        ("attention", {"by_flash": 1.1}),
+        ("attention", {"by_flashinfer": 1.1}),
+        ("hogwild", {"by_flash": 1.2}),
+        ("hogwild", {"set_up_seconds": 6e-5}),
+        ("model", {"by_floor": 1.4}),
+    ],
+)
+def test_one_bad_figure_is_a_requirement_missed(stage: str, bad: dict[str, Any]) -> None:
+    stages = ideal(run.TOY, GOOD)
+    assert {line["status"] for line in run.TOY.acceptance.table(stages)} == {"met"}
+    chosen = {"correctness": 0, "attention": 0, "hogwild": 1, "model": 4}[stage]  # 2 workers; a single row
+    case = stages[stage]["cases"][chosen]
+    case |= bad
+    missed = [line["what"] for line in run.TOY.acceptance.table(stages) if line["status"] == "missed"]
+    assert len(missed) == 1, missed
+
+
+def test_a_baseline_without_memory_is_no_comparison() -> None:
+    stages = ideal(run.TOY, GOOD)
+    case = stages["attention"]["cases"][0]
+    case["flash"] = {"not_measured": "out of memory"}
+    del case["by_flash"]
+    (line,) = (
+        line for line in run.TOY.acceptance.table(stages) if line["what"].startswith("attention: time by FlashA")
+    )
+    assert (line["status"], line["measured"], line["of"]) == ("met", 1, 1)
+
+
+class FakeEvent:
+    """Stands in for a CUDA event; the device's clock is `clock`, in milliseconds."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = FakeEvent.clock
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.at - self.at
+
+
+def tick(milliseconds: float) -> None:
+    FakeEvent.clock += milliseconds
+
+
+@pytest.fixture
+def gpu_timer(monkeypatch: pytest.MonkeyPatch) -> Timer:
+    """A timer of a GPU that is not there, flushing and waiting for a long time before what it measures."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(Timer, "queue_ahead", lambda timer, lead: tick(1000 * lead + 10))
+    return Timer(torch.device("cuda"), at_least=3, at_most=3)
+
+
+def test_events_time_what_runs_and_not_what_comes_before(gpu_timer: Timer) -> None:
+    assert gpu_timer.median(lambda: tick(3)) == pytest.approx(3e-3)
+    costs = iter([100, 100, 1, 7, 2])  # two runs warm up
+    assert gpu_timer.median(lambda: tick(next(costs))) == pytest.approx(2e-3)
+
+
+def test_set_up_is_what_is_not_a_layers(gpu_timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Layer(Features(2, 2, 16, torch.float32, layer.rotary_of(16)), CPU, num_layers=4)
+    segments = layer.hogwild(made, 2, 128, room=8)
+    made.step(segments)
+    prepare, costs = made.cache.prepare, iter([9.0, 5.0, 5.0, 6.0])  # of the layers
+    monkeypatch.setattr(made.cache, "prepare", lambda segments: (tick(2), prepare(segments))[1])
+    monkeypatch.setattr(Layer, "attend", lambda made, layer_idx: tick(next(costs)))
+    assert hogwild.step_times(gpu_timer, made, segments, hogwild._DeviceClock) == pytest.approx(2e-3 + 9e-3 - 5e-3)
+
+
+def test_tables_need_no_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    report.print_table("title", ["", "us"], [["rows", "1.5"], ["r", "10.25"]])
+    assert capsys.readouterr().out.splitlines() == ["title", "         us", "rows    1.5", "r     10.25"]
+
+
+def test_a_table_names_what_is_not_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [
+        {"workers": 1, "tokens": 8, "seconds": 1e-6},
+        {"workers": 2, "tokens": 8, "not_measured": "out of time"},
+        {"workers": 4, "tokens": 8, "not_measured": "out of time"},
+        {"workers": 8, "tokens": 8, "error": "RuntimeError: no\nsecond line", "traceback": "..."},
+    ]
+    report.print_stage("hogwild", {"cases": cases, "seconds": 1.0})
+    out = capsys.readouterr().out
+    assert "1 of 4 measured" in out
+    assert "not measured (out of time): 2 configurations, the first being workers 2, tokens 8" in out
+    assert "not measured (RuntimeError: no): 1 configurations, the first being workers 8, tokens 8" in out
