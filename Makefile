@@ -23,8 +23,8 @@ help: ## show this list
 demo: $(READY) ## show what the package does, on the embedded model
 	@$(RUN) -m hf_parallel.demo $(ARGS)
 
-test: lint ## lint, then run the tests
-	@$(RUN) -m pytest -q $(ARGS)
+test: lint ## lint, then run the tests on several processes
+	@$(RUN) -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(READY) ## check style, formatting and types
 	@$(RUN) -m ruff check .

@@ -10,6 +10,7 @@ Whether all of a model is understood is seen from its logits, over blocks and ov
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -57,6 +58,8 @@ class _Recorder:
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+_switching = threading.Lock()
+"""Held while a model's attention is exchanged, so that nobody reads it in between."""
 _current: ContextVar[BlockCache | _Recorder | None] = ContextVar("hf_parallel_cache", default=None)
 
 
@@ -126,25 +129,48 @@ AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
 
 @contextmanager
 def block_attention_enabled(model: PreTrainedModel, cache: BlockCache | _Recorder) -> Iterator[None]:
-    """Run a model with block attention over `cache`; what was set before is restored, whatever happens inside."""
-    before = [(config, config._attn_implementation) for config in _configs(model.config)]
-    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)] if model.training else []
-    token = _current.set(cache)
+    """Run a model with block attention over `cache`; what was set before is restored, whatever happens inside.
+
+    Raises
+    ------
+    RuntimeError
+        If block attention is set already: for another thread, or by hand.
+    """
+    with _implementation_set(model):
+        layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)] if model.training else []
+        token = _current.set(cache)
+        try:
+            for layer in layers:  # checkpointing drops the cache; there is nothing to check-point without gradients
+                layer.gradient_checkpointing = False  # type: ignore[assignment]
+            if isinstance(cache, BlockCache):
+                cache.block_attention = True
+            yield
+        finally:
+            if isinstance(cache, BlockCache):
+                cache.block_attention = False
+            for layer in layers:
+                layer.gradient_checkpointing = True  # type: ignore[assignment]
+            _current.reset(token)
+
+
+@contextmanager
+def _implementation_set(model: PreTrainedModel) -> Iterator[None]:
+    """Exchange a model's attention implementation, for everybody who uses it."""
+    before: list[tuple[Any, str]] = []
     try:
-        for layer in layers:  # checkpointing drops the cache; there is nothing to check-point without gradients
-            layer.gradient_checkpointing = False  # type: ignore[assignment]
-        model.set_attn_implementation(IMPLEMENTATION)
-        if isinstance(cache, BlockCache):
-            cache.block_attention = True
+        with _switching:
+            found = [(config, config._attn_implementation) for config in _configs(model.config)]
+            if any(implementation == IMPLEMENTATION for _, implementation in found):
+                raise RuntimeError(
+                    f"attention implementation {IMPLEMENTATION!r} is set already; is another thread using it?"
+                )
+            before = found
+            model.set_attn_implementation(IMPLEMENTATION)
         yield
     finally:
-        if isinstance(cache, BlockCache):
-            cache.block_attention = False
-        for config, implementation in before:
-            config._attn_implementation = implementation
-        for layer in layers:
-            layer.gradient_checkpointing = True  # type: ignore[assignment]
-        _current.reset(token)
+        with _switching:
+            for config, implementation in before:
+                config._attn_implementation = implementation
 
 
 def _configs(config: Any) -> list[Any]:

@@ -28,7 +28,7 @@ from .live import worker_view
 from .measure import StepClock, dense_bytes, long_prompt
 
 TASK = "Plan a picnic in the park for ten people."
-SEED = 2
+SEED = 0
 
 SMALL_MODEL: dict[str, Any] = {
     "history_header": "",

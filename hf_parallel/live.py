@@ -133,7 +133,7 @@ class WorkerView:
             self.step_ended(worker, worker.steps[-1])
         elif event == "end" and not worker.done:
             worker.done = True
-            if worker.steps[-1].text.strip():
+            if worker.steps[-1].text.strip() and worker.steps[-1].ended is None:
                 self.step_ended(worker, worker.steps[-1])
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""The cache floor: blocks keep what was written to them whatever happens around them, and no token is copied often."""
+"""The cache floor: blocks keep what was written to them whatever happens around them."""
 
 from __future__ import annotations
 
@@ -11,54 +11,11 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
-from scenes import turn
-from torch.utils._python_dispatch import TorchDispatchMode
+from small_cache import BYTES_PER_TOKEN, HEAD_DIM, KV_HEADS, append, assert_holds, new_cache, unrotated
 
-from hf_parallel.cache import Arena, Block, BlockCache, Segment, View, view_length
-from hf_parallel.kernels import RotarySpec
-
-KV_HEADS, HEAD_DIM = 2, 6
-BYTES_PER_TOKEN = 2 * KV_HEADS * HEAD_DIM * 8  # one layer, float64
-ROTARY = RotarySpec((1.0, 0.3), interleaved=False)  # turns 4 of 6 dimensions
-
+from hf_parallel.cache import Arena, Block, BlockCache, Segment, view_length
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def unrotated(tokens: Sequence[int], layer: int = 0) -> torch.Tensor:
-    """A key for each token, float64 [kv_heads, len(tokens), head_dim], all different."""
-    names = torch.tensor(tokens, dtype=torch.float64)[None, :, None]
-    place = torch.arange(KV_HEADS * HEAD_DIM).reshape(KV_HEADS, 1, HEAD_DIM)
-    return torch.sin(names * (place + 1) + layer)
-
-
-def append(cache: BlockCache, *brought: tuple[View, Sequence[int]]) -> None:
-    """What a model of one layer does to the cache in a forward pass."""
-    forward = cache.prepare([Segment(view, len(tokens)) for view, tokens in brought])
-    tokens = [token for _, run in brought for token in run]
-    keys = turn(unrotated(tokens), forward.position_ids, ROTARY)
-    cache.arena.write(0, keys, unrotated(tokens, 1), forward.plan)
-    cache.commit()
-
-
-def stored(cache: BlockCache, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-    layer = cache.storage(0)
-    rows = layer.rows(block.extent, block.first, block.first + block.length)
-    return layer.keys[rows], layer.values[rows]
-
-
-def assert_holds(cache: BlockCache, block: Block, tokens: Sequence[int]) -> None:
-    """The block holds these tokens' values, and their keys at the positions that follow from its base."""
-    assert block.length == len(tokens)
-    if tokens:
-        keys, values = stored(cache, block)
-        at = torch.arange(block.base, block.base + len(tokens))
-        torch.testing.assert_close(keys, turn(unrotated(tokens), at, ROTARY), rtol=0, atol=1e-12)
-        assert torch.equal(values, unrotated(tokens, 1))
-
-
-def new_cache() -> BlockCache:
-    return BlockCache({0: ROTARY})
 
 
 # Any life of a cache
@@ -200,56 +157,6 @@ def test_an_extent_is_free_when_its_last_owner_is_gone() -> None:
     assert cache.new_block(4).extent.origin == place
 
 
-class Copied(TorchDispatchMode):
-    """Counts the bytes that operators write into tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.index_put_, torch.ops.aten.index_copy_):
-            source = args[-1] if func.overloadpacket is not torch.ops.aten.copy_ else args[0]
-            self.bytes += source.numel() * source.element_size()
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_ten_thousand_appends_copy_each_token_a_bounded_number_of_times(rows: int) -> None:
-    cache = new_cache()
-    blocks = cache.new_blocks(rows)
-    appends = 10_000 // rows
-    key = torch.zeros(KV_HEADS, rows, HEAD_DIM, dtype=torch.float64)
-    with Copied() as copied:
-        for _ in range(appends):
-            cache.arena.write(0, key, key, cache.prepare([Segment([block], 1) for block in blocks]).plan)
-            cache.commit()
-    assert [block.length for block in blocks] == [appends] * rows
-    assert cache.kv_bytes <= copied.bytes <= 8 * cache.kv_bytes
-    assert cache.arena.reserved_bytes <= 8 * cache.kv_bytes
-
-
-def test_many_small_blocks_do_not_copy_each_other_whenever_one_more_is_made() -> None:
-    cache = new_cache()
-    key = torch.zeros(KV_HEADS, 1, HEAD_DIM, dtype=torch.float64)
-    with Copied() as copied:
-        for _ in range(2000):
-            cache.arena.write(0, key, key, cache.prepare([Segment([cache.new_block(1)], 1)]).plan)
-            cache.commit()
-    assert cache.kv_bytes == 2000 * BYTES_PER_TOKEN
-    assert copied.bytes <= 5 * cache.kv_bytes
-
-
-def test_a_finished_step_moves_only_itself() -> None:
-    cache = new_cache()
-    history, step = cache.new_block(4000), cache.new_block(40)
-    append(cache, ([history], range(2000)), ([history, step], range(3000, 3040)))
-    with Copied() as copied:
-        cache.move(step, history)
-    assert copied.bytes == 40 * BYTES_PER_TOKEN
-    assert_holds(cache, history, [*range(2000), *range(3000, 3040)])
-
-
 def test_storage_of_another_model_is_refused() -> None:
     cache = new_cache()
     block = cache.new_block()
@@ -270,12 +177,12 @@ def evenly_spaced(blocks: Sequence[Block]) -> bool:
 
 def test_blocks_that_outgrow_their_room_together_stay_evenly_spaced() -> None:
     cache = new_cache()
-    blocks = cache.new_blocks(5, 8)
-    first = blocks[0].extent.origin
+    first, *blocks = cache.new_blocks(6, 8)
+    append(cache, ([first], [7] * 8))
     for _ in range(40):
         append(cache, *(([block], [7]) for block in blocks))
         assert evenly_spaced(blocks)
-    assert cache.new_blocks(5, 8)[0].extent.origin == first  # what they left can be used again
+    assert cache.new_blocks(5, 8)[0].extent.origin == 8 + 5 * 64  # no hole: they grew over where they had been
 
 
 def test_moving_needs_the_rotary_embedding_where_positions_change() -> None:
@@ -286,6 +193,20 @@ def test_moving_needs_the_rotary_embedding_where_positions_change() -> None:
         cache.move(second, first)
     cache.move(second, third)  # from position 0 to position 0
     assert_holds(cache, third, [3])
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["at once", "in a step that follows"])
+def test_seeing_a_block_elsewhere_needs_the_rotary_embedding(steps: int) -> None:
+    """Two rows of which one sees the other: from the second token on, what it sees has moved."""
+    cache = BlockCache()
+    front, behind = cache.new_blocks(2, 8)
+    behind.base = steps
+    views = [[front], [front, behind]]
+    for _ in range(steps):
+        append(cache, *((view, [1]) for view in views))
+    with pytest.raises(ValueError, match="another position .* needs the rotary embedding"):
+        append(cache, *((view, [2]) for view in views))
+    assert (front.length, behind.length) == (steps, steps)
 
 
 def test_a_block_is_cut_inside_of_what_it_has() -> None:
@@ -367,10 +288,15 @@ def test_positions_follow_from_lengths() -> None:
 
 def test_reset_forgets_everything() -> None:
     cache = new_cache()
-    append(cache, ([cache.new_block()], [1, 2]), ([cache.new_block()], [3]))
+    view = [cache.new_block()]
+    append(cache, (view, [1, 2]), ([cache.new_block()], [3]))
+    append(cache, (view, [4]))
+    cache.prepare([Segment(view, 1)])
     cache.reset()
     assert (cache.kv_bytes, cache.blocks, cache.get_seq_length()) == (0, set(), 0)
-    assert cache.arena.allocate(3)[0].origin == 0
+    assert cache.arena.reserved_bytes == 0
+    with pytest.raises(ValueError, match="no longer"):  # though it would follow from the step before
+        cache.prepare([Segment(view, 1)])
 
 
 def test_a_deep_copy_lives_on_alone() -> None:

@@ -13,7 +13,8 @@ from scenes import Features, Scene, scenes
 
 from hf_parallel.cache import Segment
 from hf_parallel.cache.layout import plan_pass
-from hf_parallel.kernels import AttentionPlan
+from hf_parallel.kernels import AttentionPlan, RotarySpec, torch_attention
+from hf_parallel.kernels.schedule import make_schedule
 from hf_parallel.kernels.torch_attention import block_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,6 +87,30 @@ def test_a_step_after_a_change_is_laid_out_anew(scene: Scene, change: str) -> No
     anew = plan_pass(segments, torch.device("cpu"))
     for name in ARRAYS:
         assert np.array_equal(getattr(forward.plan, name), getattr(anew.plan, name)), name
+
+
+@pytest.mark.parametrize(
+    ("roots", "lengths", "schedules"),
+    [([30], [1, 1, 1], 2), ([30], [1, 3], 4), ([30], [1, 3, 40], 16), ([30], [20, 30, 40], 1), ([30, 5], [1, 1], 2)],
+    ids=["even", "nearly even", "ragged", "beyond", "two roots"],
+)
+def test_few_steps_under_a_window_are_laid_out_anew(
+    roots: list[int], lengths: list[int], schedules: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step, those in which the window of 17 leaves a root, and those in which it has left the beginning of
+    some of the suffixes that are read in one call: its keys do not move evenly then."""
+    made = []
+    monkeypatch.setattr(torch_attention, "make_schedule", lambda plan: made.append(1) or make_schedule(plan))
+    scene = Scene(Features(window=17, rotary=RotarySpec((1.0, 0.3))))
+    blocks = [scene.cache.new_block(length) for length in roots]
+    views = [[blocks[i % len(roots)], own] for i, own in enumerate(scene.cache.new_blocks(len(lengths), 80))]
+    scene.step([Segment([block], length) for block, length in zip(blocks, roots, strict=True)])
+    scene.step([Segment(view, n) for view, n in zip(views, lengths, strict=True)])
+    for _ in range(35):
+        scene.step(one_token_each(scene))
+        out = scene.attend(block_attention, torch.float64)
+        torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-11)
+    assert len(made) == schedules
 
 
 def test_a_step_that_was_taken_back_can_be_taken_again(scene: Scene) -> None:

@@ -5,7 +5,10 @@ Layouts are random lives of a block cache (`scenes.py`): trees of prefixes, work
 
 from __future__ import annotations
 
+import gc
 import math
+import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +24,7 @@ from hf_parallel.cache import Block, BlockCache, Segment
 from hf_parallel.kernels import BACKEND_VARIABLE, RotarySpec, block_attention, native, reference, rotate, select_backend
 from hf_parallel.kernels import torch_attention as torch_backend
 from hf_parallel.kernels.plan import AttentionPlan
-from hf_parallel.kernels.schedule import make_schedule
+from hf_parallel.kernels.schedule import MERGE_INDEX, make_schedule
 
 EXACT = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
@@ -191,6 +194,28 @@ def test_a_sliding_window_touches_a_band_of_keys() -> None:
     assert sum(call.num_keys * call.num_queries for call in make_schedule(plan).calls) < 3000 * (64 + 256)
 
 
+def test_ragged_rows_are_laid_out_in_a_moment() -> None:
+    cache = BlockCache()
+    rows = cache.new_blocks(1024, 4000)
+    for row, length in zip(rows, np.random.default_rng(0).exponential(500, len(rows)), strict=True):
+        row.length = 1 + min(int(length), 3000)
+    plan = cache.prepare([Segment([row], 1) for row in rows]).plan
+    began = time.perf_counter()
+    calls = make_schedule(plan).calls
+    assert len(calls) < len(rows) / 4
+    assert time.perf_counter() - began < 0.5  # 0.02 s; going through all rows for each of them took 1 to 3 s
+
+
+def test_what_lies_on_a_device_is_remembered_with_it() -> None:
+    """As layers of one model may lie on several."""
+    scene = Scene(Features())
+    views = _completions(scene, 5, [1, 1])
+    scene.step([Segment(views[0], 1), Segment([scene.cache.new_block()], 1)])  # one row sees two blocks, the other one
+    scene.attend(torch_backend.block_attention, torch.float64)
+    schedule = scene.forward.plan.memo("schedule", lambda: None)
+    assert (MERGE_INDEX, torch.device("cpu")) in schedule._memo
+
+
 # Plans
 
 
@@ -202,6 +227,20 @@ def test_windowed_plan_narrows_lo_and_is_made_once() -> None:
     assert narrow is plan.windowed(4)
     assert narrow.pair_lo.tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6]
     assert plan.pair_lo.tolist() == [0] * 10
+
+
+def test_a_plan_goes_as_soon_as_nobody_has_it() -> None:
+    """Not when the garbage collector comes: a plan may hold buffers of a device."""
+    plan = replace(_row(Features(), 10).forward.plan, _memo={})
+    for window in (4, 10):
+        plan.windowed(window)
+    gone = weakref.ref(plan)
+    gc.disable()
+    try:
+        del plan
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_window_counts_true_positions_across_blocks() -> None:

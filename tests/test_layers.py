@@ -28,9 +28,12 @@ FLOORS = {
 GROUND = {"folders"}
 """What stands below the floors: any of them may import it, and it imports nothing of the package."""
 
-ANNOTATIONS_ONLY = {("hf_parallel.generation.worker", "hf_parallel.generation.hogwild")}
-"""Imports against the direction, for type checkers alone: a worker reads the settings that its problem was made with,
-and those are in the file of the mode, which makes the workers. Nothing is imported when the program runs."""
+ANNOTATIONS_ONLY = {
+    ("hf_parallel.generation.worker", "hf_parallel.generation.hogwild"),
+    ("hf_parallel.generation.blocks", "hf_parallel.generation.pdos"),
+}
+"""Imports against the direction, for type checkers alone: a row reads the settings that its run was made with, and
+those are in the file of the mode, which makes the rows. Nothing is imported when the program runs."""
 
 OPTIONAL = [
     *("accelerate", "datasets", "evaluate", "flash_attn", "gguf", "hypothesis", "matplotlib", "peft"),

@@ -6,11 +6,15 @@ where a block is, whatever the layer's dimensions. The arena knows slots and byt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from ..kernels import AttentionPlan, RotarySpec, rotate
+from ..kernels import AttentionPlan, RotarySpec
+from ..kernels.dispatch import append, move
+from ..kernels.work import Place
 
 GROWTH = 1.5
 """Factor by which storage that is in use grows, so that past tokens are copied a bounded number of times."""
@@ -44,11 +48,16 @@ class LayerStorage:
         return extent.origin * self.num_kv_heads + heads + torch.arange(start, stop, device=self.keys.device)
 
 
+Run = tuple[Extent, int, int]
+"""Tokens of an extent: the first, and how many."""
+
+
 class Arena:
     """Hands out extents and moves what is in them.
 
     Storage of a layer appears with its first write, when its dimensions, dtype and device are known, and grows by
-    reallocation when more slots have been handed out than it has; extents keep their slots for life.
+    reallocation when more slots have been handed out than it has; extents keep their slots for life. Slots behind the
+    last extent are handed out no longer, so that what could not be had is not asked for again.
     """
 
     def __init__(self) -> None:
@@ -64,7 +73,7 @@ class Arena:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of storage held, used or not."""
-        return self.num_slots * self.bytes_per_token
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
 
     def allocate(self, capacity: int, count: int = 1) -> list[Extent]:
         """Hand out `count` extents of `capacity` slots each, one after another in memory."""
@@ -78,20 +87,34 @@ class Arena:
         if extent.owners == 0 and extent.capacity:
             self._give(extent.origin, extent.capacity)
 
+    def grow(self) -> None:
+        """Make sure that every layer has the slots that were handed out, before anything is written to one of them."""
+        for layer in self.layers.values():
+            self._grow(layer)
+
+    def rehouse(self, runs: Sequence[Run], capacity: int) -> list[Extent]:
+        """Move runs of tokens into extents of `capacity` slots each, one after another in memory.
+
+        Their old extents are released first and the new ones may lie over them, so that growth leaves no holes.
+        """
+        before = self.num_slots, list(self._free)
+        for extent, _, _ in runs:
+            self.release(extent)
+        try:
+            extents = self.allocate(capacity, len(runs))
+            self.grow()
+            self._move(runs, [(extent, 0, length) for extent, (_, _, length) in zip(extents, runs, strict=True)])
+        except BaseException:
+            for extent, _, _ in runs:
+                extent.owners += 1
+            self.num_slots, self._free = before
+            raise
+        return extents
+
     def write(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> None:
         """Store the packed new keys and values `[kv_heads, T, head_dim]` of a pass where its plan says."""
         layer = self._storage(layer_idx, key, value)
-        if len(plan.write_query) != plan.num_queries:
-            kept = plan.memo(("kept", key.device), lambda: torch.from_numpy(plan.write_query).to(key.device))
-            key, value = key.index_select(1, kept), value.index_select(1, kept)
-        evenly = plan.write_view(layer.num_kv_heads)
-        for storage, new in ((layer.keys, key), (layer.values, value)):
-            dim = new.shape[-1]
-            if evenly is not None:
-                first, token_stride, head_stride = (rows * dim for rows in evenly)
-                storage.as_strided(new.shape, (head_stride, token_stride, 1), first).copy_(new)
-            else:
-                storage.index_copy_(0, plan.write_rows(layer.num_kv_heads, key.device), new.reshape(-1, dim))
+        append(key, value, layer.keys, layer.values, plan, layer.num_kv_heads)
 
     def copy(
         self,
@@ -104,20 +127,23 @@ class Arena:
         rotary: dict[int, RotarySpec | None] | None = None,
     ) -> None:
         """Copy `length` tokens from one extent to another, keys turned by `delta` positions."""
-        tables: dict[tuple[RotarySpec, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        origin = Place(source.origin, source.capacity, source_start)
+        goal = Place(target.origin, target.capacity, target_start)
         for layer_idx, layer in self.layers.items():
             self._grow(layer)
-            from_rows = layer.rows(source, source_start, source_start + length).reshape(-1)
-            to_rows = layer.rows(target, target_start, target_start + length).reshape(-1)
-            keys = layer.keys[from_rows]
             spec = rotary[layer_idx] if delta and rotary is not None else None
-            if spec is not None:
-                at = (spec, keys.device)
-                if at not in tables:
-                    tables[at] = self._turn(spec, delta, keys)
-                keys = rotate(keys, *tables[at], spec)
-            layer.keys[to_rows] = keys
-            layer.values[to_rows] = layer.values[from_rows]
+            move(layer.keys, layer.values, origin, goal, length, layer.num_kv_heads, delta, spec)
+
+    def _move(self, sources: Sequence[Run], targets: Sequence[Run]) -> None:
+        """Move runs of tokens to others of their lengths, which may lie over them."""
+        made: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        for layer in self.layers.values():
+            at = (layer.num_kv_heads, layer.keys.device)
+            if at not in made:
+                made[at] = _rows(sources, *at), _rows(targets, *at)
+            from_rows, to_rows = made[at]
+            for storage in (layer.keys, layer.values):
+                storage[to_rows] = storage[from_rows]
 
     @staticmethod
     def _turn(spec: RotarySpec, delta: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,7 +177,7 @@ class Arena:
         for name in ("keys", "values"):
             old = getattr(layer, name)
             if old.shape[0] < rows:
-                new = old.new_zeros(rows, old.shape[-1])
+                new = old.new_zeros(max(rows, int(old.shape[0] * GROWTH)), old.shape[-1])
                 new[: old.shape[0]] = old
                 setattr(layer, name, new)
 
@@ -162,16 +188,8 @@ class Arena:
             if room >= size:
                 self._free[i : i + 1] = [(origin + size, room - size)] if room > size else []
                 return origin
-        origin = self.num_slots
-        if self._free and sum(self._free[-1]) == self.num_slots:  # the last free range reaches the end
-            origin = self._free.pop()[0]
-        end = origin + size
-        if self.layers:
-            end = max(end, int(self.num_slots * GROWTH))
-        if end > origin + size:
-            self._free.append((origin + size, end - origin - size))
-        self.num_slots = end
-        return origin
+        self.num_slots += size
+        return self.num_slots - size
 
     def _give(self, origin: int, size: int) -> None:
         ranges = sorted([*self._free, (origin, size)])
@@ -182,3 +200,14 @@ class Arena:
                 self._free[-1] = (last, length + room)
             else:
                 self._free.append((start, room))
+        if sum(self._free[-1]) == self.num_slots:
+            self.num_slots = self._free.pop()[0]
+
+
+def _rows(runs: Sequence[Run], num_kv_heads: int, device: torch.device) -> torch.Tensor:
+    """Storage rows of runs of tokens, head by head: int64 `[kv_heads * tokens]`."""
+    origin, capacity, first, length = np.array([(e.origin, e.capacity, start, n) for e, start, n in runs]).T
+    within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+    heads = np.arange(num_kv_heads)[:, None] * np.repeat(capacity, length)
+    rows = heads + np.repeat(origin * num_kv_heads + first, length) + within
+    return torch.from_numpy(rows.reshape(-1)).to(device)

@@ -8,6 +8,7 @@ keys and values: slow, correct, and the oracle of the tests.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -43,6 +44,10 @@ class BlockCache(Cache):
         self._last: ForwardPass | None = None  # the decode step before, from which the next one follows
         self._undo: list[tuple[Block, int]] = []
         self._updated: set[int] = set()  # layers that a pass under stock attention has been through
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle holds: not the passes, whose plans have buffers of the kernels."""
+        return self.__dict__ | {"_pass": None, "_last": None}
 
     # Blocks
 
@@ -85,7 +90,11 @@ class BlockCache(Cache):
         """Copy a block's tokens into a new block with room for `room` more."""
         self._known(block)
         copy = self.new_block(block.length + room, block.base)
-        self.arena.copy(block.extent, block.first, copy.extent, 0, block.length)
+        try:
+            self.arena.copy(block.extent, block.first, copy.extent, 0, block.length)
+        except BaseException:
+            self.free(copy)
+            raise
         copy.length = block.length
         return copy
 
@@ -125,11 +134,9 @@ class BlockCache(Cache):
             if block.first + length > block.extent.capacity or (block.extent.owners > 1 and length > block.length):
                 outgrown.setdefault(block.extent.capacity, []).append((block, length))
         for capacity, growing in outgrown.items():
-            size = max(2 * capacity if capacity else 0, *(length for _, length in growing), 1)
-            for (block, _), extent in zip(growing, self.arena.allocate(size, len(growing)), strict=True):
-                if block.length:
-                    self.arena.copy(block.extent, block.first, extent, 0, block.length)
-                self.arena.release(block.extent)
+            size = max(2 * capacity, *(length for _, length in growing), 1)
+            runs = [(block.extent, block.first, block.length) for block, _ in growing]
+            for (block, _), extent in zip(growing, self.arena.rehouse(runs, size), strict=True):
                 block.extent, block.first = extent, 0
 
     def _known(self, block: Block) -> None:
@@ -154,12 +161,12 @@ class BlockCache(Cache):
         Raises
         ------
         ValueError
-            If a segment is empty, asks for tokens or blocks that are not there, or writes where another does.
+            If a segment is empty, asks for tokens or blocks that are not there, or writes where another does; if it
+            sees a block at another position than the block's own, and the cache does not know how layers rotate.
         """
         if self._last is not None and self._last.leads_to(segments):
             self._count([(segment.view[-1], 1) for segment in segments])
-            self._pass, self._updated = self._last.next_step(), set()
-            return self._pass
+            return self._begin(self._last.next_step())
         written: set[Block] = set()
         asked: set[Block] = set()
         for segment in segments:
@@ -175,9 +182,17 @@ class BlockCache(Cache):
             (written if segment.write else asked).add(target)
         writing = [(segment.view[-1], segment.num_tokens) for segment in segments if segment.write]
         self.reserve([(block, block.length + n) for block, n in writing])
+        self.arena.grow()
         self._count(writing)
-        self._pass, self._updated = plan_pass(segments, self.device), set()
-        return self._pass
+        return self._begin(plan_pass(segments, self.device))
+
+    def _begin(self, forward: ForwardPass) -> ForwardPass:
+        """Take a pass as the one that is under way."""
+        if self.rotary is None and forward.plan.rotates:
+            self.rollback()
+            raise ValueError("seeing a block at another position than its own needs the rotary embedding of the layers")
+        self._pass, self._updated = forward, set()
+        return forward
 
     def _count(self, writing: Sequence[tuple[Block, int]]) -> None:
         """Count new tokens in their blocks, so that it can be taken back."""
@@ -305,12 +320,60 @@ class BlockCache(Cache):
 
     get_max_length = get_max_cache_shape
 
+    @property
+    def batch_size(self) -> int:
+        """Number of rows under stock attention; -1 before there are any."""
+        return len(self.rows) or -1
+
+    max_batch_size = batch_size
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row `i` go on from where row `beam_idx[i]` is: int64 `[rows]`, as beam search asks."""
+        self._select_rows(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, int64 `[rows]`."""
+        self._select_rows(indices.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Put `repeats` rows in the place of each."""
+        self._select_rows([row for row in range(len(self.rows)) for _ in range(repeats)])
+
+    def _select_rows(self, chosen: Sequence[int]) -> None:
+        """Make the rows those that are `chosen`. What a row writes to is its own, so twins get a copy of that block."""
+        self._check_rows()
+        views = [self.rows[row] for row in chosen]
+        seen = {block for view in views for block in view}
+        for view in self.rows:
+            if view[-1] not in seen:
+                self.free(view[-1])
+        for place, view in enumerate(views):
+            if chosen[place] in chosen[:place]:
+                views[place] = [*view[:-1], self.fork(view[-1], view[-1].room)]
+        self.rows = views
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of every row; a positive number is the length to cut rows to."""
+        self._check_rows()
+        lengths = [view_length(view) for view in self.rows]
+        for view, length in zip(self.rows, lengths, strict=True):
+            left = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+            for block in view:
+                self.truncate(block, min(block.length, max(left, 0)))
+                left -= block.length
+            if not view[-1].length:
+                view[-1].base = view_length(view)
+
+    def _check_rows(self) -> None:
+        if self.blocks and not self.rows:
+            raise ValueError("this cache has blocks but no rows; only those of stock attention can be selected or cut")
+
     def reset(self) -> None:
-        """Forget everything."""
-        for block in list(self.blocks):
-            self.free(block)
-        self.rows = []
-        self.commit()
+        """Forget everything and give all memory back; the cache may then serve another model."""
+        self.arena = Arena()
+        self.blocks, self.rows = set(), []
+        self._pass = self._last = None
+        self._undo, self._updated = [], set()
 
     @property
     def kv_bytes(self) -> int:

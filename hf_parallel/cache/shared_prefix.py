@@ -7,12 +7,13 @@ Its keys stand at their true positions, so nothing is ever turned.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..kernels import RotarySpec
 from .base import BlockCache
@@ -26,7 +27,13 @@ class Node:
     tokens: np.ndarray
     parent: Node | None = None
     block: Block | None = None
-    children: list[Node] = field(default_factory=list)
+    children: dict[int, list[Node]] = field(default_factory=dict)  # by their first token; completions may begin alike
+
+    @property
+    def alike(self) -> list[Node]:
+        """The node and its siblings that begin with the same token."""
+        assert self.parent is not None, "the root has no tokens to begin with"
+        return self.parent.children[int(self.tokens[0])]
 
     @property
     def path(self) -> list[Node]:
@@ -38,6 +45,10 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
+    def below(self) -> list[Node]:
+        """Its children."""
+        return [child for alike in self.children.values() for child in alike]
+
     @property
     def start(self) -> int:
         """Position of the node's first token."""
@@ -47,6 +58,35 @@ class Node:
     def missing(self) -> np.ndarray:
         """Tokens whose keys and values are not held yet."""
         return self.tokens if self.block is None else self.tokens[self.block.length :]
+
+
+class Weights:
+    """A model's weights as they are now, to be told from later ones. A pickle holds None: it may be read elsewhere."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._state = self._read(model)
+
+    def of(self, model: nn.Module) -> bool:
+        """Whether they are this model's, whatever has been done to it since."""
+        return self._model() is model
+
+    def unchanged(self) -> bool:
+        """Whether nobody has exchanged a parameter or written to one, but through `.data`."""
+        model = self._model()
+        return model is not None and self._read(model) == self._state
+
+    @staticmethod
+    def _read(model: nn.Module) -> list[tuple[int, int]]:
+        """Each parameter and how often it was written to; those on the meta device are exchanged at every use."""
+        present = (parameter for parameter in model.parameters() if not parameter.is_meta)
+        return [(id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in present]
+
+    def __deepcopy__(self, memo: Any) -> Weights:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
 
 
 class SharedPrefixCache(BlockCache):
@@ -67,29 +107,34 @@ class SharedPrefixCache(BlockCache):
     ) -> None:
         super().__init__(rotary, device)
         self.root = Node(np.empty(0, np.int64))
-        self._filled_by: weakref.ref[Any] | None = None
+        self._filled_by: Weights | None = None
 
-    def claim(self, model: Any) -> None:
+    def claim(self, model: nn.Module) -> None:
         """Say which model fills the cache from now on.
 
         Raises
         ------
         ValueError
-            If it holds the keys and values of another one.
+            If it holds the keys and values of another one, or of other weights of it.
         """
-        if self.blocks and self._filled_by is not None and self._filled_by() is not model:
-            raise ValueError("past_key_values was filled by another model, whose keys and values it holds")
-        self._filled_by = weakref.ref(model)
+        if self.blocks and self._filled_by is not None:
+            if not self._filled_by.of(model):
+                raise ValueError("past_key_values was filled by another model, whose keys and values it holds")
+            if not self._filled_by.unchanged():
+                raise ValueError("past_key_values was filled before the model's weights changed: reset() it first")
+        self._filled_by = Weights(model)
 
-    def insert(self, tokens: np.ndarray) -> Node:
+    def insert(self, tokens: np.ndarray, below: Node | None = None) -> Node:
         """Find or make the leaf whose path spells `tokens`, sharing all that the tree has of them.
 
         Parameters
         ----------
         tokens : int64 [length]
             At least one.
+        below : Node, optional
+            Where the path begins. Default: the root.
         """
-        node, rest = self.root, tokens
+        node, rest = self.root if below is None else below, tokens
         while len(rest):
             child, shared = self._best_child(node, rest)
             if child is None:
@@ -100,7 +145,7 @@ class SharedPrefixCache(BlockCache):
     def add(self, parent: Node, tokens: np.ndarray) -> Node:
         """Append a node below `parent`, without looking for what is alike."""
         node = Node(np.asarray(tokens, np.int64), parent)
-        parent.children.append(node)
+        parent.children.setdefault(int(node.tokens[0]), []).append(node)
         return node
 
     def attach(self, parent: Node, tokens: np.ndarray, block: Block) -> Node:
@@ -124,29 +169,23 @@ class SharedPrefixCache(BlockCache):
     def discard_unfilled(self) -> None:
         """Cut the tree back to what is held, after a prefill that did not come to its end."""
         for node in list(self.nodes()):
-            if node.parent is None or node not in node.parent.children or not len(node.missing):
+            if node not in node.alike or not len(node.missing):
                 continue
             held = 0 if node.block is None else node.block.length
             if held:
                 node.tokens = node.tokens[:held]
-                for child in list(node.children):
+                for child in node.below():
                     self._remove(child)
             else:
                 self._remove(node)
 
-    def forget_completions(self, leaves: Sequence[Node]) -> None:
-        """Drop everything below the given nodes."""
-        for leaf in leaves:
-            for child in list(leaf.children):
-                self._remove(child)
-
     def nodes(self) -> Iterator[Node]:
         """All nodes below the root, parents before children."""
-        stack = self.root.children[::-1]
+        stack = self.root.below()[::-1]
         while stack:
             node = stack.pop()
             yield node
-            stack.extend(node.children[::-1])
+            stack.extend(node.below()[::-1])
 
     def reset(self) -> None:
         """Forget everything."""
@@ -154,18 +193,17 @@ class SharedPrefixCache(BlockCache):
         self.root = Node(np.empty(0, np.int64))
 
     def _remove(self, node: Node) -> None:
-        for child in list(node.children):
+        for child in node.below():
             self._remove(child)
         if node.block is not None:
             self.free(node.block)
-        if node.parent is not None:
-            node.parent.children.remove(node)
+        node.alike.remove(node)
 
     @staticmethod
     def _best_child(node: Node, tokens: np.ndarray) -> tuple[Node | None, int]:
         """The child that shares most with `tokens`, and how many tokens it shares; completions may begin alike."""
         best, most = None, 0
-        for child in node.children:
+        for child in node.children.get(int(tokens[0]), ()):
             shared = _common(child.tokens, tokens)
             if shared > most:
                 best, most = child, shared
@@ -175,8 +213,8 @@ class SharedPrefixCache(BlockCache):
         """Cut a node in two without copying. It keeps its end, as leaf of whoever holds it; returns the new head."""
         parent = node.parent
         assert parent is not None, "the root has no tokens to split"
-        head = Node(node.tokens[:at], parent, children=[node])
-        parent.children[parent.children.index(node)] = head
+        head = Node(node.tokens[:at], parent, children={int(node.tokens[at]): [node]})
+        node.alike[node.alike.index(node)] = head
         if node.block is not None:
             head.block = node.block
             node.block = self.split(node.block, at)

@@ -131,7 +131,7 @@ def make_call(
     return GenerationCall(
         model,
         capabilities,
-        input_ids.to(model.device),
+        input_ids.to(model.device, torch.int64),
         prompts,
         logits_processor,
         stopping_criteria,

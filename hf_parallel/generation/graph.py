@@ -59,7 +59,7 @@ class DecodeGraphs:
     def serve(model: torch.nn.Module, device: torch.device) -> bool:
         """Whether decode steps of a model can be captured: on one GPU, with kernels that read nothing on the host."""
         spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        return device.type == "cuda" and not spread and select_backend() == "triton"
+        return device.type == "cuda" and not spread and select_backend(device) == "triton"
 
     def logits(self, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor:
         """Logits `[T, vocabulary]` of the prepared decode step; they are overwritten by the next one.

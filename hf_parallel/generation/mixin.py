@@ -7,6 +7,9 @@ call as ever (configs, processors, criteria, padding, streamers), and takes over
 from __future__ import annotations
 
 import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,13 +43,15 @@ _REFUSED: dict[str, Any] = {
     "prompt_lookup_num_tokens": (None,),
     "assistant_early_exit": (None,),
     "guidance_scale": (None, 1, 1.0),
-    "cache_implementation": (None,),
+    "cache_implementation": (None, "dynamic"),
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
     "use_cache": (None, True),
     "token_healing": (None, False),
 }
 """Settings of `generate` that no mode can honour, with the values at which they ask for nothing."""
+_CLAIMING = threading.Lock()
+"""Held while a call looks whether a model is free and takes it."""
 
 
 class ParallelGenerationMixin:
@@ -54,6 +59,7 @@ class ParallelGenerationMixin:
 
     _parallel_capabilities: Capabilities
     _parallel_config: ParallelConfig | None = None
+    _parallel_thread: int | None = None
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,11 +82,7 @@ class ParallelGenerationMixin:
         ValueError
             For unknown or contradictory settings, and for what the mode cannot honour.
         """
-        if self._parallel_config is not None:
-            raise RuntimeError(
-                "this model is generating in parallel already: generate was called again from a processor, a streamer "
-                "or another thread"
-            )
+        self._check_free()
         for name, value in zip(_ARGUMENTS, args, strict=False):
             if name in kwargs:
                 raise TypeError(f"generate() got {name} both by position and by name")
@@ -93,11 +95,26 @@ class ParallelGenerationMixin:
             raise ValueError("with a generation_mode, arguments behind generation_config are given by name")
         config.prepare(kwargs)
         self._refuse(config, kwargs)
-        self._parallel_config = config
-        try:
+        with self._claimed(config):
             return self._generate(kwargs, ())
+
+    def _check_free(self) -> None:
+        if self._parallel_config is not None:
+            raise RuntimeError(
+                "this model is generating in parallel already: generate was called again from a processor, a streamer "
+                "or another thread"
+            )
+
+    @contextmanager
+    def _claimed(self, config: ParallelConfig) -> Iterator[None]:
+        """Hold the model for one call of a mode, which switches it to block attention for everybody."""
+        with _CLAIMING:
+            self._check_free()
+            self._parallel_config, self._parallel_thread = config, threading.get_ident()
+        try:
+            yield
         finally:
-            del self._parallel_config
+            del self._parallel_config, self._parallel_thread
 
     def _generate(self, kwargs: dict[str, Any], args: tuple[Any, ...]) -> Any:
         first = [kwargs.pop(name, None) for name in _ARGUMENTS]
@@ -115,7 +132,7 @@ class ParallelGenerationMixin:
     ) -> Any:
         """Decoding method that `generate` calls when all is prepared: the mode's, or transformers' own."""
         config = self._parallel_config
-        if config is None:
+        if config is None or self._parallel_thread != threading.get_ident():  # plain `generate`, perhaps beside a mode
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
@@ -151,7 +168,7 @@ class ParallelGenerationMixin:
         fields = MODES[mode].fields() if isinstance(mode, str) and mode in MODES else ()
         settings = {name: kwargs.pop(name) for name in fields if name in kwargs}
         for name in fields:
-            if hasattr(given, name):
+            if any(hasattr(config, name) for config in stored):
                 raise ValueError(f"{name} is in generation_config itself; put it in generation_config.parallel_config")
         saved = [
             c.parallel_config

@@ -26,6 +26,8 @@ class GenerationStats:
         Generated tokens that needed no forward pass because their logits were remembered.
     kv_bytes : int
         Bytes of keys and values held at the end: unique tokens, once.
+    reserved_bytes : int
+        Bytes of storage for them at the end, used or not.
     graph_bytes : int
         Bytes that captured decode steps (CUDA graphs) kept while the call ran.
     prefill_seconds, decode_seconds : float
@@ -40,6 +42,7 @@ class GenerationStats:
     decoded_tokens: int = 0
     replayed_tokens: int = 0
     kv_bytes: int = 0
+    reserved_bytes: int = 0
     graph_bytes: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

@@ -7,6 +7,10 @@ from typing import Any
 
 _CONTEXT = 6
 """Tokens decoded before the new ones, so that spaces and merged characters come out as in the whole text."""
+_WAITING = 3
+"""Tokens that may wait for the rest of a character: it has at most four bytes, and a token at least one."""
+_BROKEN = "\ufffd"
+"""What a decoder writes for bytes that are no character, or not one yet."""
 
 
 class GrowingText:
@@ -24,15 +28,16 @@ class GrowingText:
     def add(self, tokens: Sequence[int]) -> str:
         """Append tokens and return the text that they added."""
         self.tokens += tokens
-        start = max(self._decoded - _CONTEXT, 0)
+        start, oldest = max(self._decoded - _CONTEXT, 0), len(self.tokens) - _WAITING
         before = self._decode(self.tokens[start : self._decoded])
-        after = self._decode(self.tokens[start:])
-        if after.endswith("\ufffd") or not after.startswith(before):
-            return ""
-        added = after[len(before) :]
-        self.text += added
-        self._decoded = len(self.tokens)
-        return added
+        for end in range(len(self.tokens), self._decoded, -1):
+            after = self._decode(self.tokens[start:end])
+            whole = after.startswith(before) and not after.endswith(_BROKEN)
+            if whole or end <= oldest:  # what is older than a character will never be one
+                self._decoded, added = end, after[len(before) :]
+                self.text += added
+                return added
+        return ""
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,15 +1,17 @@
 """The kernel floor: tensors in, tensors out. The attention operation and RoPE; knows no cache and no model."""
 
-from .dispatch import BACKEND_VARIABLE, block_attention, select_backend
+from .dispatch import BACKEND_VARIABLE, Backend, backends, block_attention, select_backend
 from .plan import AttentionPlan, Growth, PlanOnDevice
 from .rope import RotarySpec, rotate
 
 __all__ = [
     "BACKEND_VARIABLE",
     "AttentionPlan",
+    "Backend",
     "Growth",
     "PlanOnDevice",
     "RotarySpec",
+    "backends",
     "block_attention",
     "rotate",
     "select_backend",

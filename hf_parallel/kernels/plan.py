@@ -55,11 +55,29 @@ class Growth:
     ----------
     delta, reach, hi : int64 [P]
         Added to `pair_delta`, `pair_reach` and `pair_hi`. Every `write_index` grows by one.
+    lo : int64 [P], optional
+        Added to `pair_lo` by the next step alone: a sliding window may reach a block later. None: no window.
     """
 
     delta: np.ndarray
     reach: np.ndarray
     hi: np.ndarray
+    lo: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Narrowed:
+    """A plan under a sliding window, None where the window cuts nothing off it."""
+
+    window: int
+    plan: AttentionPlan | None
+
+    def following(self, plan: AttentionPlan) -> Narrowed:
+        """The same of the next step's `plan`."""
+        narrowed = plan.narrowed(self.window)
+        if narrowed is not None and self.plan is not None:
+            narrowed.go_on_from(self.plan)
+        return Narrowed(self.window, narrowed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +143,7 @@ class AttentionPlan(Memo):
         What is remembered and has a method `following(plan)` goes on too, unless that gives None.
         """
         assert self.growth is not None, "only a decode step goes on by itself"
+        assert self.growth.lo is None, "under a window it goes on with the plan that was narrowed"
         plan = replace(
             self,
             pair_delta=self.pair_delta + self.growth.delta,
@@ -133,10 +152,14 @@ class AttentionPlan(Memo):
             write_index=self.write_index + 1,
             _memo={},
         )
-        for key, known in self._memo.items():
-            if isinstance(known, Following) and (next_known := known.following(plan)) is not None:
-                plan._memo[key] = next_known
+        plan.go_on_from(self)
         return plan
+
+    def go_on_from(self, before: AttentionPlan) -> None:
+        """Remember what the plan of the step before does, as far as it goes on."""
+        for key, known in before._memo.items():
+            if isinstance(known, Following) and (next_known := known.following(self)) is not None:
+                self._memo[key] = next_known
 
     @property
     def on_device(self) -> tuple[PlanOnDevice, ...]:
@@ -152,12 +175,19 @@ class AttentionPlan(Memo):
         """Return the plan in which a query sees only the last `window` positions, itself included (None: all)."""
         if window is None:
             return self
+        narrowed = self.memo(("window", window), lambda: Narrowed(window, self.narrowed(window))).plan
+        return self if narrowed is None else narrowed
 
-        def narrow() -> AttentionPlan:
-            lo = np.maximum(self.pair_lo, self.pair_reach - window + 1)
-            return self if np.array_equal(lo, self.pair_lo) else replace(self, pair_lo=lo, growth=None, _memo={})
-
-        return self.memo(("window", window), narrow)
+    def narrowed(self, window: int) -> AttentionPlan | None:
+        """Make the plan under a sliding window, or None if the window cuts nothing off."""
+        lo = np.maximum(self.pair_lo, self.pair_reach - window + 1)
+        if np.array_equal(lo, self.pair_lo):
+            return None
+        growth = self.growth
+        if growth is not None:
+            next_lo = np.maximum(self.pair_lo, self.pair_reach + growth.reach - window + 1)
+            growth = replace(growth, lo=next_lo - lo)
+        return replace(self, pair_lo=lo, growth=growth, _memo={})
 
     def write_view(self, num_kv_heads: int) -> tuple[int, int, int] | None:
         """First row, and strides in rows from token to token and head to head, if the new tokens lie evenly.

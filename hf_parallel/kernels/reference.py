@@ -30,9 +30,11 @@ def block_attention(
     rotary: RotarySpec | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    window: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """Block attention by definition; shapes as in `hf_parallel.kernels.block_attention`, computed in `dtype`."""
+    plan = plan.windowed(window)
     num_tokens, num_heads, _ = query.shape
     groups = num_heads // num_kv_heads
     q, k_all, v_all = query.to(dtype), keys.to(dtype), values.to(dtype)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .plan import AttentionPlan, Memo
+from .plan import AttentionPlan, Growth, Memo
 
 CAUSAL_RUN = 16
 """New tokens of one row from which a causal call of its own is cheaper than a mask."""
@@ -24,7 +24,7 @@ PADDED_KEYS = 4096
 
 
 MERGE_INDEX = "merge index"
-"""What a schedule remembers under this name depends on `merge` alone."""
+"""What a schedule remembers under this name, and a device, depends on `merge` alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +34,8 @@ class Call:
     `pairs` are indices `[N * M]` into the plan's pair arrays, -1 where a run stands in for a gap in the spacing and
     its result is dropped. `origin` and `spacing` are in slots, `first` is the row of the first key in its extent.
     `lo` and `hi` `[N, M]` bound the visible keys, counted from `first`; both are None where all L are visible or the
-    call is `causal` (then N = 1 and M = L). `growth` is the number of keys that one more decode step adds to every run,
-    None where that is not one number.
+    call is `causal` (then N = 1 and M = L). `growth` says by how many keys the beginning and the end of every run move
+    in one more decode step, None where that is not one number each.
     """
 
     pairs: np.ndarray
@@ -48,19 +48,25 @@ class Call:
     causal: bool = False
     lo: np.ndarray | None = None
     hi: np.ndarray | None = None
-    growth: int | None = None
+    growth: tuple[int, int] | None = None
 
     @property
     def num_queries(self) -> int:
         """Queries M that meet each run of keys."""
         return len(self.pairs) // self.num_blocks
 
-    def grown(self) -> Call:
-        """The call over the keys that one more decode step adds."""
-        if not self.growth:
+    def grown(self) -> Call | None:
+        """The call over the keys of one more decode step; None if it cannot go on or leaves a query without any."""
+        if self.growth is None:
+            return None
+        begin, end = self.growth
+        if begin == end == 0:
             return self
-        hi = None if self.hi is None else self.hi + self.growth
-        return replace(self, num_keys=self.num_keys + self.growth, hi=hi)
+        num_keys = self.num_keys + end - begin
+        hi = None if self.hi is None else self.hi + end - begin
+        if num_keys < 1 or (hi is not None and self.lo is not None and (hi <= self.lo).any()):
+            return None
+        return replace(self, first=self.first + begin, num_keys=num_keys, hi=hi)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,19 +75,26 @@ class Schedule(Memo):
 
     `merge` is `int64 [K, T]`: for each query the positions of its K partial results in the concatenated results of
     the calls, padded with -1. `in_order` says that it reads them just as they lie, each call holding all queries.
+    `growth` is that of the plan, from which the calls have theirs.
     """
 
     calls: list[Call]
     merge: np.ndarray
     in_order: bool
+    growth: Growth | None = None
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def following(self, plan: AttentionPlan) -> Schedule | None:
-        """The schedule of the next decode step's plan: the same calls over longer runs of keys."""
-        if any(call.growth is None for call in self.calls):
+        """The schedule of the next decode step's plan: the same calls over other runs of keys."""
+        calls = [grown for call in self.calls if (grown := call.grown()) is not None]
+        if len(calls) < len(self.calls):
             return None
-        known: dict[Hashable, Any] = {key: value for key, value in self._memo.items() if key == MERGE_INDEX}
-        return replace(self, calls=[call.grown() for call in self.calls], _memo=known)
+        if plan.growth is not self.growth:
+            calls = [_with_growth(plan, call) for call in calls]
+        known: dict[Hashable, Any] = {
+            key: value for key, value in self._memo.items() if isinstance(key, tuple) and key[0] == MERGE_INDEX
+        }
+        return replace(self, calls=calls, growth=plan.growth, _memo=known)
 
 
 def make_schedule(plan: AttentionPlan) -> Schedule:
@@ -188,34 +201,36 @@ def _batch(calls: list[Call]) -> list[Call]:
     out: list[Call] = []
     for alike in shapes.values():
         alike.sort(key=lambda call: call.origin)
-        while alike:
-            count, spacing = _evenly_spaced(alike)
-            out.append(_join(alike[:count], spacing) if count > 1 else alike[0])
-            alike = alike[count:]
+        places = np.array([(call.origin, call.first, call.first + call.num_keys) for call in alike]).T
+        begin = 0
+        while begin < len(alike):
+            count, spacing = _evenly_spaced(*places[:, begin:])
+            out.append(_join(alike[begin : begin + count], spacing) if count > 1 else alike[begin])
+            begin += count
     return out
 
 
-def _evenly_spaced(calls: list[Call]) -> tuple[int, int]:
+def _evenly_spaced(origins: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> tuple[int, int]:
     """How many of the first calls one batched call can serve, and at what spacing.
 
-    Extents that are missing from the spacing are bridged while they are fewer than those that are there.
+    Extents that are missing from the spacing are bridged while they are fewer than those that are there, and keys are
+    read in vain while they are few (`PADDED_KEYS`).
+
+    Parameters
+    ----------
+    origins, begins, ends : int64 [calls]
+        The extent of each call, ascending, and the rows of it that the call reads.
     """
-    if len(calls) < 2:
-        return 1, 0
-    origins = np.fromiter((call.origin for call in calls), np.int64, len(calls))
     gaps = np.diff(origins)
-    spacing = int(gaps[0])
-    if spacing <= 0:  # two calls over one extent
+    if not len(gaps) or gaps[0] <= 0:  # a call alone, or two calls over one extent
         return 1, 0
-    slots = np.cumsum(gaps // spacing) + 1
-    even = (gaps % spacing == 0) & (gaps > 0) & (slots <= 2 * np.arange(2, len(calls) + 1))
-    count = len(calls) if even.all() else int(np.argmin(even)) + 1
-    needed = np.cumsum([call.num_keys for call in calls])
-    longest = max(call.first + call.num_keys for call in calls[:count]) - min(call.first for call in calls[:count])
-    while count > 1 and longest * int(slots[count - 2]) > 2 * int(needed[count - 1]) + PADDED_KEYS:
-        count -= 1
-        longest = max(c.first + c.num_keys for c in calls[:count]) - min(c.first for c in calls[:count])
-    return count, spacing if count > 1 else 0
+    spacing = int(gaps[0])
+    slots = np.cumsum(gaps // spacing) + 1  # of the first two calls, the first three, ...
+    even = (gaps % spacing == 0) & (gaps > 0) & (slots <= 2 * np.arange(2, len(origins) + 1))
+    longest = np.maximum.accumulate(ends)[1:] - np.minimum.accumulate(begins)[1:]
+    fits = longest * slots <= 2 * np.cumsum(ends - begins)[1:] + PADDED_KEYS
+    joined = np.flatnonzero(fits & np.logical_and.accumulate(even))
+    return (int(joined[-1]) + 2, spacing) if len(joined) else (1, 0)
 
 
 def _join(calls: list[Call], spacing: int) -> Call:
@@ -246,11 +261,13 @@ def _join(calls: list[Call], spacing: int) -> Call:
 
 
 def _with_growth(plan: AttentionPlan, call: Call) -> Call:
-    """Note by how many keys a call grows in the next decode step."""
+    """Note how the keys of a call move in the next decode step."""
     if plan.growth is None or call.causal:
         return call
-    growth = plan.growth.hi[call.pairs[call.pairs >= 0]]
-    return replace(call, growth=int(growth[0])) if (growth == growth[0]).all() else call
+    pairs = call.pairs[call.pairs >= 0]
+    moves = [np.zeros(1, np.int64) if grows is None else grows[pairs] for grows in (plan.growth.lo, plan.growth.hi)]
+    alike = all((move == move[0]).all() for move in moves)
+    return replace(call, growth=(int(moves[0][0]), int(moves[1][0])) if alike else None)
 
 
 def _with_merge(plan: AttentionPlan, calls: list[Call]) -> Schedule:
@@ -267,4 +284,4 @@ def _with_merge(plan: AttentionPlan, calls: list[Call]) -> Schedule:
     merge = np.full((int(counts.max(initial=0)), plan.num_queries), -1, dtype=np.int64)
     merge[rank, queries] = places
     in_order = merge.size == len(pairs) and np.array_equal(merge.reshape(-1), np.arange(len(pairs)))
-    return Schedule(calls, merge, in_order)
+    return Schedule(calls, merge, in_order, plan.growth)

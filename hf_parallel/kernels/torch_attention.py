@@ -2,12 +2,15 @@
 
 Each call of the schedule runs the SDPA primitive of its device that also returns the log-sum-exp; partial results
 are merged exactly (Hydragen, eq. 5). Where no primitive serves (soft-capping, other devices) the call is spelled out.
-On a CPU, decode steps and short appends are left to `native.py`, which reads each block once for all heads and rows.
+On a GPU, FlashAttention serves what needs no mask, that of the flash-attn package where it is installed. On a CPU,
+decode steps and short appends are left to `native.py`, which reads each block once for all heads and rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -16,12 +19,16 @@ from . import native
 from .plan import AttentionPlan
 from .rope import RotarySpec, rotate
 from .schedule import MERGE_INDEX, Call, Schedule, make_schedule
+from .work import Place
 
 UNPACKED_QUERIES = 32
 """Queries per block from which packing grouped heads gains nothing over one product per head."""
 
 _FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _EFFICIENT_CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLASH_CUDA_DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_CUDA_DIM = 256
+_FLASH_CUDA_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +57,10 @@ def block_attention(
     rotary: RotarySpec | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Block attention; shapes as in `hf_parallel.kernels.block_attention`."""
+    plan = plan.windowed(window)
     schedule = plan.memo("schedule", lambda: make_schedule(plan))
     turn = rotary if plan.rotates else None
     shape = (query.shape[1], num_kv_heads, keys.shape[-1], values.shape[-1])
@@ -228,6 +237,8 @@ def _primitive(
             return ops._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, dropout_p=0.0, is_causal=causal, attn_mask=mask, scale=scale
             )
+        if mask is None and _flash_serves(q):
+            return flash(q, k, v, causal, scale)
         if q.device.type == "cuda" and q.dtype in _EFFICIENT_CUDA_DTYPES:
             groups = q.shape[1] // k.shape[1]
             if groups > 1:
@@ -238,6 +249,35 @@ def _primitive(
             )
             return out, lse[..., : q.shape[2]]
     return _spelled_out(q, k, v, mask, causal, scale, softcap)
+
+
+def _flash_serves(q: torch.Tensor) -> bool:
+    """Whether FlashAttention takes queries of this kind, without a mask."""
+    fits = q.dtype in _FLASH_CUDA_DTYPES and q.shape[-1] <= _FLASH_CUDA_DIM and q.shape[-1] % 8 == 0
+    return q.is_cuda and fits and torch.cuda.get_device_capability(q.device) >= _FLASH_CUDA_CAPABILITY
+
+
+def flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention `[N, heads, M, head_dim]` and its log-sum-exp by FlashAttention: the package's, or PyTorch's own."""
+    function = flash_package()
+    if function is None:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse, _ = function(q, k, v, softmax_scale=scale, causal=causal, return_attn_probs=True)
+    return out.transpose(1, 2), lse
+
+
+@lru_cache
+def flash_package() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
+    """`flash_attn_func` of the flash-attn package, None where it is not installed."""
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError:
+        return None
+    return flash_attn_func
 
 
 def _spelled_out(
@@ -283,7 +323,7 @@ def _merge(
     if schedule.in_order:
         out, lse = out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1))
     else:
-        place, absent = schedule.memo(MERGE_INDEX, lambda: _merge_index(schedule, query.device))
+        place, absent = schedule.memo((MERGE_INDEX, query.device), lambda: _merge_index(schedule, query.device))
         out, lse = out[place], lse[place]
         if absent is not None:
             lse = lse.masked_fill(absent, float("-inf"))
@@ -298,3 +338,58 @@ def _merge_index(schedule: Schedule, device: torch.device) -> tuple[torch.Tensor
     place = torch.from_numpy(schedule.merge).to(device)
     absent = place < 0
     return place.clamp(min=0), absent[..., None] if bool(absent.any()) else None
+
+
+def append(
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: AttentionPlan,
+    num_kv_heads: int,
+) -> None:
+    """Store packed new keys and values; shapes as in `hf_parallel.kernels.dispatch.append`."""
+    if len(plan.write_query) != plan.num_queries:
+        kept = plan.memo(("kept", keys.device), lambda: torch.from_numpy(plan.write_query).to(keys.device))
+        new_keys, new_values = new_keys.index_select(1, kept), new_values.index_select(1, kept)
+    evenly = plan.write_view(num_kv_heads)
+    for storage, new in ((keys, new_keys), (values, new_values)):
+        dim = new.shape[-1]
+        if evenly is not None:
+            first, token_stride, head_stride = (rows * dim for rows in evenly)
+            storage.as_strided(new.shape, (head_stride, token_stride, 1), first).copy_(new)
+        else:
+            storage.index_copy_(0, plan.write_rows(num_kv_heads, keys.device), new.reshape(-1, dim))
+
+
+def move(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    source: Place,
+    target: Place,
+    length: int,
+    num_kv_heads: int,
+    delta: int = 0,
+    rotary: RotarySpec | None = None,
+) -> None:
+    """Copy tokens within a layer's storage, keys turned; arguments as in `hf_parallel.kernels.dispatch.move`."""
+    tokens = torch.arange(length, device=keys.device)
+    heads = torch.arange(num_kv_heads, device=keys.device)[:, None]
+    from_rows, to_rows = (
+        (place.origin * num_kv_heads + heads * place.capacity + place.first + tokens).reshape(-1)
+        for place in (source, target)
+    )
+    moved = keys[from_rows]
+    if delta and rotary is not None:
+        dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
+        moved = rotate(moved, *_turn(rotary, delta, dtype, keys.device), rotary)
+    keys[to_rows] = moved
+    values[to_rows] = values[from_rows]
+
+
+@lru_cache(maxsize=8)
+def _turn(
+    rotary: RotarySpec, delta: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines `[1, rotary_dim / 2]` of one turn, which all layers of a kind make."""
+    return rotary.tables(np.array([delta]), dtype, device)

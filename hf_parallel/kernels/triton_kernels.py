@@ -1,0 +1,381 @@
+"""The Triton kernels of block attention. Each says what it reads and writes; `triton_attention.py` launches them.
+
+All sums are in float32. Offsets of blocks in the arena are 64-bit: it may hold more than 2^31 elements, a block not.
+What changes from one decode step to the next is one number on the device, `step`: it is read here, so that kernels
+captured in a CUDA graph go on by themselves.
+"""
+
+# Triton reads this file's syntax tree: arguments without annotation are pointers and scalars.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FAR = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def _partners(d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """For each dimension: the one that it turns with, the index of its frequency, and the sign of its sine."""
+    if INTERLEAVED:
+        partner = d ^ 1
+        frequency = d // 2
+        sign = tl.where(d % 2 == 0, -1.0, 1.0)
+    else:
+        partner = tl.where(d < HALF, d + HALF, d - HALF)
+        frequency = tl.where(d < HALF, d, d - HALF)
+        sign = tl.where(d < HALF, -1.0, 1.0)
+        if HALF % 8 == 0:  # so that what is read there is read in vectors
+            partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
+            frequency = tl.max_contiguous(tl.multiple_of(frequency, 8), 8)
+    return partner, frequency, sign
+
+
+@triton.jit
+def _fold_tile(
+    q,  # [BLOCK_M, BLOCK_D]
+    keys,  # where the block's first key lies
+    values,
+    first,  # of the tile's keys, counted from the block's first
+    end,  # key at which the share ends
+    lo,  # int32 [BLOCK_M]
+    hi,  # int32 [BLOCK_M]
+    best,  # [BLOCK_M], in units of log2
+    total,  # [BLOCK_M]
+    acc,  # [BLOCK_M, BLOCK_V]
+    scale,
+    softcap,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add a tile of keys and values to running sums (online softmax)."""
+    n = first + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    d_v = tl.arange(0, BLOCK_V)
+    k_at = keys + n[:, None] * DIM + d[None, :]
+    v_at = values + n[:, None] * DIM_V + d_v[None, :]
+    if MASKED:
+        k = tl.load(k_at, mask=(n < end)[:, None] & (d < DIM)[None, :], other=0.0)
+        v = tl.load(v_at, mask=(n < end)[:, None] & (d_v < DIM_V)[None, :], other=0.0)
+    elif DIM == BLOCK_D and DIM_V == BLOCK_V:
+        k = tl.load(k_at)
+        v = tl.load(v_at)
+    else:
+        k = tl.load(k_at, mask=(d < DIM)[None, :], other=0.0)
+        v = tl.load(v_at, mask=(d_v < DIM_V)[None, :], other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SOFTCAP:
+        scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E * scale / softcap))))
+        scores = scores * LOG2E
+    else:
+        scores = scores * (scale * LOG2E)
+    if MASKED:
+        seen = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None])
+        scores = tl.where(seen & (n < end)[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
+    else:
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        anchor = new_best
+    weights = tl.exp2(scores - anchor[:, None])
+    decay = tl.exp2(best - anchor)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+    total = total * decay + tl.sum(weights, 1)
+    return new_best, total, acc
+
+
+@triton.jit
+def attend_kernel(
+    query,  # [T, heads, DIM]
+    keys,  # [slots * kv_heads, DIM]
+    values,  # [slots * kv_heads, DIM_V]
+    items,  # int32 [W, 9], see work.ITEM_FIELDS
+    lines,  # int32 [L + 1]
+    pair_query,  # int32 [P]
+    pair_lo,  # int32 [P]
+    pair_hi,  # int32 [P]
+    pair_reach,  # int32 [P]
+    growth_hi,  # int32 [P]
+    growth_reach,  # int32 [P]
+    cos,  # float32 [P, HALF]
+    sin,  # float32 [P, HALF]
+    step,  # int32 [1]
+    part_out,  # float32 [S, heads, DIM_V]
+    part_lse,  # float32 [S, heads]
+    query_stride_token,
+    query_stride_head,
+    num_kv_heads,
+    scale,
+    softcap,
+    window,
+    GROUPS: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Shares of keys for one KV head: each key and value of a share is read once, for all rows of its tile.
+
+    A program takes the shares of one line, one after another; lines have equal numbers of keys. Rows of a tile are
+    (pair, head of the group), `GROUP_TILE` heads of a group at a time. Memory traffic of a share: its keys times
+    `DIM + DIM_V` elements of the arena, and `BLOCK_M` rows of queries and of partial results.
+    """
+    HEAD_TILES: tl.constexpr = (GROUPS + GROUP_TILE - 1) // GROUP_TILE
+    line = tl.program_id(0) // (num_kv_heads * HEAD_TILES)
+    head_tile = tl.program_id(0) % (num_kv_heads * HEAD_TILES)
+    kv_head = head_tile // HEAD_TILES
+    now = tl.load(step)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    d_v = tl.arange(0, BLOCK_V)
+    in_group = (head_tile % HEAD_TILES) * GROUP_TILE + m % GROUP_TILE
+    head = kv_head * GROUPS + in_group
+    for index in tl.range(tl.load(lines + line), tl.load(lines + line + 1), disable_licm=True):
+        item = items + index * 9
+        origin = tl.load(item).to(tl.int64)
+        capacity = tl.load(item + 1).to(tl.int64)
+        block_first = tl.load(item + 2)
+        start = tl.load(item + 3)
+        stop = tl.load(item + 4)
+        first_pair = tl.load(item + 5)
+        num_pairs = tl.load(item + 6)
+        first_slot = tl.load(item + 7)
+        turned = tl.load(item + 8)
+
+        live = (m < num_pairs * GROUP_TILE) & (in_group < GROUPS)
+        pair = first_pair + m // GROUP_TILE
+        reach = tl.load(pair_reach + pair, mask=live, other=0) + now * tl.load(growth_reach + pair, mask=live, other=0)
+        lo = tl.maximum(tl.load(pair_lo + pair, mask=live, other=0), reach - window + 1)
+        hi = tl.load(pair_hi + pair, mask=live, other=0) + now * tl.load(growth_hi + pair, mask=live, other=0)
+        # Keys that some row sees, and of those the tiles that all rows see whole, which need no mask.
+        begin = tl.maximum(start, tl.min(tl.where(live, lo, FAR), 0))
+        end = tl.minimum(stop, tl.max(tl.where(live, hi, 0), 0))
+        num_tiles = tl.maximum(end - begin + BLOCK_N - 1, 0) // BLOCK_N
+        all_lo = tl.max(tl.where(live, lo, 0), 0)
+        all_hi = tl.minimum(end, tl.min(tl.where(live, hi, FAR), 0))
+        head_tiles = tl.minimum(num_tiles, tl.maximum(all_lo - begin + BLOCK_N - 1, 0) // BLOCK_N)
+        full_tiles = tl.maximum(all_hi - begin - head_tiles * BLOCK_N, 0) // BLOCK_N
+
+        token = tl.load(pair_query + pair, mask=live, other=0).to(tl.int64)
+        q_at = query + token[:, None] * query_stride_token + head[:, None].to(tl.int64) * query_stride_head
+        asked = (live & (m < (end - begin) * BLOCK_M))[:, None]  # none, of a share that no row sees
+        q = tl.load(q_at + d[None, :], mask=asked & (d < DIM)[None, :], other=0.0)
+        if HALF > 0 and INTERLEAVED:  # turn the query, in float32
+            h = tl.arange(0, BLOCK_D // 2)
+            turning = asked & (h < HALF * turned)[None, :]
+            c = tl.load(cos + pair[:, None] * HALF + h[None, :], mask=turning, other=1.0)
+            s = tl.load(sin + pair[:, None] * HALF + h[None, :], mask=turning, other=0.0)
+            even, odd = tl.split(tl.reshape(q.to(tl.float32), (BLOCK_M, BLOCK_D // 2, 2)))
+            turned_q = tl.join(even * c - odd * s, odd * c + even * s)
+            q = tl.reshape(turned_q, (BLOCK_M, BLOCK_D)).to(q.dtype)
+        elif HALF > 0:
+            partner, frequency, sign = _partners(d, HALF, False)
+            turning = asked & (d < 2 * HALF * turned)[None, :]
+            other = tl.load(q_at + partner[None, :], mask=turning, other=0.0).to(tl.float32)
+            at = pair[:, None] * HALF + frequency[None, :]
+            c = tl.load(cos + at, mask=turning, other=1.0)
+            s = tl.load(sin + at, mask=turning, other=0.0)
+            q = (q.to(tl.float32) * c + other * s * sign[None, :]).to(q.dtype)
+
+        block = origin * num_kv_heads + kv_head * capacity + block_first
+        k_base = keys + block * DIM
+        v_base = values + block * DIM_V
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.full([BLOCK_M], 0.0, tl.float32)
+        acc = tl.full([BLOCK_M, BLOCK_V], 0.0, tl.float32)
+        first_full = begin + head_tiles * BLOCK_N
+        for tile in range(0, full_tiles):
+            best, total, acc = _fold_tile(
+                q, k_base, v_base, first_full + tile * BLOCK_N, end, lo, hi, best, total, acc, scale, softcap,
+                DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_N, False, SOFTCAP, PRECISION,
+            )  # fmt: skip
+        for edge in range(0, num_tiles - full_tiles):
+            tile = tl.where(edge < head_tiles, edge, edge + full_tiles)
+            best, total, acc = _fold_tile(
+                q, k_base, v_base, begin + tile * BLOCK_N, end, lo, hi, best, total, acc, scale, softcap,
+                DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_N, True, SOFTCAP, PRECISION,
+            )  # fmt: skip
+
+        empty = total == 0.0
+        out = acc / tl.where(empty, 1.0, total)[:, None]
+        lse = tl.where(empty, float("-inf"), (best + tl.log2(tl.where(empty, 1.0, total))) / LOG2E)
+        row = (first_slot + m // GROUP_TILE) * (num_kv_heads * GROUPS) + head
+        tl.store(part_out + row[:, None] * DIM_V + d_v[None, :], out, mask=live[:, None] & (d_v < DIM_V)[None, :])
+        tl.store(part_lse + row, lse, mask=live)
+
+
+@triton.jit
+def merge_kernel(
+    part_out,  # float32 [S, heads, DIM_V]
+    part_lse,  # float32 [S, heads]
+    merge_start,  # int32 [T + 1]
+    merge_slot,  # int32 [S]
+    sinks,  # [heads]
+    out,  # [T, heads, DIM_V]
+    heads,
+    DIM_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Join one query's partial results by their log-sum-exp (Hydragen, eq. 5); a sink is one more, empty, part.
+
+    Reads each partial result once, `BLOCK_S` of them at a time. A query without any, which pads a batch, gets zeros.
+    """
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_V)
+    start = tl.load(merge_start + token)
+    stop = tl.load(merge_start + token + 1)
+    best = float("-inf")
+    total = 0.0
+    if SINKS:
+        best = tl.load(sinks + head).to(tl.float32)
+        total = 1.0
+    acc = tl.full([BLOCK_V], 0.0, tl.float32)
+    for first in range(start, stop, BLOCK_S):
+        i = first + tl.arange(0, BLOCK_S)
+        slot = tl.load(merge_slot + i, mask=i < stop, other=0).to(tl.int64) * heads + head
+        lse = tl.load(part_lse + slot, mask=i < stop, other=float("-inf"))
+        part = tl.load(part_out + slot[:, None] * DIM_V + d[None, :], mask=(i < stop)[:, None] & (d < DIM_V)[None, :])
+        new_best = tl.maximum(best, tl.max(lse, 0))
+        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
+        decay = tl.exp(best - anchor)
+        weight = tl.exp(lse - anchor)
+        acc = acc * decay + tl.sum(tl.where((i < stop)[:, None], part, 0.0) * weight[:, None], 0)
+        total = total * decay + tl.sum(weight, 0)
+        best = new_best
+    joined = acc / tl.where(total == 0.0, 1.0, total)
+    at = (token.to(tl.int64) * heads + head) * DIM_V + d
+    tl.store(out + at, joined.to(out.dtype.element_ty), mask=d < DIM_V)
+
+
+@triton.jit(do_not_specialize=["now"])
+def advance_kernel(
+    pair_delta,  # int32 [P]
+    growth_delta,  # int32 [P]
+    inv_freq,  # float64 [HALF]
+    cos,  # float32 [P, HALF]
+    sin,  # float32 [P, HALF]
+    step,  # int32 [1]
+    now,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Go to decode step `now`: note it and tabulate the turns of its pairs, angles in float64.
+
+    P is a multiple of `BLOCK_P`. Depends on nothing that an earlier step wrote, so that steps may be taken again.
+    """
+    pair = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    h = tl.arange(0, BLOCK_H)
+    delta = tl.load(pair_delta + pair) + now * tl.load(growth_delta + pair)
+    angle = delta.to(tl.float64)[:, None] * tl.load(inv_freq + h, mask=h < HALF, other=0.0)[None, :]
+    at = pair[:, None] * HALF + h[None, :]
+    inside = (h < HALF)[None, :] & (pair >= 0)[:, None]
+    tl.store(cos + at, tl.cos(angle).to(tl.float32), mask=inside)
+    tl.store(sin + at, tl.sin(angle).to(tl.float32), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(step, now)
+
+
+@triton.jit
+def append_kernel(
+    new_keys,  # [kv_heads, T, DIM]
+    new_values,  # [kv_heads, T, DIM_V]
+    keys,  # [slots * kv_heads, DIM]
+    values,  # [slots * kv_heads, DIM_V]
+    write_query,  # int32 [W]
+    write_origin,  # int32 [W]
+    write_capacity,  # int32 [W]
+    write_index,  # int32 [W]
+    count,  # int32 [1]: how many of the W there are
+    step,  # int32 [1]
+    num_kv_heads,
+    key_stride_head,
+    key_stride_token,
+    value_stride_head,
+    value_stride_token,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Store packed new keys and values in their extents: each is read and written once."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = tl.program_id(1).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    d_v = tl.arange(0, BLOCK_V)
+    live = t < tl.load(count)
+    token = tl.load(write_query + t, mask=live, other=0).to(tl.int64)
+    origin = tl.load(write_origin + t, mask=live, other=0).to(tl.int64)
+    capacity = tl.load(write_capacity + t, mask=live, other=0)
+    row = origin * num_kv_heads + head * capacity + tl.load(write_index + t, mask=live, other=0) + tl.load(step)
+    inside = live[:, None] & (d < DIM)[None, :]
+    k = tl.load(new_keys + head * key_stride_head + token[:, None] * key_stride_token + d[None, :], mask=inside)
+    tl.store(keys + row[:, None] * DIM + d[None, :], k, mask=inside)
+    inside = live[:, None] & (d_v < DIM_V)[None, :]
+    v = tl.load(new_values + head * value_stride_head + token[:, None] * value_stride_token + d_v[None, :], mask=inside)
+    tl.store(values + row[:, None] * DIM_V + d_v[None, :], v, mask=inside)
+
+
+@triton.jit(do_not_specialize=["source", "source_capacity", "target", "target_capacity", "num_tokens", "delta"])
+def move_kernel(
+    keys,  # [slots * kv_heads, DIM]
+    values,  # [slots * kv_heads, DIM_V]
+    inv_freq,  # float64 [HALF]
+    source,  # row of the first token of head 0
+    source_capacity,
+    target,
+    target_capacity,
+    num_tokens,
+    delta,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Copy a finished step to another place in the arena, keys turned by `delta`: each is read and written once.
+
+    Source and target do not overlap.
+    """
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = tl.program_id(1).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    d_v = tl.arange(0, BLOCK_V)
+    live = t < num_tokens
+    from_row = source + head * source_capacity + t
+    to_row = target + head * target_capacity + t
+    inside = live[:, None] & (d < DIM)[None, :]
+    k_at = keys + from_row[:, None] * DIM
+    k = tl.load(k_at + d[None, :], mask=inside)
+    if HALF > 0:
+        partner, frequency, sign = _partners(d, HALF, INTERLEAVED)
+        turning = d < 2 * HALF
+        angle = tl.load(inv_freq + frequency, mask=turning, other=0.0) * delta
+        c = tl.cos(angle).to(tl.float32)
+        s = tl.sin(angle).to(tl.float32) * sign
+        other = tl.load(k_at + partner[None, :], mask=inside & turning[None, :], other=0.0).to(tl.float32)
+        k = (k.to(tl.float32) * c[None, :] + other * s[None, :]).to(k.dtype)
+    tl.store(keys + to_row[:, None] * DIM + d[None, :], k, mask=inside)
+    inside = live[:, None] & (d_v < DIM_V)[None, :]
+    v = tl.load(values + from_row[:, None] * DIM_V + d_v[None, :], mask=inside)
+    tl.store(values + to_row[:, None] * DIM_V + d_v[None, :], v, mask=inside)

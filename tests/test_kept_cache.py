@@ -1,0 +1,133 @@
+"""A cache that outlives the call: it can be copied, emptied and used again, and is refused where it would be wrong."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from transformers import PreTrainedModel
+
+import hf_parallel
+from hf_parallel import SharedPrefixCache
+from hf_parallel.cache import shared_prefix
+from hf_parallel.cache.arena import Arena, LayerStorage
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IDS = tiny.make_prompts([30], seed=2)[0][None]
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+
+
+def generate(model: Any, cache: SharedPrefixCache | None, **settings: Any) -> Any:
+    settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True} | settings
+    return model.generate(IDS, generation_mode="shared_prefix", past_key_values=cache, **settings)
+
+
+@pytest.fixture
+def cache(model: PreTrainedModel) -> SharedPrefixCache:
+    """Filled by decode steps that follow one another."""
+    cache = SharedPrefixCache()
+    generate(model, cache)
+    return cache
+
+
+def from_pickle(cache: SharedPrefixCache) -> SharedPrefixCache:
+    return pickle.loads(pickle.dumps(cache))
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, from_pickle])
+def test_a_copy_is_as_good_as_the_cache(
+    twin: Callable[[Any], Any], model: PreTrainedModel, cache: SharedPrefixCache
+) -> None:
+    expected, again = generate(model, None), generate(model, twin(cache))
+    assert torch.equal(again.sequences, expected.sequences)
+    assert again.stats.reused_tokens == IDS.shape[1]
+    assert again.stats.prefilled_tokens == 1
+
+
+def test_an_empty_cache_holds_no_memory_and_serves_another_model(
+    model: PreTrainedModel, cache: SharedPrefixCache
+) -> None:
+    cache.reset()
+    assert cache.arena.reserved_bytes == 0
+    other = hf_parallel.enable(copy.deepcopy(tiny.build("gemma")))
+    assert torch.equal(generate(other, cache).sequences, generate(other, None).sequences)
+    cache.reset()
+    model.to(torch.bfloat16)
+    assert torch.equal(generate(model, cache).sequences, generate(model, None).sequences)
+
+
+@torch.no_grad()
+def written(model: PreTrainedModel) -> None:
+    next(model.parameters()).mul_(1.5)
+
+
+def exchanged(model: PreTrainedModel) -> None:
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach() * 1.5)
+
+
+@pytest.mark.parametrize("change", [written, exchanged])
+@pytest.mark.parametrize("copied", [False, True], ids=["itself", "copy"])
+def test_a_cache_of_earlier_weights_is_refused(
+    change: Callable[[PreTrainedModel], None], copied: bool, model: PreTrainedModel, cache: SharedPrefixCache
+) -> None:
+    held = copy.deepcopy(cache) if copied else cache
+    change(model)
+    with pytest.raises(ValueError, match="filled before the model's weights changed"):
+        generate(model, held)
+    held.reset()
+    assert torch.equal(generate(model, held).sequences, generate(model, None).sequences)
+
+
+def test_a_call_that_ran_out_of_memory_costs_only_itself(
+    model: PreTrainedModel, cache: SharedPrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grow, limit = Arena._grow, 1000
+
+    def limited(arena: Arena, layer: LayerStorage) -> None:
+        if layer.keys.shape[0] < arena.num_slots * layer.num_kv_heads > limit * layer.num_kv_heads:
+            raise torch.OutOfMemoryError(f"no room for {arena.num_slots} slots")
+        grow(arena, layer)
+
+    monkeypatch.setattr(Arena, "_grow", limited)
+    with pytest.raises(torch.OutOfMemoryError):
+        generate(model, cache, num_return_sequences=20, do_sample=True, max_new_tokens=100)
+    output = generate(model, cache)
+    assert torch.equal(output.sequences, generate(model, None).sequences)
+    assert output.stats.prefilled_tokens == 1
+
+
+def test_a_prompt_is_compared_with_those_that_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with all: a thousand prompts would be compared half a million times."""
+    compared = []
+    common = shared_prefix._common
+    monkeypatch.setattr(shared_prefix, "_common", lambda a, b: compared.append(1) or common(a, b))
+    cache, system = SharedPrefixCache(), np.arange(50)
+    prompts = [np.concatenate((system, [100 + row, 7, 8])) for row in range(300)]
+    leaves = [cache.insert(prompt) for prompt in prompts]
+    assert len(set(leaves)) == 300
+    assert [cache.insert(prompt) for prompt in prompts] == leaves
+    assert len(compared) <= 4 * 300
+
+
+def test_completions_that_begin_alike_are_told_apart() -> None:
+    cache = SharedPrefixCache()
+    root = cache.insert(np.arange(5))
+    first, second = (cache.add(root, np.array(tokens)) for tokens in ([7, 8, 9], [7, 8, 3, 4]))
+    assert cache.insert(np.array([0, 1, 2, 3, 4, 7, 8, 3, 4])) is second
+    longer = cache.insert(np.array([0, 1, 2, 3, 4, 7, 8, 9, 1]))
+    assert longer.parent is first
+    assert [node.tokens.tolist() for node in longer.path] == [[0, 1, 2, 3, 4], [7, 8, 9], [1]]
+    cache.discard_unfilled()
+    assert list(cache.nodes()) == []

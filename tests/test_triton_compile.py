@@ -1,0 +1,199 @@
+"""The Triton kernels without a GPU: compiled for two of them as they would be launched, and run by the interpreter.
+
+What is compiled is what `block_attention`, `append` and `move` launch: their launches are noted, not made.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from scenes import Features, Scene
+
+from hf_parallel.cache import Segment
+from hf_parallel.kernels import RotarySpec
+from hf_parallel.kernels.work import Place
+
+pytest.importorskip("triton", reason="Triton has no wheels for this platform")
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+__test__ = os.environ.get("TRITON_INTERPRET") != "1"
+
+from triton import compile as compile_source  # noqa: E402
+from triton import knobs  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from hf_parallel.kernels import launch, triton_attention  # noqa: E402
+from hf_parallel.kernels.launch import Tiling, select_tilings  # noqa: E402
+
+SHARED_PER_PROGRAM = {80: 99 << 10, 90: 227 << 10}
+"""Bytes that a program may take; 99 KB is what the smaller GPUs of Ampere and Ada have."""
+SHARED_PER_PROCESSOR = {80: 164 << 10, 90: 228 << 10}
+RESERVED_PER_PROGRAM = 1 << 10
+REGISTERS_PER_PROCESSOR = 1 << 16
+
+TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+}
+STYLES: dict[str, Callable[[int], RotarySpec | None]] = {
+    "none": lambda dim: None,
+    "half": lambda dim: RotarySpec((1.0,) * (dim // 2)),
+    "interleaved": lambda dim: RotarySpec((1.0,) * (dim // 2), interleaved=True),
+}
+
+
+class Case(NamedTuple):
+    """A layer whose attention is compiled."""
+
+    dtype: torch.dtype
+    head_dim: int
+    style: str = "half"
+    softcap: float | None = None
+    kv_heads: int = 2
+
+    def tilings(self, capability: int) -> tuple[Tiling, ...]:
+        return select_tilings(self.head_dim, self.dtype, divmod(capability, 10))
+
+
+ALL_TILINGS = [Case(torch.bfloat16, dim) for dim in (64, 128, 256)]
+"""Blocks of head dimensions, in the precision that models run in."""
+WIDEST_TILING = [
+    Case(torch.bfloat16, 80),
+    Case(torch.bfloat16, 96),
+    Case(torch.bfloat16, 128, "none", kv_heads=1),
+    Case(torch.bfloat16, 128, "interleaved"),
+    Case(torch.bfloat16, 128, softcap=30.0),
+    Case(torch.float16, 128),
+    Case(torch.float32, 128),
+    Case(torch.float32, 256),
+]
+
+
+class Recorder:
+    """Stands in for a kernel: `kernel[grid](*args, **kwargs)` notes what would be launched."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.launches.append((args, kwargs))
+
+    def compiled(self, capability: int) -> Any:
+        """The last launch compiled for a GPU."""
+        args, kwargs = self.launches[-1]
+        names = self.kernel.arg_names
+        constants = {name: value for name, value in kwargs.items() if name in names}
+        signature, aligned = dict.fromkeys(constants, "constexpr"), {}
+        for i, (name, value) in enumerate(zip(names, args, strict=False)):
+            if isinstance(value, torch.Tensor):
+                signature[name] = f"*{TYPES[value.dtype]}"
+            elif value == 1 and name not in self.kernel.do_not_specialize:
+                signature[name], constants[name] = "constexpr", 1
+            else:
+                signature[name] = "i32" if isinstance(value, int) else "fp32"
+            if isinstance(value, torch.Tensor) or "stride" in name:  # all are multiples of 16, as a rule
+                aligned[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, {name: signature[name] for name in names}, constants, aligned)
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        return compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """What a compiled kernel takes of a processor: `REG` and `STACK`, which is where registers are spilled to."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", text)}
+
+
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
+    """Recorders in the place of all kernels, by name."""
+    found = {}
+    kernels = {triton_attention: ("attend", "merge", "append", "move"), launch: ("advance",)}
+    for module, names in kernels.items():
+        for name in names:
+            found[name] = Recorder(getattr(module, f"{name}_kernel"))
+            monkeypatch.setattr(module, f"{name}_kernel", found[name])
+    return found
+
+
+def attend(case: Case) -> None:
+    """A decode step of two workers with a layer's attention, its keys turned and stored and moved."""
+    rotary = STYLES[case.style](case.head_dim)
+    kv_heads, dim = case.kv_heads, case.head_dim
+    scene = Scene(Features(kv_heads=kv_heads, groups=4, head_dim=dim, value_dim=dim, rotary=rotary))
+    blocks = scene.cache.new_blocks(2, 4)
+    scene.step([Segment([blocks[1 - i], blocks[i]], 1) for i in range(2)])
+    scene.step([Segment([blocks[1 - i], blocks[i]], 1) for i in range(2)])
+    layer, plan = scene.cache.storage(0), scene.forward.plan
+    keys, values = layer.keys.to(case.dtype), layer.values.to(case.dtype)
+    new = keys.new_zeros(kv_heads, 2, dim)
+    triton_attention.append(new, new, keys, values, plan, kv_heads)
+    triton_attention.move(keys, values, Place(0, 4, 0), Place(4, 4, 2), 2, kv_heads, 7, rotary)
+    query = scene.queries.to(case.dtype)
+    arguments = {"scale": 0.1, "rotary": rotary, "softcap": case.softcap, "sinks": query.new_zeros(4 * kv_heads)}
+    triton_attention.block_attention(query, keys, values, plan, num_kv_heads=kv_heads, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("capability", "case", "tiling"),
+    [
+        (capability, case, tiling)
+        for capability in (80, 90)
+        for case in (*ALL_TILINGS, *WIDEST_TILING)
+        for tiling in case.tilings(capability)[0 if case in ALL_TILINGS else -1 :]
+    ],
+    ids=str,
+)
+def test_attention_is_compiled_without_spills_and_fits_a_processor(
+    capability: int,
+    case: Case,
+    tiling: Tiling,
+    recorders: dict[str, Recorder],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(launch, "select_tilings", lambda *_: (tiling,))
+    attend(case)
+    made = recorders["attend"].compiled(capability)
+    used = resources(made.asm["cubin"], tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert made.metadata.shared <= SHARED_PER_PROGRAM[capability]
+    together = tiling.programs * (made.metadata.shared + RESERVED_PER_PROGRAM)
+    assert together <= SHARED_PER_PROCESSOR[capability]
+    assert tiling.programs * used["REG"] * 32 * tiling.num_warps <= REGISTERS_PER_PROCESSOR
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", ["merge", "append", "move", "advance"])
+def test_other_kernels_are_compiled(name: str, capability: int, recorders: dict[str, Recorder], tmp_path: Path) -> None:
+    attend(Case(torch.bfloat16, 128))
+    made = recorders[name].compiled(capability)
+    used = resources(made.asm["cubin"], tmp_path)
+    assert made.metadata.shared <= 48 << 10
+    if name in ("merge", "append"):  # the others compute sines in float64, which have a stack of their own
+        assert used["STACK"] == used["LOCAL"] == 0
+
+
+def test_kernels_do_what_the_oracle_does_in_the_interpreter() -> None:
+    """The tests of `test_triton.py`, in a process that asks for the interpreter before torch imports Triton."""
+    tests = Path(__file__).with_name("test_triton.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+    done = subprocess.run(
+        command, cwd=tests.parents[1], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
