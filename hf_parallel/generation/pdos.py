@@ -1,0 +1,330 @@
+"""`generation_mode="pdos"`: independent parts of one answer written side by side (Parallel Decoding in One Sequence).
+
+This file is the mode's settings and its run; what a row does with a token is in `branches.py`, the format of a block
+in `skeleton.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+from ..attention import UnsupportedModelError
+from ..cache.tree_branch import Tree, TreeBranchCache
+from .arguments import encode
+from .blocks import SKELETON, ParallelBlock, Run, StageStats, Token
+from .branches import BranchRow, TrunkRow
+from .call import GenerationCall, vocabulary_size
+from .config import ParallelConfig, check_bool, check_choice, check_int, check_template, check_text
+from .decode import DecodeLoop, Row
+from .logits_process import force, mask_of
+from .outputs import ParallelOutput
+from .prefix import prefill_leaves
+from .sampling import TokenTable
+from .skeleton import BlockFormat
+from .streaming import FinalTokens
+from .vocabulary import vocabulary_of
+
+TRUNK_ROOM = 512
+"""Tokens that an answer has room for at first; it grows beyond."""
+
+
+@dataclass
+class PDOSConfig(BlockFormat, ParallelConfig):
+    """Answers whose independent parts are written side by side.
+
+    `max_new_tokens` counts the tokens of the answer that comes back, branches joined; while a skeleton is written its
+    own tokens count. Branches share what is left of it: each pass every branch takes one, and where there are too few
+    the later ones end.
+
+    Parameters
+    ----------
+    branch_marker, title_end, ellipsis, terminator : str
+        See `BlockFormat`; so are the bounds of branches and titles.
+    join : str
+        `reencode` (joined branches are read anew, each then sees those before it; the paper's) or `rotate` (keys and
+        values of the branches are turned to their final places, nothing is computed again).
+    parallel_hint : bool
+        Whether `pdos_prompt` asks for blocks, and logits processors force the format once a block has opened. Without,
+        nothing is forced, and an answer without a well-formed block is what `generate` gives.
+    fill_in : bool
+        Whether text that is forced is put in as soon as it is known, all at once, instead of being generated token by
+        token: ellipses with a `branch_separator` behind them, branch markers, the last terminator.
+    max_blocks : int, optional
+        Blocks of an answer; what comes after the last one is sequential. Default: any number.
+    branch_max_new_tokens : int, optional
+        Tokens that a branch may generate. Default: as many as the answer may have.
+    branch_stops : list of str
+        Texts that end a branch besides the branch marker and an end-of-text token, such as a line end. They stay in
+        the answer. One with only whitespace before it ends nothing.
+    branch_separator : str
+        Put behind each branch that does not end with it. Empty: nothing is.
+    opening : str
+        What every answer begins with, such as `"I check each of them.\n####"`: for models that do not open a block on
+        their own. Its tokens are given, and count as the answer's.
+    format_prompt : str
+        What `pdos_prompt` tells the model; `{branch_marker}`, `{title_end}`, `{ellipsis}` and `{terminator}` are
+        filled in.
+    """
+
+    mode: ClassVar[str] = "pdos"
+
+    join: str = "reencode"
+    parallel_hint: bool = True
+    fill_in: bool = True
+    max_blocks: int | None = None
+    branch_max_new_tokens: int | None = None
+    branch_stops: Sequence[str] = ()
+    branch_separator: str = "\n"
+    opening: str = ""
+    format_prompt: str = (
+        "Often an answer has parts that can be worked out without each other: items to check one after the other, "
+        "aspects to look at, separate questions. Write such parts as one block. Each part is a line that begins with "
+        "{branch_marker}, followed by a short title of its own and {title_end}. Behind the last part write "
+        "{terminator}, and only then say what follows from the parts.\n\n"
+        "First example. Task: Which of the three parcels, A of 4 kg, B of 9 kg and C of 6 kg, may be sent as a small "
+        "parcel of at most 5 kg?\n"
+        "Answer: I check each parcel.\n"
+        "{branch_marker}Parcel A{title_end}{ellipsis}\n"
+        "{branch_marker}Parcel B{title_end}{ellipsis}\n"
+        "{branch_marker}Parcel C{title_end}{ellipsis}\n"
+        "{terminator}\n"
+        "So only parcel A may be sent as a small parcel.\n\n"
+        "Second example. Task: Should our town build a tram line? Think of cost, noise and travel time.\n"
+        "Answer: There are three aspects.\n"
+        "{branch_marker}Cost{title_end}{ellipsis}\n"
+        "{branch_marker}Noise{title_end}{ellipsis}\n"
+        "{branch_marker}Travel time{title_end}{ellipsis}\n"
+        "{terminator}\n"
+        "All in all, the line is worth its cost.\n\n"
+        "Third example. Task: Letters 1 and 2 are given above. Which of them says when the shop opens?\n"
+        "Answer: I read both letters.\n"
+        "{branch_marker}Letter 1{title_end}{ellipsis}\n"
+        "{branch_marker}Letter 2{title_end}{ellipsis}\n"
+        "{terminator}\n"
+        "It is letter 2: the shop opens at nine.\n\n"
+        "In these examples {ellipsis} stands for text that was left out. Where {ellipsis} follows a title, the part "
+        "is written by somebody else: go on with the next title at once. Where nothing follows it, write the whole "
+        "part, and no dots. Use titles that fit the task, leave no part out, and begin no other line with "
+        "{branch_marker}."
+    )
+
+    def validate(self) -> None:
+        """Check every setting; see `ParallelConfig.validate`."""
+        ParallelConfig.validate(self)
+        BlockFormat.validate(self)
+        check_choice("join", self.join, ("reencode", "rotate"))
+        check_bool("parallel_hint", self.parallel_hint)
+        check_bool("fill_in", self.fill_in)
+        for name in ("max_blocks", "branch_max_new_tokens"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=1)
+        stops = self.branch_stops
+        if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise ValueError(f"branch_stops must be a list of non-empty strings, got {stops!r}")
+        check_text("branch_separator", self.branch_separator)
+        check_text("opening", self.opening)
+        check_template("format_prompt", self.format_prompt, **self.markers)
+
+    def prepare(self, kwargs: dict[str, Any]) -> None:
+        """Look whether the tokenizer works, and put the format behind the caller's own logits processors."""
+        tokenizer = kwargs.get("tokenizer")
+        if tokenizer is None:
+            raise ValueError("pdos reads text to find blocks and branches: give generate(..., tokenizer=tokenizer)")
+        tokens = encode(tokenizer, "a")
+        if not isinstance(tokenizer.decode(tokens), str):
+            raise ValueError(f"tokenizer must be a tokenizer whose decode() returns a string, got {tokenizer!r}")
+        self._forcing = _Forcing()
+        given = kwargs.get("logits_processor")
+        if self.parallel_hint and (given is None or isinstance(given, list | tuple)):
+            kwargs["logits_processor"] = LogitsProcessorList([*(given or ()), self._forcing])
+
+    def run(self, call: GenerationCall) -> Any:
+        """Write skeletons, let their branches write, join them, go on."""
+        run = self._make_run(call)
+        loop, cache = run.loop, run.cache
+        with loop.running():
+            leaves = [cache.insert(prompt) for prompt in call.prompts]
+            starts = [leaf.start + len(leaf.tokens) for leaf in leaves]
+            room = min(call.max_new_tokens, TRUNK_ROOM)
+            spare = cache.new_block(room * call.num_rows)  # for branches: else storage would grow by half for them
+            blocks = cache.new_trunks(starts, room)
+            logits = prefill_leaves(loop, cache, leaves)
+            cache.free(spare)
+            trees = [Tree(cache.view(leaf), block) for leaf, block in zip(leaves, blocks, strict=True)]
+            trunks = [TrunkRow(run, index, tree) for index, tree in enumerate(trees)]
+            if self.parallel_hint:
+                self._forcing.begin(run, trunks)
+            if self.opening:
+                logits = self._open(run, trunks)
+            loop.decode(trunks, logits, _advance, partial(_settle, run, trunks), _Turn(run, trunks).follow)
+        sampler = loop.sampler
+        sampler.scores, sampler.logits = (_aligned(kept, trunks) for kept in (sampler.scores, sampler.logits))
+        output = loop.output(
+            PDOSOutput,
+            call.num_rows,
+            blocks=[trunk.blocks for trunk in trunks],
+            transcripts=[run.transcript(trunk.tokens) for trunk in trunks],
+            fallback=[trunk.fallback for trunk in trunks],
+            stages=run.stages,
+        )
+        if isinstance(output, torch.Tensor):
+            cache.reset()
+        return output
+
+    def _open(self, run: Run, trunks: Sequence[TrunkRow]) -> torch.Tensor:
+        """Let every answer begin with the opening; returns what follows it."""
+        tokens = run.vocabulary.spell(self.opening.encode()) or []
+        for trunk in trunks:
+            trunk.begin(tokens)
+        run.loop.stats.prefilled_tokens += len(trunks) * len(tokens)
+        return run.loop.step(trunks)
+
+    def _make_run(self, call: GenerationCall) -> Run:
+        """Check what the mode needs, and make what its rows share."""
+        if call.past_key_values is not None:
+            raise ValueError("pdos makes its own cache; past_key_values cannot be given")
+        if self.join == "rotate" and call.capabilities.rotary is None:
+            why = call.capabilities.why_no_rotation
+            raise UnsupportedModelError(f"join='rotate' turns keys to other positions: {why}")
+        vocabulary = vocabulary_of(call.tokenizer, vocabulary_size(call.model))
+        texts = {**self.markers, "branch_separator": self.branch_separator, "opening": self.opening}
+        for name, text in texts.items():
+            if vocabulary.spell(text.encode()) is None:
+                raise ValueError(f"{name} must be text that the tokenizer can spell, got {text!r}")
+        if len(vocabulary.spell(self.opening.encode()) or ()) >= call.max_new_tokens:
+            raise ValueError(f"opening must leave room in the {call.max_new_tokens} new tokens, got {self.opening!r}")
+        cache = TreeBranchCache(call.capabilities.rotary, device=call.input_ids.device)
+        cache.claim(call.model)
+        # The budget is that of the joined answer, which no row's length shows.
+        criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
+        table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, TRUNK_ROOM))
+        loop = DecodeLoop(call, cache, table, criteria, self.seed, stream=False)
+        streamer = call.streamer if hasattr(call.streamer, "put") else None
+        stream = FinalTokens(streamer, call.num_rows, call.pad_token_id)
+        separator = [Token(token) for token in vocabulary.spell(self.branch_separator.encode()) or ()]
+        return Run(self, call, loop, cache, vocabulary, stream, separator)
+
+
+class _Forcing(LogitsProcessor):
+    """Holds the trunks of a run to the format of the blocks that they have opened."""
+
+    keeps_rows = False
+
+    def begin(self, run: Run, trunks: Sequence[TrunkRow]) -> None:
+        """Say whose scores will come."""
+        self.sampler, self.trunks = run.loop.sampler, trunks
+        self.mask = mask_of(run.config, run.vocabulary, [run.call.pad_token_id, *run.call.eos_token_ids])
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[rows, vocabulary]` of the rows being chosen for, or of all."""
+        rows = self.sampler.rows if len(scores) == len(self.sampler.rows) else range(len(scores))
+        return force(scores, [self._allowed(row) for row in rows])
+
+    def _allowed(self, row: int) -> torch.Tensor | None:
+        trunk = self.trunks[row] if row < len(self.trunks) else None
+        return self.mask.allowed(trunk.reader) if trunk is not None and trunk.is_writing else None
+
+
+class _Turn:
+    """Says whose turn it is, pass by pass, and counts what the stages of the pass before cost."""
+
+    def __init__(self, run: Run, trunks: Sequence[TrunkRow]) -> None:
+        self.run, self.trunks = run, trunks
+        self._brought: Counter[str] = Counter({SKELETON: 1})
+        self._writing = [SKELETON] * len(trunks)
+        self._began = time.perf_counter()
+
+    def follow(self, going: Sequence[Row]) -> list[TrunkRow | BranchRow]:
+        """The rows of the next pass: of each prompt its trunk or its branches."""
+        self._count()
+        rows = sorted((row for trunk in self.trunks for row in trunk.rows()), key=lambda row: row.index)
+        self.run.stream.flush()
+        self._writing = [row.stage for row in rows]
+        self._brought = Counter()
+        for row in rows:
+            self._brought[row.stage] += len(row.pending)
+        for stage in self._brought:
+            self.run.stages[stage].forward_passes += 1
+        return rows
+
+    def _count(self) -> None:
+        now, total = time.perf_counter(), self._brought.total()
+        for stage, brought in self._brought.items():
+            self.run.stages[stage].seconds += (now - self._began) * brought / total
+        for stage in self._writing:
+            self.run.stages[stage].decoded_tokens += 1
+        self._began = now
+
+
+def _advance(row: TrunkRow | BranchRow, token: int, ended: bool) -> bool:
+    return row.advance(token, ended)
+
+
+def _settle(run: Run, trunks: Sequence[TrunkRow]) -> None:
+    for trunk in trunks:
+        run.cache.settle(trunk.tree)
+
+
+def _aligned(kept: list[torch.Tensor] | None, trunks: Sequence[TrunkRow]) -> list[torch.Tensor] | None:
+    """What was kept of each draw, put where the answers have the tokens; zeros for tokens that were given."""
+    if kept is None:
+        return None
+    aligned = []
+    for place in range(max(len(trunk.tokens) for trunk in trunks)):
+        row = kept[0].new_zeros(len(trunks), kept[0].shape[-1])
+        for trunk in trunks:
+            token = trunk.tokens[place] if place < len(trunk.tokens) else Token(-1)
+            if token.draw >= 0:
+                row[trunk.index] = kept[token.draw][token.row]
+        aligned.append(row)
+    return aligned
+
+
+@dataclass
+class PDOSOutput(ParallelOutput):
+    """Answers, and how they came about.
+
+    Attributes
+    ----------
+    sequences : int64 [batch, length]
+        Prompt and answer, branches joined.
+    scores, logits : tuple of [batch, vocabulary], optional
+        For each token of the answer those that it was chosen by, in a skeleton, a branch or behind them; zeros where
+        it was not chosen but given.
+    blocks : list per prompt of list of ParallelBlock
+    transcripts : list of str
+        The answers as text.
+    fallback : list of str or None
+        Per prompt why it was decoded sequentially from some point on; None where it was not.
+    stages : dict of str to StageStats
+        What `skeleton`, `branches` and `continuation` cost.
+    """
+
+    blocks: list[list[ParallelBlock]] | None = None
+    transcripts: list[str] | None = None
+    fallback: list[str | None] | None = None
+    stages: dict[str, StageStats] | None = None
+
+    @property
+    def skeletons(self) -> list[list[str]]:
+        """Per prompt and block the skeleton as it was generated."""
+        return [[block.skeleton for block in blocks] for blocks in self.blocks or ()]
+
+    @property
+    def titles(self) -> list[list[list[str]]]:
+        """Per prompt and block the titles of its branches."""
+        return [[[branch.title for branch in block.branches] for block in blocks] for blocks in self.blocks or ()]
+
+    @property
+    def branch_texts(self) -> list[list[list[str]]]:
+        """Per prompt and block what its branches wrote."""
+        return [[[branch.text for branch in block.branches] for block in blocks] for blocks in self.blocks or ()]

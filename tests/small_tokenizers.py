@@ -1,0 +1,92 @@
+"""Tokenizers of different kinds, made here from a few lines of text: no files, no network."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+CORPUS = [
+    "Let us look at each student. ####Anna Berg:......\n####Tom Hill:......\n####%%%% So Anna wins.",
+    "Question: which city is colder, Oslo or Rome? Answer:\nOslo. GPA 4.09, 2.45 and 3.68 in 2024.",
+    "Grüße aus Köln, 東京と大阪, and smileys 😀😀. Cost: 10:30, noise: none.\n\n#### Heading\n* one\n* two",
+] * 4
+SPECIAL = ["<pad>", "<s>", "</s>"]
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    named = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
+
+
+def _byte_level(*before: Any) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    """As GPT-2's: tokens are runs of bytes, which may end within a character."""
+    return _byte_level()
+
+
+def single_digits() -> Tokenizer:
+    """As Llama 3's relatives: every digit is a token of its own."""
+    return _byte_level(pre_tokenizers.Digits(individual_digits=True))
+
+
+def sentencepiece() -> Tokenizer:
+    """As Llama 2's: a space is part of the word behind it, a text begins with one, unknown characters are bytes."""
+    vocab = {token: i for i, token in enumerate([*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))])}
+    pieces = ["▁", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.:#%,?*", "\n"]
+    merges = [("#", "#"), ("##", "##"), ("▁", "####"), (".", "."), ("..", "."), ("...", "..."), ("▁", "......")]
+    merges += [("%", "%"), ("%%", "%%"), ("▁", "A"), ("▁A", "n"), ("▁An", "n"), ("▁", "t"), ("▁", ":"), ("e", "r")]
+    for piece in [*pieces, *("".join(pair) for pair in merges)]:
+        vocab.setdefault(piece, len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return tokenizer
+
+
+def _characters(*merges: tuple[str, str]) -> Tokenizer:
+    """Printable ASCII one by one, but for some merges."""
+    vocab = {token: i for i, token in enumerate([*SPECIAL, "\n", *map(chr, range(32, 127))])}
+    for pair in merges:
+        vocab.setdefault("".join(pair), len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab, list(merges)))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return tokenizer
+
+
+def split_marker() -> Tokenizer:
+    """Writes `####` as `##` `##`, and `......` in threes."""
+    return _characters(("#", "#"), (".", "."), ("..", "."), ("%", "%"), ("%%", "%"))
+
+
+def merged_colon() -> Tokenizer:
+    """Writes a colon and the line end behind it, or the letter before it, as one token; and a comma with a `#`."""
+    merges = [(",", "#"), (":", "\n"), ("r", ":"), (" ", "A"), (":", "."), (":.", "."), (".", "\n"), (".", ".")]
+    return _characters(*merges, ("\n", "#"), ("#", "#"), ("##", "#"), (":", ":"), ("%", "\n"))
+
+
+KINDS = [byte_level, sentencepiece, split_marker, merged_colon, single_digits]
+"""Five tokenizers of different kinds."""
+
+
+@cache
+def make(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of that name."""
+    return _wrap({kind.__name__: kind for kind in KINDS}[name]())

@@ -1,0 +1,400 @@
+"""The format of a block is forced for any tokenizer: what is allowed, what comes out, what vocabularies are read as."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import regex
+import small_tokenizers
+import tiny
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import StoppingCriteria, StoppingCriteriaList
+from workers import TOKENIZER
+
+import hf_parallel
+from hf_parallel import BlockFormat, ParallelBlockLogitsProcessor
+from hf_parallel.generation.logits_process import BlockMask, force, mask_of
+from hf_parallel.generation.skeleton import Skeleton
+from hf_parallel.generation.vocabulary import Vocabulary, vocabulary_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KINDS = [kind.__name__ for kind in small_tokenizers.KINDS]
+TEXTS = [
+    "Let us see. ####Anna Berg:......\n####Tom:\n......####%%%%",
+    "two  spaces\n\nand GPA 4.09: 10:30",
+    "Grüße, 東京 und 😀🏳️‍🌈",
+]
+BLOCK = regex.compile(r"(?:####(?P<title>[^\n\r]*?\S[^\n\r]*?):\s*\.{6}\s*)+####%%%%", regex.DOTALL)
+
+
+def titles_of(text: str) -> list[str] | None:
+    """The titles of the well-formed block that begins with the first marker of a text; None if there is none."""
+    found = BLOCK.match(text[text.find("####") :])
+    return None if found is None else found.captures("title")
+
+
+# Vocabularies
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens_are_read_as_the_bytes_that_they_stand_for(name: str, text: str) -> None:
+    tokenizer = small_tokenizers.make(name)
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    spelled = vocabulary.spell(text.encode())
+    if name in ("split_marker", "merged_colon") and not text.isascii():
+        assert spelled is None
+        return
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    read = vocabulary.join(tokens).decode()
+    assert read == " " * (name == "sentencepiece") + text
+    assert vocabulary.text(spelled) == text
+    assert len(spelled) <= len(tokens)
+
+
+def test_the_embedded_tokenizer_is_read_as_it_decodes(embedded: tuple[Any, Any]) -> None:
+    tokenizer = embedded[1]
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    for text in TEXTS:
+        assert vocabulary.text(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert all(vocabulary.texts)
+    assert {vocabulary.texts[token] for token in vocabulary.special} == {
+        b"<|endoftext|>",
+        b"<|im_start|>",
+        b"<|im_end|>",
+    }
+
+
+def test_every_byte_can_be_spelled_where_the_tokenizer_knows_bytes() -> None:
+    for name in ("byte_level", "sentencepiece"):
+        tokenizer = small_tokenizers.make(name)
+        vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+        assert all(vocabulary.join(vocabulary.spell(bytes([byte])) or ()) == bytes([byte]) for byte in range(256))
+
+
+def test_tokens_that_only_the_model_knows_have_no_text() -> None:
+    tokenizer = small_tokenizers.make("byte_level")
+    vocabulary = Vocabulary(tokenizer, len(tokenizer) + 5)
+    assert len(vocabulary) == len(tokenizer) + 5
+    assert vocabulary.texts[-5:] == [b""] * 5
+
+
+def test_a_marker_may_be_a_special_token() -> None:
+    tokenizer = copy.deepcopy(small_tokenizers.make("split_marker"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<part>", "</parts>"]})
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    fmt = BlockFormat(branch_marker="<part>", terminator="</parts>", min_branches=1)
+    mask = mask_of(fmt, vocabulary)
+    assert len(vocabulary.spell(b"<part>")) == 1
+    assert {"<part>", "</parts>"} <= allowed_texts(mask, read("<part>A:......", fmt))
+    assert not {"<part>", "</s>"} & allowed_texts(mask, read("<part>A", fmt))
+
+
+def test_a_vocabulary_is_made_once() -> None:
+    tokenizer = small_tokenizers.make("byte_level")
+    assert vocabulary_of(tokenizer, 300) is vocabulary_of(tokenizer, 300)
+    assert len(vocabulary_of(tokenizer, 310)) == 310
+    masks = [mask_of(BlockFormat(max_branches=n), vocabulary_of(tokenizer, 415)) for n in (4, 4, 5)]
+    assert masks[0] is masks[1]
+    assert masks[1] is not masks[2]
+
+
+# Readers
+
+
+def read(text: str, fmt: BlockFormat | None = None) -> Skeleton:
+    reader = Skeleton(fmt or BlockFormat())
+    reader.feed(text.encode())
+    return reader
+
+
+@given(st.text(alphabet="AB:#%. \n", max_size=60), st.lists(st.integers(1, 6), max_size=60))
+def test_a_block_is_the_same_however_it_is_cut_into_tokens(text: str, cuts: list[int]) -> None:
+    text = text.replace("#", "####").replace(".", "......")
+    whole, pieces, at = read(text), Skeleton(BlockFormat()), 0
+    for cut in [*cuts, len(text)]:
+        pieces.feed(text[at : at + cut].encode())
+        at += cut
+    pieces.title_tokens = whole.title_tokens
+    assert vars(pieces) == vars(whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "titles"),
+    [
+        ("Hi ####A:......####B:......####%%%% more", ["A", "B"]),
+        ("Hi ####A: \n ......\n\n ####B:......\n####%%%%", ["A", "B"]),
+        ("#####A:......####50% of it:......####%%% of it:......####%%%%", ["#A", "50% of it", "%%% of it"]),
+        ("### ####Zürich 東京:......####B:......####%%%%", ["Zürich 東京", "B"]),
+    ],
+)
+def test_where_a_block_stands(text: str, titles: list[str]) -> None:
+    reader, raw = read(text), text.encode()
+    assert (reader.phase, list(reader.titles)) == ("done", titles)
+    assert [raw[begin:end].decode() for begin, end in reader.pieces] == [f"####{title}:" for title in titles]
+    assert raw[reader.closed_from : reader.offset] == b"####%%%%"
+
+
+def test_markers_are_settings() -> None:
+    fmt = BlockFormat("<part>", "->", "…", "</parts>", min_branches=1)
+    reader = read("See <part>A - B>-> …<part>C->…</parts> end", fmt)
+    assert reader.titles == ("A - B>", "C")
+    assert reader.phase == "done"
+
+
+# What is allowed
+
+
+def allowed_texts(mask: BlockMask, reader: Skeleton) -> set[str]:
+    allowed = mask.allowed(reader)
+    assert allowed is not None
+    return {mask.vocabulary.texts[token].decode() for token in allowed.nonzero()[:, 0].tolist()}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("####A:", {".", "..", "...", "....", ".....", " .", " ..", " ...", " ...."}),
+        ("####A:....", {".", ".."}),
+        ("####A:......", {"#", "##", "###", "####", " #", " ##", " ###", " ####", "\n"}),
+        ("####A:......\n", {"#", "##", "###", "####", " #", " ##", " ###", " ####"}),
+        ("####A:......##", {"#", "##"}),
+        ("####A:......####B:......####%", {"%", "%%"}),
+    ],
+)
+def test_what_may_follow_with_the_embedded_tokenizer(embedded: tuple[Any, Any], text: str, expected: set[str]) -> None:
+    tokenizer = embedded[1]
+    mask = mask_of(BlockFormat(), vocabulary_of(tokenizer, len(tokenizer)))
+    assert allowed_texts(mask, read(text)) == expected
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_what_is_allowed_keeps_the_block_well_formed_and_leads_to_its_end(name: str, data: st.DataObject) -> None:
+    """Against a regular expression that is matched in part, token by token."""
+    tokenizer = small_tokenizers.make(name)
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    fmt = BlockFormat(max_branches=3, max_title_tokens=3)
+    mask, reader, text = mask_of(fmt, vocabulary), read("####", fmt), b"####"
+    for _ in range(200):
+        allowed = mask.allowed(reader)
+        if allowed is None:
+            break
+        tokens = allowed.nonzero()[:, 0].tolist()
+        for token in tokens[:: max(len(tokens) // 9, 1)]:
+            after = (text + vocabulary.texts[token]).decode(errors="ignore")
+            assert BLOCK.fullmatch(after, partial=True) or BLOCK.match(after), (text, vocabulary.texts[token])
+        token = data.draw(st.sampled_from(tokens))
+        reader.feed(vocabulary.texts[token])
+        text += vocabulary.texts[token]
+    found = titles_of(text.decode())
+    assert reader.phase == "done"
+    assert 2 <= len(found or ()) <= 3
+    assert found == list(reader.titles)
+    assert len({title.strip().casefold() for title in found}) == len(found)
+
+
+def test_titles_are_held_to_their_bounds() -> None:
+    vocabulary = vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE)
+    mask = BlockMask(BlockFormat(min_title_tokens=2, max_title_tokens=4), vocabulary)
+
+    def token_by_token(text: str) -> Skeleton:
+        reader = read("")
+        for character in text:
+            reader.feed(character.encode())
+        reader.format = BlockFormat(min_title_tokens=2, max_title_tokens=4)
+        return reader
+
+    assert ":" not in allowed_texts(mask, token_by_token("####"))
+    assert ":" not in allowed_texts(mask, token_by_token("####a"))
+    assert {":", "b", " "} <= allowed_texts(mask, token_by_token("####ab"))
+    assert allowed_texts(mask, token_by_token("####abcd")) == {":"}
+    repeated = allowed_texts(mask, token_by_token("####abcd:......####ABcd"))
+    assert ":" not in repeated
+    assert "e" in repeated
+
+
+@pytest.mark.parametrize(
+    ("text", "character", "may"),
+    [
+        ("####", " ", False),
+        ("####", "#", False),
+        ("####", "%", False),
+        ("####A:......####B:......####", "%", True),
+        ("####A:......####B:......####", "\n", False),
+        ("####A###", "#", False),
+        ("####A", "\n", False),
+        ("####A", "%", True),
+        ("####A", tiny.EOS, False),
+    ],
+)
+def test_what_a_title_may_hold(text: str, character: Any, may: bool) -> None:
+    mask = BlockMask(BlockFormat(), vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE), banned=[tiny.EOS])
+    token = character if isinstance(character, int) else ord(character)
+    assert bool(mask.allowed(read(text))[token]) is may
+
+
+def test_the_last_branch_is_followed_by_the_terminator() -> None:
+    mask = BlockMask(BlockFormat(max_branches=2), vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE))
+    assert allowed_texts(mask, read("####A:......####B:......####", BlockFormat(max_branches=2))) == {"%"}
+
+
+def test_text_outside_of_blocks_is_left_alone() -> None:
+    mask = BlockMask(BlockFormat(), vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE))
+    for text in ("", "Hi ###", "####A: text", "####A:......####B:......####%%%%"):
+        assert mask.allowed(read(text)) is None
+
+
+def test_the_format_goes_before_processors_that_forbid_all_of_it() -> None:
+    scores = torch.tensor([[1.0, -torch.inf, 3.0], [1.0, 2.0, -torch.inf], [1.0, 2.0, 3.0]])
+    allowed = [torch.tensor([True, True, False]), torch.tensor([False, False, True]), None]
+    forced = force(scores, allowed).tolist()
+    inf = float("inf")
+    assert forced == [[1.0, -inf, -inf], [-inf, -inf, 0.0], [1.0, 2.0, 3.0]]
+
+
+def test_a_marker_that_the_tokenizer_cannot_spell_is_refused() -> None:
+    processor = ParallelBlockLogitsProcessor(small_tokenizers.make("split_marker"), ellipsis="……")
+    with pytest.raises(ValueError, match="ellipsis must be text that the tokenizer can spell, got '……'"):
+        processor(torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 104))
+
+
+# What comes out
+
+
+class Closed(StoppingCriteria):
+    """Ends rows whose block has closed."""
+
+    def __init__(self, tokenizer: Any, start: int) -> None:
+        self.tokenizer, self.start = tokenizer, start
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        texts = self.tokenizer.batch_decode(input_ids[:, self.start :])
+        return torch.tensor([titles_of(text) is not None for text in texts])
+
+
+def assert_well_formed(texts: Iterable[str], at_most: int) -> None:
+    for text in texts:
+        titles = titles_of(text)
+        assert titles is not None, text
+        assert 2 <= len(titles) <= at_most
+        assert len({" ".join(title.split()).casefold() for title in titles}) == len(titles)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_plain_generate_gives_a_well_formed_skeleton_in_100_of_100_runs(name: str) -> None:
+    tokenizer = small_tokenizers.make(name)
+    model = copy.deepcopy(tiny.build("llama"))
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    ids = torch.tensor([vocabulary_of(tokenizer, len(tokenizer)).spell(b"Hi ####")])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        logits_processor=[ParallelBlockLogitsProcessor(tokenizer, prompt_length=0, max_branches=4, max_title_tokens=5)],
+        stopping_criteria=StoppingCriteriaList([Closed(tokenizer, 0)]),
+        do_sample=True,
+        temperature=2.0,
+        num_return_sequences=100,
+        max_new_tokens=150,
+        tokenizer=tokenizer,
+    )
+    assert_well_formed(tokenizer.batch_decode(out), at_most=4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_mode_gives_well_formed_skeletons(name: str) -> None:
+    tokenizer = small_tokenizers.make(name)
+    model = copy.deepcopy(tiny.build("llama"))
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    ids = torch.tensor([tokenizer.encode("Hi")])
+    for fill_in in (True, False):
+        out = hf_parallel.enable(model).generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_mode="pdos",
+            tokenizer=tokenizer,
+            opening=" ####",
+            fill_in=fill_in,
+            max_blocks=1,
+            max_branches=3,
+            max_title_tokens=5,
+            branch_max_new_tokens=2,
+            max_new_tokens=140,
+            do_sample=True,
+            num_return_sequences=10,
+            return_dict_in_generate=True,
+        )
+        assert out.fallback == [None] * 10
+        assert_well_formed((skeleton for (skeleton,) in out.skeletons), at_most=3)
+
+
+def test_the_embedded_model_gives_a_well_formed_skeleton_in_100_of_100_runs(embedded: tuple[Any, Any]) -> None:
+    model, tokenizer = embedded
+    ids = tokenizer("####Noise:......####Time:......####%%%%\n####", return_tensors="pt").input_ids
+    processor = ParallelBlockLogitsProcessor(
+        tokenizer, prompt_length=ids.shape[1] - 1, max_branches=2, max_title_tokens=1
+    )
+    hf_parallel.enable(model)
+    try:
+        out = model.generate(
+            ids,
+            generation_mode="shared_prefix",
+            logits_processor=[processor],
+            stopping_criteria=StoppingCriteriaList([Closed(tokenizer, ids.shape[1] - 1)]),
+            do_sample=True,
+            num_return_sequences=100,
+            max_new_tokens=60,
+            seed=0,
+        )
+    finally:
+        hf_parallel.disable(model)
+    assert_well_formed(tokenizer.batch_decode(out[:, ids.shape[1] - 1 :]), at_most=2)
+
+
+def test_blocks_of_the_prompt_are_no_business_of_the_processor() -> None:
+    tokenizer = small_tokenizers.make("split_marker")
+    model = tiny.build("llama")
+    ids = torch.tensor([tokenizer.encode("As in ####A:")])
+    settings: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    processor = ParallelBlockLogitsProcessor(tokenizer)
+    plain = model.generate(ids, **settings)
+    assert torch.equal(model.generate(ids, logits_processor=[processor], **settings), plain)
+    forced = model.generate(
+        ids, logits_processor=[ParallelBlockLogitsProcessor(tokenizer, prompt_length=0)], **settings
+    )
+    assert tokenizer.decode(forced[0]).startswith("As in ####A:......")
+
+
+def test_a_second_block_is_forced_like_the_first() -> None:
+    tokenizer = small_tokenizers.make("split_marker")
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    processor = ParallelBlockLogitsProcessor(tokenizer, prompt_length=0)
+    text = "####A:......####B:......####%%%% and ####C:"
+    ids = torch.tensor([vocabulary.spell(text.encode())])
+    scores = processor(ids, torch.zeros(1, len(tokenizer)))[0]
+    texts = {vocabulary.texts[token] for token in scores.isfinite().nonzero()[:, 0].tolist()}
+    assert texts == {b".", b"..", b"..."}
+
+
+def test_a_processor_reads_rows_that_change_places_from_the_beginning() -> None:
+    tokenizer = small_tokenizers.make("split_marker")
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    processor = ParallelBlockLogitsProcessor(tokenizer, prompt_length=0)
+    rows = torch.tensor([vocabulary.spell(b"####A:"), vocabulary.spell(b"ABCD")])
+    scores = torch.zeros(2, len(tokenizer))
+    first = processor(rows, scores)
+    swapped = processor(rows.flip(0), scores)
+    assert torch.equal(first, swapped.flip(0))
+
+
+@pytest.mark.parametrize("given", [{"fmt": 3}, {"fmt": BlockFormat(), "max_branches": 3}])
+def test_a_processor_takes_a_format_or_its_settings(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give a BlockFormat or its settings"):
+        ParallelBlockLogitsProcessor(TOKENIZER, **given)

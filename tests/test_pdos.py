@@ -1,0 +1,223 @@
+"""Pdos is exact: a branch is what `generate` writes behind trunk and title, a joined answer is read as it stands."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import small_tokenizers
+import tiny
+import torch
+from dense import DenseOracle
+from stories import Scripted, answer, behind_blocks, tell
+from transformers import PreTrainedModel
+from workers import TOKENIZER, encode
+
+import hf_parallel
+from hf_parallel import ParallelBlock, PDOSOutput
+from hf_parallel.attention import capabilities
+
+EOS, BLANK_LINE = tiny.EOS, 4
+STORY = "I look at each. ####A:......\n####B b:......####C 3:...... ####%%%%"
+ARCHITECTURES = ["llama", "qwen3"]  # the second one sees part of the past in some layers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@cache
+def enabled(name: str) -> PreTrainedModel:
+    return hf_parallel.enable(copy.deepcopy(tiny.build(name)))
+
+
+def greedy(model: PreTrainedModel, tokens: Sequence[int], count: int) -> list[int]:
+    ids = torch.tensor([list(tokens)])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return out[0, len(tokens) :].tolist()
+
+
+def assert_free_branches_equal_generate(model: PreTrainedModel, trunk: list[int], block: ParallelBlock) -> None:
+    """Of branches without a script, at least one."""
+    free = [branch for branch in block.branches if branch.ended_by == "budget"]
+    assert free
+    for branch in free:
+        assert branch.tokens == greedy(model, trunk + branch.prefix, len(branch.tokens)), branch.title
+
+
+def trunk_of(out: PDOSOutput, block: ParallelBlock) -> list[int]:
+    return encode("Tell: ") + answer(out)[: block.start]
+
+
+# Branches
+
+
+@pytest.mark.parametrize("join", ["reencode", "rotate"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_branch_equals_greedy_generate(name: str, join: str) -> None:
+    out = tell(STORY, model=enabled(name), join=join, branch_max_new_tokens=30)
+    (block,) = out.blocks[0]
+    assert out.titles == [[["A", "B b", "C 3"]]]
+    assert [len(branch.tokens) for branch in block.branches] == [30, 30, 30]
+    assert_free_branches_equal_generate(tiny.build(name), trunk_of(out, block), block)
+
+
+@pytest.mark.parametrize("others", [("a####", "b####"), ("a" * 40, "b####"), ([EOS], "b" * 7 + "####")])
+def test_a_branch_is_the_same_whatever_the_others_write_and_whenever_they_end(others: tuple[Any, Any]) -> None:
+    out = tell(STORY, branches=[others[0], None, others[1]], branch_max_new_tokens=40)
+    (block,) = out.blocks[0]
+    block.branches = block.branches[1:2]
+    assert_free_branches_equal_generate(tiny.build("llama"), trunk_of(out, block), block)
+
+
+@pytest.mark.parametrize("join", ["reencode", "rotate"])
+def test_branches_of_a_later_block_equal_generate_behind_the_earlier_one(join: str) -> None:
+    """With `rotate` only until the joined block is seen: there it is not what plain text would be."""
+    second = " Then more. ####X:......\n####Y:......\n####%%%%"
+    branches = ["aa\n####", None, "c####"]
+    out = tell(STORY + second, branches=branches, branch_max_new_tokens=12, join=join)
+    first, later = out.blocks[0]
+    assert_free_branches_equal_generate(tiny.build("llama"), trunk_of(out, first), first)
+    assert "aa\n####B b:" in TOKENIZER.decode(trunk_of(out, later))
+    if join == "reencode":
+        assert_free_branches_equal_generate(tiny.build("llama"), trunk_of(out, later), later)
+
+
+def test_a_branch_behind_a_token_that_was_cut_equals_generate() -> None:
+    """Of the token `,#` the comma stays in the trunk, spelled anew."""
+    tokenizer = small_tokenizers.make("merged_colon")
+    story = tokenizer.encode("So,####A:......\n####B:......\n####%%%%")
+    assert tokenizer.convert_tokens_to_ids(",#") in story
+    out = tell(story, tokenizer=tokenizer, branch_max_new_tokens=12)
+    (block,) = out.blocks[0]
+    assert tokenizer.decode(trunk_of(out, block)[-3:]) == "So,"
+    assert_free_branches_equal_generate(tiny.build("llama"), trunk_of(out, block), block)
+
+
+def test_prompts_of_a_batch_are_in_stages_of_their_own() -> None:
+    prompts = ["Tell: ", "Tell: more than that. ", "Say: "]
+    stories = [STORY, "Long before it begins, it begins. " + STORY, "No block at all."]
+    settings: dict[str, Any] = {"branch_max_new_tokens": 17, "max_new_tokens": 130}
+    together = tell(*stories, prompts=prompts, **settings)
+    for row, (prompt, story) in enumerate(zip(prompts, stories, strict=True)):
+        alone = tell(story, prompts=[prompt], **settings)
+        assert answer(together, row, prompts) == answer(alone, 0, [prompt])
+        assert together.blocks[row] == alone.blocks[0]
+    assert together.stats.forward_passes < sum(len(answer(together, row, prompts)) for row in range(3)) * 2 // 3
+
+
+def test_the_embedded_models_branches_equal_greedy_generate(embedded: tuple[Any, Any]) -> None:
+    model, tokenizer = embedded
+    script = Scripted([""])
+    text = "Let us check.\n####Cost of wood:......\n####Noise:......\n####Travel time:......\n####%%%%"
+    script.scripts = [tokenizer(text, add_special_tokens=False).input_ids]
+    ids = tokenizer("Should the town build a tram line?\n", return_tensors="pt").input_ids
+    hf_parallel.enable(model)
+    try:
+        with script.following():
+            out = model.generate(
+                ids,
+                generation_mode="pdos",
+                tokenizer=tokenizer,
+                logits_processor=[script],
+                parallel_hint=False,
+                max_new_tokens=56,
+                branch_max_new_tokens=7,
+                do_sample=False,
+                return_dict_in_generate=True,
+            )
+    finally:
+        hf_parallel.disable(model)
+    (block,) = out.blocks[0]
+    assert out.titles == [[["Cost of wood", "Noise", "Travel time"]]]
+    trunk = out.sequences[0, : ids.shape[1] + block.start].tolist()
+    assert_free_branches_equal_generate(model, trunk, block)
+
+
+# Joined answers
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "gpt2"])
+def test_a_reencoded_answer_is_read_as_plain_text(name: str) -> None:
+    second = " Then more. ####X:......\n####Y:......\n####%%%%"
+    branches = ["aa\n####", ["b" * 9, EOS], None]
+    settings: dict[str, Any] = {"branch_max_new_tokens": 12, "max_new_tokens": 170, "output_logits": True}
+    out = tell(STORY + second, branches=branches, model=enabled(name), **settings)
+    plain = tiny.build(name)(out.sequences).logits[0, len("Tell: ") - 1 : -1]
+    spans = behind_blocks(out)
+    assert [len(span) > 10 for span in spans] == [True, True]
+    for place in [place for span in spans for place in span]:
+        torch.testing.assert_close(out.logits[place][0], plain[place], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_rotated_answer_is_what_was_read_branch_by_branch_turned_to_its_place(name: str) -> None:
+    """Against an oracle that spells every branch out and knows of nothing but positions."""
+    settings: dict[str, Any] = {"branch_max_new_tokens": 12, "max_new_tokens": 110, "output_logits": True}
+    branches = ["aa\n####", ["b" * 9, EOS], None]
+    out = tell(STORY + " So be it.", branches=branches, model=enabled(name), join="rotate", **settings)
+    (block,), (span,) = out.blocks[0], behind_blocks(out)
+    tokens = answer(out)
+    oracle = DenseOracle(tiny.build(name), capabilities(enabled(name)).rotary)
+    trunk: list[int] = []
+    oracle.forward([([trunk], trunk_of(out, block))])
+    pieces, at = [], block.start
+    for branch, kept in zip(block.branches, [3, 9, 12], strict=True):
+        separator = branch.title != "A"  # the first one brings a line end of its own
+        length = len(branch.prefix) + kept + separator
+        pieces.append([])
+        oracle.forward([([trunk, pieces[-1]], tokens[at : at + length])])
+        at += length
+    logits = oracle.forward([([trunk, *pieces, []], tokens[at:])])
+    assert span == range(at + len("####%%%%"), len(tokens))
+    assert len(span) > 20
+    found = torch.cat([out.logits[place] for place in span])
+    torch.testing.assert_close(found, logits[len("####%%%%") - 1 : -1], rtol=0, atol=1e-3)
+
+
+def test_only_reencoding_computes_branches_again() -> None:
+    costs = {}
+    for join in ("reencode", "rotate"):
+        out = tell(STORY + "Then.", branches=["aa\n####", "b\n####", "cc\n####"], join=join, max_new_tokens=90)
+        costs[join] = out
+        assert out.stages["branches"].computed_again == len("####A:####B b:####C 3:")
+    assert costs["rotate"].transcripts == costs["reencode"].transcripts
+    again = {join: out.stages["continuation"].computed_again for join, out in costs.items()}
+    assert again == {"reencode": len("####B b:b\n####C 3:cc\n"), "rotate": 0}
+    given = {join: out.stats.prefilled_tokens for join, out in costs.items()}
+    titles = len("####A:####B b:####C 3:")
+    assert given["rotate"] == len("Tell: ") + titles + len("####%%%%")
+    assert given["reencode"] == given["rotate"] + again["reencode"]
+
+
+@pytest.mark.parametrize("join", ["reencode", "rotate"])
+def test_keys_and_values_held_are_those_of_sequential_decoding(monkeypatch: pytest.MonkeyPatch, join: str) -> None:
+    held = []
+    settle = hf_parallel.TreeBranchCache.settle
+
+    def noted(cache: hf_parallel.TreeBranchCache, tree: Any) -> None:
+        held.append(cache.kv_bytes)
+        settle(cache, tree)
+
+    monkeypatch.setattr(hf_parallel.TreeBranchCache, "settle", noted)
+    out = tell(STORY + "Then.", branches=["aa\n####", "b####", ["cc", EOS]], join=join, max_new_tokens=90)
+    per_token = out.past_key_values.arena.bytes_per_token
+    assert out.stats.kv_bytes == (out.sequences.shape[1] - 1) * per_token
+    assert max(held) == out.stats.kv_bytes
+    assert len(out.past_key_values.blocks) == 2  # prompt and answer
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}])
+@pytest.mark.parametrize("hint", [True, False])
+def test_an_answer_without_a_block_is_what_generate_gives(hint: bool, sampling: dict[str, Any]) -> None:
+    ids = tiny.make_prompts([9, 9])
+    ids = torch.stack(ids)
+    settings = {"max_new_tokens": 40, "return_dict_in_generate": True, "output_scores": True, **sampling}
+    torch.manual_seed(3)
+    plain = tiny.build("llama").generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    torch.manual_seed(3)
+    out = enabled("llama").generate(ids, generation_mode="pdos", tokenizer=TOKENIZER, parallel_hint=hint, **settings)
+    assert torch.equal(out.sequences, plain.sequences)
+    torch.testing.assert_close(torch.stack(out.scores), torch.stack(plain.scores), rtol=0, atol=1e-3)
+    assert (out.fallback, out.blocks) == ([None, None], [[], []])

@@ -1,0 +1,418 @@
+"""Pdos calls: skeletons that are none, batches, scores, streamers, settings; nothing that was generated gets lost."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import small_tokenizers
+import tiny
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stories import Scripted, answer, tell
+from transformers import TextStreamer
+from workers import TOKENIZER, encode, small_model
+
+import hf_parallel
+from hf_parallel import BlockFormat, PDOSConfig, PDOSOutput, UnsupportedModelError
+from hf_parallel.generation.skeleton import Skeleton
+from hf_parallel.generation.vocabulary import vocabulary_of
+
+EOS, PAD = tiny.EOS, tiny.PAD
+SKELETON = "####A:......\n####B:......\n####%%%%"
+BODIES = ("aa\n####", "bb\n####")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# Skeletons that are none
+
+
+@pytest.mark.parametrize(
+    ("story", "why"),
+    [
+        ("####%%%% So.", "there are no branches"),
+        ("####A:......\n####%%%% So.", "there is 1 branch"),
+        ("####A:......\n####A:......\n####%%%%", "the title 'A' is repeated"),
+        ("####A b:......\n#### a  B :......\n####%%%%", "the title ' a  B ' is repeated"),
+        ("####:......\n####B:......\n####%%%%", "a title is empty"),
+        ("#### :......\n####B:......\n####%%%%", "a title is empty"),
+        ("####A####B:......\n####%%%%", "a title holds the branch marker"),
+        ("########", "a title holds the branch marker"),
+        ("#### Heading\nText", "a title does not end on its line"),
+        ("####A: the text itself\n####B:", "no ellipsis stands behind the title 'A'"),
+        ("####A:...\n####B:", "no ellipsis stands behind the title 'A'"),
+        ("####A:.......\n####B:", "neither a branch nor the terminator follows the title 'A'"),
+        ("####A:......B:......\n####%%%%", "neither a branch nor the terminator follows the title 'A'"),
+        ("####A:......####B:......####C:......####D:......####%%%%", "there are more than 3 branches"),
+        (["####A:......\n####", EOS], "the answer ended inside a block"),
+    ],
+)
+def test_a_malformed_skeleton_is_decoded_sequentially_and_says_so(story: Any, why: str) -> None:
+    tokens = encode(story)
+    tokens += [EOS] * (tokens[-1] != EOS)
+    out = tell(tokens, max_branches=3)
+    assert out.fallback == [why]
+    assert answer(out) == tokens
+    assert out.blocks == [[]]
+    assert out.stages["branches"].forward_passes == 0
+
+
+def test_after_a_fallback_nothing_is_looked_for_or_forced() -> None:
+    story = f"A: text.\n{SKELETON} And on."
+    assert tell([story, EOS], parallel_hint=True, opening="####").fallback == [None]
+    out = tell([story, EOS], parallel_hint=True, opening="########")
+    assert out.transcripts == ["########" + story]
+    assert out.fallback == ["a title holds the branch marker"]
+
+
+def test_a_fallback_keeps_the_blocks_before_it() -> None:
+    out = tell([SKELETON + "####A: text", EOS], branches=BODIES)
+    assert out.transcripts == ["####A:aa\n####B:bb\n####%%%%####A: text"]
+    assert out.fallback == ["no ellipsis stands behind the title 'A'"]
+    assert len(out.blocks[0]) == 1
+
+
+# Anything
+
+
+PIECES = ["#", "##", "####", ":", "...", "......", "....\n", "%", "%%%%", "####%%%%", "\n", " ", "A", "A:......####"]
+BROKEN = st.lists(st.one_of(st.sampled_from(PIECES), st.integers(1, 127), st.just(EOS)), max_size=14)
+TITLES = st.text(alphabet="ABab:#%. \n", max_size=6)
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> list[Any]:
+    """Trunks that mostly hold skeletons, with any titles and anything between them."""
+    parts: list[Any] = []
+    for _ in range(draw(st.integers(0, 2))):
+        parts += draw(st.one_of(st.just([" x "]), BROKEN))
+        for title in draw(st.lists(TITLES, max_size=4)):
+            parts += ["####", title, ":......", draw(st.sampled_from(["", "\n", " ", ":"]))]
+        parts.append("####%%%%")
+    return [*parts, *draw(BROKEN)]
+
+
+def assert_nothing_is_lost(out: PDOSOutput, script: Scripted, texts: list[bytes], hint: bool) -> None:
+    """All that was drawn is in the output: in the answer, or in the record of a block."""
+
+    def text(tokens: list[int]) -> bytes:
+        return b"".join(texts[token] for token in tokens if token != EOS)
+
+    assert out.blocks is not None
+    tokens, branches = answer(out), [branch for block in out.blocks[0] for branch in block.branches]
+    read, at = b"", 0
+    for block in out.blocks[0]:
+        read += text(tokens[at : block.start]) + block.skeleton.encode()
+        at = block.end
+        assert all(text(branch.prefix + branch.tokens).startswith(text(branch.prefix)) for branch in block.branches)
+        assert all(text(branch.tokens).startswith(branch.text.encode()) for branch in block.branches)
+    read += text(tokens[at:])
+    drawn = text(script.drawn[0])
+    assert read == drawn if not hint else len(read) >= len(drawn)
+    assert [branch.tokens for branch in branches] == [script.drawn[row] for row in sorted(script.drawn) if row]
+    assert out.stats.decoded_tokens == sum(map(len, script.drawn.values()))
+
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "max_new_tokens": st.one_of(st.integers(1, 12), st.integers(1, 120)),
+        "join": st.sampled_from(["reencode", "rotate"]),
+        "parallel_hint": st.booleans(),
+        "fill_in": st.booleans(),
+        "max_blocks": st.sampled_from([None, 1]),
+        "max_branches": st.sampled_from([2, 5]),
+        "max_title_tokens": st.sampled_from([1, 8]),
+        "branch_max_new_tokens": st.sampled_from([None, 1, 6]),
+        "branch_stops": st.sampled_from([(), ("\n",)]),
+        "branch_separator": st.sampled_from(["\n", "", "; "]),
+        "prefill_chunk_size": st.sampled_from([None, 3]),
+    }
+)
+FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@FUZZ
+@given(story=stories(), branches=st.lists(BROKEN, max_size=8), given=SETTINGS)
+def test_anything_may_be_written_and_nothing_gets_lost(story: Any, branches: Any, given: dict[str, Any]) -> None:
+    script = Scripted([story], branches)
+    out = tell(script=script, **given)
+    texts = vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE).texts
+    assert 1 <= len(answer(out)) <= given["max_new_tokens"]
+    assert_nothing_is_lost(out, script, texts, given["parallel_hint"])
+
+
+@FUZZ
+@given(data=st.data(), given=SETTINGS, name=st.sampled_from(["merged_colon", "split_marker"]))
+def test_any_tokens_may_lie_across_any_borders(data: st.DataObject, given: dict[str, Any], name: str) -> None:
+    tokenizer = small_tokenizers.make(name)
+    soup = st.lists(st.one_of(st.sampled_from(PIECES), st.integers(1, len(tokenizer) - 1)), max_size=20)
+    script = Scripted([""], [])
+    script.scripts = [
+        [t for part in data.draw(soup) for t in (tokenizer.encode(part) if isinstance(part, str) else [part])]
+        for _ in range(data.draw(st.integers(1, 6)))
+    ]
+    out = tell(script=script, tokenizer=tokenizer, **given)
+    texts = vocabulary_of(tokenizer, tiny.VOCAB_SIZE).texts
+    assert_nothing_is_lost(out, script, texts, given["parallel_hint"])
+
+
+# Batches and randomness
+
+
+def test_prompts_that_share_a_beginning_share_its_keys_and_values() -> None:
+    prompts = ["Tell: ", "Tell: twice, "]
+    out = tell(SKELETON + "x", SKELETON + "x", branches=[*BODIES, *BODIES], prompts=prompts, max_new_tokens=40)
+    held = out.past_key_values.kv_bytes // out.past_key_values.arena.bytes_per_token
+    answers = [answer(out, row, prompts) for row in range(2)]
+    assert out.transcripts[0] == out.transcripts[1] == "####A:aa\n####B:bb\n####%%%%" + "x" * 14
+    assert held == len(prompts[1]) + sum(len(tokens) - 1 for tokens in answers)
+
+
+def test_num_return_sequences_makes_several_answers() -> None:
+    settings = {"do_sample": True, "num_return_sequences": 3, "seed": 4, "branch_max_new_tokens": 9}
+    out = tell(SKELETON, SKELETON, SKELETON, max_new_tokens=60, **settings)
+    assert len(out.sequences) == len(out.blocks) == 3
+    assert len({tuple(texts) for ((texts,),) in zip(out.branch_texts, strict=True)}) == 3
+
+
+def test_a_seeded_answer_is_the_same_in_any_batch() -> None:
+    settings: dict[str, Any] = {"do_sample": True, "seed": 11, "branch_max_new_tokens": 9, "max_new_tokens": 60}
+    alone = tell(SKELETON, prompts=["One: "], **settings)
+    both = tell(SKELETON, "Later. " + SKELETON, prompts=["One: ", "Two: "], **settings)
+    assert both.blocks[0] == alone.blocks[0]
+    assert both.transcripts[0] == alone.transcripts[0]
+    other = tell(SKELETON, prompts=["One: "], **{**settings, "seed": 12})
+    assert other.transcripts != alone.transcripts
+
+
+# Scores
+
+
+def test_scores_stand_where_the_answer_has_the_tokens() -> None:
+    out = tell("Now. " + SKELETON, max_new_tokens=70, branch_max_new_tokens=8, output_scores=True, output_logits=True)
+    tokens, (block,) = answer(out), out.blocks[0]
+    assert len(out.scores) == len(out.logits) == len(tokens) == 70
+    given = [not scores.any() for scores in out.scores]
+    chosen = [scores[0].argmax().item() for scores in out.scores]
+    assert all(none or token == best for none, token, best in zip(given, tokens, chosen, strict=True))
+    separators = [block.start + len("####A:") + 8, block.start + len("####A:####B:") + 17]
+    assert [place for place, none in enumerate(given) if none] == separators
+    free = range(block.start + len("####A:"), block.start + len("####A:") + 8)
+    assert all(torch.equal(out.scores[place], out.logits[place]) for place in free)  # no script there
+
+
+# Streamers
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.tokens: list[torch.Tensor] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens.append(value)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class TextListener(Listener):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[int, list[tuple[str, str]]] = {}
+
+    def write_row(self, row: int, text: str, event: str) -> None:
+        self.rows.setdefault(row, []).append((text, event))
+
+
+def test_a_plain_streamer_gets_the_joined_answer_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    story = ["Now# ##. " + SKELETON + "So.", EOS]
+    listener = Listener()
+    out = tell(story, branches=BODIES, streamer=listener)
+    prompt, *rest = listener.tokens
+    assert prompt.tolist() == [encode("Tell: ")]
+    assert [token for (token,) in (tokens.tolist() for tokens in rest)] == answer(out)
+    assert listener.ended == 1
+    tell(story, branches=BODIES, streamer=TextStreamer(TOKENIZER, skip_prompt=True))
+    assert capsys.readouterr().out.strip() == out.transcripts[0] + "<eos>"
+
+
+def test_text_that_may_still_change_is_not_streamed() -> None:
+    shown: list[int] = []
+
+    class Checking(Listener):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            shown.append(len(script.drawn[0]))
+
+    script = Scripted([f"No ##, {SKELETON}"], BODIES)
+    tell(script=script, streamer=Checking(), max_new_tokens=60)
+    drawn_when_shown = shown[1:]
+    opened = len("No ##, ")
+    assert drawn_when_shown[:opened] == [1, 2, 3, 6, 6, 6, 7]  # the two # might have been a marker
+    assert set(drawn_when_shown[opened:]) & set(range(opened + 1, opened + len(SKELETON))) == set()
+
+
+def test_a_streamer_of_a_batch_gets_padding_where_a_row_has_no_token() -> None:
+    listener = Listener()
+    prompts = ["Tell: ", "Say:: "]
+    stories = [[SKELETON, EOS], ["Just text.", EOS]]
+    out = tell(*stories, branches=BODIES, prompts=prompts, streamer=listener)
+    rows = torch.stack(listener.tokens[1:]).T.tolist()
+    for row in range(2):
+        assert [token for token in rows[row] if token != PAD] == answer(out, row, prompts)
+
+
+def test_a_streamer_of_text_hears_skeletons_branches_and_joins() -> None:
+    listener = TextListener()
+    out = tell([SKELETON + "So.", EOS], branches=["aa\n####", ["b", EOS]], streamer=listener)
+    assert isinstance(listener, hf_parallel.ParallelStreamer)
+    skeleton = [(character, "token") for character in SKELETON]
+    joined = "####A:aa\n####B:b\n####%%%%"
+    end = [("S", "token"), ("o", "token"), (".", "token"), ("", "token"), ("", "end")]
+    assert listener.rows[0] == [*skeleton, (joined, "join"), *end]
+    assert listener.rows[1] == [("####A:", "begin"), *((c, "token") for c in "aa\n####"), ("", "end")]
+    assert listener.rows[2] == [("####B:", "begin"), ("b", "token"), ("", "token"), ("", "end")]
+    assert [token for tokens in listener.tokens[1:] for token in tokens.tolist()] == answer(out)
+
+
+# The prompt
+
+
+SYSTEM = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
+
+
+def prompt_text(template: str | None, **settings: Any) -> str:
+    tokenizer = copy.deepcopy(small_tokenizers.make("byte_level"))
+    tokenizer.chat_template = template
+    prompt = hf_parallel.pdos_prompt("Which one?", tokenizer, **settings)
+    assert prompt["input_ids"].shape == prompt["attention_mask"].shape
+    return tokenizer.decode(prompt["input_ids"][0])
+
+
+def test_the_prompt_shows_the_format_with_its_markers() -> None:
+    text = prompt_text(SYSTEM)
+    assert text.startswith("[system]Often an answer has parts")
+    assert text.endswith("[user]Which one?[me]")
+    blocks = [part.split("Answer: ")[1].split("\n", 1)[1] for part in text.split("example. Task: ")[1:]]
+    assert len(blocks) == 3
+    for block in blocks:
+        reader = Skeleton(BlockFormat())
+        reader.feed(block.encode())
+        assert reader.phase == "done"
+    mine = prompt_text(SYSTEM, branch_marker="<part>", title_end="=", ellipsis="…", terminator="</parts>")
+    assert "\n<part>Cost=…\n<part>Noise=…\n" in mine
+    assert "\n</parts>\n" in mine
+    assert "####" not in mine
+    assert (
+        prompt_text(SYSTEM, config=PDOSConfig(format_prompt="Use {branch_marker}."))
+        == "[system]Use ####.[user]Which one?[me]"
+    )
+
+
+def test_without_the_hint_the_task_goes_alone() -> None:
+    assert prompt_text(SYSTEM, parallel_hint=False) == "[user]Which one?[me]"
+    assert prompt_text(None, parallel_hint=False) == "Which one?\n\n"
+    assert prompt_text(None).endswith("\n\nWhich one?\n\n")
+
+
+@pytest.mark.parametrize("task", ["", " \n", None, 3])
+def test_a_prompt_needs_a_task(task: Any) -> None:
+    with pytest.raises(ValueError, match="task must be a non-empty string"):
+        hf_parallel.pdos_prompt(task, TOKENIZER)
+    with pytest.raises(ValueError, match="give a PDOSConfig or its settings"):
+        hf_parallel.pdos_prompt("Which one?", TOKENIZER, config=3)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("branch_marker", "", "branch_marker must be one line of text without spaces at its ends, got ''"),
+        ("title_end", ": ", "title_end must be one line"),
+        ("ellipsis", "..\n..", "ellipsis must be one line"),
+        ("terminator", 3, "terminator must be one line of text without spaces at its ends, got 3"),
+        ("terminator", "####", "terminator must not be how branch_marker '####' begins, got '####'"),
+        ("min_branches", 0, "min_branches must be an int of at least 1, got 0"),
+        ("max_branches", 1, "max_branches must be an int of at least 2, got 1"),
+        ("max_title_tokens", 0, "max_title_tokens must be an int of at least 1"),
+        ("join", "glue", r"join must be one of \['reencode', 'rotate'\], got 'glue'"),
+        ("parallel_hint", 1, "parallel_hint must be True or False, got 1"),
+        ("fill_in", None, "fill_in must be True or False, got None"),
+        ("max_blocks", 0, "max_blocks must be an int of at least 1, got 0"),
+        ("branch_max_new_tokens", 0, "branch_max_new_tokens must be an int of at least 1, got 0"),
+        ("branch_stops", "\n", r"branch_stops must be a list of non-empty strings, got '\\n'"),
+        ("branch_stops", [""], "branch_stops must be a list of non-empty strings"),
+        ("branch_separator", None, "branch_separator must be a string, got None"),
+        ("opening", 5, "opening must be a string, got 5"),
+        ("format_prompt", "{what}", r"format_prompt may hold {branch_marker} and"),
+    ],
+)
+def test_a_bad_setting_is_named_with_what_is_allowed(setting: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PDOSConfig(**{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"tokenizer": None}, ValueError, "give generate.*tokenizer=tokenizer"),
+        ({"tokenizer": "gpt2"}, ValueError, "tokenizer must be"),
+        ({"branch_marker": "§"}, ValueError, "branch_marker must be text that the tokenizer can spell, got '§'"),
+        ({"branch_separator": "é"}, ValueError, "branch_separator must be text that the tokenizer can spell"),
+        ({"opening": "x" * 200}, ValueError, "opening must leave room in the 200 new tokens"),
+        ({"past_key_values": hf_parallel.SharedPrefixCache()}, ValueError, "pdos makes its own cache"),
+        ({"num_beams": 2}, ValueError, "num_beams=2 cannot be honoured"),
+        ({"branches_max": 2}, ValueError, "'pdos' has no setting 'branches_max'"),
+        ({"seed": [1, 2]}, ValueError, "seed must have one entry per row"),
+        ({"streamer": object()}, TypeError, "streamer must have the methods put"),
+    ],
+)
+def test_a_call_that_cannot_be_honoured_says_why(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        tell("a", **given)
+    assert tell(["Now.", EOS]).transcripts == ["Now."]
+
+
+def test_rotating_needs_a_model_whose_keys_can_be_turned() -> None:
+    model = hf_parallel.enable(copy.deepcopy(tiny.build("gpt2")))
+    with pytest.raises(UnsupportedModelError, match="join='rotate' turns keys"):
+        tell("a", model=model, join="rotate")
+    out = tell([SKELETON, EOS], branches=BODIES, model=model)
+    assert out.transcripts == ["####A:aa\n####B:bb\n####%%%%"]
+
+
+@pytest.mark.parametrize("drawn", [3, 30, 36])
+def test_a_model_works_as_before_after_a_failure(drawn: int) -> None:
+    class Fails(Scripted):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if sum(map(len, self.drawn.values())) >= drawn:
+                raise KeyError("failed on purpose")
+            return super().__call__(input_ids, scores)
+
+    model, ids = small_model(), tiny.make_prompts([8])[0][None]
+    before = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    with pytest.raises(KeyError, match="failed on purpose"):
+        tell(script=Fails([[SKELETON, EOS]], BODIES))
+    assert model.config._attn_implementation == "sdpa"
+    assert tell([SKELETON, EOS], branches=BODIES).transcripts == ["####A:aa\n####B:bb\n####%%%%"]
+    after = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    assert torch.equal(before, after)
+
+
+def test_settings_may_come_in_one_object_and_be_saved() -> None:
+    config = PDOSConfig(join="rotate", parallel_hint=False, branch_max_new_tokens=3, max_branches=4)
+    assert config.to_dict() == {
+        "join": "rotate",
+        "parallel_hint": False,
+        "branch_max_new_tokens": 3,
+        "max_branches": 4,
+    }
+    ids = torch.tensor([encode("Tell: ")])
+    out = small_model().generate(ids, parallel_config=config, tokenizer=TOKENIZER, max_new_tokens=3)
+    assert out.shape == (1, len("Tell: ") + 3)

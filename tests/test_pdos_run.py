@@ -1,0 +1,264 @@
+"""What a pdos run writes: where blocks and branches begin and end, budgets, what passes cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import small_tokenizers
+import tiny
+import torch
+from stories import answer, tell
+from transformers import StoppingCriteria, StoppingCriteriaList
+from workers import TOKENIZER, Script, encode
+
+from hf_parallel import PDOSOutput
+from hf_parallel.generation.decode import DecodeLoop
+
+EOS = tiny.EOS
+BLANK_LINE, STOP_BLANK = 3, 4  # tokens "\n\n" and ".\n\n"
+SKELETON = "####A:......\n####B:......\n####%%%%"
+STORY = f"Now. {SKELETON}"
+BODIES = ("aa\n####", "bb\n####")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def texts(out: PDOSOutput) -> list[list[tuple[str, str]]]:
+    """Of the first prompt what ended each branch, and what it wrote."""
+    assert out.blocks is not None
+    return [[(branch.ended_by, branch.text) for branch in block.branches] for block in out.blocks[0]]
+
+
+# The answer
+
+
+@pytest.mark.parametrize("join", ["reencode", "rotate"])
+def test_an_answer_is_trunk_branches_terminator_and_what_follows(join: str) -> None:
+    out = tell([STORY + "\nSo.", EOS], branches=BODIES, join=join)
+    assert out.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%%\nSo."]
+    assert answer(out) == [*encode(out.transcripts[0]), EOS]
+    assert out.skeletons == [[SKELETON]]
+    assert out.titles == [[["A", "B"]]]
+    assert out.branch_texts == [[["aa\n", "bb\n"]]]
+    assert out.fallback == [None]
+
+
+def test_blocks_follow_each_other() -> None:
+    out = tell([STORY + " And " + SKELETON.replace("A", "X") + "!", EOS], branches=(*BODIES, "xx####", "y####"))
+    assert out.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%% And ####X:xx\n####B:y\n####%%%%!"]
+    assert out.titles == [[["A", "B"], ["X", "B"]]]
+
+
+def test_a_block_may_be_all_of_an_answer() -> None:
+    out = tell([SKELETON, EOS], branches=BODIES)
+    assert out.transcripts == ["####A:aa\n####B:bb\n####%%%%"]
+    assert out.blocks[0][0].start == 0
+
+
+def test_after_the_last_block_the_answer_is_sequential() -> None:
+    out = tell([STORY + SKELETON, EOS], branches=BODIES, max_blocks=1)
+    assert out.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%%" + SKELETON]
+    assert out.fallback == [None]
+
+
+def test_text_that_is_forced_is_filled_in_at_once() -> None:
+    branches = (*BODIES, "cc####")
+    out = tell(["Now. ####A:B:C: So.", EOS], branches=branches, parallel_hint=True, max_branches=3)
+    assert out.skeletons == [["####A:......\n####B:......\n####C:......\n####%%%%"]]
+    assert out.transcripts[0].startswith("Now. ####A:aa\n####B:bb\n####C:cc\n####%%%%")
+    slow = tell([STORY, EOS], branches=BODIES, parallel_hint=True, fill_in=False)
+    assert slow.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%%"]
+    assert out.stages["skeleton"].forward_passes < slow.stages["skeleton"].forward_passes
+
+
+def test_an_answer_may_begin_with_a_given_opening() -> None:
+    out = tell(["A:B:%.", EOS], branches=BODIES, parallel_hint=True, opening="Now. ####")
+    assert out.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%%."]
+    assert out.stages["branches"].computed_again == len("####A:####B:")
+
+
+def test_without_return_dict_the_sequences_come_back() -> None:
+    out = tell([STORY, EOS], branches=BODIES)
+    assert isinstance(out, PDOSOutput)
+    assert torch.equal(tell([STORY, EOS], branches=BODIES, return_dict_in_generate=False), out.sequences)
+
+
+# Tokens that hold markers and more
+
+
+def test_whitespace_in_a_token_stays_with_what_it_stands_in() -> None:
+    script = [
+        "Now",
+        STOP_BLANK,
+        "####A:",
+        BLANK_LINE,
+        "......",
+        BLANK_LINE,
+        "####B:......",
+        BLANK_LINE,
+        "####%%%%",
+        EOS,
+    ]
+    out = tell(script, branches=[["aa", STOP_BLANK, "####"], ["bb", BLANK_LINE, "####"]])
+    assert out.transcripts == ["Now.\n\n####A:aa.\n\n####B:bb\n\n####%%%%"]
+
+
+@pytest.mark.parametrize("join", ["reencode", "rotate"])
+@pytest.mark.parametrize("name", ["split_marker", "merged_colon"])
+def test_markers_in_several_tokens_or_merged_with_other_text(name: str, join: str) -> None:
+    """`merged_colon` has the tokens `r:`, `:.`, `:\\n`, `\\n#` and `%\\n`, which lie across borders here."""
+    tokenizer = small_tokenizers.make(name)
+    story, bodies = "So,\n####Tar:......\n####B:\n......\n####%%%%\n!", ["aa.\n####", "bb\n####"]
+    script = [*tokenizer.encode(story), EOS]
+    branches = [tokenizer.encode(body) for body in bodies]
+    out = tell(script, branches=branches, tokenizer=tokenizer, join=join)
+    end = ":\n" if name == "merged_colon" else ":"  # one token as the model wrote it
+    assert out.transcripts == [f"So,\n####Tar:aa.\n####B{end}bb\n####%%%%\n!"]
+    assert out.titles == [[["Tar", "B"]]]
+    assert out.branch_texts == [[["aa.\n", "bb\n"]]]
+    began = "\n####Tar:" if name == "merged_colon" else "####Tar:"
+    assert tokenizer.decode(out.blocks[0][0].branches[0].prefix) == began
+
+
+# What ends a branch
+
+
+@pytest.mark.parametrize(
+    ("body", "settings", "ended"),
+    [
+        ("aa####", {}, ("marker", "aa")),
+        ("aa#####", {}, ("marker", "aa")),
+        (["aa", EOS], {}, ("eos", "aa")),
+        ("####", {}, ("marker", "")),
+        ([EOS], {}, ("eos", "")),
+        ("aa\nbb", {"branch_stops": ["\n"]}, ("stop", "aa\n")),
+        ("\n \naa\nbb", {"branch_stops": ["\n"]}, ("stop", "\n \naa\n")),
+        (["aa", STOP_BLANK, "b"], {"branch_stops": ["\n"]}, ("stop", "aa.\n")),  # the token is cut
+        ("aa####", {"branch_stops": ["###"]}, ("stop", "aa###")),
+        ("aabb", {"branch_max_new_tokens": 3}, ("budget", "aab")),
+        ("aa", {"branch_max_new_tokens": 1}, ("budget", "a")),
+        ("aa##", {"branch_max_new_tokens": 4}, ("budget", "aa##")),
+    ],
+)
+def test_what_ends_a_branch(body: Script, settings: dict[str, Any], ended: tuple[str, str]) -> None:
+    out = tell([STORY, EOS], branches=[body, "bb\n####"], **settings)
+    why, text = ended
+    assert texts(out)[0][0] == (why, text)
+    ends_line = text.endswith("\n")
+    other = texts(out)[0][1][1]
+    assert out.transcripts[0].startswith(f"Now. ####A:{text}" + "\n" * (not ends_line) + f"####B:{other}")
+    branch = out.blocks[0][0].branches[0]
+    assert TOKENIZER.decode(branch.tokens).startswith(text)
+    assert branch.prefix == encode("####A:")
+
+
+def test_the_separator_is_a_setting() -> None:
+    out = tell([STORY, EOS], branches=["aa####", "bb; ####"], branch_separator="; ")
+    assert out.transcripts == ["Now. ####A:aa; ####B:bb; ####%%%%"]
+    out = tell([STORY, EOS], branches=["aa####", "bb\n####"], branch_separator="")
+    assert out.transcripts == ["Now. ####A:aa####B:bb\n####%%%%"]
+
+
+class EndsAt(StoppingCriteria):
+    """Ends rows whose last token is a given one."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
+
+
+@pytest.mark.parametrize("kind", ["criterion", "string"])
+def test_a_criterion_ends_the_branch_or_the_answer_that_it_is_about(kind: str) -> None:
+    tokenizer = small_tokenizers.make("split_marker")
+    mine = StoppingCriteriaList([EndsAt(tokenizer.convert_tokens_to_ids("z"))])
+    criterion = {"stopping_criteria": mine} if kind == "criterion" else {"stop_strings": ["z"]}
+    script = tokenizer.encode(STORY + " So z more")
+    branches = [tokenizer.encode(body) for body in ("aaz and more", "bb\n####")]
+    out = tell(script, branches=branches, tokenizer=tokenizer, **criterion)
+    assert texts(out) == [[("criterion", "aaz"), ("marker", "bb\n")]]
+    assert out.transcripts == ["Now. ####A:aaz\n####B:bb\n####%%%% So z"]
+    out = tell(tokenizer.encode("Now. ####Az:......"), tokenizer=tokenizer, **criterion)
+    assert out.transcripts == ["Now. ####Az"]
+    assert out.fallback == ["the answer ended inside a block"]
+
+
+def test_a_logits_processor_of_the_callers_own_is_asked_in_branches_too() -> None:
+    asked: list[list[str]] = []
+
+    def listen(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        asked.append([TOKENIZER.decode(row, skip_special_tokens=True).strip("\0") for row in input_ids.tolist()])
+        return scores
+
+    tell([STORY, EOS], branches=BODIES, logits_processor=[listen])
+    rows = {text.replace("<pad>", "") for texts in asked for text in texts}
+    assert {"Tell: Now. ####A:aa", "Tell: Now. ####B:bb", "Tell: Now. ####A:aa\n####B:bb\n####%%%%"} <= rows
+
+
+# Budgets
+
+
+def test_the_budget_is_that_of_the_joined_answer() -> None:
+    for budget in (len(STORY), len(STORY) + 1, 60, 71):
+        out = tell(STORY, branches=("a" * 50, "b" * 50), max_new_tokens=budget)
+        assert len(answer(out)) == budget
+        assert out.fallback == [None]
+        assert out.transcripts[0].startswith("Now. ####A:a")
+        (one, other) = (branch.text for branch in out.blocks[0][0].branches)
+        assert len(one) - len(other) in (0, 1)  # where the budget is odd the first one gets the token
+
+
+def test_a_branch_that_ends_leaves_its_share_to_the_others() -> None:
+    out = tell(STORY, branches=["a####", "b" * 50], max_new_tokens=60)
+    assert [len(text) for text in out.branch_texts[0][0]] == [1, 60 - len("Now. ####A:a\n####B:\n####%%%%") - 4]
+
+
+@pytest.mark.parametrize("budget", range(1, len(STORY)))
+@pytest.mark.parametrize("hint", [True, False])
+def test_a_budget_that_ends_inside_a_block_falls_back(budget: int, hint: bool) -> None:
+    out = tell(STORY, max_new_tokens=budget, parallel_hint=hint, fill_in=False)
+    assert answer(out) == encode(STORY)[:budget]
+    inside = budget >= len("Now. ####")
+    assert out.fallback == ["the budget ended inside a block" if inside else None]
+    assert out.blocks == [[]]
+
+
+def test_a_budget_without_room_for_branches_falls_back() -> None:
+    story = STORY.replace("......", "...")
+    long = tell(story, branches=("a" * 9, "b" * 9), ellipsis="...", branch_separator="\n---", max_new_tokens=len(story))
+    assert long.fallback == ["the budget leaves no room for the branches"]
+    assert long.transcripts == [story]
+
+
+@pytest.mark.parametrize("join", ["reencode", "rotate"])
+def test_what_is_joined_is_brought_in_chunks_of_a_prefill(monkeypatch: pytest.MonkeyPatch, join: str) -> None:
+    sizes: list[int] = []
+    forward = DecodeLoop.forward
+
+    def noted(loop: DecodeLoop, brought: Any, ends: Any) -> torch.Tensor:
+        sizes.append(sum(len(tokens) for _, tokens in brought))
+        return forward(loop, brought, ends)
+
+    monkeypatch.setattr(DecodeLoop, "forward", noted)
+    settings: dict[str, Any] = {"branches": ["a" * 20 + "####", None], "branch_max_new_tokens": 30, "join": join}
+    whole = tell(STORY, max_new_tokens=120, **settings)
+    again = len("\n####B:") + 30 + len("\n####%%%%")
+    assert max(sizes) == (again if join == "reencode" else len("####A:####B:"))
+    sizes.clear()
+    out = tell(STORY, max_new_tokens=120, prefill_chunk_size=5, **settings)
+    assert max(sizes[sizes.index(len("####A:####B:")) + 1 :]) <= 5 + 3  # a chunk and what the branches owe
+    assert out.transcripts == whole.transcripts
+
+
+def test_decoding_costs_one_pass_for_a_token_of_every_branch() -> None:
+    out = tell([STORY, EOS], branches=["a" * 20 + "####", "b" * 30 + "####"])
+    stages = out.stages
+    assert (stages["skeleton"].decoded_tokens, stages["skeleton"].forward_passes) == (len(STORY), len(STORY) - 1)
+    assert (stages["branches"].decoded_tokens, stages["branches"].forward_passes) == (24 + 34, 34)
+    assert (stages["continuation"].decoded_tokens, stages["continuation"].forward_passes) == (1, 1)
+    assert out.stats.forward_passes == 1 + sum(stage.forward_passes for stage in stages.values())
+    assert out.stats.decoded_tokens == sum(stage.decoded_tokens for stage in stages.values())
+    assert all(stage.seconds > 0 for stage in stages.values())
+    assert sum(stage.seconds for stage in stages.values()) == pytest.approx(out.stats.decode_seconds, rel=0.05)
