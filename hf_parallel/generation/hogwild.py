@@ -6,18 +6,29 @@ This file is the mode's settings and its run; what a worker does with a token is
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from transformers import StoppingCriteriaList, TextStreamer
+from transformers import (
+    ExponentialDecayLengthPenalty,
+    ForcedEOSTokenLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..attention import UnsupportedModelError
 from ..cache import Segment
 from ..cache.hogwild import LAYOUTS, HogwildCache
+from .answers import BOXED, find_answer
 from .arguments import encode
 from .call import GenerationCall, vocabulary_size
 from .config import ParallelConfig, check_choice, check_int, check_template, check_text, check_texts
@@ -30,8 +41,15 @@ from .worker import Problem, Step, Worker
 
 NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
 """Names of the first workers."""
-_BRACED = r"(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*"
-"""Text with balanced braces, three deep: `\\frac{\\sqrt{3^{4}}}{2}`."""
+TABLE_ROOM = 1024
+"""Tokens that the text of a worker has room for at first; it grows beyond."""
+_COUNTING = (
+    ExponentialDecayLengthPenalty,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+)
+"""Processors of Transformers that look at how long a row is, and at nothing else of it."""
 
 
 @dataclass
@@ -87,7 +105,7 @@ class HogwildConfig(ParallelConfig):
     code_fence: str = "```"
     redundancy_prompt: str = "Let me check: is somebody else already doing what I am doing (yes/no)?"
     redundancy_interval: int = 1024
-    answer_pattern: str = rf"\\boxed\{{({_BRACED})\}}"
+    answer_pattern: str = BOXED
     stop_on_answer: str = "any"
     finisher_prompt: str = "\n\nTime is up. From everything written so far, the final answer is \\boxed{"
     finisher_tokens: int = 16
@@ -141,9 +159,10 @@ class HogwildConfig(ParallelConfig):
         self._check_call(call)
         cache = HogwildCache(call.capabilities.rotary, device=call.input_ids.device)
         cache.claim(call.model)
-        table = TokenTable(
-            call.input_ids.repeat_interleave(self.num_workers, dim=0), call.pad_token_id, 2 * call.max_new_tokens
-        )
+        workers: list[Worker] = []
+        call = _counting_passes(call, workers)
+        room = min(2 * call.max_new_tokens, TABLE_ROOM)
+        table = TokenTable(call.input_ids.repeat_interleave(self.num_workers, dim=0), call.pad_token_id, room)
         # The budget is counted in forward passes; a length in tokens would count headers too.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         loop = DecodeLoop(call, cache, table, criteria, self.seed)
@@ -151,7 +170,7 @@ class HogwildConfig(ParallelConfig):
             leaves = [cache.insert(prompt) for prompt in call.prompts]
             prefill_leaves(loop, cache, leaves)
             problems = [Problem(self, call, loop, cache, i, cache.view(leaf)) for i, leaf in enumerate(leaves)]
-            workers = [worker for problem in problems for worker in problem.workers]
+            workers += [worker for problem in problems for worker in problem.workers]
             logits = self._begin(loop, problems)
             loop.decode(workers, logits, Worker.advance, partial(_settle, problems))
             for worker in workers:
@@ -198,6 +217,7 @@ class HogwildConfig(ParallelConfig):
 
     def _begin(self, loop: DecodeLoop, problems: Sequence[Problem]) -> torch.Tensor:
         """Compute all headers and the first step prefixes, in one forward pass; returns the workers' logits."""
+        began = time.perf_counter()
         brought, ends = [], []
         for problem in problems:
             for view, tokens in problem.headers():
@@ -206,7 +226,9 @@ class HogwildConfig(ParallelConfig):
             for worker in problem.workers:
                 brought += worker.segments()
                 ends.append(len(brought) - 1)
-        return loop.forward(brought, ends)
+        logits = loop.forward(brought, ends)
+        loop.stats.prefill_seconds += time.perf_counter() - began
+        return logits
 
     def _finish(self, loop: DecodeLoop, problems: Sequence[Problem]) -> None:
         """Let a reader of everything answer the problems that have no answer (appendix C, early finisher)."""
@@ -232,16 +254,39 @@ class HogwildConfig(ParallelConfig):
             row.pending = [token]
             return not ended and problem.answer is None and len(text.tokens) < self.finisher_tokens
 
+        began, settle = time.perf_counter(), partial(_settle, problems)
+        logits = reader.step(rows, settle)
         loop.stats.prefilled_tokens += len(tokens) * len(rows)
-        settle = partial(_settle, problems)
-        reader.decode(rows, reader.step(rows, settle), advance, settle)
+        loop.stats.prefill_seconds += time.perf_counter() - began
+        reader.decode(rows, logits, advance, settle)
 
     def find_answer(self, text: str) -> str | None:
         """The last final answer in a text, or None."""
-        if not self.answer_pattern:
-            return None
-        answers = list(re.finditer(self.answer_pattern, text))
-        return answers[-1].group(1 if answers[-1].re.groups else 0) if answers else None
+        return find_answer(self.answer_pattern, text)
+
+
+class _CountingPasses(LogitsProcessor):
+    """Asks a processor as if rows held their prompts and what workers generated, but no headers and prefixes."""
+
+    keeps_rows = False
+
+    def __init__(self, processor: LogitsProcessor, prompt_length: int, workers: Sequence[Worker]) -> None:
+        self.processor, self.prompt_length, self.workers = processor, prompt_length, workers
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[rows, vocabulary]`; all workers that still write have generated equally many tokens."""
+        length = self.prompt_length + max(worker.generated for worker in self.workers)
+        return self.processor(input_ids[:, :1].expand(-1, length), scores)
+
+
+def _counting_passes(call: GenerationCall, workers: Sequence[Worker]) -> GenerationCall:
+    """Let limits on the length count forward passes, as `max_new_tokens` does."""
+    length = call.input_ids.shape[1]
+    processors = [
+        _CountingPasses(processor, length, workers) if isinstance(processor, _COUNTING) else processor
+        for processor in call.logits_processor
+    ]
+    return replace(call, logits_processor=LogitsProcessorList(processors))
 
 
 def _settle(problems: Sequence[Problem]) -> None:

@@ -1,0 +1,449 @@
+"""Whole answers, sequential and parallel, side by side (PDOS, section 4; Hogwild! Inference, section 4.1).
+
+`python -m benchmarks.parallel_answers --help`. Everything is greedy, and there are three parts:
+
+- `tasks`: problems with exact answers, in every way: plain `generate`, PDOS with both joins, Skeleton-of-Thought,
+  Chain-of-Draft, and PDOS with the rules of Chain-of-Draft. Tokens per second are those of the answer that comes
+  back, markers and headings included, by the seconds of decoding; a given opening and a discarded outline do not count.
+- `rotate_from_reencode`: what `join="rotate"` costs in exactness. A rotated answer goes on over branches that did not
+  see each other; `reencode` reads them as plain text. For each token written behind a rotated block, the
+  Kullback-Leibler divergence (nats) from the distribution that it was chosen from to the one that a plain forward pass
+  gives over the very same text.
+- `branches`: ten branches of fixed length, with a short conclusion, against sequential decoding of equally many tokens
+  behind the same prompt and opening, in turns.
+
+A small model opens no block on its own and loses count. It is coached: the answer begins with the first title, and the
+number of parts is fixed. Coaching is on for the embedded model and in the third part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+import hf_parallel
+from hf_parallel import CHAIN_OF_DRAFT, GenerationStats, PDOSConfig, PDOSOutput, chain_of_draft_prompt, pdos_prompt
+from hf_parallel.evaluation import TASKS, ArithmeticProblem, PlanningProblem, RetrievalProblem
+from hf_parallel.generation.call import vocabulary_size
+from hf_parallel.generation.vocabulary import Vocabulary, vocabulary_of
+from hf_parallel.measure import StepClock, dense_bytes
+
+from .__main__ import DTYPES, RESULTS, load, load_average, machine, table_of
+
+Tell = Callable[[str], None]
+AnyProblem = RetrievalProblem | ArithmeticProblem | PlanningProblem
+Way = tuple[dict[str, torch.Tensor], dict[str, Any]]
+"""What a model is prompted with, and the settings of the call."""
+PARTS = {"retrieval": 10, "arithmetic": 5, "planning": 5}
+"""Students, questions and aspects of a problem."""
+DRAFT_WORDS = 5
+"""Words of a step in Chain-of-Draft."""
+WARM_UP_TOKENS = 64
+TARGETS = {"branch_stage": ("at_least", 4.0), "whole_answer": ("at_least", 2.5), "kv_bytes": ("at_most", 1.01)}
+"""What is asked of the third part's ratios: tokens/s, and bytes held, by those of sequential decoding."""
+
+FIGURES = ("mean_kl", "median_kl", "max_kl", "same_best_token")
+
+
+@dataclass
+class Answered:
+    """What answers to several problems were worth and cost, in one way; `kv_bytes` and `reserved_bytes` are peaks."""
+
+    scores: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+    answer_tokens: int = 0
+    decoded_tokens: int = 0
+    forward_passes: int = 0
+    seconds: float = 0.0
+    decode_seconds: float = 0.0
+    kv_bytes: int = 0
+    reserved_bytes: int = 0
+
+    def summary(self) -> dict[str, Any]:
+        """What goes into the JSON."""
+        rate = self.answer_tokens / self.decode_seconds if self.decode_seconds else None
+        return {"score": statistics.mean(self.scores), "tokens_per_second": rate} | asdict(self)
+
+
+@dataclass(frozen=True)
+class TasksBenchmark:
+    """Problems in all ways.
+
+    Parameters
+    ----------
+    tasks : tuple of str
+    problems : int
+        Of each task.
+    parts : int, optional
+        Of each problem, default `PARTS`.
+    new_tokens : int
+        Tokens of an answer at most.
+    branch_tokens : int, optional
+        Tokens of a branch or point at most; outlines and conclusions of Skeleton-of-Thought get three times as many.
+    coached : bool
+    """
+
+    tasks: tuple[str, ...] = tuple(TASKS)
+    problems: int = 2
+    parts: int | None = None
+    new_tokens: int = 320
+    branch_tokens: int | None = 20
+    coached: bool = True
+
+    def run(self, model: Any, tokenizer: Any, tell: Tell) -> dict[str, Any]:
+        """Answer all problems, in turns; returns two parts of the JSON."""
+        answered, distances = {}, {}
+        for task in self.tasks:
+            found: dict[str, Answered] = {}
+            kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for seed in range(self.problems):
+                problem = self._problem(seed, task)
+                for name, way in self.ways(problem, tokenizer).items():
+                    tell(f"{task}, problem {seed + 1} of {self.problems}: {name}")
+                    self.answer(model, tokenizer, problem, way, found.setdefault(name, Answered()))
+                tell(f"{task}, problem {seed + 1} of {self.problems}: rotate's distance from reencode")
+                kept.append(self._distance(model, tokenizer, problem))
+            answered[task] = {name: of.summary() for name, of in found.items()}
+            distances[task] = summary_of(kept)
+        return {"tasks": answered, "rotate_from_reencode": distances}
+
+    def ways(self, problem: AnyProblem, tokenizer: Any) -> dict[str, Way]:
+        """All ways to answer a problem, by name."""
+        hint = not self.coached  # a coached model is not asked to open a block, it stands in one
+        plain = pdos_prompt(problem.prompt, tokenizer, parallel_hint=False)
+        parallel = pdos_prompt(problem.prompt, tokenizer, parallel_hint=hint)
+        drafting = CHAIN_OF_DRAFT.format(max_words=DRAFT_WORDS)
+        both = pdos_prompt(f"{drafting}\n\n{problem.prompt}", tokenizer, parallel_hint=hint)
+        pdos: dict[str, Any] = {"generation_mode": "pdos", "branch_max_new_tokens": self.branch_tokens}
+        pdos |= coaching(problem) if self.coached else {}
+        points: dict[str, Any] = {"generation_mode": "skeleton_of_thought"}
+        if self.branch_tokens is not None:
+            several = 3 * self.branch_tokens
+            points |= {"point_tokens": self.branch_tokens, "outline_tokens": several, "conclusion_tokens": several}
+        return {
+            "sequential": (plain, {}),
+            "pdos_reencode": (parallel, pdos | {"join": "reencode"}),
+            "pdos_rotate": (parallel, pdos | {"join": "rotate"}),
+            "skeleton_of_thought": (plain, points),
+            "chain_of_draft": (chain_of_draft_prompt(problem.prompt, tokenizer, DRAFT_WORDS), {}),
+            "chain_of_draft_pdos": (both, pdos | {"join": "reencode"}),
+        }
+
+    def answer(self, model: Any, tokenizer: Any, problem: AnyProblem, way: Way, into: Answered) -> None:
+        """Answer a problem in one way, and add what it was worth and cost."""
+        prompt, settings = way
+        clock, began = StepClock(), time.perf_counter()
+        helper = {"tokenizer": tokenizer} if settings else {"streamer": clock}
+        output = generate(model, prompt, max_new_tokens=self.new_tokens, **helper, **settings)
+        into.seconds += time.perf_counter() - began
+        tokens = output.sequences[0, prompt["input_ids"].shape[1] :]
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        into.texts.append(text)
+        into.scores.append(problem.score(text))
+        into.answer_tokens += len(tokens) - len(spelled(model, tokenizer, settings.get("opening", "")))
+        cache, passes = output.past_key_values, len(tokens)  # plain: the first token follows from the prompt
+        plain = GenerationStats(passes, decoded_tokens=passes, decode_seconds=sum(clock.step_seconds))
+        stats = output.stats if settings else replace(plain, kv_bytes=dense_bytes(cache))
+        into.decoded_tokens += stats.decoded_tokens
+        into.forward_passes += stats.forward_passes
+        into.decode_seconds += stats.decode_seconds
+        into.kv_bytes = max(into.kv_bytes, stats.kv_bytes)
+        into.reserved_bytes = max(into.reserved_bytes, cache.arena.reserved_bytes if settings else stats.kv_bytes)
+        into.fallbacks += filter(None, output.fallback if settings else ())
+
+    def _distance(self, model: Any, tokenizer: Any, problem: AnyProblem) -> tuple[torch.Tensor, torch.Tensor]:
+        """How far a rotated answer to a problem is from the same text reencoded; see `distance`."""
+        prompt, settings = self.ways(problem, tokenizer)["pdos_rotate"]
+        more = {"tokenizer": tokenizer, "max_new_tokens": self.new_tokens, "output_logits": True}
+        output = generate(model, prompt, **settings, **more)
+        return distance(model, output, prompt["input_ids"].shape[1])
+
+    def _problem(self, seed: int, task: str) -> AnyProblem:
+        return TASKS[task].make(seed, self.parts or PARTS[task])
+
+
+@dataclass(frozen=True)
+class BranchesBenchmark:
+    """Branches of fixed length against sequential decoding.
+
+    Parameters
+    ----------
+    branches : int
+    lengths : tuple of int
+        Tokens of each branch; all is measured for each of them.
+    conclusion : int
+        Tokens behind the block.
+    rounds : int
+    """
+
+    branches: int = 10
+    lengths: tuple[int, ...] = (24, 48)
+    conclusion: int = 24
+    rounds: int = 3
+
+    def run(self, model: Any, tokenizer: Any, tell: Tell) -> list[dict[str, Any]]:
+        """Measure every length with both joins; returns a part of the JSON."""
+        problem = RetrievalProblem.make(0, self.branches)
+        prompt = pdos_prompt(problem.prompt, tokenizer, parallel_hint=False)
+        results = []
+        for length in self.lengths:
+            settings = self._settings(model, tokenizer, problem, length)
+            joins: dict[str, dict[str, Any]] = {}
+            for join in ("reencode", "rotate"):
+                joins[join] = {"settings": settings | {"join": join}, "rounds": []}
+                tell(f"{self.branches} branches of {length} tokens, {join}: size of the answer")
+                joins[join]["settings"]["max_new_tokens"] = self._size(model, prompt, joins[join]["settings"])
+            for number in range(self.rounds):
+                for join, of in joins.items():
+                    tell(f"{self.branches} branches of {length} tokens, {join}, round {number + 1} of {self.rounds}")
+                    of["rounds"].append(self._measure(model, prompt, of["settings"]))
+            for join, of in joins.items():
+                ratios = {name: statistics.median(one["ratios"][name] for one in of["rounds"]) for name in TARGETS}
+                results.append({"length": length, "join": join, "ratios": ratios, "rounds": of["rounds"]})
+        return results
+
+    def _settings(self, model: Any, tokenizer: Any, problem: AnyProblem, length: int) -> dict[str, Any]:
+        """Those of a block of which no branch ends early, and of an answer with room for it."""
+        settings = coaching(problem) | {"branch_stops": (), "branch_max_new_tokens": length}
+        given = len(spelled(model, tokenizer, settings["opening"]))
+        room = self.branches * (length + 2 * settings["max_title_tokens"]) + 64
+        silent = endings(model, vocabulary_of(tokenizer, vocabulary_size(model)))
+        more = {"generation_mode": "pdos", "tokenizer": tokenizer, "suppress_tokens": silent}
+        return settings | more | {"max_new_tokens": given + room}
+
+    def _size(self, model: Any, prompt: dict[str, torch.Tensor], settings: dict[str, Any]) -> int:
+        """Tokens of the answer with its conclusion."""
+        output = generate(model, prompt, **settings)
+        if output.fallback[0] is not None:
+            raise RuntimeError(f"no block of {self.branches} branches came about: {output.fallback[0]}")
+        return output.blocks[0][0].end + self.conclusion
+
+    def _measure(self, model: Any, prompt: dict[str, torch.Tensor], settings: dict[str, Any]) -> dict[str, Any]:
+        """One round: the answer, then equally many tokens behind prompt and opening, one by one."""
+        ours = generate(model, prompt, **settings)
+        opened = prompt["input_ids"].shape[1] + len(spelled(model, settings["tokenizer"], settings["opening"]))
+        given, tokens, clock = ours.sequences[:, :opened], ours.sequences.shape[1] - opened, StepClock()
+        behind = {"input_ids": given, "attention_mask": torch.ones_like(given)}
+        silent = settings["suppress_tokens"]
+        plain = generate(model, behind, max_new_tokens=tokens, suppress_tokens=silent, streamer=clock)
+        seconds, stage = sum(clock.step_seconds), ours.stages["branches"]
+        return {
+            "prompt_tokens": opened,
+            "answer_tokens": tokens,
+            "sequential_tokens": plain.sequences.shape[1] - opened,
+            "sequential_seconds": seconds,
+            "seconds": ours.stats.decode_seconds,
+            "stages": {name: asdict(of) for name, of in ours.stages.items()},
+            "ratios": {
+                "branch_stage": stage.decoded_tokens / stage.seconds * seconds / tokens,
+                "whole_answer": seconds / ours.stats.decode_seconds,
+                "kv_bytes": ours.stats.kv_bytes / dense_bytes(plain.past_key_values),
+            },
+        }
+
+
+def generate(model: Any, prompt: dict[str, torch.Tensor], **settings: Any) -> Any:
+    """One greedy call of `generate`."""
+    prompt = {name: tensor.to(model.device) for name, tensor in prompt.items()}
+    return model.generate(**prompt, do_sample=False, return_dict_in_generate=True, **settings)
+
+
+def coaching(problem: AnyProblem) -> dict[str, Any]:
+    """Settings that lead a model into a block with a branch of one line for each part of a problem."""
+    if isinstance(problem, RetrievalProblem):
+        said, first, count = "I check the students one by one.", problem.students[0].name, len(problem.students)
+    elif isinstance(problem, ArithmeticProblem):
+        said, first, count = "I solve the problems one by one.", "Problem 1", len(problem.questions)
+    else:
+        said, first, count = "I look at one aspect after the other.", problem.aspects[0], len(problem.aspects)
+    fmt = PDOSConfig()
+    return {
+        "opening": f"{said}\n{fmt.branch_marker}{first}{fmt.title_end}",
+        "terminator": f"{fmt.branch_marker}Result{fmt.title_end}",
+        "min_branches": count,
+        "max_branches": count,
+        "max_title_tokens": 8,
+        "max_blocks": 1,
+        "branch_stops": ("\n",),
+    }
+
+
+def spelled(model: Any, tokenizer: Any, text: str) -> list[int]:
+    """A text as the tokens that an opening is given in."""
+    return vocabulary_of(tokenizer, vocabulary_size(model)).spell(text.encode()) or []
+
+
+def endings(model: Any, vocabulary: Vocabulary) -> list[int]:
+    """Tokens that may end a branch or an answer: special ones, and those with any of the branch marker."""
+    eos = model.generation_config.eos_token_id
+    marker = PDOSConfig().branch_marker.encode()
+    marked = {token for token, text in enumerate(vocabulary.texts) if any(byte in marker for byte in text)}
+    return sorted(marked | vocabulary.special | set(eos if isinstance(eos, list) else [eos] if eos is not None else []))
+
+
+@torch.no_grad()
+def distance(model: Any, output: PDOSOutput, prompt_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far what follows on joined blocks was from what a plain forward pass over the same text gives.
+
+    Parameters
+    ----------
+    model
+    output : PDOSOutput
+        Of one prompt, with its `logits`: those that the tokens were chosen by.
+    prompt_length : int
+
+    Returns
+    -------
+    (divergence, same) : float64 [positions], bool [positions]
+        Kullback-Leibler divergence in nats from the plain pass's distribution, and whether the best token is the same.
+    """
+    assert output.blocks is not None
+    assert output.logits is not None
+    blocks, length = output.blocks[0], len(output.logits)
+    ends = [*(block.start for block in blocks[1:]), length]
+    behind = [place for block, end in zip(blocks, ends, strict=False) for place in range(block.end, end)]
+    places = [place for place in behind if output.logits[place].any()]  # zeros: the token was not chosen but given
+    if not places:
+        return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.bool)
+    plain = model(input_ids=output.sequences, use_cache=False, logits_to_keep=length + 1).logits[0, places]
+    found = torch.cat([output.logits[place] for place in places])
+    expected, given = (logits.cpu().double().log_softmax(-1) for logits in (plain, found))
+    divergence = torch.nn.functional.kl_div(given, expected, reduction="none", log_target=True).sum(-1)
+    return divergence, expected.argmax(-1) == given.argmax(-1)
+
+
+def summary_of(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
+    """The distances of several answers, position by position and in short."""
+    divergence, same = (torch.cat(parts) for parts in zip(*kept, strict=True))
+    found: dict[str, Any] = dict.fromkeys(FIGURES)
+    if len(divergence):
+        values = (divergence.mean(), divergence.median(), divergence.max(), same.double().mean())
+        found = dict(zip(FIGURES, (value.item() for value in values), strict=True))
+    kl = [[float(f"{value:.4g}") for value in of.tolist()] for of, _ in kept]
+    return {"positions": len(divergence)} | found | {"kl": kl}
+
+
+def targets(branches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The ratios that are asked for, and whether they are reached."""
+    found = []
+    for result in branches:
+        for name, (bound, limit) in TARGETS.items():
+            value = result["ratios"][name]
+            met = value >= limit if bound == "at_least" else value <= limit
+            case = {"length": result["length"], "join": result["join"], "ratio": name}
+            found.append(case | {"value": value, bound: limit, "met": met})
+    return found
+
+
+def show(console: Console, report: dict[str, Any]) -> None:
+    """Print the tables."""
+    for task, ways in report["tasks"].items():
+        table = table_of(task, "score", "tokens/s", "passes", "seconds", "KV, MB", "fell back")
+        for name, way in ways.items():
+            table.add_row(
+                name.replace("_", " "),
+                f"{way['score']:.2f}",
+                cell(way["tokens_per_second"], ".1f"),
+                str(way["forward_passes"]),
+                f"{way['seconds']:.1f}",
+                f"{way['kv_bytes'] / 1e6:.1f}",
+                f"{len(way['fallbacks'])} of {len(way['scores'])}",
+            )
+        console.print(table)
+    table = table_of("rotate from reencode, nats", "positions", "mean", "median", "most", "same best token")
+    for task, of in report["rotate_from_reencode"].items():
+        table.add_row(task, str(of["positions"]), *(cell(of[name], ".4f") for name in FIGURES))
+    console.print(table)
+    asked = {name: f"{name.replace('_', ' ')}, {bound.replace('_', ' ')} {at}" for name, (bound, at) in TARGETS.items()}
+    table = table_of(f"{report['settings']['branches']['branches']} branches by sequential decoding", *asked.values())
+    verdicts = iter(report["targets"])
+    for result in report["branches"]:
+        row = [next(verdicts) for _ in TARGETS]
+        verdict = (f"{one['value']:.3f} {'met' if one['met'] else 'MISSED'}" for one in row)
+        table.add_row(f"{result['length']} tokens, {result['join']}", *verdict)
+    console.print(table)
+    if report["quick"]:
+        console.print("(--quick: too small to mean anything)")
+
+
+def cell(value: float | None, form: str) -> str:
+    """A figure as text; nothing where there is none."""
+    return "" if value is None else format(value, form)
+
+
+def benchmarks(options: argparse.Namespace) -> tuple[TasksBenchmark, BranchesBenchmark]:
+    """What was asked for, with its settings."""
+    coached = options.model is None if options.coach is None else options.coach
+    tasks = TasksBenchmark(coached=coached, branch_tokens=20 if coached else None)
+    branches = BranchesBenchmark()
+    if options.quick:
+        tasks = replace(tasks, tasks=("planning",), problems=1, parts=2, new_tokens=40, branch_tokens=2)
+        branches = BranchesBenchmark(branches=2, lengths=(2,), conclusion=2, rounds=1)
+    given = {name: getattr(options, name) for name in ("tasks", "problems", "new_tokens", "branch_tokens")}
+    tasks = replace(tasks, **{name: value for name, value in given.items() if value is not None})
+    return tasks, replace(branches, rounds=options.rounds or branches.rounds)
+
+
+def main() -> int:
+    """Run the benchmark; returns the exit status."""
+    options = _parse()
+    transformers.logging.set_verbosity_error()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    console = Console(highlight=False)
+    model, tokenizer = load(options)
+    hf_parallel.enable(model)
+    tasks, branches = benchmarks(options)
+    tell = partial(console.print, markup=False)
+    name = options.model or "SmolLM2-135M-Instruct"
+    settings = {"tasks": asdict(tasks), "branches": asdict(branches)}
+    report: dict[str, Any] = {"machine": machine(model), "model": name, "quick": options.quick, "settings": settings}
+    if not options.quick:
+        tell("warm-up")
+        replace(tasks, tasks=tasks.tasks[:1], problems=1, new_tokens=WARM_UP_TOKENS).run(model, tokenizer, tell)
+    report |= tasks.run(model, tokenizer, tell)
+    report["branches"] = branches.run(model, tokenizer, tell)
+    report["targets"] = targets(report["branches"])
+    report["machine"]["load_average_after"] = load_average()
+    kind = f"parallel-answers{'-quick' if options.quick else ''}"
+    path = options.output or RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}-{kind}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    show(console, report)
+    console.print(f"\nWritten to {path}", soft_wrap=True)
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel_answers", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs, measures nothing")
+    parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="default: float32")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), help="default: all; with --quick: planning")
+    parser.add_argument("--problems", type=int, metavar="N", help="of each task (2)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="of an answer at most (320)")
+    parser.add_argument("--branch-tokens", type=int, metavar="N", help="of a branch at most (20; not coached: any)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="of ten branches against sequential decoding (3)")
+    parser.add_argument("--coach", action=argparse.BooleanOptionalAction, help="default: the embedded model only")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="of the JSON (default: one in benchmarks/results)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

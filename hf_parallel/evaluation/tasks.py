@@ -1,0 +1,345 @@
+"""Tasks made by the repository itself, from a seed, with exact answers: retrieval, arithmetic, planning (format only).
+
+They have the shape of those in Parallel Decoding in One Sequence (section 4.2, appendix B) and in Hogwild! Inference
+(section 4.1): each asks for several parts that do not depend on each other, and for a conclusion.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..generation.answers import BOXED, find_answer, normal_form
+from ..generation.config import check_int
+
+FIRST_NAMES = (
+    "Ada Bruno Chiara Dmitri Elif Farid Greta Hamza Ines Jonas Keiko Lamin Mei Noor Oskar Priya Quentin Rosa Sven "
+    "Tanvi Uma Viktor Wanda Yusuf"
+)
+LAST_NAMES = (
+    "Abara Bergman Castro Dubois Eriksen Fischer Garcia Hoang Ivanov Jensen Kimura Lopez Moreau Novak Okafor Petrov "
+    "Quist Rossi Sato Tanaka Weber"
+)
+UNIVERSITIES = [
+    "Northfield University",
+    "Lakeside College",
+    "the Harbour Institute",
+    "Stonebridge University",
+    "Meadow Hill College",
+    "the Coastal Academy",
+]
+INTERESTS = (
+    "astronomy baking chess drawing fencing gardening hiking jazz knitting languages painting photography poetry "
+    "robotics rowing sailing theatre volunteering"
+)
+TOPICS = {
+    "opening a small bakery": "location staff equipment suppliers prices advertising taxes",
+    "a school trip to the mountains": "transport lodging meals safety costs activities luggage",
+    "deliveries by drone in a city": "technology regulation safety noise costs acceptance climate",
+    "moving an office to another town": "schedule furniture network contracts staff costs clients",
+    "a library of the future": "books building events staff funding access technology",
+    "a garden on a flat roof": "load water soil plants maintenance costs neighbours",
+    "a music festival by a lake": "stage tickets food security weather waste volunteers",
+}
+"""What can be planned, and seven aspects of it."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt, its answer, and how a text is scored against it.
+
+    `answer_pattern` is the regular expression of a final answer, as modes take it, or empty.
+    """
+
+    name: ClassVar[str] = ""
+    answer_pattern: ClassVar[str] = ""
+
+    prompt: str
+    answer: str
+
+    def score(self, text: str) -> float:
+        """How right a generated text is, 0.0 to 1.0. `text` is what was written behind the prompt, without it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Student:
+    """One student of `RetrievalProblem`."""
+
+    name: str
+    age: int
+    university: str
+    gpa: float
+    interests: tuple[str, ...]
+
+    @property
+    def resume(self) -> str:
+        """What the prompt says about the student."""
+        *first, last = self.interests
+        return (
+            f"{self.name} is {self.age} years old, studied at {self.university} and has a GPA of {self.gpa:.2f}. "
+            f"Interests: {', '.join(first)} and {last}."
+        )
+
+
+@dataclass(frozen=True)
+class RetrievalProblem(Problem):
+    """Find the one student whose GPA lies in a range; `low` and `high` are no student's GPA.
+
+    The answer is the student's full name.
+    """
+
+    name: ClassVar[str] = "retrieval"
+    answer_pattern: ClassVar[str] = r"(?i)\bname\**:[ \t*]*([^\n*]+)"
+
+    students: tuple[Student, ...]
+    low: float
+    high: float
+
+    @classmethod
+    def make(cls, seed: int, num_students: int = 10) -> RetrievalProblem:
+        """Make a problem.
+
+        Parameters
+        ----------
+        seed : int
+            Equal seeds make equal problems.
+        num_students : int
+            From 2 to 100.
+        """
+        _check_count("num_students", num_students, 2, 100)
+        draw = random.Random(f"{cls.name} {seed}")
+        everyone = [f"{first} {last}" for first in FIRST_NAMES.split() for last in LAST_NAMES.split()]
+        names = draw.sample(everyone, num_students)
+        hundredths = draw.sample(range(150, 480, 3), num_students)  # 0.03 apart: there is room for a range between
+        students = tuple(_student(draw, name, gpa / 100) for name, gpa in zip(names, hundredths, strict=True))
+        wanted = draw.randrange(num_students)
+        below = max((gpa for gpa in hundredths if gpa < hundredths[wanted]), default=hundredths[wanted] - 30)
+        above = min((gpa for gpa in hundredths if gpa > hundredths[wanted]), default=hundredths[wanted] + 30)
+        low = draw.randint(below + 1, hundredths[wanted] - 1) / 100
+        high = draw.randint(hundredths[wanted] + 1, above - 1) / 100
+        prompt = (
+            f"Here are the resumes of {num_students} students.\n\n"
+            + "\n\n".join(student.resume for student in students)
+            + f"\n\nQuestion: Which student has a GPA between {low:.2f} and {high:.2f}? Go through all students, one "
+            "by one, and say for each whether the GPA lies in this range. Give your final answer in a last line of the "
+            'form "Name: full name of the student".'
+        )
+        return cls(prompt, names[wanted], students, low, high)
+
+    def score(self, text: str) -> float:
+        """1.0 if what follows the last `Name:` in its line is the student's full name and nothing else, or else 0.0.
+
+        Case, bold type, quotes and punctuation at the end do not matter.
+        """
+        given = find_answer(self.answer_pattern, text)
+        return float(given is not None and normal_form(given.strip(" .!\"'")) == normal_form(self.answer))
+
+
+@dataclass(frozen=True)
+class ArithmeticProblem(Problem):
+    r"""Word problems of two to four steps that have nothing to do with each other, in one prompt.
+
+    The answers are integers from 1 to 999; `answer` is all of them, separated by commas.
+    """
+
+    name: ClassVar[str] = "arithmetic"
+    answer_pattern: ClassVar[str] = BOXED
+
+    questions: tuple[str, ...]
+    answers: tuple[int, ...]
+
+    @classmethod
+    def make(cls, seed: int, num_questions: int = 5) -> ArithmeticProblem:
+        """Make a problem.
+
+        Parameters
+        ----------
+        seed : int
+            Equal seeds make equal problems.
+        num_questions : int
+            From 1 to 10; no two are alike.
+        """
+        _check_count("num_questions", num_questions, 1, len(WORD_PROBLEMS))
+        draw = random.Random(f"{cls.name} {seed}")
+        made = [word_problem(draw) for word_problem in draw.sample(WORD_PROBLEMS, num_questions)]
+        questions, answers = tuple(text for text, _ in made), tuple(answer for _, answer in made)
+        form = ",".join(f"answer{number}" for number in range(1, num_questions + 1))
+        prompt = (
+            f"Solve these problems and give all answers in the end, separated by commas: \\boxed{{{form}}}. Each "
+            "answer is a whole number without a unit.\n\n"
+            + "\n".join(f"{number}. {question}" for number, question in enumerate(questions, start=1))
+        )
+        return cls(prompt, ",".join(map(str, answers)), questions, answers)
+
+    def score(self, text: str) -> float:
+        r"""Share of the questions that are answered right, each in its place (as in Hogwild! Inference, section 4.1).
+
+        The last `\boxed{}` counts if it lists several answers. Otherwise each box is one answer, and the last ones
+        count, as many as there are questions. Surplus answers in a list make it worth 0.0.
+        """
+        boxes = [match.group(1).split(",") for match in re.finditer(BOXED, text)]
+        if not boxes:
+            return 0.0
+        single = [box[0] for box in boxes if len(box) == 1]
+        given = boxes[-1] if len(boxes[-1]) > 1 else single[-len(self.answers) :]
+        if len(given) > len(self.answers):
+            return 0.0
+        right = sum(normal_form(one) == str(answer) for one, answer in zip(given, self.answers, strict=False))
+        return right / len(self.answers)
+
+
+@dataclass(frozen=True)
+class PlanningProblem(Problem):
+    """Look at a topic from given aspects, each under a heading of its own. Only the format is scored.
+
+    `answer` is the aspects, one per line.
+    """
+
+    name: ClassVar[str] = "planning"
+
+    topic: str
+    aspects: tuple[str, ...]
+
+    @classmethod
+    def make(cls, seed: int, num_aspects: int = 5) -> PlanningProblem:
+        """Make a problem.
+
+        Parameters
+        ----------
+        seed : int
+            Equal seeds make equal problems.
+        num_aspects : int
+            From 2 to 7.
+        """
+        _check_count("num_aspects", num_aspects, 2, 7)
+        draw = random.Random(f"{cls.name} {seed}")
+        topic = draw.choice(list(TOPICS))
+        aspects = tuple(draw.sample(TOPICS[topic].split(), num_aspects))
+        prompt = (
+            f"Make a plan for {topic}. Look at it from {num_aspects} aspects, each under a heading that is the name of "
+            f"the aspect: {', '.join(aspects)}. Put everything together in the end."
+        )
+        return cls(prompt, "\n".join(aspects), topic, aspects)
+
+    def score(self, text: str) -> float:
+        """Share of the aspects that have a heading.
+
+        A heading is a line that holds the aspect alone or before a colon, whatever its case; marks such as `##`, `**`,
+        `-`, `1.` around it do not count.
+        """
+        headings = {_heading(line) for line in text.splitlines()}
+        return sum(aspect.casefold() in headings for aspect in self.aspects) / len(self.aspects)
+
+
+TASKS: dict[str, type[RetrievalProblem] | type[ArithmeticProblem] | type[PlanningProblem]] = {
+    cls.name: cls for cls in (RetrievalProblem, ArithmeticProblem, PlanningProblem)
+}
+"""Kinds of problems by name; each has `make(seed, ...)`."""
+
+
+def _student(draw: random.Random, name: str, gpa: float) -> Student:
+    interests = tuple(draw.sample(INTERESTS.split(), 3))
+    return Student(name, draw.randint(19, 30), draw.choice(UNIVERSITIES), gpa, interests)
+
+
+def _heading(line: str) -> str:
+    """What a line is the heading of."""
+    title = re.sub(r"^[\s#*\-]*(\d+[.):])?[\s#*\-]*", "", line).split(":")[0]
+    return " ".join(title.strip(" #*_").split()).casefold()
+
+
+def _check_count(name: str, value: int, least: int, most: int) -> None:
+    check_int(name, value, at_least=least)
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
+# Word problems: each draws its numbers and returns a question with its answer
+
+
+def _apples(draw: random.Random) -> tuple[str, int]:
+    crates, each, bad = draw.randint(3, 9), draw.randint(12, 30), draw.randint(4, 11)
+    question = f"A shop gets {crates} crates of {each} apples. It throws {bad} rotten apples away and sells the rest."
+    return f"{question} How many apples does it sell?", crates * each - bad
+
+
+def _savings(draw: random.Random) -> tuple[str, int]:
+    held, weekly, weeks, spent = draw.randint(20, 60), draw.randint(5, 15), draw.randint(4, 12), draw.randint(8, 19)
+    return (
+        f"Mina has {held} euros. She saves {weekly} euros a week for {weeks} weeks and then spends {spent} euros on a "
+        "book. How many euros does she have left?"
+    ), held + weekly * weeks - spent
+
+
+def _bus(draw: random.Random) -> tuple[str, int]:
+    start, off, on = draw.randint(25, 40), draw.randint(5, 15), draw.randint(3, 12)
+    return (
+        f"A bus leaves with {start} passengers. At the first stop {off} get off and {on} get on. At the second stop "
+        "twice as many get on as at the first, and nobody gets off. How many passengers are on the bus then?"
+    ), start - off + 3 * on
+
+
+def _pages(draw: random.Random) -> tuple[str, int]:
+    days, pages, left = draw.randint(4, 9), draw.randint(15, 35), draw.randint(20, 90)
+    return (
+        f"Leo reads {pages} pages a day for {days} days, and then {left} pages of the book are left. How many pages "
+        "does the book have?"
+    ), days * pages + left
+
+
+def _tickets(draw: random.Random) -> tuple[str, int]:
+    adults, price, children = draw.randint(2, 5), draw.randint(6, 14) * 2, draw.randint(2, 6)
+    return (
+        f"A ticket for an adult costs {price} euros, one for a child half as much. How many euros do {adults} adults "
+        f"and {children} children pay?"
+    ), adults * price + children * price // 2
+
+
+def _eggs(draw: random.Random) -> tuple[str, int]:
+    hens, daily, cakes, each = draw.randint(12, 24), draw.randint(2, 3), draw.randint(2, 4), draw.randint(3, 4)
+    return (
+        f"A farm has {hens} hens, and each lays {daily} eggs in a week. Each week the farmer bakes {cakes} cakes with "
+        f"{each} eggs each and sells all other eggs. How many eggs are sold in a week?"
+    ), hens * daily - cakes * each
+
+
+def _garden(draw: random.Random) -> tuple[str, int]:
+    length, width, gate = draw.randint(12, 30), draw.randint(5, 11), draw.randint(1, 4)
+    return (
+        f"A rectangular garden is {length} metres long and {width} metres wide. A fence goes all around it, except for "
+        f"a gate of {gate} metres. How many metres long is the fence?"
+    ), 2 * (length + width) - gate
+
+
+def _marbles(draw: random.Random) -> tuple[str, int]:
+    own, factor, lost = draw.randint(11, 25), draw.randint(2, 4), draw.randint(3, 10)
+    return (
+        f"Ella has {own} marbles. Ben has {factor} times as many as Ella, but he loses {lost} of them. How many "
+        "marbles do the two have together in the end?"
+    ), own + factor * own - lost
+
+
+def _train(draw: random.Random) -> tuple[str, int]:
+    first, speed, second, slower = draw.randint(2, 4), draw.randint(8, 12) * 10, draw.randint(1, 3), draw.randint(1, 3)
+    return (
+        f"A train goes {first} hours at {speed} kilometres an hour and then {second} more hours at a speed that is "
+        f"{slower * 10} kilometres an hour less. How many kilometres does it go in all?"
+    ), first * speed + second * (speed - slower * 10)
+
+
+def _cookies(draw: random.Random) -> tuple[str, int]:
+    guests, each, trays = draw.randint(4, 9), draw.randint(3, 6), draw.randint(2, 3)
+    size = guests * each // trays + draw.randint(2, 7)
+    return (
+        f"Nils bakes {trays} trays of {size} cookies. He gives {each} cookies to each of his {guests} guests. How "
+        "many cookies are left?"
+    ), trays * size - guests * each
+
+
+WORD_PROBLEMS: tuple[Callable[[random.Random], tuple[str, int]], ...] = (
+    *(_apples, _savings, _bus, _pages, _tickets, _eggs, _garden, _marbles, _train, _cookies),
+)

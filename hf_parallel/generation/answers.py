@@ -1,0 +1,378 @@
+"""Texts that a mode asks for, each over a prompt of its own, and the final answers that they hold.
+
+Modes of several stages (self-consistency, Skeleton-of-Thought) are made of `Stage`: its prompts go into one tree of
+shared prefixes, and its texts get their tokens in the same forward passes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+from ..attention import UnsupportedModelError
+from ..cache import Segment
+from ..cache.shared_prefix import Node, SharedPrefixCache
+from .arguments import encode
+from .call import GenerationCall, vocabulary_size
+from .decode import DecodeLoop, Row
+from .outputs import GenerationStats, ParallelOutput
+from .prefix import prefill_leaves
+from .sampling import TokenTable
+from .text import GrowingText
+
+TEXT_ROOM = 512
+"""Tokens that a text has room for at first; it grows beyond."""
+_BRACED = r"(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*"
+BOXED = rf"\\boxed\{{({_BRACED})\}}"
+"""`\\boxed{answer}`, the answer's own braces balanced up to three deep."""
+_NUMBER = re.compile(r"\+?(-?)0*(\d+|\d{1,3}(?:,\d{3})+)(?:\.(\d*?)0*)?")
+_FROM_THE_PROMPT = (
+    "min_length",
+    "min_new_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "begin_suppress_tokens",
+    "watermarking_config",
+)
+"""Settings of `generate` that are bound to the prompts it was given."""
+
+
+# Texts
+
+
+@dataclass(eq=False)
+class Passage:
+    """A text that is asked for.
+
+    Parameters
+    ----------
+    prompt : int64 [length]
+        What its row reads first.
+    max_new_tokens : int
+    text : GrowingText
+        What has been written so far, without a token of `eos_token_id`.
+    row : int
+        Number of its row for a streamer.
+    opening : str
+        End of the prompt that belongs to the text; a streamer is told it first.
+    until : callable (str) -> bool, optional
+        Asked after each token whether the text is complete.
+    """
+
+    prompt: np.ndarray
+    max_new_tokens: int
+    text: GrowingText
+    row: int
+    opening: str = ""
+    until: Callable[[str], bool] | None = None
+    tokens: list[int] = field(default_factory=list)  # all that were generated
+    cut: bool = False  # whether the budget ended it
+
+    def take(self, token: int, is_eos: bool, ended: bool) -> tuple[str, bool]:
+        """Append a token; returns the text that it added, and whether the passage goes on."""
+        self.tokens.append(token)
+        added = "" if is_eos else self.text.add([token])
+        complete = ended or (self.until is not None and self.until(self.text.text))
+        self.cut = not complete and len(self.tokens) >= self.max_new_tokens
+        return added, not (complete or self.cut)
+
+
+class Stage:
+    """Passages that are written at the same time, each over its own prompt.
+
+    Parameters
+    ----------
+    call : GenerationCall
+    cache : SharedPrefixCache
+        Reads the prompts and keeps what is written.
+    groups : sequence of sequence of Passage
+        At least one passage in all.
+    workers : int, optional
+        Passages of a group that are written at a time; when one has ended the next begins. Default: all of them.
+    input_ids : int64 [passages, length], optional
+        Prompts as processors see them. Default: the passages' own, left-padded.
+    seed
+        Source of each passage's randomness, see `ParallelConfig`.
+    stats : GenerationStats, optional
+        Where to count; new unless given.
+    """
+
+    def __init__(
+        self,
+        call: GenerationCall,
+        cache: SharedPrefixCache,
+        groups: Sequence[Sequence[Passage]],
+        workers: int | None = None,
+        input_ids: torch.Tensor | None = None,
+        seed: Any = None,
+        stats: GenerationStats | None = None,
+    ) -> None:
+        self.call, self.cache, self.workers = call, cache, workers
+        self.passages = [passage for group in groups for passage in group]
+        _check_lengths(call, self.passages)
+        self.room = min(max(passage.max_new_tokens for passage in self.passages), TEXT_ROOM)
+        ids = _left_padded(call, self.passages) if input_ids is None else input_ids
+        # Budgets are counted per passage: prompts have other lengths than the call's.
+        criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
+        table = TokenTable(ids, call.pad_token_id, self.room)
+        padding = torch.tensor([ids.shape[1] - len(passage.prompt) for passage in self.passages])
+        self.loop = DecodeLoop(_with_padding(call, padding), cache, table, criteria, seed, stats, stream=False)
+        number = count()
+        self._waiting = [
+            deque(Writer(next(number), (), passage=passage, group=i) for passage in group)
+            for i, group in enumerate(groups)
+        ]
+
+    def run(self) -> DecodeLoop:
+        """Read all prompts, write all passages; returns the loop, with its table and scores."""
+        with self.loop.running():
+            everyone = [writer for waiting in self._waiting for writer in waiting]
+            for writer in everyone:
+                writer.leaf = self.cache.insert(writer.passage.prompt)
+            logits = prefill_leaves(self.loop, self.cache, [writer.leaf for writer in everyone])
+            try:
+                first = self._begin([0] * len(self._waiting))
+                self.loop.decode(first, logits[[writer.index for writer in first]], self._advance, follow=self._follow)
+                self._keep(everyone)
+            except BaseException:
+                self._drop()
+                raise
+        return self.loop
+
+    def _begin(self, busy: Sequence[int]) -> list[Writer]:
+        """Let those begin that wait in groups in which so few are `busy` that there is room for more."""
+        begun: list[Writer] = []
+        for waiting, writing in zip(self._waiting, busy, strict=True):
+            room = len(waiting) if self.workers is None else min(self.workers - writing, len(waiting))
+            begun += [waiting.popleft() for _ in range(room)]
+        for writer, block in zip(begun, self.cache.new_blocks(len(begun), self.room - 1), strict=True):
+            passage = writer.passage
+            block.base = len(passage.prompt)
+            writer.view, writer.pending = [*self.cache.view(writer.leaf), block], passage.prompt[-1:].tolist()
+            self._show(passage, passage.opening, "begin")
+        return begun
+
+    def _advance(self, writer: Writer, token: int, ended: bool) -> bool:
+        """Hand a writer its token; says whether its passage goes on."""
+        passage = writer.passage
+        added, going = passage.take(token, token in self.call.eos_token_ids, ended)
+        writer.pending = [token]
+        self._show(passage, added, "token")
+        if not going:
+            self._show(passage, "", "end")
+        return going
+
+    def _follow(self, going: Sequence[Any]) -> Sequence[Any]:
+        """Those that go on, and those that take the place of others that have ended."""
+        if not any(self._waiting):
+            return going
+        begun = self._begin([sum(writer.group == group for writer in going) for group in range(len(self._waiting))])
+        self.loop.stats.prefilled_tokens += len(begun)  # the last token of each one's prompt is asked again
+        return sorted([*going, *begun], key=lambda writer: writer.index)
+
+    def _show(self, passage: Passage, text: str, event: str) -> None:
+        """Tell a streamer of parallel text what a row wrote: `begin`, `token` or `end`."""
+        write = getattr(self.call.streamer, "write_row", None)
+        if write is not None:
+            write(passage.row, text, event)
+
+    def _keep(self, writers: Sequence[Writer]) -> None:
+        """Make what was written part of the tree; the last token of a passage has not been read."""
+        for writer in writers:
+            block = writer.view[-1]
+            if block.length:
+                self.cache.attach(writer.leaf, np.array(writer.passage.tokens), block)
+            else:
+                self.cache.free(block)
+
+    def _drop(self) -> None:
+        """Free what is not part of the tree, after a run that did not come to its end."""
+        for block in self.cache.blocks - {node.block for node in self.cache.nodes()}:
+            self.cache.free(block)
+
+
+@dataclass(eq=False)
+class Writer(Row):
+    """The row of a passage."""
+
+    passage: Passage = field(default=None, repr=False)  # type: ignore[assignment]
+    group: int = 0
+    leaf: Node = field(default=None, repr=False)  # type: ignore[assignment]
+
+    def segments(self) -> list[tuple[Segment, list[int]]]:
+        """A new token; for one that begins while others write, its prompt's last token, whose keys are held."""
+        if self.passage.tokens:
+            return super().segments()
+        return [(Segment(self.view[:-1], 1, write=False), self.pending)]
+
+
+def _left_padded(call: GenerationCall, passages: Sequence[Passage]) -> torch.Tensor:
+    """The prompts as one matrix `int64 [passages, longest]`."""
+    longest = max(len(passage.prompt) for passage in passages)
+    ids = call.input_ids.new_full((len(passages), longest), call.pad_token_id)
+    for row, passage in enumerate(passages):
+        ids[row, longest - len(passage.prompt) :] = torch.from_numpy(passage.prompt)
+    return ids
+
+
+def _with_padding(call: GenerationCall, padding: torch.Tensor) -> GenerationCall:
+    """The call for other prompts: a repetition penalty overlooks the padding of these, `int64 [passages]`."""
+    processors = LogitsProcessorList()
+    for processor in call.logits_processor:
+        plain = type(processor) is RepetitionPenaltyLogitsProcessor
+        if plain and not isinstance(processor.prompt_ignore_length, int):
+            processor = RepetitionPenaltyLogitsProcessor(processor.penalty, padding)
+        processors.append(processor)
+    return replace(call, logits_processor=processors)
+
+
+def _check_lengths(call: GenerationCall, passages: Sequence[Passage]) -> None:
+    longest = max(len(passage.prompt) + passage.max_new_tokens for passage in passages)
+    if call.capabilities.max_length is not None and longest > call.capabilities.max_length:
+        raise UnsupportedModelError(
+            f"{type(call.model).__name__} changes its RoPE frequencies behind {call.capabilities.max_length} tokens, "
+            f"which keys held already cannot follow; a text, all that it follows from and its budget may have that "
+            f"many, got {longest}"
+        )
+
+
+# A call of a mode that has stages
+
+
+def check_tokenizer_given(kwargs: dict[str, Any], mode: str) -> None:
+    """Raise a `ValueError` unless the arguments of `generate` hold a tokenizer that encodes and decodes."""
+    tokenizer = kwargs.get("tokenizer")
+    if tokenizer is None:
+        raise ValueError(f"{mode} reads what was written: give generate(..., tokenizer=tokenizer)")
+    tokens = encode(tokenizer, "1")
+    if not isinstance(tokenizer.decode(tokens), str):
+        raise ValueError(f"tokenizer must be a tokenizer whose decode() returns a string, got {tokenizer!r}")
+
+
+def check_vocabulary(call: GenerationCall, texts: Sequence[str]) -> None:
+    """Raise a `ValueError` unless the model can read the tokens of a mode's own texts."""
+    vocabulary = vocabulary_size(call.model)
+    for text in texts:
+        if max(encode(call.tokenizer, text), default=0) >= vocabulary:
+            raise ValueError(f"tokenizer gives tokens outside the model's vocabulary of {vocabulary} for {text!r}")
+
+
+def refuse_what_counts_from_the_prompt(call: GenerationCall, mode: str) -> None:
+    """Raise a `ValueError` for settings that texts over other prompts than the call's own cannot honour."""
+    for name in _FROM_THE_PROMPT:
+        value = getattr(call.generation_config, name, None)
+        if value not in (None, 0):
+            raise ValueError(f"{name}={value!r} cannot be honoured by {mode}: its texts follow from prompts of its own")
+
+
+def tree_of(call: GenerationCall) -> SharedPrefixCache:
+    """The cache that the caller passed, or a new one."""
+    cache = call.past_key_values
+    if cache is None:
+        cache = SharedPrefixCache(device=call.input_ids.device)
+    if not isinstance(cache, SharedPrefixCache):
+        raise ValueError(f"past_key_values must be a SharedPrefixCache, got {type(cache).__name__}")
+    cache.claim(call.model)
+    return cache
+
+
+def give_back(
+    call: GenerationCall,
+    cache: SharedPrefixCache,
+    answers: Sequence[Sequence[int]],
+    stats: GenerationStats,
+    cls: type[ParallelOutput],
+    /,
+    **more: Any,
+) -> Any:
+    """What `generate` returns: each prompt of the call with its answer's tokens; or a `cls` that holds them.
+
+    A streamer is given the answers here, a token of each prompt at a time, as `generate` would: they are final now.
+    """
+    table = TokenTable(call.input_ids, call.pad_token_id, max(map(len, answers)))
+    for row, tokens in enumerate(answers):
+        table.extend(row, tokens)
+    if hasattr(call.streamer, "put"):
+        for tokens in table.padded()[:, call.input_ids.shape[1] :].T:
+            call.streamer.put(tokens.cpu())
+    output = DecodeLoop(call, cache, table, stats=stats, stream=False).output(cls, **more)
+    if call.past_key_values is None and isinstance(output, torch.Tensor):
+        cache.reset()
+    return output
+
+
+# Final answers
+
+
+def check_pattern(name: str, pattern: Any) -> None:
+    """Raise a `ValueError` unless `pattern` is a regular expression."""
+    try:
+        re.compile(pattern)
+    except (TypeError, re.error) as error:
+        raise ValueError(f"{name} must be a regular expression, got {pattern!r} ({error})") from error
+
+
+def find_answer(pattern: str, text: str) -> str | None:
+    """The last final answer in a text, or None.
+
+    Parameters
+    ----------
+    pattern : str
+        Regular expression; its first group, if it has one, is the answer. Empty: none is looked for.
+    text : str
+    """
+    if not pattern:
+        return None
+    found = list(re.finditer(pattern, text))
+    return found[-1].group(1 if found[-1].re.groups else 0) if found else None
+
+
+def normal_form(answer: str) -> str:
+    r"""What answers that mean the same have in common.
+
+    Case, spaces around and runs of spaces inside do not count, nor do a full stop at the end, dollar signs around and
+    `\text{}`. Numbers are compared by value: `1,000.0` is `1000`.
+
+    Parameters
+    ----------
+    answer : str
+    """
+    plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", answer)
+    plain = " ".join(plain.split()).strip("$ ").removesuffix(".").strip("$ ").casefold()
+    number = _NUMBER.fullmatch(plain)
+    if number is None:
+        return plain
+    sign, whole, fraction = number.groups(default="")
+    value = whole.replace(",", "") + f".{fraction}" * bool(fraction)
+    return value if value == "0" else sign + value
+
+
+def majority(answers: Sequence[str | None]) -> tuple[int, dict[str, int]]:
+    """The answer that most gave; of several, the one that came first (Wang et al., Self-Consistency, 2022).
+
+    Parameters
+    ----------
+    answers : sequence of str or None
+        None: no answer, no vote.
+
+    Returns
+    -------
+    (index, votes) : int, dict of str to int
+        The first answer that is equal to the winner, 0 if there is none; votes by normal form, first seen first.
+    """
+    forms = [None if answer is None else normal_form(answer) for answer in answers]
+    votes: dict[str, int] = {}
+    for form in forms:
+        if form is not None:
+            votes[form] = votes.get(form, 0) + 1
+    return (forms.index(max(votes, key=votes.__getitem__)) if votes else 0), votes

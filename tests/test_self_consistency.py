@@ -1,0 +1,443 @@
+"""Self-consistency: what is sampled, how it is counted, what comes back, and what the model reads in the end."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ascii_tokenizer import AsciiTokenizer
+from test_malformed import describe, failing
+from transformers import PreTrainedModel, TextStreamer
+from workers import TOKENIZER, Recording, Script, Scripted, encode, small_model
+
+import hf_parallel
+from hf_parallel import (
+    BlockCache,
+    SelfConsistencyConfig,
+    SelfConsistencyOutput,
+    SharedPrefixCache,
+    UnsupportedModelError,
+)
+from hf_parallel.generation.answers import BOXED, find_answer, majority, normal_form
+
+EOS = tiny.EOS
+PROMPTS = tiny.make_prompts([23, 11])
+BATCH, MASK = tiny.left_pad(PROMPTS)
+NEW = 12
+TEXTS: dict[str, Any] = {"answer_header": "[{number}]", "conclusion_prompt": "So \\boxed{"}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def vote(*scripts: Script, prompts: Sequence[str] = ("P",), final: Script = "", **settings: Any) -> Any:
+    """Let the answers be what the scripts say, and the reader's text `final`."""
+    ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in prompts])
+    given = {
+        "num_answers": len(scripts) // len(prompts),
+        "max_new_tokens": max(len(encode(script)) for script in scripts),
+        "return_dict_in_generate": True,
+        **TEXTS,
+        **settings,
+    }
+    return answer(small_model(), ids, attention_mask=mask, logits_processor=[Scripted(scripts, final)], **given)
+
+
+def answer(model: PreTrainedModel, ids: torch.Tensor, **settings: Any) -> Any:
+    """A model's own choices."""
+    given = {"max_new_tokens": NEW, "do_sample": True, "return_dict_in_generate": True, "tokenizer": TOKENIZER}
+    return model.generate(ids, generation_mode="self_consistency", **{**given, **settings})  # type: ignore[operator]
+
+
+def greedy(model: PreTrainedModel, ids: torch.Tensor, **settings: Any) -> Any:
+    """What plain `generate` writes, asked to sample among one token."""
+    given = {"max_new_tokens": NEW, "do_sample": True, "top_k": 1, **settings}
+    return model.generate(ids, generation_mode=None, **given)  # type: ignore[operator]
+
+
+# Counting
+
+
+@pytest.mark.parametrize(
+    ("texts", "found", "votes", "chosen"),
+    [
+        (["\\boxed{4}", "\\boxed{5}", "\\boxed{5}"], ["4", "5", "5"], {"4": 1, "5": 2}, 1),
+        (["\\boxed{4}", "\\boxed{5}"], ["4", "5"], {"4": 1, "5": 1}, 0),
+        (["\\boxed{6}", "\\boxed{5}", "\\boxed{5}", "\\boxed{6}"], ["6", "5", "5", "6"], {"6": 2, "5": 2}, 0),
+        (["none", "\\boxed{5}", "no"], [None, "5", None], {"5": 1}, 1),
+        (["none", "no"], [None, None], {}, 0),
+        (["\\boxed{7}", "\\boxed{4.0}", "\\boxed{ 4}"], ["7", "4.0", " 4"], {"7": 1, "4": 2}, 1),
+        (["\\boxed{1} or \\boxed{2}", "\\boxed{2}", "\\boxed{1}"], ["2", "2", "1"], {"2": 2, "1": 1}, 0),
+    ],
+)
+def test_the_majority_wins_and_of_equals_the_first(
+    texts: list[str], found: list[str | None], votes: dict[str, int], chosen: int
+) -> None:
+    out = vote(*([text, EOS] for text in texts))
+    assert out.texts == [texts]
+    assert out.found == [found]
+    assert out.votes == [votes]
+    assert list(out.votes[0]) == list(votes)
+    assert out.chosen == [chosen]
+    assert out.answers == [found[chosen]]
+    assert out.conclusions == [""]
+    assert out.sequences.tolist() == [[*encode("P"), *encode(texts[chosen]), EOS]]
+
+
+def test_each_prompt_of_a_batch_has_an_election_of_its_own() -> None:
+    one, two, three = (f"\\boxed{{{n}}}" for n in (1, 2, 3))
+    long = "so it is " + three
+    out = vote(one, two, two, long, one, long, prompts=["PP", "Q"])
+    assert out.answers == ["2", "3"]
+    assert out.chosen == [1, 0]
+    assert out.sequences[0, :2].tolist() == encode("PP")
+    assert out.sequences[1, :2].tolist() == [tiny.PAD, *encode("Q")]
+    assert TOKENIZER.decode(out.sequences[1, 2:].tolist()) == long
+
+
+def test_the_longest_answer_chosen_sets_the_length() -> None:
+    out = vote(["\\boxed{1}", EOS], "much longer", "much longer")
+    assert out.sequences.shape[1] == 1 + len("\\boxed{1}") + 1
+    out = vote(["\\boxed{1}", EOS], "no", ["\\boxed{22}", EOS], "no", prompts=["P", "Q"])
+    assert out.sequences[0].tolist() == [*encode("P\\boxed{1}"), EOS, tiny.PAD]
+
+
+def test_an_answer_pattern_of_ones_own() -> None:
+    texts = ("Name: Ann", "name: Bob", "NAME: BOB.")
+    out = vote(*([text, EOS] for text in texts), answer_pattern=r"(?i)name: (\w+\.?)")
+    assert out.found[0] == ["Ann", "Bob", "BOB."]
+    assert out.answers == ["Bob"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "form"),
+    [
+        ("42", "42"),
+        (" 42. ", "42"),
+        ("$42$", "42"),
+        ("$42.$", "42"),
+        ("+42.00", "42"),
+        ("1,234,567.50", "1234567.5"),
+        ("007", "7"),
+        ("-0.0", "0"),
+        ("-3", "-3"),
+        ("0.10", "0.1"),
+        ("12345678901234567890123456789012345", "12345678901234567890123456789012345"),
+        ("1,2,3", "1,2,3"),
+        ("12,34", "12,34"),
+        ("1 / 2", "1 / 2"),
+        ("The  Red\nHouse.", "the red house"),
+        ("\\text{Blue}", "blue"),
+        ("", ""),
+        (".", ""),
+    ],
+)
+def test_normal_form(answer: str, form: str) -> None:
+    assert normal_form(answer) == form
+    assert normal_form(form) == form
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("\\boxed{4}", "4"),
+        ("\\boxed{\\frac{\\sqrt{3^{4}}}{2}}", "\\frac{\\sqrt{3^{4}}}{2}"),
+        ("\\boxed{1} and \\boxed{2}", "2"),
+        ("\\boxed{1} and \\boxed{2", "1"),
+        ("boxed 4", None),
+        ("", None),
+    ],
+)
+def test_the_last_complete_box_is_the_answer(text: str, answer: str | None) -> None:
+    assert find_answer(BOXED, text) == answer
+
+
+def test_a_pattern_without_group_is_the_answer_whole() -> None:
+    assert find_answer(r"\d+", "1 22 333") == "333"
+    assert find_answer("", "1 22 333") is None
+
+
+def test_majority_of_nobody() -> None:
+    assert majority([]) == (0, {})
+
+
+# Sampling
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_answers_are_the_completions_of_shared_prefix(name: str) -> None:
+    """With one source of randomness per row, as `num_return_sequences` would have."""
+    model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
+    out = answer(model, BATCH, attention_mask=MASK, num_answers=3, seed=5)
+    rows = model.generate(
+        BATCH,
+        attention_mask=MASK,
+        generation_mode="shared_prefix",
+        num_return_sequences=3,
+        do_sample=True,
+        max_new_tokens=NEW,
+        seed=5,
+    )
+    texts = [TOKENIZER.decode(row[BATCH.shape[1] :].tolist()) for row in rows]
+    assert out.texts == [texts[:3], texts[3:]]
+    assert len(set(texts)) > 2
+    assert torch.equal(out.sequences, rows[[0, 3]])  # nobody found an answer: the first ones
+    assert out.stats.prefilled_tokens == MASK.sum()
+    assert out.stats.forward_passes == NEW
+
+
+def test_the_chosen_row_and_its_scores_are_those_of_generate() -> None:
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    plain = greedy(small_model(), BATCH, attention_mask=MASK, **wanted)
+    out = answer(small_model(), BATCH, attention_mask=MASK, top_k=1, num_answers=2, **wanted)
+    assert isinstance(out, SelfConsistencyOutput)
+    assert torch.equal(out.sequences, plain.sequences)
+    for name in ("scores", "logits"):
+        ours, theirs = (torch.stack(getattr(output, name)) for output in (out, plain))
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("prompts", [[0, 1], [1, 0], [0]])
+def test_a_repetition_penalty_overlooks_padding_as_under_generate(prompts: list[int]) -> None:
+    ids, mask = tiny.left_pad([PROMPTS[i] for i in prompts])
+    end = int(greedy(small_model(), ids, attention_mask=mask, repetition_penalty=1.7)[0, ids.shape[1] + 3])
+    given = {"attention_mask": mask, "repetition_penalty": 1.7, "eos_token_id": end}
+    out = answer(small_model(), ids, top_k=1, num_answers=2, **given)
+    assert torch.equal(out.sequences, greedy(small_model(), ids, **given))
+
+
+def test_scores_are_those_of_the_answer_that_won() -> None:
+    out = vote("abc", "\\boxed{5}", return_dict_in_generate=True, output_scores=True)
+    best = [int(step.argmax()) for step in out.scores]
+    assert best == encode("\\boxed{5}")
+    out = vote(["\\boxed{5}", EOS], "longer by far", return_dict_in_generate=True, output_scores=True)
+    assert len(out.scores) == len("\\boxed{5}") + 1
+
+
+def test_min_new_tokens_are_honoured() -> None:
+    end = int(greedy(small_model(), PROMPTS[0][None])[0, 23 + 2])
+    out = answer(small_model(), PROMPTS[0][None], num_answers=2, top_k=1, eos_token_id=end, min_new_tokens=8)
+    plain = greedy(small_model(), PROMPTS[0][None], eos_token_id=end, min_new_tokens=8)
+    assert torch.equal(out.sequences, plain)
+    assert plain.shape[1] >= 23 + 8
+
+
+def test_a_seed_makes_a_call_repeatable_in_any_batch() -> None:
+    settings = {"num_answers": 3, "vote": "final", "conclusion_tokens": 5, **TEXTS}
+    first, again, other = (answer(small_model(), PROMPTS[0][None], seed=s, **settings) for s in (5, 5, 6))
+    assert first.texts == again.texts != other.texts
+    assert first.conclusions == again.conclusions
+    batch = answer(small_model(), torch.stack([PROMPTS[0], PROMPTS[0].flip(0)]), seed=5, **settings)
+    assert (batch.texts[0], batch.conclusions[0]) == (first.texts[0], first.conclusions[0])
+
+
+def test_num_return_sequences_makes_several_elections_of_one_prompt() -> None:
+    out = answer(small_model(), PROMPTS[0][None], num_answers=2, num_return_sequences=3, seed=1)
+    assert out.sequences.shape[0] == len(out.texts) == 3
+    assert len({tuple(texts) for texts in out.texts}) == 3
+
+
+def test_without_return_dict_the_sequences_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = []
+    monkeypatch.setattr(SharedPrefixCache, "reset", lambda self: (caches.append(self), BlockCache.reset(self)))
+    for kind in ("majority", "final"):
+        out = vote("\\boxed{1}", "\\boxed{2}", vote=kind, final="2}")
+        plain = vote("\\boxed{1}", "\\boxed{2}", vote=kind, final="2}", return_dict_in_generate=False)
+        assert torch.equal(plain, out.sequences)
+    assert [cache.kv_bytes for cache in caches] == [0, 0]
+
+
+# The reader of all answers
+
+
+def test_the_reader_reads_all_answers_and_says_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording(monkeypatch)
+    out = vote(["x \\boxed{4}", EOS], "\\boxed{5}.....", ["\\boxed{6}", EOS], vote="final", final="5.0} is it")
+    read = "P[1]x \\boxed{4}[2]\\boxed{5}.....[3]\\boxed{6}So \\boxed{"
+    passes = recording.read()
+    reading = next(p for p in passes if p.seen[-1] == read)
+    assert TOKENIZER.decode(out.sequences[0].tolist()) == read + "5.0}"  # it stops at its answer
+    assert out.conclusions == ["So \\boxed{5.0}"]
+    assert out.answers == ["5.0"]
+    assert out.chosen == [1]
+    assert out.found == [["4", "5", "6"]]
+    assert reading.num_tokens == len(read) - len("P"), "the prompt is held already"
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_the_conclusion_equals_generate_on_the_same_text(name: str) -> None:
+    model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
+    wanted = {"vote": "final", "num_answers": 2, "top_k": 1, "conclusion_tokens": NEW, "output_logits": True, **TEXTS}
+    out = answer(model, BATCH, attention_mask=MASK, max_new_tokens=6, **wanted)
+    for row, (prompt, texts, conclusion) in enumerate(zip(PROMPTS, out.texts, out.conclusions, strict=True)):
+        whole = out.sequences[row, BATCH.shape[1] - len(prompt) :]
+        read, written = whole[:-NEW], whole[-NEW:]
+        assert read[: len(prompt)].tolist() == prompt.tolist()
+        assert TOKENIZER.decode(read[len(prompt) :].tolist()) == f"[1]{texts[0]}[2]{texts[1]}So \\boxed{{"
+        plain = greedy(model, read[None], return_dict_in_generate=True, output_logits=True)
+        assert torch.equal(plain.sequences[0], whole)
+        assert conclusion == "So \\boxed{" + TOKENIZER.decode(written.tolist())
+        ours = torch.stack([step[row] for step in out.logits])
+        torch.testing.assert_close(ours, torch.stack(plain.logits)[:, 0], atol=1e-4, rtol=1e-4)
+
+
+def test_without_a_header_the_first_answer_is_not_computed_again() -> None:
+    headed, bare = (
+        vote("abcdef", "ghijkl", vote="final", conclusion_tokens=1, answer_header=header) for header in ("|", "")
+    )
+    assert headed.stats.prefilled_tokens == len("P" + "|abcdef|ghijkl" + "So \\boxed{")
+    assert bare.stats.prefilled_tokens == len("P" + "f" + "ghijkl" + "So \\boxed{")  # f has not been read yet
+
+
+@pytest.mark.parametrize(
+    ("final", "found", "chosen"), [("9}", "9", None), ("nothing", None, None), ("4}", "4", 0), (["4", EOS], None, None)]
+)
+def test_the_reader_may_disagree_with_all_or_say_nothing(final: Script, found: str | None, chosen: int | None) -> None:
+    out = vote("\\boxed{4}", "\\boxed{4}", vote="final", final=final, conclusion_tokens=7)
+    assert out.answers == [found]
+    assert out.chosen == [chosen]
+
+
+def test_without_a_pattern_the_reader_writes_to_its_end() -> None:
+    out = vote("aa", "bb", vote="final", final="4} and more", conclusion_tokens=6, answer_pattern="")
+    assert out.conclusions == ["So \\boxed{4} and"]
+    assert (out.answers, out.votes) == ([None], [{}])
+
+
+# Caches
+
+
+def test_a_kept_cache_knows_prompts_and_answers() -> None:
+    cache = SharedPrefixCache()
+    settings = {"num_answers": 2, "past_key_values": cache, "seed": 1}
+    first = answer(small_model(), PROMPTS[0][None], **settings)
+    assert first.past_key_values is cache
+    assert answer(small_model(), PROMPTS[0][None], **settings).stats.prefilled_tokens == 1
+    more = torch.cat((first.sequences[0], PROMPTS[1]))[None]
+    assert answer(small_model(), more, **settings).stats.prefilled_tokens == 1 + len(PROMPTS[1])
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, NEW + 1, NEW + 3])
+def test_an_interrupt_harms_neither_model_nor_kept_cache(at: int) -> None:
+    model = small_model()
+    before, expected = describe(model), greedy(model, BATCH, attention_mask=MASK)
+    cache = SharedPrefixCache()
+    settings = {"num_answers": 2, "seed": 1, "vote": "final", "past_key_values": cache, **TEXTS}
+    with pytest.raises(KeyboardInterrupt), failing(model.model.layers[1], at, KeyboardInterrupt()):
+        answer(model, BATCH, attention_mask=MASK, **settings)
+    assert describe(model) == before
+    assert torch.equal(greedy(model, BATCH, attention_mask=MASK), expected)
+    assert {node.block for node in cache.nodes()} == cache.blocks, "blocks that nobody holds"
+    again = answer(model, BATCH, attention_mask=MASK, **settings)
+    fresh = answer(model, BATCH, attention_mask=MASK, **{**settings, "past_key_values": None})
+    assert torch.equal(again.sequences, fresh.sequences)
+
+
+# Streaming
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.rows: dict[int, list[tuple[str, str]]] = {}
+        self.put_tokens: list[Any] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.put_tokens.append(value.tolist())
+
+    def write_row(self, row: int, text: str, event: str) -> None:
+        self.rows.setdefault(row, []).append((text, event))
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_a_streamer_of_one_row_is_told_the_answer_that_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    vote("\\boxed{4}", "\\boxed{5}", "\\boxed{5}", streamer=TextStreamer(TOKENIZER, skip_prompt=True))
+    assert capsys.readouterr().out.strip() == "\\boxed{5}"
+
+
+def test_a_streamer_of_rows_hears_every_answer_and_the_reader() -> None:
+    listener = Listener()
+    out = vote(["ab", EOS], "cdef", streamer=listener, vote="final", final="1}")
+    assert listener.rows[0] == [("", "begin"), ("a", "token"), ("b", "token"), ("", "token"), ("", "end")]
+    assert "".join(text for text, _ in listener.rows[1]) == "cdef"
+    assert "".join(text for text, _ in listener.rows[2]) == "So \\boxed{1}"
+    assert listener.put_tokens == [[encode("P")], *([token] for token in out.sequences[0, 1:].tolist())]
+    assert listener.ended == 1
+
+
+# What is refused
+
+
+class Foreign(AsciiTokenizer):
+    """Of a model with another vocabulary."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **kwargs: Any) -> dict[str, list[int]]:
+        return {"input_ids": [tiny.VOCAB_SIZE] * len(text)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"num_answers": 0}, "num_answers must be an int of at least 1, got 0"),
+        ({"num_answers": 2.0}, "num_answers"),
+        ({"num_answers": True}, "num_answers"),
+        ({"vote": "loudest"}, "vote must be one of ['majority', 'final'], got 'loudest'"),
+        ({"vote": None}, "vote"),
+        ({"answer_pattern": "("}, "answer_pattern must be a regular expression"),
+        ({"answer_pattern": 5}, "answer_pattern"),
+        ({"answer_pattern": None}, "answer_pattern"),
+        ({"answer_pattern": ""}, "answer_pattern must not be empty for vote='majority'"),
+        ({"answer_header": "{name}"}, "answer_header may hold {number} and no other field"),
+        ({"answer_header": 3}, "answer_header"),
+        ({"conclusion_prompt": None}, "conclusion_prompt"),
+        ({"conclusion_tokens": 0}, "conclusion_tokens"),
+        ({"conclusion_tokens": None}, "conclusion_tokens"),
+        ({"seed": "x"}, "seed"),
+        ({"seed": [1, 2, 3], "num_answers": 2}, "seed must have one entry per row (2)"),
+        ({"answers": 3}, "did you mean 'num_answers'"),
+        ({"do_sample": False}, "give do_sample=True"),
+        ({"tokenizer": None}, "self_consistency reads what was written"),
+        ({"tokenizer": "gpt2"}, "tokenizer"),
+        ({"vote": "final", "min_new_tokens": 3}, "min_length=26 cannot be honoured by vote='final'"),
+        ({"vote": "final", "forced_eos_token_id": 5}, "forced_eos_token_id"),
+        ({"vote": "final", "tokenizer": Foreign()}, "vocabulary"),
+        ({"past_key_values": BlockCache()}, "past_key_values must be a SharedPrefixCache, got BlockCache"),
+        ({"num_beams": 2}, "num_beams"),
+    ],
+)
+def test_malformed_settings_raise_and_the_model_works_as_before(settings: dict[str, Any], says: str) -> None:
+    model = small_model()
+    before = describe(model)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        answer(model, PROMPTS[0][None], **settings)
+    assert describe(model) == before
+    assert answer(model, PROMPTS[0][None], num_answers=1).sequences.shape == (1, 23 + NEW)
+
+
+def test_one_greedy_answer_is_what_generate_gives() -> None:
+    out = answer(small_model(), BATCH, attention_mask=MASK, num_answers=1, do_sample=False)
+    assert torch.equal(out.sequences, greedy(small_model(), BATCH, attention_mask=MASK))
+
+
+def test_a_reading_that_is_too_long_for_a_model_is_refused() -> None:
+    model = hf_parallel.enable(copy.deepcopy(tiny.build("llama-dynamic")))
+    longest = model._parallel_capabilities.max_length
+    at_once = {"num_answers": 2, "vote": "final", "eos_token_id": list(range(tiny.VOCAB_SIZE)), **TEXTS}
+    fits = longest - len("[1][2]So \\boxed{") - len(PROMPTS[1])
+    assert answer(model, PROMPTS[1][None], conclusion_tokens=fits, **at_once).conclusions == ["So \\boxed{"]
+    with pytest.raises(UnsupportedModelError, match=f"{longest} tokens"):
+        answer(model, PROMPTS[1][None], conclusion_tokens=fits + 1, **at_once)
+
+
+def test_settings_may_come_in_one_object() -> None:
+    config = SelfConsistencyConfig(num_answers=2, vote="final", conclusion_tokens=3, **TEXTS)
+    assert config.to_dict() == {"num_answers": 2, "vote": "final", "conclusion_tokens": 3, **TEXTS}
+    out = answer(small_model(), PROMPTS[0][None], parallel_config=config, top_k=1)
+    assert len(out.texts[0]) == 2
+    assert out.conclusions[0].startswith("So \\boxed{")

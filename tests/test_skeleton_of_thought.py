@@ -1,0 +1,351 @@
+"""Skeleton-of-Thought: outlines, points side by side or in turn, conclusions, and answers without an outline."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import LogitsProcessor, PreTrainedModel
+from workers import TOKENIZER, Script, encode, small_model
+
+import hf_parallel
+from hf_parallel import SkeletonOfThoughtConfig, SkeletonOfThoughtOutput
+
+EOS = tiny.EOS
+STOP_BLANK, BLANKS = 4, 5  # tokens that hold a full stop and blank lines, and blank lines alone
+NEW = 8
+TEXTS: dict[str, Any] = {
+    "outline_prompt": "[OUTLINE]",
+    "outline_start": "1.",
+    "point_prompt": "[POINTS]{skeleton}[NOW]",
+    "point_heading": "{number}. {point}:",
+    "point_end": "",
+    "point_gap": "|",
+    "conclusion_prompt": "[END]",
+}
+"""Short texts, so that what a row reads can be written out in a test."""
+POINTS = " a\n2. b\n3. c"
+"""What an outline of three points goes on with."""
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Replies(LogitsProcessor):
+    """Lets rows whose prompt ends with a key write its script, and then end; others choose for themselves.
+
+    Of keys that end alike, the longest counts.
+    """
+
+    keeps_rows = False
+
+    def __init__(self, scripts: Mapping[str, Script]) -> None:
+        longest_first = sorted(scripts, key=len, reverse=True)
+        self.scripts = {tuple(encode(key)): [*encode(scripts[key]), EOS] for key in longest_first}
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = scores.clone()
+        for row, tokens in enumerate(input_ids.tolist()):
+            token = self._next(tokens)
+            if token is not None:
+                chosen[row] = -100.0
+                chosen[row, token] = 100.0
+        return chosen
+
+    def _next(self, tokens: list[int]) -> int | None:
+        for key, script in self.scripts.items():
+            for written in range(min(len(script), len(tokens) - len(key) + 1)):
+                end = len(tokens) - written
+                if tuple(tokens[end - len(key) : end]) == key and tokens[end:] == script[:written]:
+                    return script[written]
+        return None
+
+
+def write(
+    scripts: Mapping[str, Script], prompts: Sequence[str] = ("P",), model: PreTrainedModel | None = None, **more: Any
+) -> Any:
+    """Let rows whose prompts end with the keys write the scripts; without a budget, as much as they want to."""
+    ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in prompts])
+    given = {
+        "tokenizer": TOKENIZER,
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "logits_processor": [Replies(scripts)],
+        **TEXTS,
+        **more,
+    }
+    model = small_model() if model is None else model
+    return model.generate(ids, attention_mask=mask, generation_mode="skeleton_of_thought", **given)  # type: ignore[operator]
+
+
+def scripts(*points: Script, outline: Script = POINTS, end: Script = "e") -> dict[str, Script]:
+    """Scripts for an outline of three points, for the points and the conclusion."""
+    keys = (f"{number}. {title}:" for number, title in enumerate("abc", start=1))
+    return {"[OUTLINE]1.": outline, "[END]": end, **dict(zip(keys, points, strict=False))}
+
+
+def greedy(model: PreTrainedModel, tokens: Sequence[int], new: int = NEW, **more: Any) -> list[int]:
+    """What `generate` writes behind the tokens."""
+    ids = torch.tensor([list(tokens)])
+    out = model.generate(ids, generation_mode=None, do_sample=False, max_new_tokens=new, **more)  # type: ignore[operator]
+    return out[0, len(tokens) :].tolist()
+
+
+# Equal to generate
+
+
+@pytest.mark.parametrize("workers", [None, 1, 2])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_points_and_conclusion_equal_greedy_generate_on_their_prompts(name: str, workers: int | None) -> None:
+    model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
+    budgets = {"max_new_tokens": NEW, "outline_tokens": 20}
+    out = write({"[OUTLINE]1.": POINTS}, ["PQRST", "U"], model, point_workers=workers, **budgets)
+    for row, prompt in enumerate(("PQRST", "U")):
+        assert [point.title for point in out.points[row]] == ["a", "b", "c"]
+        for point in out.points[row]:
+            assert point.prompt == encode(f"{prompt}[POINTS]1. a\n2. b\n3. c[NOW]{point.number}. {point.title}:")
+            assert point.tokens == greedy(model, point.prompt)
+            assert point.text == TOKENIZER.decode(point.tokens)
+        whole = out.sequences[row, 5 - len(prompt) :].tolist()
+        points = "|".join(f"{point.number}. {point.title}:{point.text}" for point in out.points[row])
+        assert TOKENIZER.decode(whole[:-NEW]) == f"{prompt}{points}|[END]"
+        assert whole[-NEW:] == greedy(model, whole[:-NEW])
+    assert len({tuple(point.tokens) for points in out.points for point in points}) == 6, "all points are alike"
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_a_repetition_penalty_sees_each_point_with_its_own_prompt(workers: int | None) -> None:
+    """Prompts of unequal lengths; points that end one by one."""
+    penalty = {"repetition_penalty": 1.7, "eos_token_id": [EOS, *range(ord("A"), ord("Z") + 1)]}
+    replies = {"P[OUTLINE]1.": POINTS, "U[OUTLINE]1.": " much longer\n2. zz"}
+    more = {"max_new_tokens": NEW, "outline_tokens": 20, "conclusion_tokens": 0, "point_workers": workers}
+    out = write(replies, ["PPPPP", "U"], **more, **penalty)
+    points = [point for points in out.points for point in points]
+    assert len(points) == 5
+    assert len({len(point.tokens) for point in points}) > 1, "all points end at the same time"
+    for point in points:
+        assert point.tokens == greedy(small_model(), point.prompt, **penalty)
+
+
+def test_the_outline_equals_greedy_generate_on_its_prompt() -> None:
+    out = write({}, ["PQR"], max_new_tokens=NEW)
+    assert out.outlines == ["1." + TOKENIZER.decode(greedy(small_model(), encode("PQR[OUTLINE]1.")))]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_without_an_outline_the_answer_is_what_generate_gives(name: str) -> None:
+    model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
+    out = write({"[OUTLINE]1.": " only one"}, ["PQRST", "U"], model, max_new_tokens=NEW, outline_tokens=20)
+    assert out.fallback == ["the outline has 1 of at least 2 points"] * 2
+    for row, prompt in enumerate(("PQRST", "U")):
+        assert out.sequences[row, 5:].tolist() == greedy(model, encode(prompt))
+    assert out.outlines == ["1. only one"] * 2
+    assert (out.points, out.conclusions) == ([[], []], ["", ""])
+    assert out.texts == [TOKENIZER.decode(row) for row in out.sequences[:, 5:].tolist()]
+
+
+# Outlines
+
+DEFAULT = SkeletonOfThoughtConfig(max_points=4)
+
+
+@pytest.mark.parametrize(
+    ("outline", "points"),
+    [
+        ("1. Bread\n2. Butter\n", ["Bread", "Butter"]),
+        ("1) Bread\n  2: Butter", ["Bread", "Butter"]),
+        ("1. **Bread:**\n2. **Butter**: \n3. ", ["Bread", "Butter"]),
+        ("1. Bread: white\n\n2. 2 eggs", ["Bread: white", "2 eggs"]),
+        ("Well:\n\n1. Bread\n- fresh\n2. Butter\n\nThat is all.", ["Bread", "Butter"]),
+        ("1. Bread\n2. Butter\n3. Bread\n4. Jam", ["Bread", "Butter", "Jam"]),
+        ("1. a\n2. b\n3. c\n4. d\n5. e", ["a", "b", "c", "d"]),
+        ("1. {x}\n2. 100%", ["{x}", "100%"]),
+        ("- Bread\n- Butter", []),
+        ("1.\n2.\n", []),
+        ("", []),
+    ],
+)
+def test_points_are_read_from_an_outline(outline: str, points: list[str]) -> None:
+    assert DEFAULT.read_points(outline) == points
+
+
+def test_a_line_that_the_budget_cut_off_is_no_point() -> None:
+    assert DEFAULT.read_points("1. Bread\n2. Butter\n3. Ja", cut=True) == ["Bread", "Butter"]
+    out = write({"[OUTLINE]1.": " aa\n2. bb\n3. cccc"}, outline_tokens=14, max_new_tokens=2)
+    assert out.outlines == ["1. aa\n2. bb\n3. c"]
+    assert [point.title for point in out.points[0]] == ["aa", "bb"]
+    out = write({"[OUTLINE]1.": " aa\n2. bb\n3. c"}, max_new_tokens=15)
+    assert [point.title for point in out.points[0]] == ["aa", "bb", "c"]
+
+
+@pytest.mark.parametrize(
+    ("outline", "ends"),
+    [
+        ("1. a\n2. b\n", False),
+        ("1. a\n2. b\n\n", False),
+        ("1. a\n2. b\n\nNow", False),
+        ("1. a\n2. b\n\nNow then\n", True),
+        ("1. a\n2. b\nNow then\n", False),
+        ("1. a\n\n- x\n\n2. b\n", False),
+        ("Look:\n\nHere\n", False),
+        ("1. a\n2. b\n1. a", False),
+        ("1. a\n2. b\n1. a\n", True),
+        ("1. a\n2. b\n3. c\n4. d", False),
+        ("1. a\n2. b\n3. c\n4. d\n", True),
+    ],
+)
+def test_an_outline_ends_with_its_list(outline: str, ends: bool) -> None:
+    assert DEFAULT.outline_ends(outline) == ends
+
+
+def test_a_complete_outline_is_not_written_on() -> None:
+    out = write(scripts("x", "y", "z", outline=POINTS + "\n\nSo much for that.\nMore"), max_points=5)
+    assert out.outlines == ["1." + POINTS + "\n\nSo much for that.\n"]
+    out = write(scripts("x", "y", outline=POINTS + "\n4. d"), max_points=2)
+    assert out.outlines == ["1. a\n2. b\n"]
+    assert len(out.points[0]) == 2
+
+
+def test_a_pattern_and_a_start_of_ones_own() -> None:
+    out = write(
+        {"[OUTLINE]* ": "a\n* b", "<a>": "xx", "<b>": "yy", "[END]": ""},
+        outline_start="* ",
+        point_pattern=r"\* (.+)",
+        point_heading="<{point}>",
+        point_prompt="{number} of {skeleton}",
+    )
+    assert TOKENIZER.decode(out.sequences[0].tolist()) == "P<a>xx|<b>yy|[END]<eos>"
+    assert TOKENIZER.decode(out.points[0][1].prompt) == "P2 of 1. a\n2. b<b>"
+
+
+# The answer
+
+
+def test_the_answer_is_put_together_from_headings_points_and_conclusion() -> None:
+    out = write(scripts("xxx", "", "zz", end="done"))
+    assert isinstance(out, SkeletonOfThoughtOutput)
+    text = "1. a:xxx|2. b:|3. c:zz|[END]done"
+    assert out.texts == [text]
+    assert out.sequences.tolist() == [[*encode("P" + text), EOS]]
+    assert out.conclusions == ["[END]done"]
+    assert out.outlines == ["1." + POINTS]
+    assert [(p.number, p.title, p.text) for p in out.points[0]] == [(1, "a", "xxx"), (2, "b", ""), (3, "c", "zz")]
+    assert out.points[0][0].tokens == [*encode("xxx"), EOS]
+    assert out.fallback == [None]
+
+
+def test_without_a_conclusion_the_answer_ends_with_the_last_point() -> None:
+    out = write(scripts("xxx", "y", "zz"), conclusion_tokens=0)
+    assert out.sequences.tolist() == [encode("P1. a:xxx|2. b:y|3. c:zz")]
+    assert out.conclusions == [""]
+
+
+def test_the_gap_is_only_what_a_point_lacks() -> None:
+    points = ("x", ["y", STOP_BLANK], "z\n", ["v", BLANKS])
+    keys = {f"{number}. {title}:": script for number, title, script in zip("1234", "abcd", points, strict=True)}
+    out = write({"[OUTLINE]1.": POINTS + "\n4. d", **keys, "[END]": ""}, point_gap="\n\n")
+    assert out.texts == ["1. a:x\n\n2. b:y.\n\n3. c:z\n\n4. d:v\n\n\n[END]"]
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        ("one.\ntwo", "one.\n"),
+        ("\n one\ntwo", "\n one\n"),
+        (["one", STOP_BLANK, "two"], "one.\n\n"),
+        ("one", "one"),
+    ],
+)
+def test_a_point_ends_where_it_is_said_to(script: Script, text: str) -> None:
+    out = write(scripts(script, "y", "z"), point_end="\n")
+    assert out.points[0][0].text == text
+
+
+def test_every_text_has_a_budget_of_its_own() -> None:
+    more = {"max_new_tokens": 3, "outline_tokens": 20}
+    out = write(scripts("x" * 9, "y", "z" * 9, end="e" * 9), **more)
+    assert out.texts == ["1. a:xxx|2. b:y|3. c:zzz|[END]eee"]
+    out = write(scripts("x" * 9, "y", "z" * 9, end="e" * 9), point_tokens=2, conclusion_tokens=4, **more)
+    assert out.texts == ["1. a:xx|2. b:y|3. c:zz|[END]eeee"]
+
+
+def test_stop_strings_and_criteria_end_single_texts(embedded: tuple[Any, Any]) -> None:
+    model, tokenizer = embedded
+    hf_parallel.enable(model)
+    try:
+        out = model.generate(
+            **tokenizer("Name two fruits.", return_tensors="pt"),
+            generation_mode="skeleton_of_thought",
+            tokenizer=tokenizer,
+            max_new_tokens=6,
+            do_sample=False,
+            outline_prompt="\n\n1. apple\n2. pear\n\nAgain:\n\n",
+            outline_tokens=12,
+            stop_strings=["pear"],
+            conclusion_tokens=0,
+            return_dict_in_generate=True,
+        )
+    finally:
+        hf_parallel.disable(model)
+    assert out.outlines[0].endswith("2. pear")
+    assert len(tokenizer(out.outlines[0]).input_ids) < 12
+    assert [point.title for point in out.points[0]][1:] == ["pear"]
+
+
+# Batches, seeds
+
+
+def test_prompts_of_a_batch_write_what_each_writes_alone() -> None:
+    """One of them without an outline."""
+    replies = {"P[OUTLINE]1.": POINTS, "Q[OUTLINE]1.": "", "R[OUTLINE]1.": " aa\n2. bb"}
+    budgets = {"max_new_tokens": 5, "outline_tokens": 20}
+    out = write(replies, ["P", "QQ", "RR"], **budgets)
+    assert [reason is None for reason in out.fallback] == [True, False, True]
+    for row, prompt in enumerate(("P", "QQ", "RR")):
+        alone = write(replies, [prompt], **budgets)
+        for name in ("texts", "outlines", "points", "conclusions", "fallback"):
+            assert getattr(out, name)[row] == getattr(alone, name)[0]
+        own = out.sequences[row, 2 - len(prompt) :]
+        assert own[: alone.sequences.shape[1]].tolist() == alone.sequences[0].tolist()
+        assert (own[alone.sequences.shape[1] :] == tiny.PAD).all()
+
+
+def test_a_seed_gives_every_text_its_own_randomness() -> None:
+    sampled = {"do_sample": True, "max_new_tokens": NEW, "outline_tokens": 20}
+    outline = {"[OUTLINE]1.": POINTS}
+    first = write(outline, seed=5, **sampled)
+    for workers in (1, 2):
+        turns = write(outline, seed=5, point_workers=workers, **sampled)
+        assert (turns.points, turns.conclusions) == (first.points, first.conclusions)
+    other = write(outline, seed=6, **sampled)
+    assert other.points != first.points
+    batch = write({**outline, "Q[OUTLINE]1.": " aa\n2. bb\n3. cc\n4. dd"}, ["P", "Q"], seed=5, **sampled)
+    assert batch.points[0] == first.points[0]
+    assert write(outline, ["P", "P"], seed=[1, 2], **sampled).points[1] != write(outline, seed=[1], **sampled).points[0]
+    assert len({tuple(point.tokens) for point in first.points[0]}) == 3
+
+
+class Dice(Replies):
+    """Any small letter, whatever the model says, where no script says more."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        flat = torch.full_like(scores, -100.0)
+        flat[:, ord("a") : ord("z") + 1] = 0.0
+        return super().__call__(input_ids, flat)
+
+
+def test_no_two_texts_draw_the_same() -> None:
+    sampled = {"do_sample": True, "seed": 3, "max_new_tokens": NEW, "outline_tokens": 20}
+    out = write({}, logits_processor=[Dice({"[OUTLINE]1.": POINTS})], **sampled)
+    texts = [*(point.text for point in out.points[0]), out.conclusions[0].removeprefix("[END]")]
+    assert len(set(texts)) == 4
+
+
+def test_num_return_sequences_makes_several_answers_to_one_prompt() -> None:
+    sampled = {"do_sample": True, "seed": 1, "num_return_sequences": 3, "max_new_tokens": NEW, "outline_tokens": 20}
+    out = write({"[OUTLINE]1.": POINTS}, **sampled)
+    assert out.sequences.shape[0] == len(set(out.texts)) == 3

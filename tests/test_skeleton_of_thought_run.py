@@ -1,0 +1,229 @@
+"""A Skeleton-of-Thought call as a whole: what it costs, interrupts, streamers, and settings that are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_malformed import describe, failing
+from test_self_consistency import Foreign, Listener
+from test_skeleton_of_thought import (
+    BLANKS,
+    DEFAULT,
+    EOS,
+    POINTS,
+    STOP_BLANK,
+    TEXTS,
+    Replies,
+    greedy,
+    scripts,
+    write,
+)
+from transformers import TextStreamer
+from workers import TOKENIZER, Recording, encode, small_model
+
+from hf_parallel import BlockCache, SharedPrefixCache, SkeletonOfThoughtConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# What it costs
+
+
+@pytest.mark.parametrize(("workers", "steps"), [(None, 6), (3, 6), (2, 8), (1, 15)])
+def test_as_a_worker_ends_its_point_it_takes_the_next(
+    workers: int | None, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Points of 7, 3 and 6 tokens: of two workers, the one that has written 3 goes on with 6."""
+    recording = Recording(monkeypatch)
+    out = write(scripts("x" * 6, "yy", "z" * 5), point_workers=workers, conclusion_tokens=0)
+    assert out.texts == ["1. a:xxxxxx|2. b:yy|3. c:zzzzz"]
+    outline, *points = 1 + len(POINTS), *(p.num_tokens for p in recording.read()[1 + len(POINTS) :])
+    assert len(points) == 1 + steps, "a first token follows from the prompts, which are read in one pass"
+    assert max(points[1:]) == (workers or 3)
+    assert sum(points[1:]) == 7 + 3 + 6 - (workers or 3), "later points ask the last token of their prompts again"
+    assert out.stats.forward_passes == outline + len(points)
+    assert out.stats.decoded_tokens == len(POINTS) + 1 + 7 + 3 + 6
+
+
+def test_workers_are_counted_for_each_prompt() -> None:
+    """Two prompts, one of them without an outline: its answer is no point and waits for nobody."""
+    replies = {**scripts("x" * 6, "yy", "z" * 5), "Q[OUTLINE]1.": ""}
+    both = write(replies, ["P", "Q"], point_workers=1, conclusion_tokens=0, max_new_tokens=14)
+    alone = write(replies, ["P"], point_workers=1, conclusion_tokens=0, max_new_tokens=14)
+    assert both.stats.forward_passes == alone.stats.forward_passes
+
+
+@pytest.mark.parametrize("workers", [None, 1])
+def test_what_prompts_have_in_common_is_computed_once(workers: int | None) -> None:
+    out = write(scripts("xx", "y", "zz", end=""), ["Long prompt", "Long"], point_workers=workers)
+    read = [encode(prompt + "[OUTLINE]1.") for prompt in ("Long prompt", "Long")]
+    read += [point.prompt for points in out.points for point in points]
+    read += [encode(prompt + text) for prompt, text in zip(("Long prompt", "Long"), out.texts, strict=True)]
+    unique = {tuple(tokens[: i + 1]) for tokens in read for i in range(len(tokens))}
+    asked_again = 0 if workers is None else 2 * 2
+    assert out.stats.prefilled_tokens == len(unique) + asked_again
+
+
+def test_a_kept_cache_knows_what_was_read_before() -> None:
+    cache = SharedPrefixCache()
+    first = write(scripts("xx", "y", "zz"), ["Long prompt"], past_key_values=cache)
+    assert first.past_key_values is cache
+    again = write(scripts("xx", "y", "zz"), ["Long prompt"], past_key_values=cache)
+    assert again.texts == first.texts
+    assert again.stats.prefilled_tokens == 1 + 3 + 1, "the last token of each prompt"
+
+
+def test_the_memory_of_a_call_without_a_cache_to_return_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = []
+    monkeypatch.setattr(SharedPrefixCache, "reset", lambda self: (caches.append(self), BlockCache.reset(self)))
+    plain = write(scripts("xx", "y", "zz"), return_dict_in_generate=False)
+    assert TOKENIZER.decode(plain[0].tolist()) == "P1. a:xx|2. b:y|3. c:zz|[END]e<eos>"
+    assert [cache.kv_bytes for cache in caches] == [0]
+
+
+# Interrupts and anything that a model may write
+
+
+@pytest.mark.parametrize("at", [1, 4, 2 + len(POINTS), 4 + len(POINTS), 10 + len(POINTS)])
+def test_an_interrupt_harms_neither_model_nor_kept_cache(at: int) -> None:
+    model, cache = small_model(), SharedPrefixCache()
+    before, expected = describe(model), greedy(model, encode("PQR"))
+    more = {"max_new_tokens": 5, "outline_tokens": 20, "point_workers": 2}
+    with pytest.raises(KeyboardInterrupt), failing(model.model.layers[1], at, KeyboardInterrupt()):
+        write({"[OUTLINE]1.": POINTS}, ["PQR"], past_key_values=cache, **more)
+    assert describe(model) == before
+    assert greedy(model, encode("PQR")) == expected
+    assert {node.block for node in cache.nodes()} == cache.blocks, "blocks that nobody holds"
+    again = write({"[OUTLINE]1.": POINTS}, ["PQR"], past_key_values=cache, **more)
+    fresh = write({"[OUTLINE]1.": POINTS}, ["PQR"], **more)
+    assert again.points == fresh.points
+    assert again.texts == fresh.texts
+
+
+PIECES = st.sampled_from([*"ab.: \n", "1. ", "2. c\n", "3) **d**\n", "{x}", "\\boxed{", EOS, STOP_BLANK, BLANKS])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    outline=st.lists(PIECES, max_size=12),
+    point=st.lists(PIECES, max_size=5),
+    end=st.lists(PIECES, max_size=3),
+    budgets=st.tuples(st.integers(1, 30), st.integers(1, 4), st.integers(0, 3)),
+    workers=st.sampled_from([None, 1, 2]),
+)
+def test_whatever_is_written_nothing_raises_and_nothing_gets_lost(
+    outline: list[Any], point: list[Any], end: list[Any], budgets: tuple[int, int, int], workers: int | None
+) -> None:
+    replies = {"[OUTLINE]1.": outline, "~": point, "[END]": end}
+    names = ("outline_tokens", "point_tokens", "conclusion_tokens")
+    more = dict(zip(names, budgets, strict=True))
+    out = write(replies, max_new_tokens=3, point_workers=workers, point_end="\n", point_heading="{point}~", **more)
+    tokens = out.sequences[0, 1:].tolist()
+    answer = [token for token in tokens if token != EOS]
+    assert TOKENIZER.decode(answer) == out.texts[0]
+    assert out.outlines[0] == "1." + TOKENIZER.decode(until_end(outline, budgets[0]))[: len(out.outlines[0]) - 2]
+    if out.fallback[0] is not None:
+        assert len(set(DEFAULT.read_points(out.outlines[0]))) <= 2  # a last line may have been cut off
+        assert tokens == greedy(small_model(), encode("P"), 3)
+        return
+    assert len(out.points[0]) >= 2
+    for written in out.points[0]:
+        assert f"{written.title}~{written.text}" in out.texts[0]
+        assert TOKENIZER.decode(until_end(point, budgets[1])).startswith(written.text)
+    assert out.texts[0].endswith(out.conclusions[0])
+    assert bool(out.conclusions[0]) == bool(budgets[2])
+
+
+def until_end(script: Sequence[str | int], budget: int) -> list[int]:
+    """The tokens of a script that a row with a budget writes."""
+    tokens = encode(script)[:budget]
+    return tokens[: tokens.index(EOS)] if EOS in tokens else tokens
+
+
+# Streaming
+
+
+def test_a_streamer_of_one_row_is_told_the_answer_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    write(scripts("xx", "y", "zz"), streamer=TextStreamer(TOKENIZER, skip_prompt=True))
+    assert capsys.readouterr().out.strip() == "1. a:xx|2. b:y|3. c:zz|[END]e<eos>"
+
+
+def test_a_streamer_of_rows_hears_every_text() -> None:
+    listener = Listener()
+    replies = {**scripts("xx", "y"), "Q[OUTLINE]1.": ""}
+    out = write(replies, ["P", "Q"], streamer=listener, max_new_tokens=12, outline_tokens=20)
+    heard = {row: "".join(text for text, _ in events) for row, events in listener.rows.items()}
+    assert heard[0] == "1." + POINTS + "[END]e"
+    assert heard[1] == "1." + out.texts[1]
+    assert {row: heard[row] for row in (2, 4)} == {2: "1. a:xx", 4: "2. b:y"}
+    assert heard[6].startswith("3. c:")
+    assert listener.rows[2] == [("1. a:", "begin"), ("x", "token"), ("x", "token"), ("", "token"), ("", "end")]
+    prompts, *columns = listener.put_tokens
+    assert torch.equal(torch.tensor(columns).T, out.sequences[:, 1:])
+    assert listener.ended == 1
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        *(({name: 5}, name) for name in ("outline_prompt", "outline_start", "point_end", "point_gap")),
+        ({"conclusion_prompt": None}, "conclusion_prompt must be a string, got None"),
+        ({"point_prompt": "{who}"}, "point_prompt may hold {skeleton} and {number} and {point} and no other field"),
+        ({"point_prompt": None}, "point_prompt"),
+        ({"point_heading": "{skeleton}"}, "point_heading may hold {number} and {point}"),
+        ({"point_heading": "{"}, "point_heading"),
+        ({"point_pattern": "("}, "point_pattern must be a regular expression"),
+        ({"point_pattern": None}, "point_pattern"),
+        ({"point_pattern": r"\d+"}, "point_pattern must have a group"),
+        ({"min_points": 0}, "min_points must be an int of at least 1, got 0"),
+        ({"min_points": 4, "max_points": 3}, "max_points must be an int of at least 4, got 3"),
+        ({"max_points": 2.5}, "max_points"),
+        ({"point_workers": 0}, "point_workers must be an int of at least 1, got 0"),
+        ({"point_workers": "all"}, "point_workers"),
+        *(({name: 0}, name) for name in ("outline_tokens", "point_tokens")),
+        ({"conclusion_tokens": -1}, "conclusion_tokens must be an int of at least 0, got -1"),
+        ({"conclusion_tokens": True}, "conclusion_tokens"),
+        ({"seed": 1.5}, "seed"),
+        ({"seed": [1, 2]}, "seed must have one entry per row (1)"),
+        ({"workers": 2}, "did you mean 'point_workers'"),
+        ({"tokenizer": None}, "skeleton_of_thought reads what was written"),
+        ({"tokenizer": "gpt2"}, "tokenizer"),
+        ({"tokenizer": Foreign()}, "vocabulary"),
+        ({"output_scores": True}, "output_scores cannot be honoured"),
+        ({"output_logits": True}, "output_logits cannot be honoured"),
+        ({"min_new_tokens": 2}, "min_length=3 cannot be honoured"),
+        ({"exponential_decay_length_penalty": (3, 2.0), "eos_token_id": 2}, "exponential_decay_length_penalty"),
+        ({"begin_suppress_tokens": [5]}, "begin_suppress_tokens"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [5]}, "prefix_allowed_tokens_fn cannot be honoured"),
+        ({"past_key_values": BlockCache()}, "past_key_values must be a SharedPrefixCache, got BlockCache"),
+        ({"num_beams": 2}, "num_beams"),
+    ],
+)
+def test_malformed_settings_raise_and_the_model_works_as_before(given: dict[str, Any], says: str) -> None:
+    before = describe(small_model())
+    with pytest.raises(ValueError, match=re.escape(says)):
+        write(scripts("x", "y", "z"), **given)
+    assert describe(small_model()) == before
+    assert write(scripts("x", "y", "z")).texts == ["1. a:x|2. b:y|3. c:z|[END]e"]
+
+
+def test_settings_may_come_in_one_object() -> None:
+    config = SkeletonOfThoughtConfig(**TEXTS, point_workers=2, conclusion_tokens=0)
+    assert config.to_dict() == {**TEXTS, "point_workers": 2, "conclusion_tokens": 0}
+    out = small_model().generate(
+        torch.tensor([encode("P")]),
+        parallel_config=config,
+        tokenizer=TOKENIZER,
+        max_new_tokens=20,
+        logits_processor=[Replies(scripts("x", "y", "z"))],
+    )
+    assert TOKENIZER.decode(out[0].tolist()) == "P1. a:x|2. b:y|3. c:z"

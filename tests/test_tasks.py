@@ -1,0 +1,267 @@
+"""Tasks: their answers, worked out again from nothing but the prompts, and what texts are worth; Chain of Draft."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from malformed_cases import TOKENIZER
+from transformers import PreTrainedTokenizerBase
+
+import hf_parallel
+from hf_parallel.evaluation import TASKS, ArithmeticProblem, PlanningProblem, RetrievalProblem
+from hf_parallel.generation.answers import find_answer
+
+SEEDS = range(40)
+
+
+# All of them
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_seed_makes_a_problem_and_another_one_another(name: str) -> None:
+    make = TASKS[name].make
+    assert make(3) == make(3)
+    assert len({make(seed).prompt for seed in SEEDS}) == len(SEEDS)
+    assert TASKS[name].name == name
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_prompt_alone_is_worth_nothing_and_no_text_neither(name: str) -> None:
+    for seed in SEEDS:
+        problem = TASKS[name].make(seed)
+        assert problem.score("") == 0.0
+        assert problem.score(problem.prompt) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "says"),
+    [
+        (RetrievalProblem.make, {"num_students": 1}, "num_students must be an int of at least 2, got 1"),
+        (RetrievalProblem.make, {"num_students": 101}, "num_students must be at most 100, got 101"),
+        (RetrievalProblem.make, {"num_students": 2.5}, "num_students"),
+        (ArithmeticProblem.make, {"num_questions": 0}, "num_questions must be an int of at least 1, got 0"),
+        (ArithmeticProblem.make, {"num_questions": 11}, "num_questions must be at most 10, got 11"),
+        (PlanningProblem.make, {"num_aspects": 1}, "num_aspects must be an int of at least 2, got 1"),
+        (PlanningProblem.make, {"num_aspects": 8}, "num_aspects must be at most 7, got 8"),
+    ],
+)
+def test_malformed_sizes_raise(make: Callable[..., Any], given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make(0, **given)
+
+
+# Retrieval
+
+
+@pytest.mark.parametrize("count", [2, 10, 100])
+def test_exactly_one_student_of_the_prompt_is_in_the_range(count: int) -> None:
+    for seed in SEEDS:
+        problem = RetrievalProblem.make(seed, count)
+        students = re.findall(r"^(.+) is \d+ years old, .+ has a GPA of (\d\.\d\d)\.", problem.prompt, re.MULTILINE)
+        low, high = re.findall(r"between (\d\.\d\d) and (\d\.\d\d)", problem.prompt)[0]
+        assert len({name for name, _ in students}) == len({gpa for _, gpa in students}) == count
+        inside = [name for name, gpa in students if Fraction(low) <= Fraction(gpa) <= Fraction(high)]
+        assert inside == [problem.answer]
+        assert {low, high}.isdisjoint(gpa for _, gpa in students)
+        assert problem.score(f"Name: {inside[0]}") == 1.0
+
+
+def test_the_student_asked_for_is_anywhere_in_the_list() -> None:
+    places = {[student.name for student in p.students].index(p.answer) for p in map(RetrievalProblem.make, range(200))}
+    assert places == set(range(10))
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Name: {answer}", 1.0),
+        ("So it is clear.\nname: {answer}.\n", 1.0),
+        ("**Name:** {answer}", 1.0),
+        ("**Name: {answer}**", 1.0),
+        ("NAME:{upper}", 1.0),
+        ('Name: "{answer}"', 1.0),
+        ("Name: {other}\nNo.\nName: {answer}", 1.0),
+        ("Name: {answer}\nNo.\nName: {other}", 0.0),
+        ("Name: {other}", 0.0),
+        ("Name: {first}", 0.0),
+        ("Name: {answer} or {other}", 0.0),
+        ("Name:\n{answer}", 0.0),
+        ("{answer}", 0.0),
+        ("Nickname: {answer}", 0.0),
+    ],
+)
+def test_only_the_full_name_in_the_last_line_that_gives_one_counts(text: str, score: float) -> None:
+    problem = RetrievalProblem.make(1)
+    names = [student.name for student in problem.students]
+    other = next(name for name in names if name != problem.answer)
+    values = {"answer": problem.answer, "upper": problem.answer.upper(), "other": other}
+    assert problem.score(text.format(first=problem.answer.split()[0], **values)) == score
+
+
+# Arithmetic
+
+SOLUTIONS: dict[str, Callable[..., Any]] = {
+    r"gets (\d+) crates of (\d+) apples. It throws (\d+) rotten": lambda n, m, bad: n * m - bad,
+    r"has (\d+) euros. She saves (\d+) euros a week for (\d+) weeks and then spends (\d+)": (
+        lambda held, weekly, weeks, spent: held + sum([weekly] * weeks) - spent
+    ),
+    r"with (\d+) passengers. At the first stop (\d+) get off and (\d+) get on. At the second stop twice as many": (
+        lambda start, off, on: start - off + on + 2 * on
+    ),
+    r"reads (\d+) pages a day for (\d+) days, and then (\d+) pages of the book are left": lambda n, d, r: n * d + r,
+    r"an adult costs (\d+) euros, one for a child half as much. How many euros do (\d+) adults and (\d+) children": (
+        lambda price, adults, children: Fraction(price) * adults + Fraction(price, 2) * children
+    ),
+    r"has (\d+) hens, and each lays (\d+) eggs in a week. Each week the farmer bakes (\d+) cakes with (\d+) eggs": (
+        lambda hens, daily, cakes, each: hens * daily - cakes * each
+    ),
+    r"is (\d+) metres long and (\d+) metres wide. .+ a gate of (\d+) metres": lambda a, b, gate: a + b + a + b - gate,
+    r"has (\d+) marbles. Ben has (\d+) times as many as Ella, but he loses (\d+)": lambda n, k, lost: (
+        n + (n * k - lost)
+    ),
+    r"goes (\d+) hours at (\d+) kilometres an hour and then (\d+) more hours at a speed that is (\d+) kilometres": (
+        lambda first, speed, second, less: first * speed + second * (speed - less)
+    ),
+    r"bakes (\d+) trays of (\d+) cookies. He gives (\d+) cookies to each of his (\d+) guests": (
+        lambda trays, size, each, guests: trays * size - each * guests
+    ),
+}
+"""How each kind of question is solved, from the numbers in its text."""
+
+
+def solve(question: str) -> int:
+    """The answer to a question, worked out from its text alone."""
+    solved = [(found, solution) for text, solution in SOLUTIONS.items() if (found := re.search(text, question))]
+    assert len(solved) == 1, question
+    found, solution = solved[0]
+    numbers = [int(number) for number in found.groups()]
+    assert sorted(numbers) == sorted(map(int, re.findall(r"\d+", question))), "a number that plays no part"
+    answer = Fraction(solution(*numbers))
+    assert answer.denominator == 1
+    return int(answer)
+
+
+@pytest.mark.parametrize("count", [1, 5, 10])
+def test_answers_are_those_of_the_questions_in_the_prompt(count: int) -> None:
+    for seed in SEEDS:
+        problem = ArithmeticProblem.make(seed, count)
+        questions = re.findall(r"^\d+\. (.+)$", problem.prompt, re.MULTILINE)
+        answers = [solve(question) for question in questions]
+        assert len({re.sub(r"\d+", "", question) for question in questions}) == count
+        assert problem.answer == ",".join(map(str, answers))
+        assert all(0 < answer < 1000 for answer in answers)
+        assert f"\\boxed{{{','.join(f'answer{i + 1}' for i in range(count))}}}" in problem.prompt
+        assert problem.score(f"Therefore \\boxed{{{problem.answer}}}.") == 1.0
+
+
+def test_every_kind_of_question_is_asked() -> None:
+    asked = "\n".join(ArithmeticProblem.make(seed).prompt for seed in SEEDS)
+    assert all(re.search(text, asked) for text in SOLUTIONS)
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("\\boxed{{{0},{1},{2},{3},{4}}}", 1.0),
+        ("\\boxed{{ {0}, {1}, ${2}$, {3}.0, {4} }}", 1.0),
+        ("\\boxed{{1,2,3,4,5}} no: \\boxed{{{0},{1},{2},{3},{4}}}", 1.0),
+        ("\\boxed{{{0},{1},{2},{3},{4}}} no: \\boxed{{0,0,0,0,0}}", 0.0),
+        ("\\boxed{{{0},0,{2},0,{4}}}", 0.6),
+        ("\\boxed{{{1},{0},{2},{3},{4}}}", 0.6),
+        ("\\boxed{{{0},{1}}}", 0.4),
+        ("\\boxed{{{0},{1},{2},{3},{4},7}}", 0.0),
+        ("\\boxed{{{0}}} \\boxed{{{1}}} \\boxed{{{2}}} \\boxed{{{3}}} \\boxed{{{4}}}", 1.0),
+        ("\\boxed{{7}} \\boxed{{{0}}} \\boxed{{{1}}} \\boxed{{{2}}} \\boxed{{{3}}} \\boxed{{{4}}}", 1.0),
+        ("\\boxed{{{0}}} \\boxed{{0}} \\boxed{{{2}}}", 0.4),
+        ("\\boxed{{{0},{1},{2},{3},{4}", 0.0),
+        ("{0},{1},{2},{3},{4}", 0.0),
+    ],
+)
+def test_each_answer_counts_in_its_place(text: str, score: float) -> None:
+    problem = next(p for p in map(ArithmeticProblem.make, SEEDS) if len(set(p.answers)) == 5 and 7 not in p.answers)
+    assert problem.score(text.format(*problem.answers)) == pytest.approx(score)
+
+
+def test_one_question_has_one_box() -> None:
+    problem = ArithmeticProblem.make(0, 1)
+    assert problem.score(f"\\boxed{{5000}} or \\boxed{{{problem.answer}}}") == 1.0
+    assert problem.score(f"\\boxed{{{problem.answer}}} or \\boxed{{5000}}") == 0.0
+
+
+def test_a_vote_reads_the_answer_that_is_scored() -> None:
+    for problem, text in (
+        (RetrievalProblem.make(0), "Name: {}"),
+        (ArithmeticProblem.make(0), "\\boxed{{{}}}"),
+    ):
+        assert find_answer(problem.answer_pattern, text.format(problem.answer)) == problem.answer
+
+
+# Planning
+
+
+@pytest.mark.parametrize("count", [2, 5, 7])
+def test_the_prompt_names_all_aspects(count: int) -> None:
+    for seed in SEEDS:
+        problem = PlanningProblem.make(seed, count)
+        named = re.findall(r"the name of the aspect: (.+)\. Put", problem.prompt)[0].split(", ")
+        assert named == list(problem.aspects) == problem.answer.split("\n")
+        assert len(set(named)) == count
+
+
+@pytest.mark.parametrize(
+    "heading",
+    ["{}", "## {}", "## **{}**", "**{}:**", "1. {}: it", "- {}", "####{}: it", "2) **{}**", "### 3. {}:", "{} :"],
+)
+def test_a_heading_in_any_dress_counts(heading: str) -> None:
+    problem = PlanningProblem.make(0)
+    text = "\n\n".join(heading.format(aspect.title()) + "\nSome text." for aspect in reversed(problem.aspects))
+    assert problem.score("A plan.\n\n" + text) == 1.0
+
+
+def test_each_aspect_without_a_heading_costs_its_share() -> None:
+    problem = PlanningProblem.make(0)
+    first, second, *others = problem.aspects
+    text = "\n".join(f"## {aspect}\nSo be it." for aspect in others)
+    assert problem.score(text) == pytest.approx(0.6)
+    assert problem.score(f"{text}\n## {first} and {second}\nThink of {first}.\nthe {second}: it") == pytest.approx(0.6)
+    assert problem.score(f"{text}\n## {first}\n## {first}") == pytest.approx(0.8)
+
+
+# Chain of Draft
+
+
+def test_a_draft_is_asked_for_before_the_task(embedded: tuple[Any, PreTrainedTokenizerBase]) -> None:
+    tokenizer = embedded[1]
+    prompt = hf_parallel.chain_of_draft_prompt("What is 2 + 3?", tokenizer, max_words=7)
+    text = tokenizer.decode(prompt["input_ids"][0])
+    rules = hf_parallel.CHAIN_OF_DRAFT.format(max_words=7)
+    assert "at most 7 words" in rules
+    assert text == (
+        f"<|im_start|>system\n{rules}<|im_end|>\n<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt["attention_mask"].tolist() == [[1] * prompt["input_ids"].shape[1]]
+
+
+def test_a_draft_without_a_chat_template_and_with_rules_of_ones_own() -> None:
+    prompt = hf_parallel.chain_of_draft_prompt("2 + 3?", TOKENIZER, rules="Max {max_words}.")
+    assert TOKENIZER.decode(prompt["input_ids"][0], skip_special_tokens=True) == "Max 5.\n\n2 + 3?\n\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "says"),
+    [
+        (("", TOKENIZER), {}, "task must be a non-empty string"),
+        ((None, TOKENIZER), {}, "task"),
+        (("a task", "gpt2"), {}, "tokenizer"),
+        (("a task", TOKENIZER), {"max_words": 0}, "max_words must be an int of at least 1, got 0"),
+        (("a task", TOKENIZER), {"rules": "{words}"}, "rules may hold {max_words} and no other field"),
+        (("a task", TOKENIZER), {"rules": None}, "rules"),
+    ],
+)
+def test_malformed_draft_prompts_raise(arguments: tuple[Any, ...], given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        hf_parallel.chain_of_draft_prompt(*arguments, **given)
