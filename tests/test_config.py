@@ -17,7 +17,7 @@ from tiny import build, make_prompts
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_parallel
-from hf_parallel import HogwildConfig, ParallelConfig, SharedPrefixConfig
+from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, SharedPrefixConfig
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import make_config
 
@@ -57,6 +57,12 @@ class EchoConfig(ParallelConfig):
 '''
 """A mode in one file, as somebody else would write it."""
 
+SHARED: dict[str, Any] = {
+    "seed": 5,
+    "cuda_graph": False,
+    "keep_completions": False,
+    "replay": "hotspot",
+}
 EVERY_SETTING: dict[str, dict[str, Any]] = {
     "hogwild": {
         "seed": [1, 2, 3],
@@ -80,7 +86,57 @@ EVERY_SETTING: dict[str, dict[str, Any]] = {
         "finisher_tokens": 5,
         "collaboration_prompt": "{names} work.",
     },
-    "shared_prefix": {"seed": 5, "cuda_graph": False, "levels": [[5, 6], [7], [8, 9]], "keep_completions": False},
+    "shared_prefix": {**SHARED, "levels": [[5, 6], [7], [8, 9]]},
+    "resample": {**SHARED, "levels": [[5, 6], [7]]},
+    "pdos": {
+        "seed": 7,
+        "cuda_graph": False,
+        "branch_marker": "@@",
+        "title_end": "=",
+        "ellipsis": "...",
+        "terminator": "@@%",
+        "min_branches": 3,
+        "max_branches": 9,
+        "min_title_tokens": 2,
+        "max_title_tokens": 11,
+        "join": "rotate",
+        "parallel_hint": False,
+        "fill_in": False,
+        "max_blocks": 2,
+        "branch_max_new_tokens": 12,
+        "branch_stops": ["\n"],
+        "branch_separator": "\n\n",
+        "opening": "So\n@@",
+        "format_prompt": "Use {branch_marker}, {title_end}, {ellipsis} and {terminator}.",
+    },
+    "self_consistency": {
+        "seed": [1, 2, 3],
+        "cuda_graph": False,
+        "num_answers": 3,
+        "vote": "final",
+        "answer_pattern": "= (\\d+)",
+        "answer_header": "({number}) ",
+        "conclusion_prompt": "So ",
+        "conclusion_tokens": 5,
+    },
+    "skeleton_of_thought": {
+        "seed": [1, 2, 3],
+        "cuda_graph": False,
+        "outline_prompt": "Outline:\n",
+        "outline_start": "* ",
+        "point_pattern": "\\* (.+)",
+        "min_points": 3,
+        "max_points": 5,
+        "point_prompt": "{skeleton}\nNow {number}: ",
+        "point_heading": "{point}:\n",
+        "point_end": "\n\n",
+        "point_gap": "\n",
+        "point_workers": 2,
+        "conclusion_prompt": "So ",
+        "outline_tokens": 9,
+        "point_tokens": 8,
+        "conclusion_tokens": 7,
+    },
 }
 """Each mode's settings, none of them as by default."""
 
@@ -203,6 +259,27 @@ def test_mode_is_taken_from_keyword_then_object_then_generation_configs(echo: ty
     assert torch.equal(model.generate(IDS, generation_config=named, generation_mode=None), plain)
 
 
+@pytest.mark.parametrize("where", ["call", "model"])
+def test_a_setting_beside_parallel_config_is_not_ignored(where: str, echo: type[ParallelConfig], model: Any) -> None:
+    config = GenerationConfig(max_new_tokens=4) if where == "call" else model.generation_config
+    config.times = 3
+    with pytest.raises(ValueError, match="times is in generation_config itself"):
+        model.generate(IDS, generation_mode="echo", generation_config=config if where == "call" else None)
+    assert model.generate(IDS, generation_mode="shared_prefix", max_new_tokens=4).shape[1] == IDS.shape[1] + 4
+
+
+def test_a_cache_of_the_usual_kind_may_be_asked_for(model: Any) -> None:
+    model.generation_config.cache_implementation = "dynamic"
+    plain = model.generate(IDS, max_new_tokens=4, do_sample=False)
+    mode = {"generation_mode": "shared_prefix"}
+    assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False, **mode), plain)
+
+
+def test_tokens_are_returned_as_generate_returns_them(model: Any) -> None:
+    out = model.generate(IDS.int(), max_new_tokens=4, generation_mode="shared_prefix")
+    assert out.dtype == model.generate(IDS.int(), max_new_tokens=4).dtype == torch.int64
+
+
 def test_stored_settings_serve_only_the_mode_that_they_were_stored_for(echo: type[ParallelConfig], model: Any) -> None:
     model.generation_config.generation_mode = "hogwild"
     model.generation_config.parallel_config = {"num_workers": 3}
@@ -222,7 +299,7 @@ def test_a_call_leaves_the_callers_config_alone(model: Any) -> None:
 
 def test_examples_name_every_setting_of_every_mode() -> None:
     for mode, settings in EVERY_SETTING.items():
-        assert set(settings) == set(MODES[mode].fields())
+        assert set(settings) == set(MODES[mode].fields()) - set(MODES[mode].not_stored)
         defaults = MODES[mode]()
         assert all(getattr(defaults, name) != value for name, value in settings.items())
     assert set(EVERY_SETTING) == set(MODES)
@@ -256,6 +333,17 @@ def test_to_dict_holds_what_was_given_and_what_was_changed() -> None:
         dataclasses.replace(config, num_workers=3).to_dict().items()
         >= {"num_workers": 3, "layout": "contiguous"}.items()
     )
+
+
+def test_what_lives_in_this_process_is_passed_on_but_not_stored(tmp_path: Path) -> None:
+    cache = LogitsCache()
+    config = SharedPrefixConfig(logits_cache=cache, seed=3)
+    assert make_config("shared_prefix", config).logits_cache is cache  # type: ignore[attr-defined]
+    assert copy.deepcopy(config).logits_cache is cache
+    assert config.to_dict() == {"seed": 3}
+    stored = GenerationConfig(max_new_tokens=9)
+    stored.parallel_config = config.to_dict()
+    stored.save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("as_object", [True, False])

@@ -55,6 +55,17 @@ def test_what_never_becomes_a_character_does_not_hold_back_the_rest(tokenizer: A
     assert growing.add(tokenizer("abc", add_special_tokens=False).input_ids).endswith("abc")
 
 
+def test_a_run_of_bytes_that_are_no_characters_is_shown_as_it_comes(tokenizer: Any) -> None:
+    """Each of its tokens may wait for three others, then it is written as what it is."""
+    (half,) = tokenizer("😀", add_special_tokens=False).input_ids[:1]
+    growing, shown = GrowingText(tokenizer), []
+    for _ in range(40):
+        growing.add([half])
+        shown.append(len(growing.text))
+    assert shown == [0, 0, 0, *range(1, 38)]
+    assert growing.add(tokenizer("😀", add_special_tokens=False).input_ids) == "\ufffd" * 3 + "😀"
+
+
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=60), cuts=st.lists(st.integers(1, 5), max_size=30))
 def test_any_text_grows_in_any_pieces(tokenizer: Any, text: str, cuts: list[int]) -> None:

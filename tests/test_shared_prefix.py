@@ -268,9 +268,10 @@ def test_levels_of_text_equal_flat_rows(enabled: Enable) -> None:
 def test_levels_over_a_kept_cache_equal_generate(enabled: Enable) -> None:
     batch, model, held = clear_batch("llama"), enabled("llama"), SharedPrefixCache()
     root, rest = batch.rows[0][:21], [row[21:] for row in batch.rows[:4]]
-    for _ in range(2):
+    for again in (False, True):
         output = shared(model, None, levels=[root, *rest], past_key_values=held)
         assert torch.equal(output.sequences[:, -NEW:], batch.new_tokens[:4])
+        assert (output.stats.prefilled_tokens > 4) != again  # what is held is only asked for its last logits
     output = shared(model, **batch.inputs, past_key_values=held)
     assert torch.equal(output.sequences, batch.expected)
 

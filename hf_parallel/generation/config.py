@@ -39,6 +39,8 @@ class ParallelConfig:
     """
 
     mode: ClassVar[str] = ""
+    not_stored: ClassVar[tuple[str, ...]] = ()
+    """Settings that are objects of the running process."""
 
     seed: Any = None
     cuda_graph: bool = True
@@ -83,11 +85,15 @@ class ParallelConfig:
         """Names of the settings."""
         return [f.name for f in dataclasses.fields(cls) if f.init]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Settings that were given or differ from the defaults, ready for `generation_config.json`."""
+    def given(self) -> dict[str, Any]:
+        """Settings that were given or differ from the defaults."""
         defaults = type(self)()
         pairs = ((name, getattr(self, name)) for name in self.fields())
         return {name: v for name, v in pairs if name in self._given or v != getattr(defaults, name)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is `given`, ready for `generation_config.json`: without what lives in this process alone."""
+        return {name: value for name, value in self.given().items() if name not in self.not_stored}
 
 
 def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) -> ParallelConfig:
@@ -117,7 +123,7 @@ def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) 
                 raise ValueError(
                     f"parallel_config must be a {cls.__name__} for {mode!r}, got a {type(source).__name__}"
                 )
-            source = source.to_dict()
+            source = source.given()
         elif not isinstance(source, Mapping):
             raise ValueError(f"parallel_config must be a {cls.__name__} or a mapping, got {type(source).__name__}")
         for name, value in source.items():

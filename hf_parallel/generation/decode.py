@@ -20,6 +20,7 @@ from ..cache import BlockCache, ForwardPass, Segment, View
 from .call import GenerationCall
 from .graph import DecodeGraphs
 from .outputs import GenerationStats, ParallelOutput
+from .recall import Recall
 from .sampling import Sampler, TokenTable
 
 PREFILL_CHUNK = 4096
@@ -67,6 +68,11 @@ class DecodeLoop:
         Where to count; new unless given.
     stream : bool
         Whether new tokens go to the caller's streamer.
+
+    Attributes
+    ----------
+    recall : Recall, optional
+        Remembers the logits of the rows, if a mode has set it.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class DecodeLoop:
         self.stats = GenerationStats() if stats is None else stats
         self.streamer = call.streamer if stream and hasattr(call.streamer, "put") else None
         self.sampler = Sampler(call, table, call.stopping_criteria if criteria is None else criteria, seed)
+        self.recall: Recall | None = None
         self._keyword: dict[str, Any] = {"block_cache": cache} if call.capabilities.keyword else {}
         self.device = table.ids.device
         captures = call.cuda_graph and DecodeGraphs.serve(call.model, self.device)
@@ -95,6 +102,7 @@ class DecodeLoop:
         with block_attention_enabled(self.call.model, self.cache):
             yield
         self.stats.kv_bytes = self.cache.kv_bytes
+        self.stats.reserved_bytes = self.cache.arena.reserved_bytes
         self.stats.graph_bytes = self.graphs.num_bytes if self.graphs is not None else 0
 
     def prefill(self, brought: Sequence[tuple[Segment, Sequence[int]]]) -> torch.Tensor:
@@ -166,14 +174,19 @@ class DecodeLoop:
         """
         began = time.perf_counter()
         active = list(rows)
-        plain = advance is None and settle is None and follow is None
+        plain = advance is None and settle is None and follow is None and self.recall is None
         move = advance or _advance
         while active:
-            drawn = self.sampler.draw([row.index for row in active], logits)
+            indices = [row.index for row in active]
+            if self.recall is not None:
+                self.recall.remember(indices, logits)
+            drawn = self.sampler.draw(indices, logits)
             ahead = self._step_ahead(active, drawn[0]) if plain and self._runs_ahead(active) else None
             tokens, ended = self.sampler.read(*drawn)
             self.stats.decoded_tokens += len(tokens)
-            self._stream(active, tokens)
+            self.stream(indices, tokens)
+            if self.recall is not None:
+                self.recall.follow(indices, tokens)
             going = [row for row, t, end in zip(active, tokens, ended, strict=True) if move(row, t, end)]
             before, active = active, [row for row in going if row.wanted()]
             active = active if follow is None else list(follow(active))
@@ -265,19 +278,22 @@ class DecodeLoop:
         )
         return output.logits[0] if self._keeps or keep is None else output.logits[0].index_select(0, keep)
 
-    def _stream(self, active: Sequence[Row], tokens: Sequence[int]) -> None:
-        """Give the new tokens `[rows]` to the caller's streamer, as `generate` does; ended rows show padding."""
+    def stream(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Give the new tokens of `rows` to the caller's streamer, as `generate` does; other rows show padding."""
         if self.streamer is None:
             return
         shown = torch.full((len(self.table.lengths),), self.call.pad_token_id)
-        shown[[row.index for row in active]] = torch.tensor(tokens)
+        shown[list(rows)] = torch.tensor(tokens)
         self.streamer.put(shown)
 
-    def output(self, cls: type[ParallelOutput] = ParallelOutput, **more: Any) -> Any:
-        """What `generate` returns: the sequences, or with `return_dict_in_generate` a `cls` that holds them."""
+    def output(self, cls: type[ParallelOutput] = ParallelOutput, count: int | None = None, **more: Any) -> Any:
+        """What `generate` returns: the sequences, or with `return_dict_in_generate` a `cls` that holds them.
+
+        Those of the table's first `count` rows, if some were only of use on the way.
+        """
         if self.call.streamer is not None:
             self.call.streamer.end()
-        sequences = self.table.padded()
+        sequences = self.table.padded(count)
         if not self.call.generation_config.return_dict_in_generate:
             return sequences
         scores, logits = self.sampler.scores, self.sampler.logits

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from .call import GenerationCall
+from .noise import make_noise
 
-_STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
+_KNOWS_ROWS = (
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+)
+"""Processors of Transformers that know the rows of the batch by their numbers."""
 
 
 class TokenTable:
@@ -84,6 +99,22 @@ class TokenTable:
             self.ids = more
 
 
+class _PenaltyOfRows(LogitsProcessor):
+    """Repetition penalty that knows each row's padding, asked for some of the rows."""
+
+    def __init__(self, processor: RepetitionPenaltyLogitsProcessor, padding: list[int], sampler: Sampler) -> None:
+        self.processor, self.padding, self.sampler = copy.copy(processor), padding, sampler
+        self._shown: list[int] | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        rows, lengths = self.sampler.rows, self.sampler.table.lengths
+        rows = rows if len(rows) == len(scores) else range(len(scores))
+        padding = [self.padding[row] + max(0, input_ids.shape[1] - lengths[row]) for row in rows]
+        if padding != self._shown:
+            self._shown, self.processor.prompt_ignore_length = padding, torch.tensor(padding, device=scores.device)
+        return self.processor(input_ids, scores)
+
+
 class Sampler:
     """Chooses the next token of each active row, and says which rows have ended.
 
@@ -96,11 +127,12 @@ class Sampler:
     ) -> None:
         config = call.generation_config
         self.table = table
-        self.processors = call.logits_processor
+        self.processors = LogitsProcessorList(self._of_rows(processor) for processor in call.logits_processor)
         self.criteria = criteria
         self.do_sample = bool(config.do_sample)
+        self._draws: dict[int, int] = {}  # tokens that each row has had from here
         self.rows: Sequence[int] = ()  # those that a token is being chosen for
-        self.generators = make_generators(seed, self.num_rows, table.ids.device)
+        self.noise = make_noise(seed, self.num_rows, table.ids.device)
         self.processes_all = any(_may_keep_rows(processor) for processor in self.processors)
         self.judges_all = any(_may_keep_rows(criterion) for criterion in criteria)
         wanted = config.return_dict_in_generate
@@ -119,9 +151,14 @@ class Sampler:
 
     def fork(self, row: int, count: int) -> list[int]:
         """Add rows that go on from where `row` is, with its source of randomness; returns their numbers."""
-        if self.generators is not None:
-            self.generators += [self.generators[row]] * count
-        return self.table.fork(row, count)
+        if self.noise is not None:
+            self.noise += self.noise[row].fork(count)
+        new = self.table.fork(row, count)
+        for processor in self.processors:
+            if isinstance(processor, _PenaltyOfRows):
+                processor.padding += [processor.padding[row]] * count
+        self._draws |= dict.fromkeys(new, self._draws.get(row, 0))
+        return new
 
     def choose(self, rows: Sequence[int], logits: torch.Tensor) -> tuple[list[int], list[bool]]:
         """Sample one token for each of `rows` and append it to the table.
@@ -147,6 +184,7 @@ class Sampler:
         self._record(self.scores, rows, scores)
         tokens = self._draw(rows, scores)
         self.table.append(rows, tokens)
+        self._count(rows)
         return tokens, self._ended(rows)
 
     @staticmethod
@@ -155,8 +193,49 @@ class Sampler:
         numbers, flags = torch.stack((tokens, ended.to(tokens.dtype))).tolist()
         return numbers, [flag != 0 for flag in flags]
 
+    def accept(self, rows: Sequence[int], tokens: Sequence[int], logits: torch.Tensor) -> list[bool]:
+        """Append tokens that need not be drawn to `rows`, which `logits` `[len(rows), vocabulary]` precede.
+
+        Returns
+        -------
+        list of bool
+            Whether a row has ended.
+        """
+        self.rows = rows
+        if self.processes_all or self.scores is not None:
+            raw = logits.to(copy=True, dtype=torch.float32, device=self.table.ids.device)
+            self._record(self.scores, rows, self._process(rows, raw))
+        self._record(self.logits, rows, logits)
+        if self.noise is not None and self.do_sample:
+            for row in rows:
+                self.noise[row].skip()
+        self.table.append(rows, torch.tensor(tokens, device=self.table.ids.device))
+        self._count(rows)
+        return self._ended(rows).tolist()
+
+    def _of_rows(self, processor: Any) -> Any:
+        """A processor that may be asked for some of the rows."""
+        padding = getattr(processor, "prompt_ignore_length", None)
+        if type(processor) is not RepetitionPenaltyLogitsProcessor or not isinstance(padding, torch.Tensor):
+            return processor
+        times = self.num_rows // len(padding)  # workers have the prompt of their problem
+        return _PenaltyOfRows(processor, padding.repeat_interleave(times).tolist(), self)
+
     def _process(self, rows: Sequence[int], raw: torch.Tensor) -> torch.Tensor:
-        if not self.processes_all or len(rows) == self.num_rows:
+        if not self.processors:
+            return raw
+        if not self.processes_all:
+            lengths = [self.table.lengths[row] for row in rows]
+            if lengths.count(lengths[0]) == len(lengths):
+                return self._processed(self.table.left_padded(rows), raw)
+            out = torch.empty_like(raw)
+            for length in set(lengths):  # a processor may look at the length, or at every token
+                of = [i for i, other in enumerate(lengths) if other == length]
+                self.rows = [rows[i] for i in of]
+                out[of] = self._processed(self.table.left_padded(self.rows), raw[of])
+            self.rows = rows
+            return out
+        if len(rows) == self.num_rows:
             return self._processed(self.table.left_padded(rows), raw)
         index = self.table.index(rows)
         everything = raw.new_zeros(self.num_rows, raw.shape[-1])
@@ -181,9 +260,9 @@ class Sampler:
         if not self.do_sample:
             return scores.argmax(dim=-1)
         probs = scores.softmax(dim=-1)
-        if self.generators is None:
+        if self.noise is None:
             return torch.multinomial(probs, num_samples=1).squeeze(1)
-        draws = [torch.multinomial(p, 1, generator=self.generators[row]) for row, p in zip(rows, probs, strict=True)]
+        draws = [torch.multinomial(p, 1, generator=self.noise[row].next()) for row, p in zip(rows, probs, strict=True)]
         return torch.cat(draws)
 
     def _ended(self, rows: Sequence[int]) -> torch.Tensor:
@@ -209,31 +288,24 @@ class Sampler:
         return ended
 
     def _record(self, into: list[torch.Tensor] | None, rows: Sequence[int], what: torch.Tensor) -> None:
-        """Keep a step's scores `[rows, vocabulary]`; rows that have ended hold zeros."""
+        """Keep scores `[rows, vocabulary]` at the places of the rows' next draws; rows without one hold zeros."""
         if into is None:
             return
-        everything = what.new_zeros((self.num_rows, what.shape[-1]), dtype=torch.float32)
-        everything[self.table.index(rows).to(what.device)] = what.float()
-        into.append(everything)
+        draws = [self._draws.get(row, 0) for row in rows]
+        for place in sorted(set(draws)):
+            while len(into) <= place:
+                into.append(what.new_zeros((self.num_rows, what.shape[-1]), dtype=torch.float32))
+            if missing := self.num_rows - len(into[place]):
+                into[place] = torch.cat((into[place], into[place].new_zeros(missing, what.shape[-1])))
+            of = [i for i, other in enumerate(draws) if other == place]
+            if len(of) == len(rows):
+                into[place][self.table.index(rows).to(what.device)] = what.float()
+            else:
+                into[place][[rows[i] for i in of]] = what[of].float()
 
-
-def make_generators(seed: Any, num_rows: int, device: torch.device) -> list[torch.Generator] | None:
-    """One generator per row, or None for PyTorch's global one.
-
-    Raises
-    ------
-    ValueError
-        If a list of seeds has not one entry per row.
-    """
-    if seed is None:
-        return None
-    if isinstance(seed, torch.Generator):
-        return [seed] * num_rows
-    if not isinstance(seed, list | tuple):
-        seed = [(int(seed) * 0x9E3779B97F4A7C15 + row * 0xBF58476D1CE4E5B9) % 2**63 for row in range(num_rows)]
-    if len(seed) != num_rows:
-        raise ValueError(f"seed must have one entry per row ({num_rows}), got {len(seed)}")
-    return [s if isinstance(s, torch.Generator) else torch.Generator(device).manual_seed(s % 2**63) for s in seed]
+    def _count(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._draws[row] = self._draws.get(row, 0) + 1
 
 
 def _may_keep_rows(helper: LogitsProcessor | StoppingCriteria) -> bool:
@@ -242,6 +314,6 @@ def _may_keep_rows(helper: LogitsProcessor | StoppingCriteria) -> bool:
     One of the caller's own that keeps none may say so: `keeps_rows = False`.
     """
     kind = type(helper)
-    if not getattr(helper, "keeps_rows", True):
+    if not getattr(helper, "keeps_rows", not isinstance(helper, _PenaltyOfRows)):
         return False
-    return not kind.__module__.startswith("transformers.generation") or kind.__name__ in _STATEFUL
+    return not kind.__module__.startswith("transformers.generation") or kind.__name__ in _KNOWS_ROWS

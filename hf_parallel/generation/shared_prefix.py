@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from ..cache.logits import LogitsCache
 from ..cache.shared_prefix import Node, SharedPrefixCache
 from .arguments import encode
 from .call import GenerationCall
 from .config import ParallelConfig, check_bool, is_int
 from .decode import DecodeLoop, Row
 from .prefix import prefill_leaves
+from .recall import Recall
+from .replay import make_policy
 from .sampling import TokenTable
 
 SUFFIX_ROOM = 512
@@ -34,12 +39,20 @@ class SharedPrefixConfig(ParallelConfig):
         the rows of `input_ids` are found by themselves.
     keep_completions : bool
         Whether a cache that outlives the call holds the completions too, so that they can be continued.
+    logits_cache : LogitsCache, optional
+        Remembers what the model computes, so that later calls replay it as far as their samples agree, without running
+        the model (see `ResampleConfig`).
+    replay : str or ReplayPolicy
+        Which of the remembered tokens are drawn anew: `stepwise` all of them, `hotspot` the uncertain ones.
     """
 
     mode: ClassVar[str] = "shared_prefix"
+    not_stored: ClassVar[tuple[str, ...]] = ("logits_cache",)
 
     levels: Any = None
     keep_completions: bool = True
+    logits_cache: Any = None
+    replay: Any = "stepwise"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,6 +62,9 @@ class SharedPrefixConfig(ParallelConfig):
         """Check every setting; see `ParallelConfig.validate`."""
         super().validate()
         check_bool("keep_completions", self.keep_completions)
+        if self.logits_cache is not None and not isinstance(self.logits_cache, LogitsCache):
+            raise ValueError(f"logits_cache must be a LogitsCache, got {type(self.logits_cache).__name__}")
+        make_policy(self.replay)
         if self.levels is not None and not isinstance(self.levels, list | tuple):
             raise ValueError(f"levels must be a nested list, got {type(self.levels).__name__}")
 
@@ -86,53 +102,79 @@ class SharedPrefixConfig(ParallelConfig):
         cache.claim(call.model)
         table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, SUFFIX_ROOM))
         loop = DecodeLoop(call, cache, table, seed=self.seed)
-        rows: list[Row] = []
-        with loop.running():
-            leaves = self._leaves(call, cache)
-            logits = prefill_leaves(loop, cache, leaves)
-            room = min(call.max_new_tokens - 1, SUFFIX_ROOM)
-            for index, (leaf, block) in enumerate(zip(leaves, cache.new_blocks(call.num_rows, room), strict=True)):
-                block.base = leaf.start + len(leaf.tokens)
-                rows.append(Row(index, [*cache.view(leaf), block]))
-            try:
-                loop.decode(rows, logits)
-                self._keep(loop, cache, leaves, rows)
-            except BaseException:
-                for row in rows:
-                    cache.free(row.view[-1])
-                raise
+        with loop.running(), self._recalling(loop) as active:
+            self._decode(loop, cache, active)
         output = loop.output()
         if not kept and isinstance(output, torch.Tensor):
             cache.reset()
         return output
 
-    def _leaves(self, call: GenerationCall, cache: SharedPrefixCache) -> list[Node]:
-        """Each row's leaf: found by what the prompts share, or as `levels` says."""
+    def _leaves(self, call: GenerationCall, cache: SharedPrefixCache, rows: Sequence[int]) -> list[Node]:
+        """The leaves of rows' prompts: found by what the prompts share, or as `levels` says."""
         if self.levels is None:
-            return [cache.insert(prompt) for prompt in call.prompts]
-        made: dict[tuple[int, ...], Node] = {}
+            return [cache.insert(call.prompts[row]) for row in rows]
         leaves = []
-        for path in self._paths:
+        for row in rows:
             node = cache.root
-            key: tuple[int, ...] = ()
-            for tokens in path:
-                key = (*key, id(tokens))
-                if key not in made:
-                    made[key] = cache.add(node, tokens)
-                node = made[key]
+            for tokens in self._paths[row]:
+                node = cache.insert(tokens, below=node)
             leaves.append(node)
         return leaves
 
-    def _keep(self, loop: DecodeLoop, cache: SharedPrefixCache, leaves: list[Node], rows: list[Row]) -> None:
-        """Make the completions part of the tree, or free them."""
-        prompt = loop.call.input_ids.shape[1]
-        for row, leaf in zip(rows, leaves, strict=True):
-            block = row.view[-1]
-            if self.keep_completions and block.length:
-                completion = loop.table.ids[row.index, prompt : prompt + block.length]
-                cache.attach(leaf, completion.cpu().numpy(), block)
-            else:
-                cache.free(block)
+    @contextmanager
+    def _recalling(self, loop: DecodeLoop) -> Iterator[list[int]]:
+        """Replay what the logits cache remembers; gives the rows that have not ended with it."""
+        rows = list(range(loop.call.num_rows))
+        if self.logits_cache is None:
+            yield rows
+            return
+        loop.recall = Recall(self.logits_cache, make_policy(self.replay), loop.call, loop.sampler)
+        with loop.recall.walking(rows):
+            began = time.perf_counter()
+            active = loop.recall.replay(rows, loop.stream)
+            replayed = sum(loop.recall.replayed.values())
+            loop.stats.replayed_tokens += replayed
+            loop.stats.decoded_tokens += replayed
+            loop.stats.decode_seconds += time.perf_counter() - began
+            yield active
+
+    def _decode(self, loop: DecodeLoop, cache: SharedPrefixCache, active: Sequence[int]) -> None:
+        """Prefill the prompts of the active rows, with what they have replayed, then decode."""
+        if not active:
+            return
+        call, table = loop.call, loop.table
+        begins = [table.lengths[index] for index in active]
+        replayed = [
+            table.ids[index, call.input_ids.shape[1] : begin] for index, begin in zip(active, begins, strict=True)
+        ]
+        leaves = [
+            cache.insert(tokens.cpu().numpy(), below=leaf) if len(tokens) else leaf
+            for leaf, tokens in zip(self._leaves(call, cache, active), replayed, strict=True)
+        ]
+        logits = prefill_leaves(loop, cache, leaves)
+        room = min(call.max_length - min(begins) - 1, SUFFIX_ROOM)
+        rows = []
+        for index, leaf, block in zip(active, leaves, cache.new_blocks(len(active), room), strict=True):
+            block.base = leaf.start + len(leaf.tokens)
+            rows.append(Row(index, [*cache.view(leaf), block]))
+        ended = list(zip(rows, leaves, begins, strict=True))
+        try:
+            loop.decode(rows, logits)
+            while ended:
+                self._keep(loop, cache, *ended.pop())
+        except BaseException:
+            for row, _, _ in ended:
+                cache.free(row.view[-1])
+            raise
+
+    def _keep(self, loop: DecodeLoop, cache: SharedPrefixCache, row: Row, leaf: Node, begin: int) -> None:
+        """Make a completion part of the tree, or free it."""
+        block = row.view[-1]
+        if self.keep_completions and block.length:
+            completion = loop.table.ids[row.index, begin : begin + block.length]
+            cache.attach(leaf, completion.cpu().numpy(), block)
+        else:
+            cache.free(block)
 
 
 def _leaf_paths(node: Any, tokenizer: Any, above: tuple[np.ndarray, ...] = ()) -> Iterator[tuple[np.ndarray, ...]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from transformers import MaxTimeCriteria
 
 from ..cache import Block, Segment
 from ..cache.hogwild import HogwildCache
@@ -83,6 +86,7 @@ class Worker(Row):
         complete = ends_step(own, added, config.separator, config.sentence_ends, config.code_fence)
         stopped = problem.stopped(self)
         if ended or stopped or self.generated >= problem.call.max_new_tokens:
+            ended = is_eos or (ended and not problem.timed_out())
             self.leave(finished=ended or complete or (stopped and self.answered))
             return False
         if complete:
@@ -95,6 +99,8 @@ class Worker(Row):
             return
         problem, self.left = self.problem, True
         problem.record(self, finished)
+        if finished:
+            problem.show(self, "", "step")
         problem.show(self, "", "end")
         block = problem.space.workers[self.number]
         if finished and problem.space.layout != "contiguous":
@@ -211,6 +217,11 @@ class Problem:
         """Whether answers end this worker's writing."""
         rule = self.config.stop_on_answer
         return (rule == "any" and self.answer is not None) or (rule == "all" and worker.answered)
+
+    def timed_out(self) -> bool:
+        """Whether `max_time` is over: what it has ended was cut off."""
+        limits = [criterion for criterion in self.loop.sampler.criteria if isinstance(criterion, MaxTimeCriteria)]
+        return any(time.time() - limit.initial_timestamp > limit.max_time for limit in limits)
 
     def record(self, worker: Worker, finished: bool) -> None:
         """Keep a worker's step as it stands."""

@@ -1,0 +1,371 @@
+"""LogitsCache: what followed from token states that were visited before (Hive, section 6).
+
+A trie over tokens in host memory. A state is a run of tokens from the prompt's first on; it holds the logits that the
+model gave behind it. Hive keeps the one sequence that was decoded last; a trie keeps them all, so that a replay may
+follow any continuation that was ever taken.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+STATE_BYTES = 400
+"""What a state costs beside its logits, in bytes: the object, and its place among its siblings."""
+
+_FORMAT = "hf_parallel.LogitsCache/1"
+
+
+@dataclass(eq=False)
+class State:
+    """A run of tokens: the one before it and one `token` more.
+
+    `logits` are what followed, if known, and `uncertainty` what a replay policy makes of them. `used` is the time of
+    the last visit, `pins` the rows that stand here.
+    """
+
+    token: int
+    parent: State | None
+    children: dict[int, State] = field(default_factory=dict)
+    logits: Remembered | None = None
+    uncertainty: float | None = None
+    used: int = 0
+    pins: int = 0
+    alive: bool = True
+    offered: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes."""
+        return STATE_BYTES + (0 if self.logits is None else self.logits.num_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Remembered:
+    """Logits of one state, whole or cut to the highest.
+
+    Attributes
+    ----------
+    values : [vocabulary] or [top_k]
+        In the model's own dtype.
+    ids : int32 [top_k], optional
+        Tokens of the values where they are cut.
+    vocabulary : int
+    rest : float
+        Log of the probability that all others have together (at temperature 1); -inf where none was cut.
+    """
+
+    values: torch.Tensor
+    ids: torch.Tensor | None
+    vocabulary: int
+    rest: float
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, top_k: int | None) -> Remembered:
+        """Keep logits `[vocabulary]`, all of them or the `top_k` highest."""
+        size = len(logits)
+        if top_k is None or top_k >= size:
+            return cls(logits.detach().to("cpu", copy=True), None, size, -np.inf)
+        values, ids = logits.topk(top_k)
+        shares = logits.double().log_softmax(-1)
+        rest = torch.log1p(-shares[ids].exp().sum().clamp(max=1 - 1e-15))
+        return cls(values.cpu(), ids.to("cpu", torch.int32), size, float(rest))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.values.nbytes + (0 if self.ids is None else self.ids.nbytes)
+
+    def spread(self) -> torch.Tensor:
+        """The logits `[vocabulary]`; those that were cut share equally what they had together, so that sums stay."""
+        if self.ids is None:
+            return self.values
+        ids, values = self.ids.long(), self.values.double()
+        total = torch.logsumexp(values, -1) - np.log1p(-np.exp(self.rest))
+        each = total + self.rest - np.log(self.vocabulary - len(ids))
+        whole = torch.full((self.vocabulary,), float(each), dtype=torch.float64)
+        whole[ids] = values
+        return whole.to(self.values.dtype)
+
+
+class LogitsCache:
+    """Logits by the tokens that they followed, for any number of models, within a budget of host memory.
+
+    Parameters
+    ----------
+    max_bytes : int
+        What all states may take together; the least recently used ones go first, ends of continuations before what
+        leads to them.
+    top_k : int, optional
+        Keep only so many of the highest logits of a state, and the mass of the others. Exact for settings that need no
+        more (greedy, a smaller `top_k`, a `top_p` that they cover); others are refused. Default: all of them.
+
+    Attributes
+    ----------
+    hits, misses : int
+        States that were asked for and had logits, or had none.
+
+    Notes
+    -----
+    Safe to use from several threads. Source: Hive, section 6 and algorithm 1.
+    """
+
+    def __init__(self, max_bytes: int = 1 << 30, top_k: int | None = None) -> None:
+        for name, value in (("max_bytes", max_bytes), ("top_k", top_k)):
+            optional = value is None and name == "top_k"
+            if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be a positive int{' or None' * (name == 'top_k')}, got {value!r}")
+        self.max_bytes, self.top_k = max_bytes, top_k
+        self.hits = self.misses = 0
+        self.num_bytes = 0
+        self._roots: dict[str, State] = {}
+        self._clock = 0
+        self._leaves: list[tuple[int, int, State]] = []  # heap by use; entries may be out of date
+        self._lock = threading.RLock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LogitsCache:
+        """Itself: settings are copied by `generate`, and what they name is meant to be shared."""
+        return self
+
+    def __len__(self) -> int:
+        """States that have logits."""
+        return sum(state.logits is not None for _, state in self._states())
+
+    def __repr__(self) -> str:
+        return f"LogitsCache({len(self)} states, {self.num_bytes} of {self.max_bytes} bytes)"
+
+    # Walking
+
+    @contextmanager
+    def cursors(self) -> Iterator[Cursors]:
+        """Open a set of cursors; the states that they stand on are not dropped until it is closed."""
+        cursors = Cursors(self)
+        try:
+            yield cursors
+        finally:
+            cursors.close()
+
+    def clear(self) -> None:
+        """Forget all states; the counters stay."""
+        with self._lock:
+            for _, state in list(self._states()):
+                state.alive = False
+            self._roots, self._leaves, self.num_bytes = {}, [], 0
+
+    def _states(self) -> Iterator[tuple[str, State]]:
+        """All states with the key of their model, parents first."""
+        with self._lock:
+            stack = [(key, root) for key, root in self._roots.items()]
+            while stack:
+                key, state = stack.pop()
+                yield key, state
+                stack.extend((key, child) for child in state.children.values())
+
+    def _root(self, key: str) -> State:
+        if key not in self._roots:
+            self._roots[key] = State(-1, None)
+        return self._roots[key]
+
+    def _child(self, state: State, token: int) -> State:
+        child = state.children.get(token)
+        if child is None:
+            child = state.children[token] = State(token, state)
+            self.num_bytes += child.num_bytes
+        return child
+
+    def _touch(self, state: State) -> None:
+        self._clock += 1
+        state.used = self._clock
+
+    def _offer(self, state: State) -> None:
+        """Note that a state may be dropped, if it is nobody's parent and nobody stands on it."""
+        if state.alive and not (state.offered or state.children or state.pins) and state.parent is not None:
+            state.offered = True
+            heapq.heappush(self._leaves, (state.used, id(state), state))
+
+    def _store(self, state: State, logits: torch.Tensor) -> bool:
+        """Remember what follows a state, if there is or can be made room; returns whether it is known now."""
+        if state.logits is not None:
+            return True
+        remembered = Remembered.of(logits, self.top_k)
+        self._make_room(remembered.num_bytes)
+        if self.num_bytes + remembered.num_bytes > self.max_bytes:
+            return False
+        state.logits = remembered
+        self.num_bytes += remembered.num_bytes
+        return True
+
+    def _make_room(self, wanted: int) -> None:
+        while self.num_bytes + wanted > self.max_bytes and self._leaves:
+            used, _, state = heapq.heappop(self._leaves)
+            state.offered = False
+            if not state.alive or state.children or state.pins:
+                continue  # offered again when that changes
+            if state.used != used:
+                self._offer(state)
+                continue
+            assert state.parent is not None, "roots are never offered"
+            state.alive = False
+            del state.parent.children[state.token]
+            self.num_bytes -= state.num_bytes
+            self._offer(state.parent)
+
+    # Files
+
+    def save(self, path: str | Path) -> None:
+        """Write all states to a safetensors file, which appears whole or not at all."""
+        path = Path(path)
+        with self._lock:
+            tensors: dict[str, torch.Tensor] = {}
+            keys = []
+            for number, (key, root) in enumerate(self._roots.items()):
+                tensors |= {f"{number}.{name}": tensor for name, tensor in _flatten(root).items()}
+                keys.append(key)
+            metadata = {"format": _FORMAT, "keys": json.dumps(keys), "top_k": json.dumps(self.top_k)}
+        unfinished = path.with_name(path.name + ".unfinished")
+        try:
+            save_file(tensors, unfinished, metadata)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path, max_bytes: int = 1 << 30) -> LogitsCache:
+        """Read what `save` wrote; if it is more than `max_bytes`, the states that were used least are left out.
+
+        Raises
+        ------
+        ValueError
+            If the file is not one of a LogitsCache, or is damaged.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != _FORMAT:
+                    raise ValueError(f"{path} holds no LogitsCache: its format is {metadata.get('format')!r}")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            cache = cls(max_bytes, json.loads(metadata["top_k"]))
+            for number, key in enumerate(json.loads(metadata["keys"])):
+                start = f"{number}."
+                cache._graft(key, {n[len(start) :]: t for n, t in tensors.items() if n.startswith(start)})
+        except (SafetensorError, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no LogitsCache that can be read: {error}") from error
+        return cache
+
+    def _graft(self, key: str, arrays: dict[str, torch.Tensor]) -> None:
+        """Put the states of one model back, oldest first, so that the newest stay if there is no room for all."""
+        states = [self._root(key)]
+        for token, parent in zip(arrays["tokens"].tolist(), arrays["parents"].tolist(), strict=True):
+            states.append(self._child(states[parent], token))
+        places = arrays["places"].tolist()
+        for index in np.argsort(arrays["used"].numpy(), kind="stable").tolist():
+            state, place = states[index + 1], places[index]
+            self._touch(state)
+            if place >= 0 and state.alive:
+                ids = arrays["ids"][place] if "ids" in arrays else None
+                values = arrays["values"][place].clone()
+                state.logits = Remembered(values, ids, int(arrays["vocabulary"]), float(arrays["rest"][place]))
+                self.num_bytes += state.logits.num_bytes
+        for state in states[1:]:
+            self._offer(state)
+        self._make_room(0)
+
+
+def _flatten(root: State) -> dict[str, torch.Tensor]:
+    """The states below a root as arrays, parents first; `places` says which row of `values` is whose."""
+    states: list[State] = [root]
+    numbers: dict[int, int] = {id(root): 0}
+    for state in states:
+        for child in state.children.values():
+            numbers[id(child)] = len(states)
+            states.append(child)
+    known = [state.logits for state in states[1:] if state.logits is not None]
+    places = np.cumsum([state.logits is not None for state in states[1:]]) - 1
+    arrays = {
+        "tokens": torch.tensor([state.token for state in states[1:]], dtype=torch.int64),
+        "parents": torch.tensor([numbers[id(state.parent)] for state in states[1:]], dtype=torch.int64),
+        "used": torch.tensor([state.used for state in states[1:]], dtype=torch.int64),
+        "places": torch.tensor(
+            [int(place) if state.logits is not None else -1 for place, state in zip(places, states[1:], strict=True)],
+            dtype=torch.int64,
+        ),
+        "vocabulary": torch.tensor(known[0].vocabulary if known else 0),
+        "rest": torch.tensor([logits.rest for logits in known], dtype=torch.float64),
+    }
+    if known:
+        arrays["values"] = torch.stack([logits.values for logits in known])
+        if known[0].ids is not None:
+            arrays["ids"] = torch.stack([logits.ids for logits in known if logits.ids is not None])
+    return arrays
+
+
+class Cursors:
+    """Rows that walk through a `LogitsCache`, each standing on the state of the tokens that it has."""
+
+    def __init__(self, cache: LogitsCache) -> None:
+        self._cache = cache
+        self._at: dict[Any, State] = {}
+
+    def start(self, row: Any, key: str, tokens: Sequence[int]) -> None:
+        """Put a row on the state of `tokens`, the prompt's; `key` names the model."""
+        with self._cache._lock:
+            state = self._cache._root(key)
+            for token in tokens:
+                state = self._cache._child(state, int(token))
+            self._stand(row, state)
+
+    def follow(self, row: Any, token: int) -> None:
+        """Take a row on by one token."""
+        with self._cache._lock:
+            self._stand(row, self._cache._child(self._at[row], int(token)))
+
+    def logits(self, row: Any) -> torch.Tensor | None:
+        """What follows the row's tokens, `[vocabulary]`, if it is known. Counts as a hit or a miss."""
+        with self._cache._lock:
+            remembered = self._at[row].logits
+            self._cache.hits += remembered is not None
+            self._cache.misses += remembered is None
+            return None if remembered is None else remembered.spread()
+
+    def known(self, row: Any) -> bool:
+        """Whether it is known what follows the row's tokens."""
+        return self._at[row].logits is not None
+
+    def remember(self, row: Any, logits: torch.Tensor) -> bool:
+        """Keep what follows the row's tokens, `[vocabulary]`; returns False if there is no room."""
+        with self._cache._lock:
+            return self._cache._store(self._at[row], logits)
+
+    def state(self, row: Any) -> State:
+        """The state on which a row stands."""
+        return self._at[row]
+
+    def close(self) -> None:
+        """Let go of all states."""
+        with self._cache._lock:
+            for row in list(self._at):
+                self._leave(row)
+            self._cache._make_room(0)
+
+    def _stand(self, row: Any, state: State) -> None:
+        state.pins += 1
+        if row in self._at:
+            self._leave(row)
+        self._at[row] = state
+        self._cache._touch(state)
+
+    def _leave(self, row: Any) -> None:
+        state = self._at.pop(row)
+        state.pins -= 1
+        self._cache._offer(state)

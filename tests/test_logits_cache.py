@@ -1,0 +1,263 @@
+"""LogitsCache: gives back what was put in, holds its budget, survives files and threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hf_parallel import LogitsCache
+from hf_parallel.cache.logits import STATE_BYTES, Cursors
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCABULARY = 50
+
+
+def logits_of(tokens: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Logits that only these tokens have."""
+    seed = hash(tuple(tokens)) % 2**31
+    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)).to(dtype) * 3
+
+
+def write(cache: LogitsCache, prompt: list[int], *taken: int, key: str = "model") -> None:
+    """A decode from a prompt on, whose tokens are known in advance."""
+    with cache.cursors() as cursors:
+        cursors.start(0, key, prompt)
+        tokens = list(prompt)
+        for token in taken:
+            cursors.remember(0, logits_of(tokens))
+            cursors.follow(0, token)
+            tokens.append(token)
+
+
+def read(cache: LogitsCache, tokens: list[int], key: str = "model") -> torch.Tensor | None:
+    with cache.cursors() as cursors:
+        cursors.start(0, key, tokens)
+        return cursors.logits(0)
+
+
+def test_every_continuation_that_was_taken_is_remembered() -> None:
+    cache = LogitsCache()
+    write(cache, [1, 2], 5, 6, 7)
+    write(cache, [1, 2], 5, 9, 7)
+    for tokens in ([1, 2], [1, 2, 5], [1, 2, 5, 6], [1, 2, 5, 9]):
+        found = read(cache, tokens)
+        assert found is not None
+        assert torch.equal(found, logits_of(tokens))
+    for tokens in ([1], [1, 2, 6], [1, 2, 5, 6, 7], [2]):
+        assert read(cache, tokens) is None
+    assert (cache.hits, cache.misses, len(cache)) == (4, 4, 4)
+
+
+def test_a_prompt_that_spells_a_continuation_is_the_same_state() -> None:
+    cache = LogitsCache()
+    write(cache, [1, 2], 5, 6)
+    assert read(cache, [1, 2, 5]) is not None
+
+
+def test_states_of_another_model_never_answer() -> None:
+    cache = LogitsCache()
+    write(cache, [1, 2], 5, key="one")
+    assert read(cache, [1, 2], key="two") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_whole_logits_are_kept_bit_for_bit(dtype: torch.dtype) -> None:
+    cache = LogitsCache()
+    with cache.cursors() as cursors:
+        cursors.start(0, "model", [1])
+        given = logits_of([1], dtype)
+        cursors.remember(0, given)
+        kept = cursors.logits(0)
+        assert kept is not None
+        assert kept.dtype == dtype
+        assert torch.equal(kept, given)
+        given.zero_()
+        assert not torch.equal(kept, given)  # a copy
+
+
+def test_the_highest_logits_and_the_mass_of_the_others() -> None:
+    cache = LogitsCache(top_k=8)
+    write(cache, [1], 2)
+    kept, true = read(cache, [1]), logits_of([1])
+    assert kept is not None
+    top = true.topk(8)
+    assert torch.equal(kept.topk(8).indices, top.indices)
+    torch.testing.assert_close(kept.double().softmax(-1)[top.indices], true.double().softmax(-1)[top.indices])
+    whole = LogitsCache()
+    write(whole, [1], 2)
+    assert cache.num_bytes - 2 * STATE_BYTES < (whole.num_bytes - 2 * STATE_BYTES) / 2
+
+
+# Budget
+
+
+def test_ten_thousand_insertions_hold_the_budget() -> None:
+    random = np.random.default_rng(0)
+    budget = 300_000
+    cache = LogitsCache(budget)
+    most = 0
+    for _ in range(1000):
+        write(cache, [1, 2], *random.integers(0, 4, 10).tolist())
+        most = max(most, cache.num_bytes)
+        true = sum(state.num_bytes for _, state in cache._states() if state.parent is not None)
+        assert cache.num_bytes == true
+    assert most <= 1.01 * budget
+    assert cache.num_bytes > 0.9 * budget
+
+
+def test_what_was_used_least_recently_goes_first_and_ends_go_before_beginnings() -> None:
+    size = VOCABULARY * 4 + STATE_BYTES
+    cache = LogitsCache(8 * size)
+    write(cache, [1], 2, 3, 4)
+    write(cache, [9], 2, 3, 4)
+    assert read(cache, [1, 2]) is not None  # used again
+    write(cache, [5], 2, 3)
+    assert read(cache, [1]) is not None
+    assert read(cache, [1, 2]) is not None
+    assert read(cache, [9, 2, 3]) is not None
+    assert read(cache, [5]) is not None
+    assert read(cache, [1, 2, 3]) is None  # the end of the continuation that was used before all others
+
+
+def test_a_budget_that_is_too_small_for_anything_is_held_too() -> None:
+    cache = LogitsCache(100)
+    write(cache, [1, 2], 3, 4)
+    assert read(cache, [1, 2]) is None
+    assert cache.num_bytes <= 100
+
+
+def test_clear_forgets_everything() -> None:
+    cache = LogitsCache()
+    write(cache, [1, 2], 3)
+    cache.clear()
+    assert (len(cache), cache.num_bytes) == (0, 0)
+    assert read(cache, [1, 2]) is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_bytes": 0}, {"max_bytes": 1.5}, {"top_k": 0}, {"top_k": "8"}, {"max_bytes": True}]
+)
+def test_bad_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(settings))}.*{next(iter(settings.values()))}"):
+        LogitsCache(**settings)
+
+
+# Files
+
+
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_a_saved_cache_answers_as_before(tmp_path: Path, top_k: int | None) -> None:
+    cache = LogitsCache(top_k=top_k)
+    for key in ("one", "two"):
+        write(cache, [1, 2], 5, 6, 7, key=key)
+        write(cache, [1, 2], 5, 9, key=key)
+    write(cache, [3], key="without logits")
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = LogitsCache.load(tmp_path / "cache.safetensors")
+    assert (len(loaded), loaded.num_bytes, loaded.top_k) == (len(cache), cache.num_bytes, top_k)
+    for key in ("one", "two", "three"):
+        for tokens in ([1, 2], [1, 2, 5, 6], [1, 2, 5, 9], [3]):
+            ours, theirs = read(loaded, tokens, key), read(cache, tokens, key)
+            assert (ours is None) == (theirs is None)
+            assert ours is None or theirs is None or torch.equal(ours, theirs)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
+
+
+def test_loading_into_less_room_keeps_what_was_used_last(tmp_path: Path) -> None:
+    cache = LogitsCache()
+    for prompt in range(10):
+        write(cache, [prompt], 2, 3)
+    cache.save(tmp_path / "cache")
+    loaded = LogitsCache.load(tmp_path / "cache", max_bytes=cache.num_bytes // 3)
+    assert loaded.num_bytes <= cache.num_bytes // 3
+    assert read(loaded, [9]) is not None
+    assert read(loaded, [0]) is None
+
+
+@pytest.mark.parametrize("damage", ["half", "empty", "foreign", "text", "missing array", "wrong parents"])
+def test_a_damaged_or_foreign_file_is_refused(tmp_path: Path, damage: str) -> None:
+    cache, path = LogitsCache(), tmp_path / "cache"
+    write(cache, [1, 2], 5, 6, 7)
+    cache.save(path)
+    whole = path.read_bytes()
+    if damage == "half":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "foreign":
+        save_file({"weight": torch.zeros(3)}, path)
+    elif damage == "text":
+        path.write_text("hello" * 100)
+    elif damage == "missing array":
+        save_file(
+            {"0.tokens": torch.zeros(3)},
+            path,
+            {"format": "hf_parallel.LogitsCache/1", "keys": '["m"]', "top_k": "null"},
+        )
+    else:
+        path.write_bytes(whole)
+        with safe_open(path, "pt") as file:
+            tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        tensors["0.parents"] += 40
+        save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match="LogitsCache"):
+        LogitsCache.load(path)
+
+
+# Threads
+
+
+def test_threads_lose_nothing_and_answer_nothing_wrong() -> None:
+    """Eight threads that write and read the same few thousand states; the long run is in benchmarks."""
+    cache, wrong = LogitsCache(400_000), []
+    stop = time.perf_counter() + 3
+
+    def work(number: int) -> None:
+        random = np.random.default_rng(number)
+        while time.perf_counter() < stop and not wrong:
+            with cache.cursors() as cursors:
+                tokens = [1, 2]
+                cursors.start(number, "model", tokens)
+                for token in random.integers(0, 5, 6).tolist():
+                    found = cursors.logits(number)
+                    true = logits_of(tokens)
+                    if found is not None and not torch.equal(found, true):
+                        wrong.append(tokens)
+                    cursors.remember(number, true)
+                    again = cursors.logits(number)
+                    if again is not None and not torch.equal(again, true):
+                        wrong.append(tokens)
+                    cursors.follow(number, token)
+                    tokens = [*tokens, token]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert cache.num_bytes <= 400_000
+    assert cache.num_bytes == sum(state.num_bytes for _, state in cache._states() if state.parent is not None)
+    assert all(state.pins == 0 for _, state in cache._states())
+
+
+def test_a_state_that_somebody_stands_on_is_not_dropped() -> None:
+    cache = LogitsCache(4 * (VOCABULARY * 4 + STATE_BYTES))
+    with cache.cursors() as cursors:
+        cursors.start("mine", "model", [7, 7])
+        cursors.remember("mine", logits_of([7, 7]))
+        for prompt in range(20):
+            write(cache, [prompt], 1, 2)
+        assert cursors.known("mine")
+        cursors.follow("mine", 3)
+        assert isinstance(cursors, Cursors)
+    assert cache.num_bytes <= cache.max_bytes

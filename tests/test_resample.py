@@ -1,0 +1,87 @@
+"""Samples replayed from remembered logits are those that the model gives; only disagreements cost forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import PreTrainedModel
+
+import hf_parallel
+from hf_parallel import LogitsCache, SharedPrefixCache
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NEW = 12
+SHARED, *TAILS = tiny.make_prompts([20, 4, 4, 9], seed=8)
+INPUT_IDS, ATTENTION_MASK = tiny.left_pad([torch.cat((SHARED, tail)) for tail in TAILS])
+WIDTH = INPUT_IDS.shape[1]
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    yield hf_parallel.enable(tiny.build("llama"))
+    hf_parallel.disable(tiny.build("llama"))
+
+
+def sample(model: PreTrainedModel, mode: str = "resample", **settings: Any) -> Any:
+    defaults: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "max_new_tokens": NEW, "seed": 0}
+    defaults |= {"attention_mask": ATTENTION_MASK, "return_dict_in_generate": True, "pad_token_id": 0}
+    return model.generate(INPUT_IDS, generation_mode=mode, **(defaults | settings))  # type: ignore[operator]
+
+
+def test_a_first_run_gives_what_it_gives_without_a_cache(model: PreTrainedModel) -> None:
+    out = sample(model, logits_cache=LogitsCache())
+    assert torch.equal(out.sequences, sample(model, "shared_prefix").sequences)
+    assert out.stats.replayed_tokens == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"repetition_penalty": 1.3}, {"num_return_sequences": 4}])
+def test_the_same_samples_again_cost_no_forward_pass(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    cache = LogitsCache()
+    first = sample(model, logits_cache=cache, **settings)
+    again = sample(model, logits_cache=cache, **settings)
+    assert torch.equal(first.sequences, again.sequences)
+    assert again.stats.forward_passes == 0
+    assert again.stats.replayed_tokens == again.stats.decoded_tokens == first.stats.decoded_tokens
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["logits alone", "keys and values too"])
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"repetition_penalty": 1.3}, {"num_return_sequences": 3}])
+def test_other_samples_are_those_without_a_cache(model: PreTrainedModel, kept: bool, settings: dict[str, Any]) -> None:
+    cache = LogitsCache()
+    more: dict[str, Any] = {"past_key_values": SharedPrefixCache()} if kept else {}
+    replayed = 0
+    for seed in range(6):
+        settings = {**settings, "seed": seed, "eos_token_id": [3, 5, 9, 11]}
+        out = sample(model, logits_cache=cache, **settings, **more)
+        assert torch.equal(out.sequences, sample(model, "shared_prefix", **settings).sequences)
+        replayed += out.stats.replayed_tokens
+    assert replayed > 0
+
+
+# What an interrupt leaves behind
+
+
+def test_an_interrupt_while_completions_are_kept_leaves_no_freed_block_in_the_tree(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = SharedPrefixCache()
+    attach, kept = SharedPrefixCache.attach, []
+
+    def interrupted(self: SharedPrefixCache, *given: Any) -> Any:
+        kept.append(attach(self, *given))
+        if len(kept) == 2:
+            raise KeyboardInterrupt
+        return kept[-1]
+
+    monkeypatch.setattr(SharedPrefixCache, "attach", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sample(model, "shared_prefix", past_key_values=cache)
+    assert all(node.block in cache.blocks for node in cache.nodes())
+    assert {node.block for node in cache.nodes()} == cache.blocks
+    expected = sample(model, "shared_prefix").sequences
+    assert torch.equal(sample(model, "shared_prefix", past_key_values=cache).sequences, expected)
