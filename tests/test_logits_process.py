@@ -141,6 +141,11 @@ def test_where_a_block_stands(text: str, titles: list[str]) -> None:
     assert raw[reader.closed_from : reader.offset] == b"####%%%%"
 
 
+def test_a_marker_may_begin_within_what_looked_like_one() -> None:
+    reader = read("aaabT:......aabU:......aab!", BlockFormat(branch_marker="aab", terminator="aab!"))
+    assert (reader.phase, reader.titles, reader.pieces[0][0]) == ("done", ("T", "U"), 1)
+
+
 def test_markers_are_settings() -> None:
     fmt = BlockFormat("<part>", "->", "…", "</parts>", min_branches=1)
     reader = read("See <part>A - B>-> …<part>C->…</parts> end", fmt)
@@ -199,6 +204,29 @@ def test_what_is_allowed_keeps_the_block_well_formed_and_leads_to_its_end(name: 
     assert 2 <= len(found or ()) <= 3
     assert found == list(reader.titles)
     assert len({title.strip().casefold() for title in found}) == len(found)
+
+
+class Fixed:
+    """A tokenizer of given tokens."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[int]]:
+        return {"input_ids": [self.texts.index(text)]}
+
+    def decode(self, tokens: list[int], **kwargs: Any) -> str:
+        return "".join(self.texts[token] for token in tokens)
+
+
+def test_no_token_leads_to_where_nothing_can_follow() -> None:
+    mask = BlockMask(BlockFormat(), Vocabulary(Fixed("a", "####", ":", "....", "......", "%%%%"), 6))
+    assert allowed_texts(mask, read("####a:")) == {"......"}
+
+
+def test_a_title_of_one_token_is_not_allowed_for_it_might_be_a_repeated_one() -> None:
+    mask = BlockMask(BlockFormat(), Vocabulary(Fixed("a", "####", "####a", "####abcd:", ":", "......", "%%%%"), 7))
+    assert allowed_texts(mask, read("####b:......")) == {"####", "####a"}
 
 
 def test_titles_are_held_to_their_bounds() -> None:

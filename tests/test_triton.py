@@ -179,12 +179,13 @@ def decoding(scene: Scene) -> list[Segment]:
 
 
 @pytest.mark.parametrize(
-    ("style", "window"), [("none", None), ("half", None), ("half", 3), ("half", 14), ("interleaved", None)]
+    ("style", "window", "common"),
+    [("none", None, 9), ("half", None, 9), ("half", 3, 9), ("half", 50, 60), ("interleaved", 14, 9)],
 )
 def test_steps_that_follow_are_right_within_the_horizon_and_beyond(
-    loads: list[str], style: str, window: int | None
+    loads: list[str], style: str, window: int | None, common: int
 ) -> None:
-    scene = workers(Features(rotary=STYLES[style], window=window), 2, 2)
+    scene = workers(Features(rotary=STYLES[style], window=window), 2, 2, common)
     segments = decoding(scene)
     scene.cache.reserve([(segment.view[-1], 30) for segment in segments])
     for _ in range(12):

@@ -66,11 +66,14 @@ class Tiling(NamedTuple):
 def select_tilings(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Tiling, ...]:
     """The tilings for a head size, a dtype and a GPU, that of fewest rows first; docs/kernels.md says why these."""
     if dtype == torch.float32:
-        return (Tiling(16, 16, 4, 2, 2),)
+        return (Tiling(16, 16, 4, 3, 2 if head_dim <= 128 else 1),)
     if head_dim > 128:
         return Tiling(16, 32, 4, 3, 2), Tiling(32, 32, 4, 2, 2)
-    few, some = (4, 2) if head_dim <= 64 else (3, 2) if capability >= (9, 0) else (2, 1)
-    return Tiling(16, 64, 4, 3, few), Tiling(64, 64, 4, 3, some), Tiling(128, 64, 8, 3, 1)
+    if head_dim <= 64:
+        return Tiling(16, 64, 4, 3, 3), Tiling(64, 64, 4, 3, 2), Tiling(128, 64, 8, 3, 1)
+    if capability < (9, 0):
+        return Tiling(16, 64, 4, 3, 2), Tiling(64, 32, 4, 3, 2), Tiling(128, 32, 8, 3, 1)
+    return Tiling(16, 64, 4, 3, 3), Tiling(64, 64, 4, 3, 2), Tiling(128, 64, 8, 3, 1)
 
 
 class Launch(ABC):
