@@ -363,6 +363,7 @@ def test_the_mode_gives_well_formed_skeletons(name: str) -> None:
         assert_well_formed((skeleton for (skeleton,) in out.skeletons), at_most=3)
 
 
+@pytest.mark.slow
 def test_the_embedded_model_gives_a_well_formed_skeleton_in_100_of_100_runs(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
     ids = tokenizer("####Noise:......####Time:......####%%%%\n####", return_tensors="pt").input_ids

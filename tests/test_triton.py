@@ -180,7 +180,7 @@ def decoding(scene: Scene) -> list[Segment]:
 
 @pytest.mark.parametrize(
     ("style", "window", "common"),
-    [("none", None, 9), ("half", None, 9), ("half", 3, 9), ("half", 50, 60), ("interleaved", 14, 9)],
+    [("none", None, 9), ("half", None, 9), ("half", 3, 9), ("half", 90, 100), ("interleaved", 14, 9)],
 )
 def test_steps_that_follow_are_right_within_the_horizon_and_beyond(
     loads: list[str], style: str, window: int | None, common: int
