@@ -8,8 +8,12 @@ that was captured, so that results are right only if all that changes lies in th
 from __future__ import annotations
 
 import copy
+import gc
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +24,8 @@ from workers import SETTINGS
 
 import hf_parallel
 from hf_parallel.generation import decode, graph
-from hf_parallel.generation.graph import DecodeGraphs, bucket
+from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.graph import DecodeGraphs, Recording, Unwaiting, bucket, record
 from hf_parallel.kernels import BACKEND_VARIABLE
 
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
@@ -43,7 +48,8 @@ class Graphs:
         self.replays = 0
         self._made: list[DecodeGraphs] = []
         self._replaying = False
-        made, launch_for = DecodeGraphs.__init__, triton_attention.launch_for
+        made = self.usual_init = DecodeGraphs.__init__
+        launch_for = triton_attention.launch_for
 
         def remember(graphs: DecodeGraphs, *given: Any) -> None:
             made(graphs, *given)
@@ -58,7 +64,7 @@ class Graphs:
         monkeypatch.setattr(triton_attention, "launch_for", as_captured)
         monkeypatch.setattr(graph, "record", self._record)
 
-    def _record(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor, int]:
+    def _record(self, function: Callable[[], torch.Tensor], device: torch.device, pool: Any) -> Recording:
         cache = self._made[-1]._cache
         captured, result = cache._pass, function()
         self.captures.append(len(result))
@@ -71,7 +77,7 @@ class Graphs:
                 cache._pass, self._replaying = now, False
             self.replays += 1
 
-        return replay, result, 1000
+        return Recording(replay, result, 1000, "pool")
 
 
 @pytest.fixture
@@ -147,16 +153,187 @@ def test_storage_that_moved_is_captured_anew(
     assert 1 < len(graphs.captures) < NEW - 1
 
 
+@pytest.mark.parametrize("captures", [0, 1])
 def test_a_failed_capture_is_said_once_and_costs_nothing_but_speed(
-    graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    graphs: Graphs,
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    captures: int,
 ) -> None:
-    def fail(function: Callable[[], torch.Tensor]) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
+    """The reason is what failed first, and graphs that were captured before give their memory back."""
+
+    def fail(*given: Any) -> Recording:
+        if len(graphs.captures) < captures:
+            return graphs._record(*given)
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("the capture has failed")
 
     monkeypatch.setattr(graph, "record", fail)
+    monkeypatch.setattr("hf_parallel.generation.shared_prefix.SUFFIX_ROOM", 1)
     expected = generate(model, None).sequences
-    assert torch.equal(generate(model).sequences, expected)
-    assert caplog.text.count("could not be captured") == 1
+    out = generate(model)
+    assert torch.equal(out.sequences, expected)
+    assert caplog.text.count("could not be captured: operation not permitted") == 1
+    assert (len(graphs.captures), out.stats.graph_bytes) == (captures, 0)
+
+
+def test_what_the_kernels_do_not_serve_is_not_captured(graphs: Graphs, model: PreTrainedModel) -> None:
+    """PyTorch's kernels take lengths from the host: a graph would hold those of the step that was captured."""
+    model = model.double()  # type: ignore[assignment]
+    out = generate(model)
+    assert torch.equal(out.sequences, generate(model, None).sequences)
+    assert (graphs.captures, out.stats.graph_bytes) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "waits"),
+    [
+        (lambda x: x[x > 0], True),
+        (lambda x: x.index_put_((x > 0,), torch.zeros(())), True),
+        (lambda x: x.nonzero(), True),
+        (lambda x: x.unique(), True),
+        (lambda x: x.max().item(), True),
+        (lambda x: 1 if (x > 0).all() else 0, True),
+        (lambda x: x.to("meta"), True),  # as good as any other device
+        (lambda x: torch.zeros(3, device="meta").copy_(x), True),
+        (lambda x: x[torch.tensor([0, 2])], False),
+        (lambda x: torch.where(x > 0, x, 0.0).to(torch.float16).sum(), False),
+        (lambda x: x[1:].clone().masked_fill_(x[1:] > 0, 7.0), False),
+    ],
+)
+def test_what_waits_is_known_beforehand(function: Callable[[torch.Tensor], Any], waits: bool) -> None:
+    with Unwaiting():
+        if waits:
+            with pytest.raises(RuntimeError, match="the model (waits|copies)"):
+                function(torch.tensor([1.0, -2.0, 3.0]))
+        else:
+            function(torch.tensor([1.0, -2.0, 3.0]))
+
+
+def test_chunks_of_a_prefill_that_look_like_decode_steps_keep_their_logits(
+    graphs: Graphs, model: PreTrainedModel
+) -> None:
+    """Prompts that lack one token each, in chunks of as many rows: what a graph gives is written over by the next."""
+    ids = torch.cat((ROOT.expand(4, -1), torch.tensor([[20], [30], [40], [50]])), dim=1)
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "pad_token_id": 0}
+    expected = model.generate(ids, generation_mode=None, **settings)  # type: ignore[operator]
+    cache = hf_parallel.SharedPrefixCache()
+    settings |= {"generation_mode": "shared_prefix", "past_key_values": cache}
+    model.generate(ROOT[None], **(settings | {"max_new_tokens": 1}))  # type: ignore[operator]
+    assert torch.equal(model.generate(ids, prefill_chunk_size=2, **settings), expected)  # type: ignore[operator]
+    assert graphs.captures == [2, 4]
+    assert graphs.replays == 3
+
+
+def test_graphs_go_with_their_call(graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the garbage collector, which knows nothing of the GPU's memory."""
+    made = []
+    begin = DecodeLoop.__init__
+
+    def noted(loop: DecodeLoop, *given: Any, **settings: Any) -> None:
+        begin(loop, *given, **settings)
+        made.append(weakref.ref(loop.graphs))
+
+    def record(function: Callable[[], torch.Tensor], *given: Any) -> Recording:
+        return Recording(lambda: None, function(), 1, None)
+
+    monkeypatch.setattr(DecodeLoop, "__init__", noted)
+    monkeypatch.setattr(DecodeGraphs, "__init__", graphs.usual_init)
+    monkeypatch.setattr(graph, "record", record)
+    gc.disable()
+    try:
+        generate(model)
+        assert [graphs_of_call() for graphs_of_call in made] == [None]
+    finally:
+        gc.enable()
+
+
+class Streams:
+    """Stands in for `torch.cuda` where graphs are captured: a capture that fails leaves its stream behind."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+        self.current, self.events, self.fails = "the caller's", [], fails
+        self.reserved = 100
+        for name in ("device", "stream", "graph", "current_stream", "empty_cache", "memory_reserved"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay="replay", pool=lambda: "pool"))
+        monkeypatch.setattr(graph, "_side_stream", lambda device: f"side of {device}")
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.events.append(f"on {device}")
+        yield
+
+    @contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: Any, pool: Any, stream: str, capture_error_mode: str) -> Iterator[None]:
+        self.empty_cache()
+        self.events.append((pool, stream, capture_error_mode))
+        before, self.current = self.current, stream
+        yield
+        if self.fails:
+            raise RuntimeError("the capture has failed")
+        self.current = before
+
+    def current_stream(self, device: torch.device) -> str:
+        return self.current
+
+    def empty_cache(self) -> None:
+        self.reserved = min(self.reserved, 60)
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.reserved
+
+    def run(self) -> torch.Tensor:
+        self.reserved += 10
+        self.events.append(f"runs on {self.current}")
+        return torch.zeros(1)
+
+
+def test_what_waits_for_the_device_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that breaks leaves PyTorch's allocator in disorder, so it is not begun."""
+    streams = Streams(monkeypatch, fails=False)
+
+    def waits() -> torch.Tensor:
+        out = streams.run()
+        return out if out.sum() < 1 else -out
+
+    with pytest.raises(RuntimeError, match="the model waits for the device .aten::_local_scalar_dense"):
+        record(waits, torch.device("cuda:1"))
+    assert streams.events == ["on cuda:1", *["runs on the caller's"] * 2]
+    assert streams.current == "the caller's"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_recording_leaves_streams_as_they_were_and_counts_what_the_graph_keeps(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    device = torch.device("cuda:1")
+    streams = Streams(monkeypatch, fails)
+    if fails:
+        with pytest.raises(RuntimeError, match="the capture has failed"):
+            record(streams.run, device, "before")
+    else:
+        recording = record(streams.run, device, "before")
+        assert (recording.num_bytes, recording.replay, recording.pool) == (10, "replay", "pool")
+    assert streams.current == "the caller's"
+    side = "side of cuda:1"
+    assert streams.events == [
+        "on cuda:1",
+        "runs on the caller's",
+        ("before", side, "thread_local"),
+        f"runs on {side}",
+    ]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 17, 33, 100, 1000, 1024])

@@ -20,6 +20,7 @@ from hf_parallel.cache import BlockCache
 from hf_parallel.cache.layout import ForwardPass
 from hf_parallel.generation import decode
 from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.graph import DecodeGraphs
 from hf_parallel.generation.sampling import Sampler, TokenTable
 from hf_parallel.kernels import AttentionPlan
 
@@ -110,7 +111,8 @@ def test_a_processor_of_the_callers_own_is_waited_for(
 
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "synchronize")
 PATH = [
-    *(getattr(DecodeLoop, name) for name in ("_step_ahead", "_run", "_logits")),
+    *(getattr(DecodeLoop, name) for name in ("_step_ahead", "_run", "_logits", "_take_back")),
+    *(getattr(DecodeGraphs, name) for name in ("logits", "_goes_on", "_storage")),
     *(getattr(Sampler, name) for name in ("draw", "_process", "_processed", "_draw", "_ended", "_judged", "_record")),
     *(getattr(TokenTable, name) for name in ("append", "left_padded", "index")),
     *(BlockCache.prepare, BlockCache.commit, BlockCache.update, ForwardPass.leads_to, ForwardPass.next_step),

@@ -189,9 +189,10 @@ def test_other_kernels_are_compiled(name: str, capability: int, recorders: dict[
         assert used["STACK"] == used["LOCAL"] == 0
 
 
-def test_kernels_do_what_the_oracle_does_in_the_interpreter() -> None:
-    """The tests of `test_triton.py`, in a process that asks for the interpreter before torch imports Triton."""
-    tests = Path(__file__).with_name("test_triton.py")
+@pytest.mark.parametrize("name", ["test_triton.py", "test_graph.py"])
+def test_kernels_do_what_the_oracle_does_in_the_interpreter(name: str) -> None:
+    """The tests of a file, in a process that asks for the interpreter before torch imports Triton."""
+    tests = Path(__file__).with_name(name)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
     done = subprocess.run(
         command, cwd=tests.parents[1], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True

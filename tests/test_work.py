@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,9 @@ def keys_by_shares(work: Work, plan: AttentionPlan, window: int | None) -> Count
 @given(scene=scenes(), cuts=cuts())
 def test_shares_cover_every_visible_key_exactly_once(scene: Scene, cuts: list[Cut]) -> None:
     plan, window = scene.forward.plan, scene.features.window
-    assert keys_by_shares(make_work(plan, cuts, window), plan, window) == keys_by_plan(plan, window)
+    work = make_work(plan, cuts, window)
+    assert keys_by_shares(work, plan, window) == keys_by_plan(plan, window)
+    assert (work.items[:, ITEM_FIELDS.index("start")] < work.items[:, ITEM_FIELDS.index("stop")]).all()
 
 
 @QUICK
@@ -91,10 +94,19 @@ def test_every_share_has_slots_of_its_own_which_its_queries_merge(scene: Scene, 
         assert turned == (plan.pair_delta[pairs].any() or (growth is not None and growth.delta[pairs].any()))
 
 
+def test_shares_that_will_turn_in_a_step_that_follows_are_marked() -> None:
+    plan = rows([2, 2], common=5).forward.plan
+    assert plan.growth is not None
+    turned = ITEM_FIELDS.index("turned")
+    assert not make_work(plan, [Cut(16, 16, 1)]).items[:, turned].any()
+    growing = replace(plan, growth=replace(plan.growth, delta=np.ones_like(plan.pair_delta)), _memo={})
+    assert make_work(growing, [Cut(16, 16, 1)]).items[:, turned].all()
+
+
 def rows(lengths: Sequence[int], common: int) -> Scene:
     """Rows over a common block, with blocks of their own of these lengths, that bring one more token each."""
     scene = Scene(Features())
-    root, *own = scene.cache.new_block(common), *(scene.cache.new_block(n + 1) for n in lengths)
+    root, *own = scene.cache.new_block(common), *(scene.cache.new_block(n + 1, base=common) for n in lengths)
     scene.step([Segment([root], common)])
     scene.step([Segment([root, block], n) for block, n in zip(own, lengths, strict=True)])
     scene.step([Segment([root, block], 1) for block in own])
@@ -130,8 +142,9 @@ def test_bounds_of_shares_and_slots_hold_for_blocks_of_any_length(scene: Scene, 
 
 
 def test_little_work_is_left_to_few_programs() -> None:
-    (lines,) = make_work(rows([2], common=10).forward.plan, [Cut(16, 16, 50)]).lines
-    assert np.count_nonzero(np.diff(lines)) <= 2
+    """Eight steps over keys and the beginnings of two tiles make five lines of two."""
+    (lines,) = make_work(rows([2], common=100).forward.plan, [Cut(16, 16, 50)]).lines
+    assert np.count_nonzero(np.diff(lines)) == 5
     assert len(lines) == 51
 
 
@@ -259,6 +272,29 @@ def test_prefill_is_the_same_with_and_without_flash_attn(monkeypatch: pytest.Mon
     scene.step([Segment([root, own], 50)])
     torch.testing.assert_close(scene.attend(torch_attention.block_attention, torch.float64), scene.truth())
     assert [shape[2] for shape in calls] == [50, 50]  # the keys before the run, and its own
+
+
+@pytest.mark.parametrize("window", [None, 37])
+def test_rows_of_masks_begin_where_a_gpus_attention_can_load_them(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    """Its vectors of 16 bytes: prefills under a window and rows of unequal lengths have any number of keys."""
+    masks = []
+    primitive = torch_attention._primitive
+
+    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *rest: Any) -> Any:
+        masks.append(mask)
+        return primitive(q, k, v, mask, *rest)
+
+    monkeypatch.setattr(torch_attention.native, "serves", lambda *_: False)
+    monkeypatch.setattr(torch_attention, "_primitive", noted)
+    scene = Scene(Features(groups=2, window=window))
+    blocks = scene.cache.new_blocks(3, 75)
+    scene.step([Segment([block], count) for block, count in zip(blocks, (75, 3, 12), strict=True)])
+    torch.testing.assert_close(scene.attend(torch_attention.block_attention, torch.float64), scene.truth())
+    masked = [mask for mask in masks if mask is not None]
+    assert masked
+    assert all(mask.shape[-1] == 1 or stride % 16 == 0 for mask in masked for stride in mask.stride()[:-1])
 
 
 def test_flash_attention_is_left_alone_on_a_cpu() -> None:

@@ -1,4 +1,4 @@
-"""Stage 5: what was to be reached, beside what was measured."""
+"""Stage 6: what was to be reached, beside what was measured."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .attention import AttentionStage
+from .graphs import TOLERANCE
 from .hogwild import HogwildStage
 from .model import ModelStage
 
@@ -96,6 +97,7 @@ class Acceptance:
             Line("kernels, bf16 and fp16: largest error", "correctness", _errors("bfloat16", "float16"), 2e-2),
             Line("kernels, fp32: largest error", "correctness", _errors("float32"), 1e-5),
             Line("kernels: error by FlashAttention's", "correctness", _figure("error_by_flash"), 1.5),
+            Line("replayed decode steps: largest error of a logit", "graphs", _graph_errors, TOLERANCE),
             Line("attention: difference from FlashAttention's output", "attention", _difference, DIFFERENCE),
             Line("attention: share of the limit, large KV", "attention", self._large_kv, 0.85, at_least=True),
             Line("attention: time by FlashAttention's", "attention", _versus("flash"), 1.0),
@@ -167,6 +169,11 @@ def _errors(*dtypes: str) -> Callable[[Cases], Values]:
     return find
 
 
+def _graph_errors(cases: Cases) -> Values:
+    """Errors of logits; a way that fails is infinitely wrong."""
+    return (math.inf if "error" in case else case.get("max_error") for case in cases)
+
+
 def _figure(name: str) -> Callable[[Cases], Values]:
     """A figure of the cases that have it or were not measured."""
     return lambda cases: (case.get(name) for case in cases if name in case or "not_measured" in case)
@@ -183,9 +190,15 @@ def _versus(name: str) -> Callable[[Cases], Values]:
     return find
 
 
+def differences(case: dict[str, Any]) -> list[float]:
+    """Between our output and FlashAttention's: of a few rows, and of all where they fit the memory."""
+    comparisons = (case.get("rows_checked", {}), case.get("flash", {}))
+    return [found["difference"] for found in comparisons if "difference" in found]
+
+
 def _difference(cases: Cases) -> Values:
-    """Between our output and FlashAttention's, wherever that was run."""
-    return (case["flash"]["difference"] for case in cases if "difference" in case.get("flash", {}))
+    """The largest, wherever there is one."""
+    return (max(found) for case in cases if (found := differences(case)))
 
 
 def _set_up(cases: Cases) -> Values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import traceback
 from collections.abc import Callable, Iterable
@@ -55,6 +56,9 @@ def fits(num_bytes: float, device: torch.device) -> bool:
 
 def _release() -> None:
     """Give memory back where half of a GPU is taken; always would cost more than many a measurement."""
-    if torch.cuda.is_available() and torch.cuda.memory_reserved() > torch.cuda.mem_get_info()[1] / 2:
-        gc.collect()
-        torch.cuda.empty_cache()
+    if not torch.cuda.is_available():
+        return
+    with contextlib.suppress(RuntimeError):  # of a GPU that a kernel has broken, which the case has reported
+        if torch.cuda.memory_reserved() > torch.cuda.mem_get_info()[1] / 2:
+            gc.collect()
+            torch.cuda.empty_cache()

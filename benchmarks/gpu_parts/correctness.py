@@ -100,6 +100,7 @@ PROBLEMS = {
     "softcap": Problem(tree, softcap=1.5),
     "sinks": Problem(tree, sinks=True),
     "prefill": Problem(prefill),
+    "window prefill": Problem(prefill, turns=True, window=37),
     "interleaved": Problem(workers, groups=1, turns=True, part=2, interleaved=True),
 }
 """Attention by name."""
@@ -151,10 +152,10 @@ def check_attention(
         with poisoned_memory():
             out = layer.attend()
         expected = layer.oracle()
-        error = _worst(error, out, expected)
+        error = worst(error, out, expected)
         rounding = max(rounding, 0.5 * torch.finfo(out.dtype).eps * float(expected.abs().max()))
         if _flash_can(problem, dtype):
-            flash_error = _worst(flash_error, _flash(layer), expected)
+            flash_error = worst(flash_error, _flash(layer), expected)
     figures = _figures(error, dtype)
     if _flash_can(problem, dtype):
         # Half a unit in the last place is what any kernel's output is wrong by.
@@ -178,7 +179,7 @@ def check_append(device: torch.device, heads: int, head_dim: int, dtype: str, un
             for states, new in zip(held, layer.new, strict=True)
         ]
         layer.write()
-        error = max(_worst(error, *pair) for pair in zip(held, wanted, strict=True))
+        error = max(worst(error, *pair) for pair in zip(held, wanted, strict=True))
     return _figures(error, dtype) | {"ok": error == 0}
 
 
@@ -197,7 +198,7 @@ def check_move(device: torch.device, heads: int, head_dim: int, dtype: str, unit
     rows = storage.rows(target.extent, start, start + source.length)
     wanted_keys[rows], wanted_values[rows] = turned, values
     layer.cache.move(source, target)
-    error = _worst(_worst(0.0, storage.keys, wanted_keys), storage.values, wanted_values)
+    error = worst(worst(0.0, storage.keys, wanted_keys), storage.values, wanted_values)
     return _figures(error, dtype)
 
 
@@ -218,7 +219,7 @@ def _figures(error: float, dtype: str) -> dict[str, Any]:
     return {"max_error": error, "tolerance": TOLERANCE[dtype], "ok": error <= TOLERANCE[dtype]}
 
 
-def _worst(before: float, out: torch.Tensor, expected: torch.Tensor) -> float:
+def worst(before: float, out: torch.Tensor, expected: torch.Tensor) -> float:
     """The larger absolute error.
 
     Raises

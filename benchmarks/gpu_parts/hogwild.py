@@ -1,4 +1,4 @@
-"""Stage 3: Hogwild! workers, attention and the set-up of a step (Hogwild! Inference, section 4.4, table 2).
+"""Stage 4: Hogwild! workers, attention and the set-up of a step (Hogwild! Inference, section 4.4, table 2).
 
 FlashAttention decodes one row over as many tokens as the workers' blocks hold together.
 """

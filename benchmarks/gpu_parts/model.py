@@ -1,4 +1,4 @@
-"""Stage 4: tokens per second of whole models with random weights (Hydragen, section 4.1; Hogwild!, table 1).
+"""Stage 5: tokens per second of whole models with random weights (Hydragen, section 4.1; Hogwild!, table 1).
 
 Steps are timed after the prompt, at the tokens that have reached the host: everything that a step costs is in them.
 """

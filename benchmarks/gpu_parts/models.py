@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_parallel
@@ -18,6 +25,16 @@ PAD = 0
 """Token of rows that have ended."""
 
 _NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_SMALL: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    **_NO_ENDS,
+}
 CONFIGS = {
     "Qwen3-8B": Qwen3Config(
         vocab_size=151936,
@@ -42,6 +59,8 @@ CONFIGS = {
         max_position_embeddings=40960,
         **_NO_ENDS,
     ),
+    "small": Qwen3Config(**_SMALL, head_dim=64),
+    "small-window": MistralConfig(**_SMALL, head_dim=64, sliding_window=48),
     "toy": Qwen3Config(
         vocab_size=300,
         hidden_size=64,

@@ -109,6 +109,16 @@ COLUMNS: dict[str, Sequence[Column]] = {
         ("by it", _number("error_by_flash")),
         ("", _error_status),
     ),
+    "graphs": (
+        ("model", _text("model")),
+        ("way", _text("way")),
+        ("rows", _text("rows")),
+        ("steps", _text("steps")),
+        ("largest error", _number("max_error", form=".2e")),
+        ("logits compared", _text("compared")),
+        ("graphs, MB", _number("graph_bytes", 1e-6, ".0f")),
+        ("", _error_status),
+    ),
     "attention": (
         ("heads", _text("heads")),
         ("rows", _text("rows")),

@@ -75,7 +75,7 @@ def generate_batch(model: Any, rows: int, prefix: int, steps: int, deadline: Dea
     manager_of = model.continuous_batching_context_manager
     with (
         torch.no_grad(),
-        manager_of(generation_config=config, continuous_batching_config=settings, timeout=5) as manager,
+        manager_of(generation_config=config, continuous_batching_config=settings, timeout=5, warmup=False) as manager,
     ):
         manager.add_requests(inputs=[prompt], max_new_tokens=steps, record_timestamps=True)
         while len(done) < rows:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..kernels import AttentionPlan, RotarySpec
+from ..kernels import AttentionPlan, RotarySpec, to_device
 from ..kernels.dispatch import append, move
 from ..kernels.work import Place
 
@@ -210,4 +210,4 @@ def _rows(runs: Sequence[Run], num_kv_heads: int, device: torch.device) -> torch
     within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
     heads = np.arange(num_kv_heads)[:, None] * np.repeat(capacity, length)
     rows = heads + np.repeat(origin * num_kv_heads + first, length) + within
-    return torch.from_numpy(rows.reshape(-1)).to(device)
+    return to_device(rows.reshape(-1), device)

@@ -8,18 +8,38 @@ here, the plan's integers in those of the kernel floor.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..cache import BlockCache, ForwardPass
 from ..kernels import PlanOnDevice, select_backend
+from ..kernels.dispatch import replayable
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From ids and positions, `int64 [T]` each, to logits `[T, vocabulary]`."""
 
+_WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "_unique", "_unique2", "unique_dim")
+"""Operations whose results the host must have before it goes on."""
+_COPIES = ("_to_copy", "copy_", "copy")
+
+_recording = threading.Lock()
+"""Held while a graph is captured: another capture begins by waiting for the device, which would break this one."""
 _logger = logging.getLogger(__name__)
+
+
+class Recording(NamedTuple):
+    """What was captured: how to run it again, the tensor that then holds its result, and the memory that it keeps."""
+
+    replay: Callable[[], None]
+    result: torch.Tensor
+    num_bytes: int
+    pool: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +50,6 @@ class _Captured:
     ids: torch.Tensor
     positions: torch.Tensor
     logits: torch.Tensor
-    num_bytes: int
     buffers: tuple[PlanOnDevice, ...]
     storage: list[int]
 
@@ -38,72 +57,89 @@ class _Captured:
 class DecodeGraphs:
     """Graphs of one call of `generate`, one for each bucket of rows.
 
+    They run one at a time, and what one gives is read before the next one runs: all share one pool of memory.
+
     Parameters
     ----------
-    forward : callable
-        Runs the model over the cache's prepared pass.
     cache : BlockCache
+
+    Attributes
+    ----------
+    num_bytes : int
+        Memory that the graphs keep.
     """
 
-    def __init__(self, forward: Forward, cache: BlockCache) -> None:
-        self._forward, self._cache = forward, cache
+    def __init__(self, cache: BlockCache) -> None:
+        self.num_bytes = 0
+        self._cache = cache
         self._captured: dict[int, _Captured] = {}
+        self._pool: Any = None
         self._failed = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that the graphs keep."""
-        return sum(captured.num_bytes for captured in self._captured.values())
 
     @staticmethod
     def serve(model: torch.nn.Module, device: torch.device) -> bool:
-        """Whether decode steps of a model can be captured: on one GPU, with kernels that read nothing on the host."""
+        """Whether decode steps of a model may be captured: on one GPU, with kernels that read nothing on the host."""
         spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         return device.type == "cuda" and not spread and select_backend(device) == "triton"
 
-    def logits(self, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor:
+    def logits(self, forward: Forward, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor:
         """Logits `[T, vocabulary]` of the prepared decode step; they are overwritten by the next one.
 
         Parameters
         ----------
+        forward : callable
+            Runs the model over the cache's prepared pass, the same for every step.
         step : ForwardPass
         ids : int64 [T]
         """
         rows = bucket(len(ids))
-        if rows in self._captured and not self._goes_on(self._captured[rows], step):
-            del self._captured[rows]  # its memory serves the new one
-        if rows not in self._captured and not self._failed:
-            self._capture(step, rows)
-        if self._failed:
-            return self._forward(ids, step.position_ids)
+        if not self._goes_on(rows, step) and not self._capture(forward, step, rows):
+            return forward(ids, step.position_ids)
         captured = self._captured[rows]
         captured.ids[: len(ids)] = ids
         captured.positions[: len(ids)] = step.position_ids
         captured.replay()
         return captured.logits[: len(ids)]
 
-    def _goes_on(self, captured: _Captured, step: ForwardPass) -> bool:
-        """Whether a graph can serve a step; if so its buffers hold the step's plan now."""
-        same = captured.storage == self._storage()
-        return same and all(buffers.serve(step.plan) for buffers in captured.buffers)
+    def _goes_on(self, rows: int, step: ForwardPass) -> bool:
+        """Whether there is a graph that can serve a step; if so its buffers hold the step's plan now."""
+        captured = self._captured.get(rows)
+        if captured is None or captured.storage != self._storage():
+            return False
+        return all(buffers.serve(step.plan) for buffers in captured.buffers)
 
     def _storage(self) -> list[int]:
         """Where the keys and values lie: a layer that grew has moved."""
         layers = self._cache.arena.layers.values()
         return [pointer for layer in layers for pointer in (layer.keys.data_ptr(), layer.values.data_ptr())]
 
-    def _capture(self, step: ForwardPass, rows: int) -> None:
+    def _replayable(self) -> bool:
+        """Whether every layer has storage, which a graph would not make, and kernels that a graph may hold."""
+        layers = self._cache.arena.layers.values()
+        return bool(layers) and all(replayable(layer.keys, layer.values) for layer in layers)
+
+    def _capture(self, forward: Forward, step: ForwardPass, rows: int) -> bool:
         """Capture the prepared step for up to `rows` rows; those beyond the step's write and see nothing."""
+        if self._failed or not self._replayable():
+            return False
         ids = step.position_ids.new_zeros(rows)
         positions = step.position_ids.new_zeros(rows)
         try:
-            replay, logits, num_bytes = record(lambda: self._forward(ids, positions))
+            recording = record(lambda: forward(ids, positions), ids.device, self._pool)
         except RuntimeError as error:
             self._failed = True
-            _logger.warning("decode steps are launched kernel by kernel, they could not be captured: %s", error)
-            return
-        buffers, storage = step.plan.on_device, self._storage()
-        self._captured[rows] = _Captured(replay, ids, positions, logits, num_bytes, buffers, storage)
+            self._captured.clear()
+            self.num_bytes = 0
+            reason = error.__context__ or error  # the end of a capture fails too, and says less
+            _logger.warning("decode steps are launched kernel by kernel, they could not be captured: %s", reason)
+            return False
+        self._pool = recording.pool
+        self.num_bytes += recording.num_bytes
+        # A graph that was there goes only now: a pool without any graph cannot be shared.
+        self._captured[rows] = _Captured(
+            recording.replay, ids, positions, recording.result, step.plan.on_device, self._storage()
+        )
+        return True
 
 
 def bucket(rows: int) -> int:
@@ -112,24 +148,66 @@ def bucket(rows: int) -> int:
     return -(-rows // unit) * unit
 
 
-def record(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor, int]:
-    """Capture what a function launches on the GPU.
+def record(function: Callable[[], torch.Tensor], device: torch.device, pool: Any = None) -> Recording:
+    """Capture what a function launches on a GPU.
 
-    It runs once before, so that kernels are compiled; it must do the same each time.
+    It runs once before, so that kernels are compiled and buffers are made; it must do the same each time.
 
-    Returns
-    -------
-    (replay, result, num_bytes)
-        How to run it again, the tensor that then holds its result, and the memory that the graph keeps.
+    Parameters
+    ----------
+    pool : optional
+        Memory of an earlier recording of the same, that is still there. What that one gave is overwritten when this one
+        runs. Without it the function runs once more, to see that it waits for nothing.
+
+    Raises
+    ------
+    RuntimeError
+        If the function does what cannot be captured, such as waiting for the GPU, or there is no memory for it.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    # A capture that fails leaves its own stream behind as the current one: the outer context puts things right.
+    with _recording, torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
         function()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_reserved()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function()
-    return graph.replay, result, torch.cuda.memory_reserved() - before
+        if pool is None:
+            with Unwaiting():
+                function()
+        torch.cuda.empty_cache()  # as a capture does when it begins, which would hide what it takes
+        before = torch.cuda.memory_reserved(device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on using the GPU meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=_side_stream(device), capture_error_mode="thread_local"):
+            result = function()
+        return Recording(graph.replay, result, torch.cuda.memory_reserved(device) - before, graph.pool())
+
+
+class Unwaiting(TorchDispatchMode):
+    """Refuses what makes the host wait for a device, before a capture meets it.
+
+    That would break it for good: PyTorch's allocator goes on believing that a capture is under way, and gives none of
+    the memory that it holds back when there is too little.
+
+    Raises
+    ------
+    RuntimeError
+        When such an operation runs.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, unless it waits."""
+        name = func.overloadpacket.__name__
+        masked = name in ("index", "index_put", "index_put_") and any(_is_mask(index) for index in args[1])
+        if masked or name in _WAITING:
+            raise RuntimeError(f"the model waits for the device (aten::{name}{' with a mask' if masked else ''})")
+        result = func(*args, **(kwargs or {}))
+        if name in _COPIES and len({t.device.type for t in (result, *args) if isinstance(t, torch.Tensor)}) > 1:
+            raise RuntimeError("the model copies between the host and the device")
+        return result
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+@lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which a GPU's graphs are captured; memory is shared only between captures on one stream."""
+    return torch.cuda.Stream(device)

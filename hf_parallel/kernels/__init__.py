@@ -3,6 +3,7 @@
 from .dispatch import BACKEND_VARIABLE, Backend, backends, block_attention, select_backend
 from .plan import AttentionPlan, Growth, PlanOnDevice
 from .rope import RotarySpec, rotate
+from .transfer import to_device
 
 __all__ = [
     "BACKEND_VARIABLE",
@@ -15,4 +16,5 @@ __all__ = [
     "block_attention",
     "rotate",
     "select_backend",
+    "to_device",
 ]

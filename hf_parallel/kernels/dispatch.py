@@ -144,6 +144,21 @@ def _say_once(message: str) -> None:
     _logger.warning(message)
 
 
+def replayable(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether a CUDA graph may hold decode steps over a layer's storage.
+
+    Parameters
+    ----------
+    keys, values : [slots * kv_heads, head_dim]
+
+    Returns
+    -------
+    bool
+        True if the kernels that serve it read from the device what changes from step to step.
+    """
+    return _module(keys, values) not in (reference, torch_attention)
+
+
 def block_attention(
     query: torch.Tensor,
     keys: torch.Tensor,

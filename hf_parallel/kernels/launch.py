@@ -195,8 +195,8 @@ class AttendLaunch(Launch):
         self.tilings = self._needed(plan)
         work = self._work(plan)
         arrays = self._named(plan, work)
-        room = {"items": work.most_items * len(ITEM_FIELDS), "merge_slot": work.most_slots}
-        self.buffers = Buffers(arrays, shape.device, room)
+        most = {"items": work.most_items * len(ITEM_FIELDS), "merge_slot": work.most_slots}
+        self.buffers = Buffers(arrays, shape.device, {**most, "merge_start": num_tokens + 1})
         half = 0 if shape.rotary is None else len(shape.rotary.inv_freq)
         slots, heads = len(self.buffers["merge_slot"]), shape.groups * shape.num_kv_heads
         new = torch.empty(0, dtype=torch.float32, device=shape.device).new_empty
@@ -247,7 +247,7 @@ class AttendLaunch(Launch):
             "growth_hi": (none if growth is None else growth.hi)[pairs],
             "growth_reach": (none if growth is None else growth.reach)[pairs],
             "growth_delta": (none if growth is None else growth.delta)[pairs],
-            "merge_start": np.pad(work.merge_start, (0, self.num_tokens - plan.num_queries), mode="edge"),
+            "merge_start": work.merge_start,  # zeros behind it: queries that pad a pass merge nothing
             "merge_slot": work.merge_slot,
             "step": np.zeros(1),
         }

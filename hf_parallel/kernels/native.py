@@ -119,16 +119,28 @@ def attend(
     return out, lse
 
 
+def why_not() -> str:
+    """Why the compiled kernel cannot serve, empty if it can; it is compiled where it has not been yet."""
+    return _loaded()[1]
+
+
 @lru_cache
 def _library() -> ctypes.CDLL | None:
     """The compiled kernel, or None; says once why not."""
+    library, reason = _loaded()
+    if library is None and os.environ.get(NATIVE_VARIABLE) != "0":
+        _logger.warning("attention on the CPU uses PyTorch's kernels, its own could not be compiled: %s", reason)
+    return library
+
+
+@lru_cache
+def _loaded() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get(NATIVE_VARIABLE) == "0":
-        return None
+        return None, f"{NATIVE_VARIABLE}=0 asks for PyTorch's kernels"
     try:
         library = ctypes.CDLL(str(_compiled()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        _logger.warning("attention on the CPU uses PyTorch's kernels, its own could not be compiled: %s", error)
-        return None
+        return None, str(error)
     library.attend.argtypes = [
         ctypes.POINTER(_Layer),
         ctypes.c_void_p,
@@ -138,7 +150,7 @@ def _library() -> ctypes.CDLL | None:
         ctypes.c_int,
     ]
     library.attend.restype = ctypes.c_int
-    return library
+    return library, ""
 
 
 def _compiled() -> Path:

@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 
+from .transfer import to_device
+
 T = TypeVar("T")
 
 
@@ -218,6 +220,6 @@ class AttentionPlan(Memo):
         def make() -> torch.Tensor:
             heads = np.arange(num_kv_heads, dtype=np.int64)[:, None]
             rows = self.write_origin * num_kv_heads + heads * self.write_capacity + self.write_index
-            return torch.from_numpy(rows.reshape(-1)).to(device)
+            return to_device(rows.reshape(-1), device)
 
         return self.memo(("write_rows", num_kv_heads, device), make)

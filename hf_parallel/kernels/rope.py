@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """The rotary embedding of one layer.
+    """The rotary embedding of one layer. Dimensions from `rotary_dim` on are left alone (partial rotary).
 
     Parameters
     ----------
@@ -24,8 +24,6 @@ class RotarySpec:
         Radians per position of each rotated pair, `rotary_dim / 2` of them, after any scaling (linear, Llama-3, YaRN).
     interleaved : bool
         Pairs are dimensions `(2i, 2i + 1)` if True, `(i, i + rotary_dim / 2)` if False.
-
-    Dimensions from `rotary_dim` on are left alone (partial rotary).
     """
 
     inv_freq: tuple[float, ...]

@@ -24,6 +24,9 @@ from .work import Place
 UNPACKED_QUERIES = 32
 """Queries per block from which packing grouped heads gains nothing over one product per head."""
 
+MASK_ALIGNMENT = 16
+"""Elements at whose multiples rows of a mask begin: PyTorch's memory-efficient attention refuses others on a GPU."""
+
 _FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _EFFICIENT_CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLASH_CUDA_DTYPES = (torch.bfloat16, torch.float16)
@@ -178,10 +181,10 @@ def _mask(call: Call, groups: int, query: torch.Tensor) -> torch.Tensor | None:
     lo, hi = call.lo, call.hi
     if (lo == lo[:, :1]).all() and (hi == hi[:, :1]).all():
         lo, hi, groups = lo[:, :1], hi[:, :1], 1
-    key = torch.arange(call.num_keys)
+    key = torch.arange(-(-call.num_keys // MASK_ALIGNMENT) * MASK_ALIGNMENT)
     visible = (key >= torch.from_numpy(lo)[..., None]) & (key < torch.from_numpy(hi)[..., None])  # [N, M, L]
     mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
-    return mask.repeat_interleave(groups, dim=1)[:, None].to(query.device)
+    return mask.repeat_interleave(groups, dim=1)[:, None].to(query.device)[..., : call.num_keys]
 
 
 def _attend(

@@ -1,6 +1,7 @@
 """The Triton kernels of block attention. Each says what it reads and writes; `triton_attention.py` launches them.
 
-All sums are in float32. Offsets of blocks in the arena are 64-bit: it may hold more than 2^31 elements, a block not.
+All sums are in float32. Offsets into the arena and into partial results are 64-bit, as either may hold more than 2^31
+elements; within a block they are not.
 What changes from one decode step to the next is one number on the device, `step`: it is read here, so that kernels
 captured in a CUDA graph go on by themselves.
 """
@@ -30,6 +31,58 @@ def _partners(d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
             partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
             frequency = tl.max_contiguous(tl.multiple_of(frequency, 8), 8)
     return partner, frequency, sign
+
+
+@triton.jit
+def _visible_tiles(start, stop, live, lo, hi, BLOCK_N: tl.constexpr):
+    """The keys of a share that some row sees, and the tiles of them that all rows see whole, which need no mask.
+
+    Returns the first of these keys and their end, the number of tiles, and which the first whole one is of how many.
+    """
+    begin = tl.maximum(start, tl.min(tl.where(live, lo, FAR), 0))
+    end = tl.minimum(stop, tl.max(tl.where(live, hi, 0), 0))
+    num_tiles = tl.maximum(end - begin + BLOCK_N - 1, 0) // BLOCK_N
+    all_lo = tl.max(tl.where(live, lo, 0), 0)
+    all_hi = tl.minimum(end, tl.min(tl.where(live, hi, FAR), 0))
+    first_whole = tl.minimum(num_tiles, tl.maximum(all_lo - begin + BLOCK_N - 1, 0) // BLOCK_N)
+    num_whole = tl.maximum(all_hi - begin - first_whole * BLOCK_N, 0) // BLOCK_N
+    return begin, end, num_tiles, first_whole, num_whole
+
+
+@triton.jit
+def _turned_query(
+    q_at,  # pointers [BLOCK_M, 1]
+    asked,  # [BLOCK_M, 1]
+    pair,  # [BLOCK_M]
+    turned,  # 0 where no row turns
+    cos,
+    sin,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Queries `[BLOCK_M, BLOCK_D]`, turned in float32."""
+    d = tl.arange(0, BLOCK_D)
+    q = tl.load(q_at + d[None, :], mask=asked & (d < DIM)[None, :], other=0.0)
+    if HALF > 0 and INTERLEAVED:
+        h = tl.arange(0, BLOCK_D // 2)
+        turning = asked & (h < HALF * turned)[None, :]
+        c = tl.load(cos + pair[:, None] * HALF + h[None, :], mask=turning, other=1.0)
+        s = tl.load(sin + pair[:, None] * HALF + h[None, :], mask=turning, other=0.0)
+        even, odd = tl.split(tl.reshape(q.to(tl.float32), (BLOCK_M, BLOCK_D // 2, 2)))
+        turned_q = tl.join(even * c - odd * s, odd * c + even * s)
+        q = tl.reshape(turned_q, (BLOCK_M, BLOCK_D)).to(q.dtype)
+    elif HALF > 0:
+        partner, frequency, sign = _partners(d, HALF, False)
+        turning = asked & (d < 2 * HALF * turned)[None, :]
+        other = tl.load(q_at + partner[None, :], mask=turning, other=0.0).to(tl.float32)
+        at = pair[:, None] * HALF + frequency[None, :]
+        c = tl.load(cos + at, mask=turning, other=1.0)
+        s = tl.load(sin + at, mask=turning, other=0.0)
+        q = (q.to(tl.float32) * c + other * s * sign[None, :]).to(q.dtype)
+    return q
 
 
 @triton.jit
@@ -140,7 +193,6 @@ def attend_kernel(
     kv_head = head_tile // HEAD_TILES
     now = tl.load(step)
     m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
     d_v = tl.arange(0, BLOCK_V)
     in_group = (head_tile % HEAD_TILES) * GROUP_TILE + m % GROUP_TILE
     head = kv_head * GROUPS + in_group
@@ -161,35 +213,11 @@ def attend_kernel(
         reach = tl.load(pair_reach + pair, mask=live, other=0) + now * tl.load(growth_reach + pair, mask=live, other=0)
         lo = tl.maximum(tl.load(pair_lo + pair, mask=live, other=0), reach - window + 1)
         hi = tl.load(pair_hi + pair, mask=live, other=0) + now * tl.load(growth_hi + pair, mask=live, other=0)
-        # Keys that some row sees, and of those the tiles that all rows see whole, which need no mask.
-        begin = tl.maximum(start, tl.min(tl.where(live, lo, FAR), 0))
-        end = tl.minimum(stop, tl.max(tl.where(live, hi, 0), 0))
-        num_tiles = tl.maximum(end - begin + BLOCK_N - 1, 0) // BLOCK_N
-        all_lo = tl.max(tl.where(live, lo, 0), 0)
-        all_hi = tl.minimum(end, tl.min(tl.where(live, hi, FAR), 0))
-        head_tiles = tl.minimum(num_tiles, tl.maximum(all_lo - begin + BLOCK_N - 1, 0) // BLOCK_N)
-        full_tiles = tl.maximum(all_hi - begin - head_tiles * BLOCK_N, 0) // BLOCK_N
-
+        begin, end, num_tiles, first_whole, num_whole = _visible_tiles(start, stop, live, lo, hi, BLOCK_N)
         token = tl.load(pair_query + pair, mask=live, other=0).to(tl.int64)
         q_at = query + token[:, None] * query_stride_token + head[:, None].to(tl.int64) * query_stride_head
         asked = (live & (m < (end - begin) * BLOCK_M))[:, None]  # none, of a share that no row sees
-        q = tl.load(q_at + d[None, :], mask=asked & (d < DIM)[None, :], other=0.0)
-        if HALF > 0 and INTERLEAVED:  # turn the query, in float32
-            h = tl.arange(0, BLOCK_D // 2)
-            turning = asked & (h < HALF * turned)[None, :]
-            c = tl.load(cos + pair[:, None] * HALF + h[None, :], mask=turning, other=1.0)
-            s = tl.load(sin + pair[:, None] * HALF + h[None, :], mask=turning, other=0.0)
-            even, odd = tl.split(tl.reshape(q.to(tl.float32), (BLOCK_M, BLOCK_D // 2, 2)))
-            turned_q = tl.join(even * c - odd * s, odd * c + even * s)
-            q = tl.reshape(turned_q, (BLOCK_M, BLOCK_D)).to(q.dtype)
-        elif HALF > 0:
-            partner, frequency, sign = _partners(d, HALF, False)
-            turning = asked & (d < 2 * HALF * turned)[None, :]
-            other = tl.load(q_at + partner[None, :], mask=turning, other=0.0).to(tl.float32)
-            at = pair[:, None] * HALF + frequency[None, :]
-            c = tl.load(cos + at, mask=turning, other=1.0)
-            s = tl.load(sin + at, mask=turning, other=0.0)
-            q = (q.to(tl.float32) * c + other * s * sign[None, :]).to(q.dtype)
+        q = _turned_query(q_at, asked, pair, turned, cos, sin, DIM, BLOCK_M, BLOCK_D, HALF, INTERLEAVED)
 
         block = origin * num_kv_heads + kv_head * capacity + block_first
         k_base = keys + block * DIM
@@ -197,14 +225,14 @@ def attend_kernel(
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.full([BLOCK_M], 0.0, tl.float32)
         acc = tl.full([BLOCK_M, BLOCK_V], 0.0, tl.float32)
-        first_full = begin + head_tiles * BLOCK_N
-        for tile in range(0, full_tiles):
+        whole = begin + first_whole * BLOCK_N
+        for tile in range(0, num_whole):
             best, total, acc = _fold_tile(
-                q, k_base, v_base, first_full + tile * BLOCK_N, end, lo, hi, best, total, acc, scale, softcap,
+                q, k_base, v_base, whole + tile * BLOCK_N, end, lo, hi, best, total, acc, scale, softcap,
                 DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_N, False, SOFTCAP, PRECISION,
             )  # fmt: skip
-        for edge in range(0, num_tiles - full_tiles):
-            tile = tl.where(edge < head_tiles, edge, edge + full_tiles)
+        for edge in range(0, num_tiles - num_whole):
+            tile = tl.where(edge < first_whole, edge, edge + num_whole)
             best, total, acc = _fold_tile(
                 q, k_base, v_base, begin + tile * BLOCK_N, end, lo, hi, best, total, acc, scale, softcap,
                 DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_N, True, SOFTCAP, PRECISION,
@@ -213,7 +241,7 @@ def attend_kernel(
         empty = total == 0.0
         out = acc / tl.where(empty, 1.0, total)[:, None]
         lse = tl.where(empty, float("-inf"), (best + tl.log2(tl.where(empty, 1.0, total))) / LOG2E)
-        row = (first_slot + m // GROUP_TILE) * (num_kv_heads * GROUPS) + head
+        row = (first_slot + m // GROUP_TILE).to(tl.int64) * (num_kv_heads * GROUPS) + head
         tl.store(part_out + row[:, None] * DIM_V + d_v[None, :], out, mask=live[:, None] & (d_v < DIM_V)[None, :])
         tl.store(part_lse + row, lse, mask=live)
 

@@ -1,0 +1,139 @@
+"""Stage 2: decode steps that are replayed as CUDA graphs give what they give without.
+
+Small models in float32, many steps, rows that end and steps that move: whatever a graph keeps that it should read anew
+shows in the logits of a later step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from .cases import Case
+from .correctness import worst
+from .models import PAD, ByteTokenizer, Models, draw_prompt
+
+TOLERANCE = 1e-4
+"""Absolute error allowed to a logit, whose spread is about 0.3: several hundred times what rounding leaves."""
+TAIL = 3
+"""Tokens at the end of its prompt in which a row differs from the others."""
+
+
+@dataclass(frozen=True)
+class GraphStage:
+    """Settings and cases.
+
+    Parameters
+    ----------
+    models : tuple of str
+        Of `CONFIGS`.
+    rows, workers : int
+        Of a shared prefix, and of hogwild.
+    prefix, steps : int
+        Length of prompts, and tokens that follow: more than shares are cut ahead for.
+    """
+
+    models: tuple[str, ...] = ("small", "small-window")
+    rows: int = 12
+    workers: int = 3
+    prefix: int = 100
+    steps: int = 100
+
+    def cases(self, models: Models) -> Iterator[Case]:
+        """All ways with all models."""
+        checks: dict[str, Callable[..., dict[str, Any]]] = {
+            "shared_prefix": self.check_rows,
+            "rows end": partial(self.check_rows, end=True),
+            "hogwild": self.check_workers,
+        }
+        for name, (way, check) in itertools.product(self.models, checks.items()):
+            rows = self.workers if way == "hogwild" else self.rows
+            yield Case({"model": name, "way": way, "rows": rows, "steps": self.steps}, partial(check, models, name))
+
+    def check_rows(self, models: Models, name: str, end: bool = False) -> dict[str, Any]:
+        """Rows over a shared prefix against plain `generate`; those that end leave smaller graphs to the others."""
+        model = models.get(name)
+        prompt = draw_prompt(model, self.rows, self.prefix)
+        prompt[:, -TAIL:] = torch.randint_like(prompt[:, -TAIL:], PAD + 1, model.config.vocab_size)
+        expected = self._generate(model, prompt, generation_mode=None)
+        ends: list[int] = []
+        if end:
+            ends = late_tokens(expected.sequences[:, self.prefix :])
+            expected = self._generate(model, prompt, generation_mode=None, eos_token_id=ends)
+        ours = self._generate(model, prompt, generation_mode="shared_prefix", eos_token_id=ends or None)
+        return _figures(ours, expected, ends)
+
+    def check_workers(self, models: Models, name: str) -> dict[str, Any]:
+        """Hogwild! workers, whose finished steps move, against the same without graphs."""
+        model = models.get(name)
+        settings: dict[str, Any] = {"generation_mode": "hogwild", "tokenizer": ByteTokenizer()}
+        settings |= {"num_workers": self.workers, "answer_pattern": "", "finisher_tokens": 0}
+        prompt = draw_prompt(model, 1, self.prefix)
+        text = self._generate(model, prompt, cuda_graph=False, **settings).texts[0]
+        rare = min(sorted(set(text)), key=text.count)  # so that some steps end, but not every one
+        settings |= {"separator": rare, "sentence_ends": sorted(set(text))}
+        expected = self._generate(model, prompt, cuda_graph=False, **settings)
+        return _figures(self._generate(model, prompt, **settings), expected, together=True)
+
+    def _generate(self, model: Any, prompt: torch.Tensor, **settings: Any) -> Any:
+        common: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.steps, "pad_token_id": PAD}
+        return model.generate(prompt, return_dict_in_generate=True, output_logits=True, **common, **settings)
+
+
+def late_tokens(written: torch.Tensor) -> list[int]:
+    """Tokens that no row of `int64 [rows, steps]` writes in its first half: rows end at them one by one."""
+    half = written.shape[1] // 2
+    return sorted(set(written.flatten().tolist()) - set(written[:, :half].flatten().tolist()))
+
+
+def _figures(ours: Any, expected: Any, ends: Sequence[int] = (), together: bool = False) -> dict[str, Any]:
+    if ours.sequences.is_cuda and not ours.stats.graph_bytes:
+        raise RuntimeError("no decode step was captured")
+    error, compared = largest_difference(ours.logits, expected.logits, ends, together)
+    return {
+        "max_error": error,
+        "tolerance": TOLERANCE,
+        "ok": error <= TOLERANCE,
+        "compared": compared,
+        "graph_bytes": ours.stats.graph_bytes,
+    }
+
+
+def largest_difference(
+    ours: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], ends: Sequence[int] = (), together: bool = False
+) -> tuple[float, int]:
+    """Largest difference of logits as long as rows have written the same, and how many of them were compared.
+
+    Parameters
+    ----------
+    ours, expected : sequence of [rows, vocabulary]
+        Logits of each step, from which the best token is taken.
+    ends : sequence of int
+        Tokens behind which a row is not looked at.
+    together : bool
+        Whether rows see each other, so that none can be compared once one has written something else.
+
+    Raises
+    ------
+    RuntimeError
+        If steps are missing though rows were to go on.
+    """
+    alive = torch.ones(len(expected[0]), dtype=torch.bool, device=expected[0].device)
+    error, compared = 0.0, 0
+    for mine, its in zip(ours, expected, strict=False):
+        if not alive.any():
+            break
+        error = worst(error, mine[alive], its[alive])
+        compared += int(alive.sum())
+        token = its.argmax(dim=-1)
+        same = mine.argmax(dim=-1) == token
+        alive = alive & (same.all() if together else same)
+        alive = alive & ~torch.isin(token, torch.tensor(ends, dtype=token.dtype, device=token.device))
+    if alive.any() and len(ours) != len(expected):
+        raise RuntimeError(f"{len(ours)} steps instead of {len(expected)}")
+    return error, compared

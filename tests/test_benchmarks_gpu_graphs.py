@@ -1,0 +1,62 @@
+"""The stage of `python -m benchmarks.gpu` that checks replayed decode steps: it finds what a stale graph would give."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_parts import graphs, models, run
+from benchmarks.gpu_parts.cases import attempt
+from hf_parallel.generation.decode import DecodeLoop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("way", ["shared_prefix", "rows end", "hogwild"])
+def test_a_replay_that_gives_an_earlier_steps_logits_is_found(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    cases = {
+        case.settings["way"]: case for case in run.TOY.graphs.cases(models.Models(torch.device("cpu"), torch.float32))
+    }
+    right = attempt(cases[way].run)
+    assert right["ok"], right
+    assert right["compared"] > 0
+    usual, before = DecodeLoop._logits, dict[int, torch.Tensor]()
+
+    def stale(loop: DecodeLoop, forward: Any, ids: torch.Tensor, keep: Any) -> torch.Tensor:
+        logits = usual(loop, forward, ids, keep)
+        if not (loop.call.cuda_graph and forward.is_decode_step):
+            return logits
+        earlier, before[len(ids)] = before.get(len(ids), logits), logits
+        return earlier
+
+    monkeypatch.setattr(DecodeLoop, "_logits", stale)
+    figures = attempt(cases[way].run)
+    assert not figures["ok"]
+    assert run.wrong({"stages": {"graphs": {"cases": [figures]}}})
+
+
+def test_logits_are_compared_while_rows_write_the_same() -> None:
+    expected = [torch.eye(4)[[i, 3]] for i in (0, 1, 2)]  # two rows; the best tokens are 0, 1, 2 and 3, 3, 3
+    other = [expected[0], expected[1].roll(1, 1), expected[2] + 0.5]
+    assert graphs.largest_difference(expected, expected) == (0.0, 6)
+    assert graphs.largest_difference(other[:1] + other[2:], expected[:1] + expected[2:]) == (0.5, 4)
+    assert graphs.largest_difference(other, expected) == (1.0, 4)  # both rows have written something else
+    assert graphs.largest_difference(other, expected, ends=[0, 3]) == (0.0, 2)  # and have ended before
+    one = [step.clone() for step in expected]
+    one[0][0] = one[0][0].roll(2)
+    assert graphs.largest_difference(one, expected) == (1.0, 4)
+    assert graphs.largest_difference(one, expected, together=True) == (1.0, 2)
+    with pytest.raises(RuntimeError, match="2 steps instead of 3"):
+        graphs.largest_difference(expected[:2], expected)
+    with pytest.raises(FloatingPointError):
+        graphs.largest_difference([step * math.nan for step in expected], expected)
+
+
+def test_graphs_that_were_not_captured_on_a_gpu_are_a_failure() -> None:
+    ours = SimpleNamespace(sequences=SimpleNamespace(is_cuda=True), stats=SimpleNamespace(graph_bytes=0))
+    with pytest.raises(RuntimeError, match="no decode step was captured"):
+        graphs._figures(ours, ours)
