@@ -38,7 +38,7 @@ import hf_parallel
 from hf_parallel import CHAIN_OF_DRAFT, GenerationStats, PDOSConfig, PDOSOutput, chain_of_draft_prompt, pdos_prompt
 from hf_parallel.evaluation import TASKS, ArithmeticProblem, PlanningProblem, RetrievalProblem
 from hf_parallel.generation.call import vocabulary_size
-from hf_parallel.generation.vocabulary import Vocabulary, vocabulary_of
+from hf_parallel.generation.vocabulary import Vocabulary, tokens_of, vocabulary_of
 from hf_parallel.measure import StepClock, dense_bytes
 
 from .__main__ import DTYPES, RESULTS, load, load_average, machine, table_of
@@ -284,7 +284,7 @@ def coaching(problem: AnyProblem) -> dict[str, Any]:
 
 def spelled(model: Any, tokenizer: Any, text: str) -> list[int]:
     """A text as the tokens that an opening is given in."""
-    return vocabulary_of(tokenizer, vocabulary_size(model)).spell(text.encode()) or []
+    return tokens_of(tokenizer, vocabulary_of(tokenizer, vocabulary_size(model)), text) or []
 
 
 def endings(model: Any, vocabulary: Vocabulary) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,19 @@ CORPUS = [
     "Grüße aus Köln, 東京と大阪, and smileys 😀😀. Cost: 10:30, noise: none.\n\n#### Heading\n* one\n* two",
 ] * 4
 SPECIAL = ["<pad>", "<s>", "</s>"]
+
+
+class Fixed:
+    """A tokenizer of given tokens and nothing else."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[int]]:
+        return {"input_ids": [self.texts.index(text)]}
+
+    def decode(self, tokens: Sequence[int], **kwargs: Any) -> str:
+        return "".join(self.texts[token] for token in tokens)
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

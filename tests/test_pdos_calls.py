@@ -95,8 +95,8 @@ def stories(draw: st.DrawFn) -> list[Any]:
     return [*parts, *draw(BROKEN)]
 
 
-def assert_nothing_is_lost(out: PDOSOutput, script: Scripted, texts: list[bytes], hint: bool) -> None:
-    """All that was drawn is in the output: in the answer, or in the record of a block."""
+def assert_nothing_is_lost(out: PDOSOutput, script: Scripted, texts: list[bytes], given: dict[str, Any]) -> None:
+    """The opening and all that was drawn is in the output: in the answer, or in the record of a block."""
 
     def text(tokens: list[int]) -> bytes:
         return b"".join(texts[token] for token in tokens if token != EOS)
@@ -109,9 +109,13 @@ def assert_nothing_is_lost(out: PDOSOutput, script: Scripted, texts: list[bytes]
         at = block.end
         assert all(text(branch.prefix + branch.tokens).startswith(text(branch.prefix)) for branch in block.branches)
         assert all(text(branch.tokens).startswith(branch.text.encode()) for branch in block.branches)
+        joined, place = text(tokens[block.start : block.end]), 0
+        for branch in block.branches:
+            written = text(branch.prefix) + branch.text.encode()
+            place = joined.index(written, place) + len(written)
     read += text(tokens[at:])
-    drawn = text(script.drawn[0])
-    assert read == drawn if not hint else len(read) >= len(drawn)
+    drawn = given["opening"].encode() + text(script.drawn[0])
+    assert read == drawn if not given["parallel_hint"] else len(read) >= len(drawn)
     assert [branch.tokens for branch in branches] == [script.drawn[row] for row in sorted(script.drawn) if row]
     assert out.stats.decoded_tokens == sum(map(len, script.drawn.values()))
 
@@ -129,19 +133,27 @@ SETTINGS = st.fixed_dictionaries(
         "branch_stops": st.sampled_from([(), ("\n",)]),
         "branch_separator": st.sampled_from(["\n", "", "; "]),
         "prefill_chunk_size": st.sampled_from([None, 3]),
+        "opening": st.sampled_from(["", "####", "So, ####A:......####B:......####%%%%"]),
     }
 )
+
+
+def fitting(given: dict[str, Any]) -> dict[str, Any]:
+    """Settings whose opening leaves room for a token."""
+    return {**given, "opening": given["opening"][: given["max_new_tokens"] - 1]}
+
+
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @FUZZ
 @given(story=stories(), branches=st.lists(BROKEN, max_size=8), given=SETTINGS)
 def test_anything_may_be_written_and_nothing_gets_lost(story: Any, branches: Any, given: dict[str, Any]) -> None:
-    script = Scripted([story], branches)
+    script, given = Scripted([story], branches), fitting(given)
     out = tell(script=script, **given)
     texts = vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE).texts
     assert 1 <= len(answer(out)) <= given["max_new_tokens"]
-    assert_nothing_is_lost(out, script, texts, given["parallel_hint"])
+    assert_nothing_is_lost(out, script, texts, given)
 
 
 @FUZZ
@@ -154,9 +166,10 @@ def test_any_tokens_may_lie_across_any_borders(data: st.DataObject, given: dict[
         [t for part in data.draw(soup) for t in (tokenizer.encode(part) if isinstance(part, str) else [part])]
         for _ in range(data.draw(st.integers(1, 6)))
     ]
+    given = fitting(given)
     out = tell(script=script, tokenizer=tokenizer, **given)
     texts = vocabulary_of(tokenizer, tiny.VOCAB_SIZE).texts
-    assert_nothing_is_lost(out, script, texts, given["parallel_hint"])
+    assert_nothing_is_lost(out, script, texts, given)
 
 
 # Batches and randomness

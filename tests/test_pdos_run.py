@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -67,6 +68,10 @@ def test_text_that_is_forced_is_filled_in_at_once() -> None:
     out = tell(["Now. ####A:B:C: So.", EOS], branches=branches, parallel_hint=True, max_branches=3)
     assert out.skeletons == [["####A:......\n####B:......\n####C:......\n####%%%%"]]
     assert out.transcripts[0].startswith("Now. ####A:aa\n####B:bb\n####C:cc\n####%%%%")
+    titles, again = "####A:####B:####C:", "####B:bb\n####C:cc\n"
+    filled = 2 * "......\n####"  # the third filling is not read
+    assert out.stats.prefilled_tokens == len("Tell: " + filled + titles + again + "####%%%%")
+    assert out.stages["branches"].computed_again == len(titles) - 1  # nor is the last colon
     slow = tell([STORY, EOS], branches=BODIES, parallel_hint=True, fill_in=False)
     assert slow.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%%"]
     assert out.stages["skeleton"].forward_passes < slow.stages["skeleton"].forward_passes
@@ -76,6 +81,54 @@ def test_an_answer_may_begin_with_a_given_opening() -> None:
     out = tell(["A:B:%.", EOS], branches=BODIES, parallel_hint=True, opening="Now. ####")
     assert out.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%%."]
     assert out.stages["branches"].computed_again == len("####A:####B:")
+
+
+@pytest.mark.parametrize("hint", [True, False])
+def test_branches_of_a_block_in_the_opening_write_at_once(hint: bool) -> None:
+    opening = "Now. ####A:......\n####B:" if hint else STORY
+    settings: dict[str, Any] = {"parallel_hint": hint, "max_branches": 2, "join": "rotate"}
+    out = tell([" So.", EOS], branches=BODIES, opening=opening, **settings)
+    assert out.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%% So."]
+    assert out.skeletons == [[SKELETON]]
+    assert out.fallback == [None]
+    assert out.stats.prefilled_tokens == len("Tell: Now. ####A:####B:####%%%%")
+    assert out.stages["branches"].computed_again == 0
+    passes = {name: (stage.forward_passes, stage.decoded_tokens) for name, stage in out.stages.items()}
+    assert passes == {"skeleton": (0, 0), "branches": (6, 14), "continuation": (5, 5)}
+    assert out.stats.forward_passes == 2 + 6 + 5  # of the prompt, and of the opening
+
+
+def test_an_opening_without_room_for_its_branches_is_gone_on_from() -> None:
+    out = tell([" So.", EOS], opening=STORY, max_new_tokens=len(STORY) + 4, branch_separator="\n---" * 9)
+    assert out.fallback == ["the budget leaves no room for the branches"]
+    assert out.transcripts == [STORY + " So."]
+
+
+def test_openings_are_those_of_all_prompts() -> None:
+    prompts = ["Tell: ", "Say it: "]
+    out = tell(["A:B:.", EOS], ["Long:Way:.", EOS], prompts=prompts, branches=[*BODIES, "c\n####", "d\n####"],
+               opening="Now. ####", parallel_hint=True, max_branches=2)  # fmt: skip
+    assert out.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%%.", "Now. ####Long:c\n####Way:d\n####%%%%."]
+
+
+def test_reading_the_opening_counts_as_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = DecodeLoop.step
+
+    def slow(loop: DecodeLoop, rows: Any, *settle: Any) -> torch.Tensor:
+        time.sleep(0.2 * (loop.stats.decoded_tokens == 0))
+        return step(loop, rows, *settle)
+
+    monkeypatch.setattr(DecodeLoop, "step", slow)
+    out = tell(["x", EOS], opening="Now. ")
+    assert out.stats.prefill_seconds > 0.2
+    assert sum(stage.seconds for stage in out.stages.values()) < out.stats.decode_seconds * 1.01
+
+
+def test_an_opening_is_given_as_its_tokenizer_writes_it() -> None:
+    tokenizer = small_tokenizers.make("merged_colon")
+    opening = "r:\n#"
+    out = tell(tokenizer.encode("So."), tokenizer=tokenizer, opening=opening, max_new_tokens=12)
+    assert answer(out)[: len(tokenizer.encode(opening))] == tokenizer.encode(opening)
 
 
 def test_without_return_dict_the_sequences_come_back() -> None:
@@ -119,6 +172,29 @@ def test_markers_in_several_tokens_or_merged_with_other_text(name: str, join: st
     assert out.branch_texts == [[["aa.\n", "bb\n"]]]
     began = "\n####Tar:" if name == "merged_colon" else "####Tar:"
     assert tokenizer.decode(out.blocks[0][0].branches[0].prefix) == began
+
+
+def test_whitespace_that_shares_a_token_with_a_marker_stays_with_it() -> None:
+    """As the model wrote it: nothing is spelled anew, and nothing of it is computed for the trunk."""
+    tokenizer = small_tokenizers.make("merged_colon")
+    line = tokenizer.convert_tokens_to_ids("\n#")
+    story, bodies = "So,\n####A:...... \n####B:...... \n####%%%%!", ["aa####", "bb####"]
+    script = tokenizer.encode(story)
+    assert script.count(line) == 3
+    out = tell(
+        [*script, EOS],
+        branches=[tokenizer.encode(body) for body in bodies],
+        tokenizer=tokenizer,
+        branch_separator="",
+        output_scores=True,
+    )
+    assert out.transcripts == ["So,\n####A:aa\n####B:bb\n####%%%%!"]
+    assert answer(out).count(line) == 3
+    spelled = [token for token, scores in zip(answer(out), out.scores, strict=True) if not scores.any()]
+    assert tokenizer.decode(spelled) == "::"  # of the tokens `:..`
+    assert out.stats.prefilled_tokens == len("Tell: ") + sum(
+        len(branch.prefix) for branch in out.blocks[0][0].branches
+    ) + len(out.blocks[0][0].branches[1].prefix) + len("bb") + len(tokenizer.encode("\n####%%%%"))
 
 
 # What ends a branch
@@ -182,6 +258,14 @@ def test_a_criterion_ends_the_branch_or_the_answer_that_it_is_about(kind: str) -
     assert out.transcripts == ["Now. ####A:aaz\n####B:bb\n####%%%% So z"]
     out = tell(tokenizer.encode("Now. ####Az:......"), tokenizer=tokenizer, **criterion)
     assert out.transcripts == ["Now. ####Az"]
+    assert out.fallback == ["the answer ended inside a block"]
+
+
+def test_nothing_is_filled_in_behind_the_end_of_an_answer() -> None:
+    tokenizer = small_tokenizers.make("split_marker")
+    story = tokenizer.encode("Now. ####A:")
+    out = tell(story, tokenizer=tokenizer, stop_strings=[":"], parallel_hint=True)
+    assert out.transcripts == ["Now. ####A:"]
     assert out.fallback == ["the answer ended inside a block"]
 
 
@@ -250,6 +334,9 @@ def test_what_is_joined_is_brought_in_chunks_of_a_prefill(monkeypatch: pytest.Mo
     out = tell(STORY, max_new_tokens=120, prefill_chunk_size=5, **settings)
     assert max(sizes[sizes.index(len("####A:####B:")) + 1 :]) <= 5 + 3  # a chunk and what the branches owe
     assert out.transcripts == whole.transcripts
+    assert out.stats.forward_passes == 2 + sum(
+        stage.forward_passes for stage in out.stages.values()
+    )  # the prompt has 6
 
 
 def test_decoding_costs_one_pass_for_a_token_of_every_branch() -> None:

@@ -41,7 +41,7 @@ class Branch:
     tokens : list of int
         All that it generated, what ended it included.
     ended_by : str
-        `marker`, `stop` (one of `branch_stops`), `eos`, `criterion` or `budget`.
+        `marker` (that of a branch, or the terminator), `stop` (one of `branch_stops`), `eos`, `criterion` or `budget`.
     """
 
     title: str
@@ -103,6 +103,7 @@ class Run:
     vocabulary: Vocabulary
     stream: FinalTokens
     separator: list[Token]
+    opening: list[Token]
     stages: dict[str, StageStats] = field(default_factory=lambda: {name: StageStats() for name in STAGES})
 
     def text(self, token: int) -> bytes:

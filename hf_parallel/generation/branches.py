@@ -92,33 +92,39 @@ class TrunkRow(Row):
         views = [self.tree.view if block is self.tree.trunk else self.tree.branch_view(block) for block, _ in owed]
         return [(Segment(view, len(tokens)), tokens) for view, (_, tokens) in zip(views, owed, strict=True)]
 
-    def begin(self, tokens: list[int]) -> None:
-        """Begin the answer with tokens that are given."""
-        self.tokens, self.pending = [Token(token) for token in tokens], tokens
-        self.run.loop.table.extend(self.index, tokens)
-        self._read(self.run.read(self.tokens))
+    def begin(self) -> None:
+        """Begin the answer with its opening; a block that closes in it lets its branches write at once."""
+        run = self.run
+        self.tokens, self.pending = list(run.opening), ids(run.opening)
+        run.loop.table.extend(self.index, self.pending)
+        self._read(run.read(self.tokens))
+        if not self._branch():
+            run.loop.stats.prefilled_tokens += len(self.pending)
 
     def advance(self, token: int, ended: bool) -> bool:
         """Take a new token; says whether the trunk goes on itself."""
         self.tokens.append(Token(token, self.draws, self.index))
         self.draws += 1
         self.pending = [token]
-        self._read(self.run.text(token))
-        if self.reading and self.reader.phase == DONE and not ended and self._branch():
+        self._read(self.run.text(token), ended)
+        if not ended and self._branch():
             return False
         if ended or not self.budget:
             self._finish("answer" if ended else "budget")
+        else:
+            self.run.loop.stats.prefilled_tokens += len(self.pending) - 1
         self._release()
         return not self.finished
 
-    def _read(self, text: bytes) -> None:
-        """Look for a block in what the trunk has written."""
+    def _read(self, text: bytes, ended: bool = False) -> None:
+        """Look for a block in what the trunk has written, and go on in it if the answer has not ended."""
         self._show(text)
         if self.reading:
             self.reader.feed(text)
             if self.reader.is_open:
                 self.stage = SKELETON
-                self._fill_in()
+                if not ended:
+                    self._fill_in()
             if self.reader.phase == BROKEN:
                 self.fallback = self.reader.broken
 
@@ -134,7 +140,6 @@ class TrunkRow(Row):
             self.tokens += tokens
             self.pending = self.pending + ids(tokens)
             run.loop.table.extend(self.index, ids(tokens))
-            run.loop.stats.prefilled_tokens += len(tokens)
             self.reader.feed(text)
             self._show(text)
 
@@ -145,7 +150,9 @@ class TrunkRow(Row):
         self._show(b"", "end")
 
     def _branch(self) -> bool:
-        """Let the branches of the block that has closed write; False: there is no room for them."""
+        """If a block has closed, let its branches write; False: none has, or there is no room for them."""
+        if not self.reading or self.reader.phase != DONE:
+            return False
         run, reader, block = self.run, self.reader, self.tokens[self._read_from :]
         borders = [run.widen(block, *piece) for piece in reader.pieces]
         closed_from, _ = run.widen(block, reader.closed_from, reader.closed_from)
@@ -162,16 +169,17 @@ class TrunkRow(Row):
         if needed + count > run.call.max_new_tokens:
             self.fallback = "the budget leaves no room for the branches"
             return False
-        held = self._read_from + sum(token is whole for token, whole in zip(head, block, strict=False))
+        same = self._read_from + sum(token is whole for token, whole in zip(head, block, strict=False))
         self.left = run.call.max_new_tokens - needed
         self._skeleton = run.read(block)[borders[0][0] :].decode(errors="replace")
         self._terminator = terminator
-        self._grow(trunk, held, prefixes)
+        self._grow(trunk, min(same, self.tree.trunk.length), prefixes)
         return True
 
     def _grow(self, trunk: list[Token], held: int, prefixes: list[list[Token]]) -> None:
         """Make the rows of the branches; of the trunk's tokens the first `held` have their keys and values."""
         run, table = self.run, self.run.loop.table
+        computed = set(map(id, self.tokens[: self.tree.trunk.length]))
         self.tokens = trunk
         tail = ids(trunk[held:])
         self._owed = [(self.tree.trunk, tail)] if tail else []
@@ -182,9 +190,9 @@ class TrunkRow(Row):
         for row, block, prefix, title in zip(numbers, self.tree.branches, prefixes, self.reader.titles, strict=True):
             table.extend(row, ids(prefix))
             self.branches.append(BranchRow(self, row, block, title, prefix))
-        given = len(tail) + sum(map(len, prefixes))
-        run.loop.stats.prefilled_tokens += given
-        run.stages[BRANCHES].computed_again += given
+        run.loop.stats.prefilled_tokens += len(tail) + sum(map(len, prefixes))
+        again = [token for prefix in prefixes for token in prefix if id(token) in computed]
+        run.stages[BRANCHES].computed_again += len(again)
 
     def _join(self) -> None:
         """Go on behind the branches: those kept are joined as they are held, the others are read as plain text."""
@@ -222,12 +230,13 @@ class TrunkRow(Row):
 
     def _compute_ahead(self) -> None:
         """Bring so much of what was joined that the next pass is not larger than one of a prefill."""
-        loop = self.run.loop
+        loop, stage = self.run.loop, self.run.stages[self.stage]
         room = loop.call.generation_config.prefill_chunk_size or PREFILL_CHUNK
         while len(self.pending) > room:
             chunk, self.pending = self.pending[:room], self.pending[room:]
             brought = [*self.owed_segments(), (Segment(self.tree.view, room), chunk)]
             loop.forward(brought, [len(brought) - 1])
+            stage.forward_passes += 1
 
     def _rewrite(self, start: int, tokens: list[int]) -> None:
         """Show processors and criteria other tokens of the answer from `start` on."""
@@ -236,7 +245,7 @@ class TrunkRow(Row):
         table.extend(self.index, tokens)
 
     def _show(self, text: bytes, event: str = "token") -> None:
-        self.run.stream.show(self.index, self._decoder.decode(text, event != "token"), event)
+        self.run.call.show(self.index, self._decoder.decode(text, event != "token"), event)
 
     def _release(self) -> None:
         """Give a streamer the tokens that will not change any more."""
@@ -330,7 +339,7 @@ class BranchRow(Row):
     def _find_end(self, known: int) -> tuple[int | None, str]:
         """Where the text ends and what ends it, if the bytes from `known` on complete it; a stop needs text before."""
         config = self.trunk.run.config
-        ends = [(config.branch_marker.encode(), 0, "marker")]
+        ends = [(marker.encode(), 0, "marker") for marker in (config.branch_marker, config.terminator)]
         ends += [(stop.encode(), len(stop.encode()), "stop") for stop in config.branch_stops]
         found = []
         for end, length, why in ends:
@@ -342,4 +351,4 @@ class BranchRow(Row):
         return min(found, default=(None, ""))
 
     def _show(self, text: bytes, event: str = "token") -> None:
-        self.trunk.run.stream.show(self._shown_as, self._decoder.decode(text, event != "token"), event)
+        self.trunk.run.call.show(self._shown_as, self._decoder.decode(text, event != "token"), event)

@@ -79,7 +79,8 @@ class BlockMask:
             return None
         if not reader.expected:
             return self._in_title(reader)
-        key = (reader.phase, reader.matched, reader.title, reader.spaced, reader.may_branch, reader.may_close)
+        title = reader.title if reader.phase == TITLE else b""  # one that has ended makes no difference
+        key = (reader.phase, reader.matched, title, reader.spaced, reader.may_branch, reader.may_close)
         if key not in self._cached:
             self._cached[key] = self._forced(reader)
         return self._cached[key]
@@ -138,7 +139,7 @@ class BlockMask:
         text, in_title = self.vocabulary.texts[token], reader.phase == TITLE
         after = reader.after(text)
         ended = len(after.titles) - len(reader.titles)
-        if after.broken or token in self._banned or not text.strip(WHITESPACE):
+        if after.broken or token in self._banned or not (text.strip(WHITESPACE) or self._is_inside(reader, after)):
             return False
         if not _may_be_text(_unfinished(reader.title if in_title else reader.matched) + text):
             return False
@@ -146,7 +147,16 @@ class BlockMask:
             return False
         if ended and reader.title_tokens + _adds_to(reader.title, after.titles[-1]) < reader.format.min_title_tokens:
             return False
-        return not after.expected or any(self.vocabulary.spell(rest) for rest in after.expected)
+        if not after.expected:  # any text, unless in a marker that may not come here
+            return after.phase in (TITLE, DONE)
+        return any(self.vocabulary.spell(rest) for rest in after.expected)
+
+    @staticmethod
+    def _is_inside(reader: Skeleton, after: Skeleton) -> bool:
+        """Whether whitespace that led from one to the other is part of a title or a marker."""
+        if reader.phase == TITLE:
+            return bool(reader.title.strip(WHITESPACE)) or after.may_be_terminator
+        return bool(reader.matched)
 
     @staticmethod
     def _is_clear(reader: Skeleton, after: Skeleton, text: bytes) -> bool:
@@ -157,9 +167,10 @@ class BlockMask:
             return False
         if after.phase != TITLE or not after.title:
             return True
-        if (reader.phase != TITLE or not reader.title) and _overshoots(after.marker, after.title):
-            return False
-        return after.may_close or not after.may_be_terminator
+        if after.may_be_terminator:
+            return after.may_close
+        begins = reader.phase != TITLE or not reader.title
+        return not (begins and _overshoots(after.marker, after.title))
 
 
 _made: WeakKeyDictionary[Vocabulary, dict[Any, BlockMask]] = WeakKeyDictionary()

@@ -14,13 +14,21 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..attention import UnsupportedModelError
 from ..cache.tree_branch import Tree, TreeBranchCache
 from .arguments import encode
-from .blocks import SKELETON, ParallelBlock, Run, StageStats, Token
+from .blocks import ParallelBlock, Run, StageStats, Token
 from .branches import BranchRow, TrunkRow
 from .call import GenerationCall, vocabulary_size
 from .config import ParallelConfig, check_bool, check_choice, check_int, check_template, check_text
@@ -28,13 +36,22 @@ from .decode import DecodeLoop, Row
 from .logits_process import force, mask_of
 from .outputs import ParallelOutput
 from .prefix import prefill_leaves
+from .record import Record
 from .sampling import TokenTable
-from .skeleton import BlockFormat
+from .skeleton import BlockFormat, check_unicode
 from .streaming import FinalTokens
-from .vocabulary import vocabulary_of
+from .transcript import Manner
+from .vocabulary import tokens_of, vocabulary_of
 
 TRUNK_ROOM = 512
 """Tokens that an answer has room for at first; it grows beyond."""
+_OF_PROMPTS = {
+    EncoderNoRepeatNGramLogitsProcessor: "encoder_no_repeat_ngram_size",
+    EncoderRepetitionPenaltyLogitsProcessor: "encoder_repetition_penalty",
+    PrefixConstrainedLogitsProcessor: "prefix_allowed_tokens_fn",
+    SynthIDTextWatermarkLogitsProcessor: "watermarking_config",
+}
+"""Processors that know the rows of a call by their numbers, with the arguments that make them."""
 
 
 @dataclass
@@ -63,13 +80,13 @@ class PDOSConfig(BlockFormat, ParallelConfig):
     branch_max_new_tokens : int, optional
         Tokens that a branch may generate. Default: as many as the answer may have.
     branch_stops : list of str
-        Texts that end a branch besides the branch marker and an end-of-text token, such as a line end. They stay in
-        the answer. One with only whitespace before it ends nothing.
+        Texts that end a branch besides the branch marker, the terminator and an end-of-text token, such as a line end.
+        They stay in the answer. One with only whitespace before it ends nothing.
     branch_separator : str
         Put behind each branch that does not end with it. Empty: nothing is.
     opening : str
         What every answer begins with, such as `"I check each of them.\n####"`: for models that do not open a block on
-        their own. Its tokens are given, and count as the answer's.
+        their own. Its tokens are given, and count as the answer's. Branches of a block that it holds write at once.
     format_prompt : str
         What `pdos_prompt` tells the model; `{branch_marker}`, `{title_end}`, `{ellipsis}` and `{terminator}` are
         filled in.
@@ -130,8 +147,11 @@ class PDOSConfig(BlockFormat, ParallelConfig):
         stops = self.branch_stops
         if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
             raise ValueError(f"branch_stops must be a list of non-empty strings, got {stops!r}")
-        check_text("branch_separator", self.branch_separator)
-        check_text("opening", self.opening)
+        for name in ("branch_separator", "opening"):
+            check_text(name, getattr(self, name))
+            check_unicode(name, getattr(self, name))
+        for stop in stops:
+            check_unicode("branch_stops", stop)
         check_template("format_prompt", self.format_prompt, **self.markers)
 
     def prepare(self, kwargs: dict[str, Any]) -> None:
@@ -163,9 +183,10 @@ class PDOSConfig(BlockFormat, ParallelConfig):
             trunks = [TrunkRow(run, index, tree) for index, tree in enumerate(trees)]
             if self.parallel_hint:
                 self._forcing.begin(run, trunks)
+            rows: Sequence[TrunkRow | BranchRow] = trunks
             if self.opening:
-                logits = self._open(run, trunks)
-            loop.decode(trunks, logits, _advance, partial(_settle, run, trunks), _Turn(run, trunks).follow)
+                rows, logits = self._open(run, trunks)
+            loop.decode(rows, logits, _advance, partial(_settle, run, trunks), _Turn(run, trunks, rows).follow)
         sampler = loop.sampler
         sampler.scores, sampler.logits = (_aligned(kept, trunks) for kept in (sampler.scores, sampler.logits))
         output = loop.output(
@@ -180,13 +201,16 @@ class PDOSConfig(BlockFormat, ParallelConfig):
             cache.reset()
         return output
 
-    def _open(self, run: Run, trunks: Sequence[TrunkRow]) -> torch.Tensor:
-        """Let every answer begin with the opening; returns what follows it."""
-        tokens = run.vocabulary.spell(self.opening.encode()) or []
+    @staticmethod
+    def _open(run: Run, trunks: Sequence[TrunkRow]) -> tuple[list[TrunkRow | BranchRow], torch.Tensor]:
+        """Let every answer begin with the opening; returns the rows that go on, and what follows in each."""
+        began = time.perf_counter()
         for trunk in trunks:
-            trunk.begin(tokens)
-        run.loop.stats.prefilled_tokens += len(trunks) * len(tokens)
-        return run.loop.step(trunks)
+            trunk.begin()
+        rows = _writing(trunks)
+        logits = run.loop.step(rows)
+        run.loop.stats.prefill_seconds += time.perf_counter() - began
+        return rows, logits
 
     def _make_run(self, call: GenerationCall) -> Run:
         """Check what the mode needs, and make what its rows share."""
@@ -195,12 +219,17 @@ class PDOSConfig(BlockFormat, ParallelConfig):
         if self.join == "rotate" and call.capabilities.rotary is None:
             why = call.capabilities.why_no_rotation
             raise UnsupportedModelError(f"join='rotate' turns keys to other positions: {why}")
+        for processor in call.logits_processor:
+            if type(processor) in _OF_PROMPTS:
+                name = _OF_PROMPTS[type(processor)]
+                raise ValueError(f"{name} cannot be honoured by pdos: branches are rows of the batch, but no prompts")
         vocabulary = vocabulary_of(call.tokenizer, vocabulary_size(call.model))
         texts = {**self.markers, "branch_separator": self.branch_separator, "opening": self.opening}
         for name, text in texts.items():
             if vocabulary.spell(text.encode()) is None:
                 raise ValueError(f"{name} must be text that the tokenizer can spell, got {text!r}")
-        if len(vocabulary.spell(self.opening.encode()) or ()) >= call.max_new_tokens:
+        opening = [Token(token) for token in tokens_of(call.tokenizer, vocabulary, self.opening) or ()]
+        if len(opening) >= call.max_new_tokens:
             raise ValueError(f"opening must leave room in the {call.max_new_tokens} new tokens, got {self.opening!r}")
         cache = TreeBranchCache(call.capabilities.rotary, device=call.input_ids.device)
         cache.claim(call.model)
@@ -211,7 +240,7 @@ class PDOSConfig(BlockFormat, ParallelConfig):
         streamer = call.streamer if hasattr(call.streamer, "put") else None
         stream = FinalTokens(streamer, call.num_rows, call.pad_token_id)
         separator = [Token(token) for token in vocabulary.spell(self.branch_separator.encode()) or ()]
-        return Run(self, call, loop, cache, vocabulary, stream, separator)
+        return Run(self, call, loop, cache, vocabulary, stream, separator, opening)
 
 
 class _Forcing(LogitsProcessor):
@@ -237,16 +266,16 @@ class _Forcing(LogitsProcessor):
 class _Turn:
     """Says whose turn it is, pass by pass, and counts what the stages of the pass before cost."""
 
-    def __init__(self, run: Run, trunks: Sequence[TrunkRow]) -> None:
+    def __init__(self, run: Run, trunks: Sequence[TrunkRow], rows: Sequence[TrunkRow | BranchRow]) -> None:
         self.run, self.trunks = run, trunks
-        self._brought: Counter[str] = Counter({SKELETON: 1})
-        self._writing = [SKELETON] * len(trunks)
+        self._writing = [row.stage for row in rows]
+        self._brought = Counter(self._writing)
         self._began = time.perf_counter()
 
     def follow(self, going: Sequence[Row]) -> list[TrunkRow | BranchRow]:
         """The rows of the next pass: of each prompt its trunk or its branches."""
         self._count()
-        rows = sorted((row for trunk in self.trunks for row in trunk.rows()), key=lambda row: row.index)
+        rows = _writing(self.trunks)
         self.run.stream.flush()
         self._writing = [row.stage for row in rows]
         self._brought = Counter()
@@ -263,6 +292,11 @@ class _Turn:
         for stage in self._writing:
             self.run.stages[stage].decoded_tokens += 1
         self._began = now
+
+
+def _writing(trunks: Sequence[TrunkRow]) -> list[TrunkRow | BranchRow]:
+    """The rows that bring tokens to the next pass, ascending by index."""
+    return sorted((row for trunk in trunks for row in trunk.rows()), key=lambda row: row.index)
 
 
 def _advance(row: TrunkRow | BranchRow, token: int, ended: bool) -> bool:
@@ -328,3 +362,22 @@ class PDOSOutput(ParallelOutput):
     def branch_texts(self) -> list[list[list[str]]]:
         """Per prompt and block what its branches wrote."""
         return [[[branch.text for branch in block.branches] for block in blocks] for blocks in self.blocks or ()]
+
+    def place(self, row: int) -> tuple[int, int | None]:
+        """See `ParallelOutput.place`; trunks are written across all branches."""
+        branch, prompt = divmod(row, len(self.transcripts or ()))
+        return prompt, branch - 1 if branch else None
+
+    def columns(self, prompt: int) -> list[str]:
+        """The titles of the branches, where one block has them all."""
+        titles = self.titles[prompt]
+        return titles[0] if len(titles) == 1 else []
+
+    def notes(self, prompt: int) -> list[tuple[str, str]]:
+        """The joined answer, and why it was decoded sequentially from some point on."""
+        told = (("Joined answer", self.transcripts), ("Decoded sequentially", self.fallback))
+        return [(label, of[prompt] or "") for label, of in told if of and of[prompt]]
+
+    def manner(self, record: Record) -> Manner:
+        """Branches see the trunk and themselves."""
+        return Manner("branch", "trunk")

@@ -18,7 +18,10 @@ from .config import check_int
 from .vocabulary import WHITESPACE
 
 OUTSIDE, TITLE, ELLIPSIS, GAP, DONE, BROKEN = "outside", "title", "ellipsis", "gap", "done", "broken"
-"""Where a reader stands: before a block, in a title, before or in an ellipsis, behind one, at either end."""
+"""Where a reader stands: before a block, in a title, before or in an ellipsis, behind one, at either end.
+
+In all but the last two the method of that name takes the next byte.
+"""
 
 
 @dataclass
@@ -67,9 +70,14 @@ class BlockFormat:
         for name, text in self.markers.items():
             if not isinstance(text, str) or not text or text != text.strip() or len(text.splitlines()) != 1:
                 raise ValueError(f"{name} must be one line of text without spaces at its ends, got {text!r}")
+            check_unicode(name, text)
         if self.branch_marker.startswith(self.terminator):
             raise ValueError(
                 f"terminator must not be how branch_marker {self.branch_marker!r} begins, got {self.terminator!r}"
+            )
+        if self.branch_marker in self.title_end[:-1]:
+            raise ValueError(
+                f"title_end must not hold branch_marker {self.branch_marker!r} before its end, got {self.title_end!r}"
             )
         check_int("min_branches", self.min_branches, at_least=1)
         check_int("max_branches", self.max_branches, at_least=self.min_branches)
@@ -255,6 +263,14 @@ class Skeleton:
     def _break(self, why: str) -> None:
         self.broken = why
         self.phase = BROKEN
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raise a `ValueError` unless a text can be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be text without lone surrogates, got {text!r}") from error
 
 
 def _plain(title: str) -> str:

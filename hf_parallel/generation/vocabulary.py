@@ -23,6 +23,8 @@ class Vocabulary:
 
     Attributes
     ----------
+    state : tuple
+        What the tokenizer was like when it was read.
     texts : list of bytes
         What each token adds to a text that it does not begin. Empty where a token adds none, or none that is known.
     special : frozenset of int
@@ -30,15 +32,15 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Any, size: int) -> None:
+        self.state = _state_of(tokenizer, size)
         self.texts = _token_texts(tokenizer, size)
-        self.special = frozenset(t for t in getattr(tokenizer, "all_special_ids", ()) if t < size)
+        self.special = frozenset(t for t in _special_ids(tokenizer) if t < size)
         self._spelled: dict[bytes, int] = {}
         self._by_first: dict[int, list[int]] = {}
         for token, text in enumerate(self.texts):
             if text and token not in self.special:
                 self._spelled.setdefault(text, token)
-            first = text.lstrip(WHITESPACE)[:1]
-            if first:
+            for first in {text[:1], text.lstrip(WHITESPACE)[:1]} - {b""}:
                 self._by_first.setdefault(first[0], []).append(token)
         for token in self.special:  # a marker may be a token of its own
             if self.texts[token]:
@@ -57,7 +59,7 @@ class Vocabulary:
         return self.join(tokens).decode(errors="replace")
 
     def beginning_with(self, first: int) -> Sequence[int]:
-        """Tokens whose first byte is `first`, whitespace not counted."""
+        """Tokens that begin with the byte `first`, at once or behind whitespace."""
         return self._by_first.get(first, ())
 
     def spell(self, text: bytes) -> list[int] | None:
@@ -77,7 +79,7 @@ _known: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
 
 
 def vocabulary_of(tokenizer: Any, size: int) -> Vocabulary:
-    """The vocabulary of a tokenizer, made once.
+    """The vocabulary of a tokenizer, made once, and anew when tokens were added.
 
     Parameters
     ----------
@@ -86,10 +88,36 @@ def vocabulary_of(tokenizer: Any, size: int) -> Vocabulary:
     size : int
         Tokens that the model knows; those that the tokenizer does not know have no text.
     """
-    found = _known.get(tokenizer)
-    if found is None or len(found) != size:
+    try:
+        found = _known.get(tokenizer)
+    except TypeError:  # it has no hash, or cannot be referred to weakly
+        return Vocabulary(tokenizer, size)
+    if found is None or found.state != _state_of(tokenizer, size):
         found = _known[tokenizer] = Vocabulary(tokenizer, size)
     return found
+
+
+def tokens_of(tokenizer: Any, vocabulary: Vocabulary, text: str) -> list[int] | None:
+    """A text as its tokenizer writes it, or in the fewest tokens where that is not the text alone; None if none do."""
+    tokens = encode(tokenizer, text)
+    known = all(0 <= token < len(vocabulary) for token in tokens)
+    return tokens if known and vocabulary.join(tokens) == text.encode() else vocabulary.spell(text.encode())
+
+
+def _state_of(tokenizer: Any, size: int) -> tuple[int, int, frozenset[int]]:
+    """What changes when tokens are added to a tokenizer."""
+    known = len(tokenizer) if hasattr(type(tokenizer), "__len__") else size
+    return size, known, frozenset(_special_ids(tokenizer))
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    """Tokens that a tokenizer has a use for, such as the end of a text, and others that were added as no text."""
+    try:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+    except NotImplementedError:  # a tokenizer that names all of them itself
+        added = {}
+    named = {token for token in getattr(tokenizer, "all_special_ids", ()) if token is not None}
+    return named.union(token for token, how in added.items() if how.special)
 
 
 def _token_texts(tokenizer: Any, size: int) -> list[bytes]:
@@ -114,6 +142,8 @@ def _decode_all(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]
 def _fragment(tokenizer: Any, token: int) -> bytes:
     """The bytes of a token that holds part of a character, read off its name in the vocabulary."""
     name = tokenizer.convert_ids_to_tokens(token) if hasattr(tokenizer, "convert_ids_to_tokens") else ""
+    if isinstance(name, bytes):
+        return name
     fallback = _FALLBACK.fullmatch(name)
     if fallback:
         return bytes([int(fallback[1], 16)])

@@ -1,0 +1,151 @@
+"""Formats of any kind: markers that a caller may choose are forced and found, those that cannot work are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import small_tokenizers
+import tiny
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from small_tokenizers import Fixed
+from stories import tell
+from transformers import SynthIDTextWatermarkingConfig
+from workers import TOKENIZER
+
+from hf_parallel import BlockFormat, PDOSConfig
+from hf_parallel.generation.logits_process import BlockMask, mask_of
+from hf_parallel.generation.skeleton import DONE, Skeleton
+from hf_parallel.generation.vocabulary import Vocabulary, vocabulary_of
+
+EOS = tiny.EOS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MARKER = st.text(alphabet="#:.% ab", min_size=1, max_size=4).filter(lambda text: text == text.strip())
+
+
+@st.composite
+def formats(draw: st.DrawFn) -> BlockFormat:
+    texts = {name: draw(MARKER) for name in ("branch_marker", "title_end", "ellipsis", "terminator")}
+    try:
+        return BlockFormat(**texts, max_branches=3, max_title_tokens=2)
+    except ValueError:
+        assume(False)
+        raise
+
+
+@pytest.mark.parametrize("name", ["split_marker", "merged_colon"])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(fmt=formats(), data=st.data())
+def test_any_format_leads_to_its_end(name: str, fmt: BlockFormat, data: st.DataObject) -> None:
+    tokenizer = small_tokenizers.make(name)
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    mask, reader = BlockMask(fmt, vocabulary), Skeleton(fmt)
+    reader.feed(reader.marker)
+    for _ in range(150):
+        allowed = mask.allowed(reader)
+        if allowed is None:
+            break
+        tokens = allowed.nonzero()[:, 0].tolist()
+        assert tokens, (reader.phase, reader.title, reader.matched)
+        reader.feed(vocabulary.texts[data.draw(st.sampled_from(tokens))])
+    assert (reader.phase, reader.broken) == (DONE, "")
+    assert 2 <= len(reader.titles) <= 3
+
+
+SPACED = {"branch_marker": "# #", "title_end": "- >", "ellipsis": ". . .", "terminator": "# # end"}
+
+
+@pytest.mark.parametrize("fill_in", [True, False])
+def test_markers_may_have_spaces_inside(fill_in: bool) -> None:
+    story = ["So, # #A- >B- > end", EOS] if fill_in else ["So, # #A- >. . .\n# #B- >. . .\n# # end", EOS]
+    out = tell(story, branches=["aa\n# #", "bb\n# #"], parallel_hint=True, fill_in=fill_in, max_branches=2, **SPACED)
+    assert out.transcripts == ["So, # #A- >aa\n# #B- >bb\n# # end" + " end" * fill_in]
+    assert out.fallback == [None]
+
+
+def test_whitespace_inside_a_marker_is_the_only_thing_that_may_come_there() -> None:
+    vocabulary = vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE)
+    mask = mask_of(BlockFormat(**SPACED), vocabulary)
+    for text, expected in (("# #A- >.", " "), ("# #A- >. . .#", " "), ("# #A- >. . .# #B- >. . .# # ", "e")):
+        reader = Skeleton(BlockFormat(**SPACED))
+        reader.feed(text.encode())
+        allowed = mask.allowed(reader)
+        assert {vocabulary.texts[token].decode() for token in allowed.nonzero()[:, 0].tolist()} == {expected}
+
+
+def test_no_token_begins_a_terminator_that_may_not_come_yet() -> None:
+    fmt = BlockFormat(branch_marker="<part>", terminator="</parts>")
+    mask = BlockMask(fmt, Vocabulary(Fixed("a", "<part>", ":", "......", "</", "parts>", "<", "part>"), 8))
+    reader = Skeleton(fmt)
+    reader.feed(b"<part>a:......")
+    assert mask.allowed(reader).nonzero()[:, 0].tolist() == [1, 6]
+    reader.feed(b"<part>b:......")
+    assert mask.allowed(reader).nonzero()[:, 0].tolist() == [1, 4, 6]
+
+
+@pytest.mark.parametrize("terminator", ["#####", "########", "####  #"])
+def test_a_terminator_may_go_on_like_a_marker_that_begins_one_byte_later(terminator: str) -> None:
+    fmt = BlockFormat(terminator=terminator, max_branches=2)
+    vocabulary = vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE)
+    mask, reader = mask_of(fmt, vocabulary), Skeleton(fmt)
+    text = "####A:......####B:......" + terminator
+    for character in text:
+        allowed = mask.allowed(reader)
+        assert allowed is None or allowed[ord(character)], reader.offset
+        reader.feed(character.encode())
+    assert reader.phase == DONE
+
+
+def test_a_title_that_has_ended_leaves_nothing_behind() -> None:
+    """What may come behind it is worked out once, not for each title: a mask lives as long as its tokenizer."""
+    mask = BlockMask(BlockFormat(), Vocabulary(Fixed("a", "####", ":", "..", "......", "%%%%", "b"), 7))
+    for text in (":", ":..", ":......"):
+        readers = [Skeleton(BlockFormat()) for _ in range(2)]
+        for reader, title in zip(readers, "ab", strict=True):
+            reader.feed(f"####{title}{text}".encode())
+        assert mask.allowed(readers[0]) is mask.allowed(readers[1])
+
+
+@pytest.mark.parametrize("join", ["reencode", "rotate"])
+def test_a_terminator_of_its_own_ends_a_branch_too(join: str) -> None:
+    """As the marker does, which it need not begin with: a model writes it behind the last part."""
+    story = ["Now. <part>A:......\n<part>B:......\n</parts> So.", EOS]
+    branches = ["aa\n<part>", "bb\n</parts> and more"]
+    out = tell(story, branches=branches, branch_marker="<part>", terminator="</parts>", join=join)
+    assert out.transcripts == ["Now. <part>A:aa\n<part>B:bb\n</parts> So."]
+    assert [branch.ended_by for branch in out.blocks[0][0].branches] == ["marker", "marker"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"title_end": ":####:"}, "title_end must not hold branch_marker '####' before its end, got ':####:'"),
+        ({"branch_marker": "\ud800"}, r"branch_marker must be text without lone surrogates, got '\\ud800'"),
+        ({"opening": "\ud800"}, "opening must be text without lone surrogates"),
+        ({"branch_separator": "\ud800"}, "branch_separator must be text without lone surrogates"),
+        ({"branch_stops": ["\n", "\ud800"]}, r"branch_stops must be text without lone surrogates, got '\\ud800'"),
+    ],
+)
+def test_texts_that_cannot_work_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PDOSConfig(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"prefix_allowed_tokens_fn": lambda row, tokens: [[40], [50]][row]},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"encoder_repetition_penalty": 1.5},
+        {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=2, keys=[1, 2])},
+    ],
+)
+def test_what_knows_the_rows_of_a_call_by_number_is_refused(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ValueError, match=f"{name} cannot be honoured by pdos: branches are rows"):
+        tell("a", **given)
+    neutral = {"encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0}
+    assert tell(["Now.", EOS], **neutral).transcripts == ["Now."]
