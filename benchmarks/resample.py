@@ -7,6 +7,9 @@ prompt's keys and values in the same SharedPrefixCache; they differ in what they
 - `none`: nothing;
 - `single path`: the sequence that was decoded last, as in the paper;
 - `stepwise`, `hotspot`: every continuation that was ever taken.
+
+Then what a cache costs where it does not help: `cold` is a new one at each call, `no hits` is full of other states. On
+request eight threads read and write one cache for a while (`--stress`).
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -41,6 +46,11 @@ NUCLEUS = 0.9
 WAYS = ("none", "single path", "stepwise", "hotspot")
 TARGETS = {"stepwise": 1.8, "hotspot": 2.5}
 """Mean speed-up over no cache, averaged over the temperatures, that is asked for."""
+OVERHEAD = ("cold", "no hits")
+OVERHEAD_TARGET = 1.05
+"""What a cache that does not help may cost: seconds by those without one."""
+THREADS = 8
+"""Threads of the stress test."""
 PROMPT = (
     "Use each of the numbers {numbers} exactly once, with + - * / and brackets, to get 24. "
     "Think step by step and write down every step."
@@ -67,6 +77,8 @@ class ResampleBenchmark:
     temperatures : tuple of float
     plain_samples : int
         Samples that are timed without a cache, where all cost the same.
+    overhead_rounds : int
+        Calls of each kind of which the overhead is the median.
     """
 
     puzzles: int = 2
@@ -74,6 +86,7 @@ class ResampleBenchmark:
     length: int = 100
     temperatures: tuple[float, ...] = TEMPERATURES
     plain_samples: int = 4
+    overhead_rounds: int = 7
 
     def run(self, model: Any, tokenizer: Any, tell: Callable[[str], None]) -> dict[str, Any]:
         """Measure all ways in turns; returns what goes into the JSON."""
@@ -86,7 +99,14 @@ class ResampleBenchmark:
                     ids = encode(tokenizer, numbers).to(model.device)
                     self._sample(model, ids, {"temperature": temperature, "top_p": top_p}, measured)
                 results.append({"top_p": top_p, "temperature": temperature} | self._summary(measured))
-        return {"settings": asdict(self), "results": results, "speed_up": mean_speed_ups(results)}
+        tell("what a cache costs that does not help")
+        return {
+            "settings": asdict(self),
+            "results": results,
+            "speed_up": mean_speed_ups(results),
+            "below_single_path": below_single_path(results),
+            "overhead": self._overhead(model, tokenizer),
+        }
 
     def _sample(self, model: Any, ids: torch.Tensor, settings: dict[str, float], into: dict[str, Measured]) -> None:
         """Sample one state in all ways, which take turns so that a machine's noise hits all alike."""
@@ -97,25 +117,10 @@ class ResampleBenchmark:
                 if way == "none" and seed > self.plain_samples:
                     continue
                 cache = caches.get(way)
-                replay = "hotspot" if way == "hotspot" else "stepwise"
-                more = {} if cache is None else {"logits_cache": cache, "replay": replay}
-                began = time.perf_counter()
-                output = model.generate(
-                    ids,
-                    generation_mode="shared_prefix" if cache is None else "resample",
-                    past_key_values=held[way],
-                    keep_completions=False,
-                    seed=seed,
-                    do_sample=True,
-                    top_k=0,
-                    max_new_tokens=self.length,
-                    min_new_tokens=self.length,
-                    pad_token_id=0,
-                    return_dict_in_generate=True,
-                    **settings,
-                    **more,
+                more = {"replay": "hotspot"} if way == "hotspot" else {}
+                seconds, output = self._time(
+                    model, ids, cache, past_key_values=held[way], seed=seed, **settings, **more
                 )
-                seconds = time.perf_counter() - began
                 if way == "single path":
                     keep_last_path(caches[way])
                 if seed and output.stats.replayed_tokens == self.length:
@@ -124,8 +129,44 @@ class ResampleBenchmark:
                     into[way].seconds.append(seconds)
                     into[way].replayed.append(output.stats.replayed_tokens)
 
+    def _time(self, model: Any, ids: torch.Tensor, cache: LogitsCache | None, **settings: Any) -> tuple[float, Any]:
+        """One call: seconds, and what it returned."""
+        began = time.perf_counter()
+        output = model.generate(
+            ids,
+            generation_mode="shared_prefix" if cache is None else "resample",
+            logits_cache=cache,
+            keep_completions=False,
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=self.length,
+            min_new_tokens=self.length,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            **settings,
+        )
+        return time.perf_counter() - began, output
+
+    def _overhead(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        """Seconds with a cache that does not help by those without one, in turns, at temperature 1."""
+        full = LogitsCache(1 << 32)
+        seconds: dict[str, list[float]] = {way: [] for way in ("none", *OVERHEAD)}
+        for number, numbers in enumerate(itertools.islice(solvable(), self.overhead_rounds + 1)):
+            ids = encode(tokenizer, numbers).to(model.device)
+            for way, times in seconds.items():
+                cache = {"none": None, "cold": LogitsCache(1 << 32), "no hits": full}[way]
+                took, output = self._time(model, ids, cache, seed=number)
+                assert output.stats.replayed_tokens == 0, "nothing may hit"
+                if number:  # the first round warms up
+                    times.append(took)
+        ratios = {
+            way: statistics.median(ours / plain for ours, plain in zip(seconds[way], seconds["none"], strict=True))
+            for way in OVERHEAD
+        }
+        return {"ratios": ratios, "seconds": seconds}
+
     def _summary(self, measured: dict[str, Measured]) -> dict[str, Any]:
-        plain = statistics.mean(measured["none"].seconds)
+        plain = statistics.median(measured["none"].seconds)
         summary: dict[str, Any] = {}
         for way, of in measured.items():
             rates = [self.length / seconds for seconds in of.seconds]
@@ -135,6 +176,7 @@ class ResampleBenchmark:
                 "mean_tokens_per_second": statistics.mean(rates) if rates else None,
                 "median_tokens_per_second": statistics.median(rates) if rates else None,
                 "speed_up": statistics.mean(plain / seconds for seconds in of.seconds) if rates else None,
+                "median_speed_up": statistics.median(plain / seconds for seconds in of.seconds) if rates else None,
                 "hit_ratio": statistics.mean(of.replayed) / self.length if rates else None,
             }
         return summary
@@ -147,6 +189,106 @@ def mean_speed_ups(results: list[dict[str, Any]]) -> dict[str, float | None]:
         values = [result[way]["speed_up"] for result in results if result[way]["speed_up"] is not None]
         found[way] = statistics.mean(values) if values else None
     return found
+
+
+def below_single_path(results: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    """Way, top_p and temperature wherever one is no faster than a cache of one path."""
+    return [
+        (way, result["top_p"], result["temperature"])
+        for result in results
+        for way in TARGETS
+        if (result[way]["speed_up"] or float("inf")) <= (result["single path"]["speed_up"] or 0.0)
+    ]
+
+
+@dataclass(eq=False)
+class Stress:
+    """Threads that read and write one cache, and check every answer.
+
+    Parameters
+    ----------
+    seconds : float
+    max_bytes : int
+        Of the cache: where it is too small for all states, some are dropped all the time.
+
+    Attributes
+    ----------
+    cache : LogitsCache
+    reads, writes, wrong, most_bytes : int
+        Reads that were answered, states that were written, answers that were not those of the state, and the most that
+        the cache has held.
+    lost : int
+        States that were written and not there, at once or, where there was room for all, in the end.
+    """
+
+    seconds: float
+    max_bytes: int
+    reads: int = 0
+    writes: int = 0
+    wrong: int = 0
+    lost: int = 0
+    most_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.cache = LogitsCache(self.max_bytes)
+        self._written: set[tuple[int, ...]] = set()
+        self._lock = threading.Lock()
+
+    def run(self) -> dict[str, Any]:
+        """Run the threads; returns what goes into the JSON."""
+        end = time.perf_counter() + self.seconds
+        threads = [threading.Thread(target=self._work, args=(number, end)) for number in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.most_bytes < self.max_bytes / 2:
+            self.lost += self._missing()
+        names = ("max_bytes", "most_bytes", "reads", "writes", "wrong", "lost")
+        figures = {name: getattr(self, name) for name in names}
+        counts = {"states": len(self._written), "operations": self.reads + self.writes}
+        return {"threads": THREADS, "seconds": self.seconds} | counts | figures
+
+    def _work(self, number: int, end: float) -> None:
+        choose = random.Random(number)
+        reads = writes = wrong = lost = most = 0
+        written = set()
+        while time.perf_counter() < end:
+            with self.cache.cursors() as cursors:
+                tokens: tuple[int, ...] = (1, 2)
+                cursors.start(number, "model", tokens)
+                for token in choose.choices(range(4), k=8):
+                    true = logits_of(tokens)
+                    if not cursors.known(number):
+                        writes += cursors.remember(number, true)
+                    if cursors.known(number):
+                        found = cursors.logits(number)
+                        reads += 1
+                        lost += found is None
+                        wrong += found is not None and not torch.equal(found, true)
+                        written.add(tokens)
+                    cursors.follow(number, token)
+                    tokens = (*tokens, token)
+                    most = max(most, self.cache.num_bytes)
+        with self._lock:
+            self.reads, self.writes = self.reads + reads, self.writes + writes
+            self.wrong, self.lost = self.wrong + wrong, self.lost + lost
+            self.most_bytes = max(self.most_bytes, most)
+            self._written |= written
+
+    def _missing(self) -> int:
+        """States that were written and are not there."""
+        missing = 0
+        with self.cache.cursors() as cursors:
+            for tokens in self._written:
+                cursors.start(0, "model", tokens)
+                missing += not cursors.known(0)
+        return missing
+
+
+def logits_of(tokens: tuple[int, ...]) -> torch.Tensor:
+    """Logits `float32 [64]` that no other tokens have."""
+    return torch.full((64,), float(hash(tokens) % (1 << 24)))
 
 
 def keep_last_path(cache: LogitsCache) -> None:
@@ -210,12 +352,12 @@ def show(console: Console, report: dict[str, Any]) -> None:
     table = Table(
         title=f"{of['puzzles']} puzzles x {of['samples']} samples x {of['length']} tokens", title_justify="left"
     )
-    for heading in ("top_p", "temperature", "way", "mean tokens/s", "median", "speed-up", "hits", "replayed whole"):
+    for heading in ("top_p", "temperature", "way", "mean tokens/s", "median", "speed-up", "median", "hits", "whole"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
     for result in report["results"]:
         for way in WAYS:
             row = result[way]
-            figures = ("mean_tokens_per_second", "median_tokens_per_second", "speed_up", "hit_ratio")
+            figures = ("mean_tokens_per_second", "median_tokens_per_second", "speed_up", "median_speed_up", "hit_ratio")
             cells = ["" if row[name] is None else f"{row[name]:.2f}" for name in figures]
             first = (f"{result['top_p']}", f"{result['temperature']}") if way == WAYS[0] else ("", "")
             table.add_row(*first, way, *cells, str(row["replayed_whole"]))
@@ -223,20 +365,39 @@ def show(console: Console, report: dict[str, Any]) -> None:
     for way, value in report["speed_up"].items():
         asked = f", asked for at least {TARGETS[way]}" if way in TARGETS else ""
         console.print(f"{way}: mean speed-up {'-' if value is None else format(value, '.2f')}{asked}")
+    for way, top_p, temperature in report["below_single_path"]:
+        console.print(f"{way}: no faster than a single path at top_p {top_p} and temperature {temperature}")
+    for way, ratio in report["overhead"]["ratios"].items():
+        console.print(
+            f"seconds with a cache that does not help ({way}): {ratio:.3f}, at most {OVERHEAD_TARGET} asked for"
+        )
+    for stress in report.get("stress", []):
+        console.print(
+            f"{stress['threads']} threads in {stress['max_bytes']} bytes: {stress['reads']} reads, {stress['writes']} "
+            f"writes, {stress['wrong']} wrong answers, {stress['lost']} states lost"
+        )
+
+
+SPEED_UPS = (1, 1.5, 2, 3, 5, 8, 13, 20)
+"""Marks of the plot's axis."""
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw speed-ups over temperatures (needs matplotlib, of the extra `eval`)."""
+    """Draw mean speed-ups over temperatures, and dotted the medians (needs matplotlib, of the extra `eval`)."""
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="constrained")
     for panel, top_p in zip(panels, (1.0, NUCLEUS), strict=True):
         of = [result for result in report["results"] if result["top_p"] == top_p]
         for way, marker in zip(WAYS[1:], "os^", strict=True):
-            known = [(r["temperature"], r[way]["speed_up"]) for r in of if r[way]["speed_up"] is not None]
-            panel.plot(*zip(*known, strict=True), marker=marker, label=way)
+            known = [r for r in of if r[way]["speed_up"] is not None]
+            temperatures = [r["temperature"] for r in known]
+            (line,) = panel.plot(temperatures, [r[way]["speed_up"] for r in known], marker=marker, label=way)
+            panel.plot(temperatures, [r[way]["median_speed_up"] for r in known], ":", color=line.get_color())
         panel.axhline(1, color="grey", linewidth=0.8)
-        panel.set(title=f"top_p = {top_p}", xlabel="temperature", yscale="log")
+        panel.set(title=f"top_p = {top_p}", xlabel="temperature", xticks=TEMPERATURES, yscale="log")
+        panel.set_yticks(SPEED_UPS, [f"{speed_up}x" for speed_up in SPEED_UPS])
+        panel.minorticks_off()
     panels[0].set_ylabel("speed-up over no cache")
     panels[0].legend()
     figure.savefig(path)
@@ -253,6 +414,10 @@ def main() -> int:
     parser.add_argument("--puzzles", type=int, default=2)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=100)
+    parser.add_argument("--overhead-rounds", type=int, default=7)
+    parser.add_argument(
+        "--stress", type=float, metavar="SECONDS", help="threads read and write a cache, roomy and full"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="of the JSON (default: one in benchmarks/results)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the speed-ups too")
     options = parser.parse_args()
@@ -262,10 +427,15 @@ def main() -> int:
     console = Console(highlight=False)
     model, tokenizer = load(options)
     hf_parallel.enable(model)
-    benchmark = ResampleBenchmark(options.puzzles, options.samples, options.length)
+    benchmark = ResampleBenchmark(
+        options.puzzles, options.samples, options.length, overhead_rounds=options.overhead_rounds
+    )
     report = {"machine": machine(model)} | benchmark.run(
         model, tokenizer, lambda what: console.print(what, markup=False)
     )
+    if options.stress:
+        console.print("stress")
+        report["stress"] = [Stress(options.stress, max_bytes).run() for max_bytes in (1 << 30, 1 << 18)]
     path = options.output or RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}-resample.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")

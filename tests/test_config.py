@@ -62,11 +62,14 @@ SHARED: dict[str, Any] = {
     "cuda_graph": False,
     "keep_completions": False,
     "replay": "hotspot",
+    "prefetch": True,
 }
 EVERY_SETTING: dict[str, dict[str, Any]] = {
     "hogwild": {
         "seed": [1, 2, 3],
         "cuda_graph": False,
+        "replay": "hotspot",
+        "prefetch": False,
         "num_workers": 3,
         "layout": "interleaved",
         "worker_names": ["Ann", "Ben", "Cy"],
@@ -112,6 +115,8 @@ EVERY_SETTING: dict[str, dict[str, Any]] = {
     "self_consistency": {
         "seed": [1, 2, 3],
         "cuda_graph": False,
+        "replay": "hotspot",
+        "prefetch": True,
         "num_answers": 3,
         "vote": "final",
         "answer_pattern": "= (\\d+)",
@@ -122,6 +127,8 @@ EVERY_SETTING: dict[str, dict[str, Any]] = {
     "skeleton_of_thought": {
         "seed": [1, 2, 3],
         "cuda_graph": False,
+        "replay": "hotspot",
+        "prefetch": True,
         "outline_prompt": "Outline:\n",
         "outline_start": "* ",
         "point_pattern": "\\* (.+)",

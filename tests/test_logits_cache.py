@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_parallel import LogitsCache
-from hf_parallel.cache.logits import STATE_BYTES, Cursors
+from hf_parallel.cache.logits import STATE_BYTES, Cursors, Distribution
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -114,6 +115,19 @@ def test_ten_thousand_insertions_hold_the_budget() -> None:
     assert cache.num_bytes > 0.9 * budget
 
 
+def test_a_state_is_not_counted_as_less_than_it_takes() -> None:
+    cache, random = LogitsCache(), np.random.default_rng(0)
+    write(cache, [1], 2)  # what is loaded on first use
+    tracemalloc.start()
+    for _ in range(300):
+        write(cache, [1, 2], *random.integers(0, 3, 10).tolist())
+    python, _ = tracemalloc.get_traced_memory()  # of the objects; tensors lie outside
+    tracemalloc.stop()
+    states = sum(1 for _ in cache._states())
+    assert python / states <= STATE_BYTES + 300  # and the tensor's own object
+    assert states > 1000
+
+
 def test_what_was_used_least_recently_goes_first_and_ends_go_before_beginnings() -> None:
     size = VOCABULARY * 4 + STATE_BYTES
     cache = LogitsCache(8 * size)
@@ -183,32 +197,88 @@ def test_loading_into_less_room_keeps_what_was_used_last(tmp_path: Path) -> None
     assert read(loaded, [0]) is None
 
 
-@pytest.mark.parametrize("damage", ["half", "empty", "foreign", "text", "missing array", "wrong parents"])
+DAMAGES: dict[str, tuple[str, Any]] = {
+    "parents that come later": ("parents", lambda parents: parents + 40),
+    "parents before the first": ("parents", lambda parents: parents - 1),
+    "fewer parents": ("parents", lambda parents: parents[:-1]),
+    "places without logits": ("places", lambda places: places + 1),
+    "fewer times": ("used", lambda used: used[:-1]),
+    "fewer masses": ("rest", lambda rest: rest[:-1]),
+    "fewer logits": ("values", lambda values: values[:-1]),
+    "narrower logits": ("values", lambda values: values[:, :-1].contiguous()),
+    "flat logits": ("values", lambda values: values.flatten()),
+    "another vocabulary": ("vocabulary", lambda vocabulary: vocabulary + 1),
+    "two vocabularies": ("vocabulary", lambda vocabulary: vocabulary.expand(2).clone()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, damage: str, top_k: int | None) -> None:
+    cache, path = LogitsCache(top_k=top_k), tmp_path / "cache"
+    write(cache, [1, 2], 5, 6, 7)
+    cache.save(path)
+    with safe_open(path, "pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    array, change = DAMAGES[damage]
+    tensors[f"0.{array}"] = change(tensors[f"0.{array}"])
+    if top_k is not None and damage == "another vocabulary":
+        tensors["0.vocabulary"] = tensors["0.ids"].max().long()
+    save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match=f"{path} is no LogitsCache that can be read"):
+        LogitsCache.load(path)
+
+
+def test_a_file_that_was_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    cache, path = LogitsCache(top_k=8), tmp_path / "cache"
+    write(cache, [1, 2], 5, 6, 7)
+    cache.save(path)
+    whole = path.read_bytes()
+    for length in [*range(0, len(whole), 37), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="is no LogitsCache that can be read"):
+            LogitsCache.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_k", "0"), ("top_k", "many"), ("keys", "{"), ("keys", "7"), ("format", "x")]
+)
+def test_a_file_with_other_metadata_is_refused(tmp_path: Path, name: str, value: str) -> None:
+    cache, path = LogitsCache(), tmp_path / "cache"
+    write(cache, [1, 2], 5)
+    cache.save(path)
+    with safe_open(path, "pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    save_file(tensors, path, metadata | {name: value})
+    with pytest.raises(ValueError, match="is no LogitsCache that can be read"):
+        LogitsCache.load(path)
+
+
+def test_a_load_that_is_asked_for_nonsense_says_so(tmp_path: Path) -> None:
+    LogitsCache().save(tmp_path / "cache")
+    with pytest.raises(ValueError, match="max_bytes must be a positive int, got 0"):
+        LogitsCache.load(tmp_path / "cache", max_bytes=0)
+    with pytest.raises(FileNotFoundError, match="elsewhere"):
+        LogitsCache.load(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("damage", ["empty", "foreign", "text", "missing array"])
 def test_a_damaged_or_foreign_file_is_refused(tmp_path: Path, damage: str) -> None:
     cache, path = LogitsCache(), tmp_path / "cache"
     write(cache, [1, 2], 5, 6, 7)
     cache.save(path)
-    whole = path.read_bytes()
-    if damage == "half":
-        path.write_bytes(whole[: len(whole) // 2])
-    elif damage == "empty":
+    if damage == "empty":
         path.write_bytes(b"")
     elif damage == "foreign":
         save_file({"weight": torch.zeros(3)}, path)
     elif damage == "text":
         path.write_text("hello" * 100)
-    elif damage == "missing array":
+    else:
         save_file(
             {"0.tokens": torch.zeros(3)},
             path,
             {"format": "hf_parallel.LogitsCache/1", "keys": '["m"]', "top_k": "null"},
         )
-    else:
-        path.write_bytes(whole)
-        with safe_open(path, "pt") as file:
-            tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-        tensors["0.parents"] += 40
-        save_file(tensors, path, metadata)
     with pytest.raises(ValueError, match="LogitsCache"):
         LogitsCache.load(path)
 
@@ -233,6 +303,8 @@ def test_threads_lose_nothing_and_answer_nothing_wrong() -> None:
                     if found is not None and not torch.equal(found, true):
                         wrong.append(tokens)
                     cursors.remember(number, true)
+                    few = true.softmax(-1) * (true >= true.topk(number % 4 + 1).values[-1])
+                    cache.prepare(cursors.state(number), Distribution.of(few, (number,)))  # type: ignore[arg-type]
                     again = cursors.logits(number)
                     if again is not None and not torch.equal(again, true):
                         wrong.append(tokens)

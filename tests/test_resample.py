@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,6 +62,63 @@ def test_other_samples_are_those_without_a_cache(model: PreTrainedModel, kept: b
         assert torch.equal(out.sequences, sample(model, "shared_prefix", **settings).sequences)
         replayed += out.stats.replayed_tokens
     assert replayed > 0
+
+
+# Whose logits they are
+
+
+def retrained(model: PreTrainedModel) -> PreTrainedModel:
+    """One step of training."""
+    model.train()
+    model(INPUT_IDS, labels=INPUT_IDS).loss.backward()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight -= 1e-3 * weight.grad
+    return model.eval()
+
+
+def adapted(model: PreTrainedModel) -> PreTrainedModel:
+    """A low-rank change of one projection, merged as adapters are."""
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    with torch.no_grad():
+        weight += 0.1 * torch.randn(weight.shape[0], 1) @ torch.randn(1, weight.shape[1])
+    return model
+
+
+def scaled(model: PreTrainedModel) -> PreTrainedModel:
+    """Another setting, the same weights."""
+    model.config.rms_norm_eps *= 100
+    return model
+
+
+OTHERS: dict[str, Any] = {
+    "other weights": lambda: tiny.build("llama", seed=1),
+    "another dtype": lambda: tiny.build("llama", dtype=torch.bfloat16),
+    "another architecture": lambda: tiny.build("qwen2"),
+    "training": lambda: retrained(copy.deepcopy(tiny.build("llama"))),
+    "an adapter": lambda: adapted(copy.deepcopy(tiny.build("llama"))),
+    "a setting": lambda: scaled(copy.deepcopy(tiny.build("llama"))),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_another_model_has_computed_never_answers(model: PreTrainedModel, other: str) -> None:
+    cache = LogitsCache()
+    first = sample(model, logits_cache=cache).sequences
+    changed = hf_parallel.enable(copy.deepcopy(OTHERS[other]()))
+    out = sample(changed, logits_cache=cache)
+    assert out.stats.replayed_tokens == 0
+    assert torch.equal(out.sequences, sample(changed, "shared_prefix").sequences)
+    again = sample(model, logits_cache=cache)
+    assert again.stats.forward_passes == 0
+    assert torch.equal(again.sequences, first)
+
+
+def test_an_equal_model_answers(model: PreTrainedModel) -> None:
+    cache = LogitsCache()
+    sample(model, logits_cache=cache)
+    twin = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+    assert sample(twin, logits_cache=cache).stats.forward_passes == 0
 
 
 # What an interrupt leaves behind

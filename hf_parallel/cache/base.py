@@ -7,6 +7,7 @@ keys and values: slow, correct, and the oracle of the tests.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from ..kernels import AttentionPlan, RotarySpec, rotate
 from .arena import Arena, LayerStorage
-from .layout import Block, ForwardPass, Segment, View, plan_pass, view_length
+from .layout import Block, ForwardPass, RunLayout, Segment, View, plan_pass, view_length
 
 
 class BlockCache(Cache):
@@ -167,24 +168,76 @@ class BlockCache(Cache):
         if self._last is not None and self._last.leads_to(segments):
             self._count([(segment.view[-1], 1) for segment in segments])
             return self._begin(self._last.next_step())
-        written: set[Block] = set()
-        asked: set[Block] = set()
-        for segment in segments:
-            if not segment.view or segment.num_tokens < 1:
-                raise ValueError(f"a segment needs a view and at least one new token, got {segment!r}")
-            for block in segment.view:
-                self._known(block)
-            target = segment.view[-1]
-            if not segment.write and segment.num_tokens > target.length:
-                raise ValueError(f"a segment cannot ask more tokens again than its block holds, got {segment!r}")
-            if target in written or (segment.write and target in asked):
-                raise ValueError("two segments of a forward pass write to one block, or one asks what the other writes")
-            (written if segment.write else asked).add(target)
-        writing = [(segment.view[-1], segment.num_tokens) for segment in segments if segment.write]
-        self.reserve([(block, block.length + n) for block, n in writing])
-        self.arena.grow()
-        self._count(writing)
+        grown = self._check([segments])
+        self._make_room(grown)
+        self._count(list(grown.items()))
         return self._begin(plan_pass(segments, self.device))
+
+    def prepare_run(self, passes: Sequence[Sequence[Segment]]) -> ForwardPass:
+        """Lay out passes whose tokens are all known as one forward pass, in which each query sees what its own had.
+
+        They follow each other in time: a query sees the blocks as long as they were then, at the positions of then,
+        whatever later passes add. So decode steps that are known from before (replayed, restored from their tokens, or
+        trained on) cost one forward pass, and give the logits that they gave one by one.
+
+        Parameters
+        ----------
+        passes : sequence of sequence of Segment
+            At least one; each is what `prepare` would be given if those before it had been computed, its views as they
+            were then. Blocks that they see must not be moved, split or cut in between.
+
+        Returns
+        -------
+        ForwardPass
+            All segments in packed order, pass by pass. Only block attention can compute it.
+
+        Raises
+        ------
+        ValueError
+            As `prepare`, or if there is no pass.
+        """
+        if not passes:
+            raise ValueError("a run needs at least one pass, got none")
+        grown = self._check(passes)
+        self._make_room(grown)
+        self._undo = [(block, block.length) for block in grown]
+        layout = RunLayout()
+        for segments in passes:
+            for segment in segments:
+                segment.view[-1].length += segment.num_tokens if segment.write else 0
+            layout.add(segments)
+        return self._begin(layout.forward_pass(self.device))
+
+    def _check(self, passes: Sequence[Sequence[Segment]]) -> Counter[Block]:
+        """Check the segments of passes; returns how many tokens they bring to each block."""
+        grown: Counter[Block] = Counter()
+        for segments in passes:
+            written: set[Block] = set()
+            asked: set[Block] = set()
+            for segment in segments:
+                self._check_segment(segment, grown)
+                target = segment.view[-1]
+                if target in written or (segment.write and target in asked):
+                    reason = "two segments of a forward pass write to one block, or one asks what the other writes"
+                    raise ValueError(reason)
+                (written if segment.write else asked).add(target)
+                if segment.write:
+                    grown[target] += segment.num_tokens
+        return grown
+
+    def _check_segment(self, segment: Segment, grown: Counter[Block]) -> None:
+        if not segment.view or segment.num_tokens < 1:
+            raise ValueError(f"a segment needs a view and at least one new token, got {segment!r}")
+        for block in segment.view:
+            self._known(block)
+        target = segment.view[-1]
+        if not segment.write and segment.num_tokens > target.length + grown[target]:
+            raise ValueError(f"a segment cannot ask more tokens again than its block holds, got {segment!r}")
+
+    def _make_room(self, grown: Mapping[Block, int]) -> None:
+        """Make room for so many new tokens in each block."""
+        self.reserve([(block, block.length + n) for block, n in grown.items()])
+        self.arena.grow()
 
     def _begin(self, forward: ForwardPass) -> ForwardPass:
         """Take a pass as the one that is under way."""
@@ -242,10 +295,12 @@ class BlockCache(Cache):
             return key_states, value_states
         if self._pass is None or layer_idx in self._updated:  # a new pass, which the caller did not prepare
             self._prepare_rows(key_states)
+        assert self._pass is not None
+        if self._pass.num_passes > 1:
+            raise ValueError("a run of passes sees blocks as long as they were then, which needs block attention")
         self._updated.add(layer_idx)
         packed = [states.transpose(0, 1).flatten(1, 2) for states in (key_states, value_states)]
         self.arena.write(layer_idx, packed[0], packed[1], self.plan)
-        assert self._pass is not None
         return self._dense(layer_idx, self._pass)
 
     def storage(self, layer_idx: int) -> LayerStorage:

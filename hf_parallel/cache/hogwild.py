@@ -33,6 +33,8 @@ class Workspace:
         Finished steps, in the order in which they ended.
     closing : list of Block
         Steps that have ended but lack their last tokens' keys; they stand at the end of the history already.
+    ended : list of int
+        Whose step each finished one was, in the order in which they ended.
     history_header, others_header, own_header, gap : Block
         Texts between the parts; an empty block is no text. `gap` stands between the steps of others.
     """
@@ -46,6 +48,7 @@ class Workspace:
     own_header: Block
     gap: Block
     closing: list[Block] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
 
     @property
     def common(self) -> list[Block]:
@@ -53,6 +56,11 @@ class Workspace:
         if self.layout == "contiguous":
             return list(self.prompt)
         return [*self.prompt, self.history_header, self.history, *self.closing]
+
+    @property
+    def headers(self) -> list[Block]:
+        """Texts between the parts, in the order in which they are read."""
+        return [self.history_header, self.others_header, self.own_header, self.gap]
 
     def view(self, worker: int) -> list[Block]:
         """Blocks that a worker sees, its own step last.
@@ -64,15 +72,28 @@ class Workspace:
         return [*self.common, *self._unfinished(others), self.own_header, self.workers[worker]]
 
     def view_of(self, block: Block) -> list[Block]:
-        """What the last tokens of a step see, `block` last: a step that has ended sees the history up to it."""
+        """What the last tokens of a block see, `block` last.
+
+        A step that has ended sees the history up to it, a header the prompt and the headers before it.
+        """
         if block in self.closing:
             last = len(self.common) - len(self.closing) + self.closing.index(block)
             return self.common[: last + 1]
+        if block in self.headers:
+            return [*self.prompt, *self.headers[: self.headers.index(block) + 1]]
         return self.view(self.workers.index(block))
 
     def everything(self) -> list[Block]:
         """All that any worker wrote, as the last worker would read it, whatever the layout."""
         return [*self.common, *self._unfinished(self.workers[:-1]), self.own_header, self.workers[-1]]
+
+    def name_of(self, block: Block) -> str:
+        """A name that a block's tokens keep wherever they are moved: of a worker's step, an ended step, or a header."""
+        if block in self.workers:
+            return f"worker {self.workers.index(block)}"
+        if block in self.closing:
+            return f"step {len(self.ended) - len(self.closing) + self.closing.index(block)}"
+        return f"header {self.headers.index(block)}" if block in self.headers else "reader"
 
     def _unfinished(self, steps: Sequence[Block]) -> list[Block]:
         between = [block for step in steps for block in (self.gap, step)][1:]
@@ -106,6 +127,7 @@ class HogwildCache(SharedPrefixCache):
     def end_step(self, space: Workspace, worker: int) -> None:
         """Put a worker's step at the end of the history and give it an empty one."""
         space.closing.append(space.workers[worker])
+        space.ended.append(worker)
         space.workers[worker] = self.new_block(STEP_ROOM)
 
     def settle(self, space: Workspace) -> None:

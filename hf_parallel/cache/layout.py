@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ..kernels import AttentionPlan, Growth
+from ..kernels import AttentionPlan, Growth, to_device
 from .arena import Extent
 
 
@@ -56,7 +56,8 @@ class ForwardPass:
 
     `position_ids` is `int64 [T]`: where each packed token is rotated to by the model, which is its place in the
     block that it is written to. `segments` are in packed order, their views as they were when the pass was laid out.
-    `blocks` are all that they see; `lengths` (new tokens counted) and `places` are where those stood then.
+    `blocks` are all that they see; `lengths` (new tokens counted) and `places` are where those stood then. It may stand
+    for `num_passes` that follow each other in time.
     """
 
     plan: AttentionPlan
@@ -65,6 +66,7 @@ class ForwardPass:
     blocks: Sequence[Block]
     lengths: list[int]
     places: list[tuple[Extent, int, int]]
+    num_passes: int = 1
 
     @property
     def last_tokens(self) -> list[int]:
@@ -110,18 +112,41 @@ def plan_pass(segments: Sequence[Segment], device: torch.device) -> ForwardPass:
 
     The new tokens must be counted in their blocks' lengths already: every row sees what every other row brings.
     """
-    decoding = all(segment.write and segment.num_tokens == 1 for segment in segments)
-    grows = {id(segment.view[-1]): 1 for segment in segments} if decoding else {}
-    members: dict[int, tuple[Block, list[tuple[int, ...]]]] = {}
-    positions: list[np.ndarray] = []
-    writes: list[tuple[np.ndarray, Block, np.ndarray]] = []
-    offset = 0
-    for segment in segments:
-        target, n = segment.view[-1], segment.num_tokens
+    layout = RunLayout()
+    layout.add(segments)
+    return layout.forward_pass(device)
+
+
+class RunLayout:
+    """Passes that follow each other in time, laid out as one forward pass: each query sees what there was in its own.
+
+    What a query sees hangs on how long blocks were, and nothing else. So passes whose tokens are known are laid out one
+    by one while the blocks' lengths grow, and are computed all at once (DESIGN.md section 2).
+    """
+
+    def __init__(self) -> None:
+        self._num_passes = self._num_tokens = 0
+        self._segments: list[Segment] = []
+        self._members: dict[int, tuple[Block, list[tuple[int, ...]]]] = {}
+        self._positions: list[np.ndarray] = []
+        self._writes: list[tuple[np.ndarray, Block, np.ndarray]] = []
+        self._decoding = False
+
+    def add(self, segments: Sequence[Segment]) -> None:
+        """Lay out the next pass; its new tokens, and no later ones, are counted in their blocks' lengths."""
+        self._num_passes += 1
+        alone = self._num_passes == 1
+        self._decoding = alone and all(segment.write and segment.num_tokens == 1 for segment in segments)
+        grows = {id(segment.view[-1]): 1 for segment in segments} if self._decoding else {}
+        for segment in segments:
+            self._add(segment, grows)
+
+    def _add(self, segment: Segment, grows: dict[int, int]) -> None:
+        target, n, offset = segment.view[-1], segment.num_tokens, self._num_tokens
         index = np.arange(target.length - n, target.length)  # places of the new tokens in their block
-        positions.append(target.base + index)
+        self._positions.append(target.base + index)
         if segment.write:
-            writes.append((np.arange(offset, offset + n), target, index))
+            self._writes.append((np.arange(offset, offset + n), target, index))
         ahead = segment.view[:-1]
         start = view_length(ahead)
         truth = start + target.length - n  # true position of the first new token
@@ -133,41 +158,50 @@ def plan_pass(segments: Sequence[Segment], device: torch.device) -> ForwardPass:
                 turn = own_shift - (start - block.base)
                 row = (offset, n, turn, truth - start, block.length)
                 turn_grows = shift_grows - start_grows
-                members.setdefault(id(block), (block, []))[1].append((*row, turn_grows, turn_grows + 1, growing))
+                seen = self._members.setdefault(id(block), (block, []))[1]
+                seen.append((*row, turn_grows, turn_grows + 1, growing))
             start += block.length
             start_grows += growing
-        offset += n
-    blocks = [block for block, _ in members.values()]
-    rows = [row for _, seen in members.values() for row in seen]
-    table = np.array(rows, dtype=np.int64).reshape(-1, 8)
-    counts = table[:, 1]
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    query, delta, reach, length = (np.repeat(table[:, i], counts) for i in (0, 2, 3, 4))
-    reach = reach + within
-    sizes = [sum(row[1] for row in seen) for _, seen in members.values()]
-    plan = AttentionPlan(
-        num_queries=offset,
-        block_origin=_ints(block.extent.origin for block in blocks),
-        block_capacity=_ints(block.extent.capacity for block in blocks),
-        block_first=_ints(block.first for block in blocks),
-        block_pairs=np.concatenate(([0], np.cumsum(sizes))).astype(np.int64),
-        pair_query=query + within,
-        pair_delta=delta,
-        pair_reach=reach,
-        pair_lo=np.zeros_like(reach),
-        pair_hi=np.minimum(length, reach + 1),
-        write_query=_concat(query for query, _, _ in writes),
-        write_origin=_concat(np.full(len(query), block.extent.origin) for query, block, _ in writes),
-        write_capacity=_concat(np.full(len(query), block.extent.capacity) for query, block, _ in writes),
-        write_index=_concat(block.first + index for _, block, index in writes),
-        growth=Growth(table[:, 5], table[:, 6], table[:, 7]) if decoding else None,
-    )
-    frozen = tuple(Segment(tuple(segment.view), segment.num_tokens, segment.write) for segment in segments)
-    seen = tuple({id(block): block for segment in frozen for block in segment.view}.values())
-    position_ids = torch.from_numpy(_concat(positions)).to(device)
-    return ForwardPass(
-        plan, position_ids, frozen, seen, [block.length for block in seen], [_place(block) for block in seen]
-    )
+        self._segments.append(Segment(tuple(segment.view), n, segment.write))
+        self._num_tokens += n
+
+    def forward_pass(self, device: torch.device) -> ForwardPass:
+        """Everything that was added, with the blocks where they are now."""
+        members, writes = self._members.values(), self._writes
+        blocks = [block for block, _ in members]
+        table = np.array([row for _, seen in members for row in seen], dtype=np.int64).reshape(-1, 8)
+        counts = table[:, 1]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        query, delta, reach, length = (np.repeat(table[:, i], counts) for i in (0, 2, 3, 4))
+        reach = reach + within
+        sizes = [sum(row[1] for row in seen) for _, seen in members]
+        plan = AttentionPlan(
+            num_queries=self._num_tokens,
+            block_origin=_ints(block.extent.origin for block in blocks),
+            block_capacity=_ints(block.extent.capacity for block in blocks),
+            block_first=_ints(block.first for block in blocks),
+            block_pairs=np.concatenate(([0], np.cumsum(sizes))).astype(np.int64),
+            pair_query=query + within,
+            pair_delta=delta,
+            pair_reach=reach,
+            pair_lo=np.zeros_like(reach),
+            pair_hi=np.minimum(length, reach + 1),
+            write_query=_concat(query for query, _, _ in writes),
+            write_origin=_concat(np.full(len(query), block.extent.origin) for query, block, _ in writes),
+            write_capacity=_concat(np.full(len(query), block.extent.capacity) for query, block, _ in writes),
+            write_index=_concat(block.first + index for _, block, index in writes),
+            growth=Growth(table[:, 5], table[:, 6], table[:, 7]) if self._decoding else None,
+        )
+        seen = tuple({id(block): block for segment in self._segments for block in segment.view}.values())
+        return ForwardPass(
+            plan,
+            to_device(_concat(self._positions), device),
+            tuple(self._segments),
+            seen,
+            [block.length for block in seen],
+            [_place(block) for block in seen],
+            self._num_passes,
+        )
 
 
 def _ints(values) -> np.ndarray:  # type: ignore[no-untyped-def]

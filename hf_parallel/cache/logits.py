@@ -31,14 +31,15 @@ _FORMAT = "hf_parallel.LogitsCache/1"
 class State:
     """A run of tokens: the one before it and one `token` more.
 
-    `logits` are what followed, if known, and `uncertainty` what a replay policy makes of them. `used` is the time of
-    the last visit, `pins` the rows that stand here.
+    `logits` are what followed, if known; `distribution` is what tokens are drawn from after them, and `uncertainty`
+    what a replay policy makes of them. `used` is the time of the last visit, `pins` the rows that stand here.
     """
 
     token: int
     parent: State | None
     children: dict[int, State] = field(default_factory=dict)
     logits: Remembered | None = None
+    distribution: Distribution | None = None
     uncertainty: float | None = None
     used: int = 0
     pins: int = 0
@@ -48,7 +49,7 @@ class State:
     @property
     def num_bytes(self) -> int:
         """Bytes that it takes."""
-        return STATE_BYTES + (0 if self.logits is None else self.logits.num_bytes)
+        return STATE_BYTES + sum(kept.num_bytes for kept in (self.logits, self.distribution) if kept is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +98,46 @@ class Remembered:
         whole = torch.full((self.vocabulary,), float(each), dtype=torch.float64)
         whole[ids] = values
         return whole.to(self.values.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """The few tokens that may follow a state under certain settings of sampling, ready to draw from.
+
+    Attributes
+    ----------
+    settings : tuple
+        What made it of the logits.
+    ids : int32 [n]
+        Ascending.
+    shares : float32 [n]
+        Their probabilities; all other tokens have none.
+    """
+
+    settings: tuple[Any, ...]
+    ids: torch.Tensor
+    shares: torch.Tensor
+
+    @classmethod
+    def of(cls, shares: torch.Tensor, settings: tuple[Any, ...]) -> Distribution | None:
+        """Keep probabilities `float32 [vocabulary]` if that takes at most a quarter of their bytes, else None."""
+        ids = shares.nonzero()[:, 0]
+        kept = cls(settings, ids.to("cpu", torch.int32), shares[ids].cpu())
+        return kept if kept.num_bytes <= shares.nbytes // 4 else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.ids.nbytes + self.shares.nbytes
+
+    def put(self, into: torch.Tensor) -> None:
+        """Write the probabilities into zeros `[vocabulary]`."""
+        into[self.ids.to(into.device, torch.int64)] = self.shares.to(into.device)
+
+    def share(self, token: int) -> float:
+        """Probability of a token."""
+        place = int(torch.searchsorted(self.ids, token))
+        return float(self.shares[place]) if place < len(self.ids) and int(self.ids[place]) == token else 0.0
 
 
 class LogitsCache:
@@ -163,6 +204,11 @@ class LogitsCache:
                 state.alive = False
             self._roots, self._leaves, self.num_bytes = {}, [], 0
 
+    def children(self, state: State) -> list[State]:
+        """The states that are one token longer, as they are now."""
+        with self._lock:
+            return list(state.children.values())
+
     def _states(self) -> Iterator[tuple[str, State]]:
         """All states with the key of their model, parents first."""
         with self._lock:
@@ -205,6 +251,17 @@ class LogitsCache:
         state.logits = remembered
         self.num_bytes += remembered.num_bytes
         return True
+
+    def prepare(self, state: State, distribution: Distribution) -> bool:
+        """Keep a distribution beside a state's logits, instead of one that it had; returns False without room."""
+        with self._lock:
+            more = distribution.num_bytes - (0 if state.distribution is None else state.distribution.num_bytes)
+            self._make_room(more)
+            if not state.alive or state.logits is None or self.num_bytes + more > self.max_bytes:
+                return False
+            state.distribution = distribution
+            self.num_bytes += more
+            return True
 
     def _make_room(self, wanted: int) -> None:
         while self.num_bytes + wanted > self.max_bytes and self._leaves:
@@ -249,17 +306,19 @@ class LogitsCache:
         ValueError
             If the file is not one of a LogitsCache, or is damaged.
         """
+        cache = cls(max_bytes)
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != _FORMAT:
-                    raise ValueError(f"{path} holds no LogitsCache: its format is {metadata.get('format')!r}")
+                    raise ValueError(f"its format is {metadata.get('format')!r}")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            cache = cls(max_bytes, json.loads(metadata["top_k"]))
+            cache.top_k = cls(max_bytes, json.loads(metadata["top_k"])).top_k
             for number, key in enumerate(json.loads(metadata["keys"])):
-                start = f"{number}."
-                cache._graft(key, {n[len(start) :]: t for n, t in tensors.items() if n.startswith(start)})
-        except (SafetensorError, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+                arrays = {name.split(".")[1]: t for name, t in tensors.items() if name.startswith(f"{number}.")}
+                _check(arrays)
+                cache._graft(key, arrays)
+        except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no LogitsCache that can be read: {error}") from error
         return cache
 
@@ -273,7 +332,7 @@ class LogitsCache:
             state, place = states[index + 1], places[index]
             self._touch(state)
             if place >= 0 and state.alive:
-                ids = arrays["ids"][place] if "ids" in arrays else None
+                ids = arrays["ids"][place].clone() if "ids" in arrays else None
                 values = arrays["values"][place].clone()
                 state.logits = Remembered(values, ids, int(arrays["vocabulary"]), float(arrays["rest"][place]))
                 self.num_bytes += state.logits.num_bytes
@@ -291,15 +350,12 @@ def _flatten(root: State) -> dict[str, torch.Tensor]:
             numbers[id(child)] = len(states)
             states.append(child)
     known = [state.logits for state in states[1:] if state.logits is not None]
-    places = np.cumsum([state.logits is not None for state in states[1:]]) - 1
+    has = np.array([state.logits is not None for state in states[1:]], dtype=bool)
     arrays = {
         "tokens": torch.tensor([state.token for state in states[1:]], dtype=torch.int64),
         "parents": torch.tensor([numbers[id(state.parent)] for state in states[1:]], dtype=torch.int64),
         "used": torch.tensor([state.used for state in states[1:]], dtype=torch.int64),
-        "places": torch.tensor(
-            [int(place) if state.logits is not None else -1 for place, state in zip(places, states[1:], strict=True)],
-            dtype=torch.int64,
-        ),
+        "places": torch.from_numpy(np.where(has, has.cumsum() - 1, -1)),
         "vocabulary": torch.tensor(known[0].vocabulary if known else 0),
         "rest": torch.tensor([logits.rest for logits in known], dtype=torch.float64),
     }
@@ -308,6 +364,23 @@ def _flatten(root: State) -> dict[str, torch.Tensor]:
         if known[0].ids is not None:
             arrays["ids"] = torch.stack([logits.ids for logits in known if logits.ids is not None])
     return arrays
+
+
+def _check(arrays: dict[str, torch.Tensor]) -> None:
+    """Raise a ValueError unless arrays are what `_flatten` makes."""
+    parents, places, rest = arrays["parents"], arrays["places"], arrays["rest"]
+    values = arrays["values"] if "values" in arrays else torch.empty(0, int(arrays["vocabulary"]))
+    ids, vocabulary, count = arrays.get("ids"), int(arrays["vocabulary"]), len(arrays["tokens"])
+    if any(arrays[name].shape != (count,) for name in ("parents", "used", "places")):
+        raise ValueError("its arrays are of unequal length")
+    if ((parents < 0) | (parents > torch.arange(count))).any():
+        raise ValueError("a state comes before its parent")
+    if values.ndim != 2 or rest.shape != values.shape[:1] or ((places < -1) | (places >= len(values))).any():
+        raise ValueError("states and logits do not match")
+    if values.shape[1] != vocabulary if ids is None else ids.shape != values.shape:
+        raise ValueError("logits and vocabulary do not match")
+    if ids is not None and ((ids < 0) | (ids >= vocabulary)).any():
+        raise ValueError("tokens are outside the vocabulary")
 
 
 class Cursors:
@@ -332,11 +405,16 @@ class Cursors:
 
     def logits(self, row: Any) -> torch.Tensor | None:
         """What follows the row's tokens, `[vocabulary]`, if it is known. Counts as a hit or a miss."""
+        remembered = self._at[row].logits if self.ask(row) else None
+        return None if remembered is None else remembered.spread()
+
+    def ask(self, row: Any) -> bool:
+        """Whether it is known what follows the row's tokens. Counts as a hit or a miss."""
         with self._cache._lock:
-            remembered = self._at[row].logits
-            self._cache.hits += remembered is not None
-            self._cache.misses += remembered is None
-            return None if remembered is None else remembered.spread()
+            known = self.known(row)
+            self._cache.hits += known
+            self._cache.misses += not known
+            return known
 
     def known(self, row: Any) -> bool:
         """Whether it is known what follows the row's tokens."""
@@ -364,6 +442,7 @@ class Cursors:
             self._leave(row)
         self._at[row] = state
         self._cache._touch(state)
+        self._cache._make_room(0)
 
     def _leave(self, row: Any) -> None:
         state = self._at.pop(row)

@@ -23,9 +23,12 @@ from ..cache import Segment
 from ..cache.shared_prefix import Node, SharedPrefixCache
 from .arguments import encode
 from .call import GenerationCall, vocabulary_size
-from .decode import DecodeLoop, Row
+from .config import check_text
+from .decode import DecodeLoop
 from .outputs import GenerationStats, ParallelOutput
 from .prefix import prefill_leaves
+from .recalling import RecallingConfig
+from .rows import Row
 from .sampling import TokenTable
 from .text import GrowingText
 
@@ -92,6 +95,8 @@ class Stage:
 
     Parameters
     ----------
+    config : RecallingConfig
+        Of the mode: whether logits are remembered.
     call : GenerationCall
     cache : SharedPrefixCache
         Reads the prompts and keeps what is written.
@@ -109,6 +114,7 @@ class Stage:
 
     def __init__(
         self,
+        config: RecallingConfig,
         call: GenerationCall,
         cache: SharedPrefixCache,
         groups: Sequence[Sequence[Passage]],
@@ -117,7 +123,7 @@ class Stage:
         seed: Any = None,
         stats: GenerationStats | None = None,
     ) -> None:
-        self.call, self.cache, self.workers = call, cache, workers
+        self.config, self.call, self.cache, self.workers = config, call, cache, workers
         self.passages = [passage for group in groups for passage in group]
         _check_lengths(call, self.passages)
         self.room = min(max(passage.max_new_tokens for passage in self.passages), TEXT_ROOM)
@@ -129,25 +135,36 @@ class Stage:
         self.loop = DecodeLoop(_with_padding(call, padding), cache, table, criteria, seed, stats, stream=False)
         number = count()
         self._waiting = [
-            deque(Writer(next(number), (), passage=passage, group=i) for passage in group)
+            deque(Writer(next(number), (), passage=passage, queue=i) for passage in group)
             for i, group in enumerate(groups)
         ]
 
     def run(self) -> DecodeLoop:
         """Read all prompts, write all passages; returns the loop, with its table and scores."""
-        with self.loop.running():
-            everyone = [writer for waiting in self._waiting for writer in waiting]
-            for writer in everyone:
-                writer.leaf = self.cache.insert(writer.passage.prompt)
-            logits = prefill_leaves(self.loop, self.cache, [writer.leaf for writer in everyone])
-            try:
-                first = self._begin([0] * len(self._waiting))
-                self.loop.decode(first, logits[[writer.index for writer in first]], self._advance, follow=self._follow)
-                self._keep(everyone)
-            except BaseException:
-                self._drop()
-                raise
+        everyone = [writer for waiting in self._waiting for writer in waiting]
+        with self.loop.running(), self.config.recalling(self.loop, [passage.prompt for passage in self.passages]):
+            going = self.loop.replay(everyone, self._advance)
+            self._waiting = [deque(writer for writer in waiting if writer in going) for waiting in self._waiting]
+            if going:
+                self._write(going)
+        if self.loop.recall is not None:
+            rows = {writer.index: writer.passage.row for writer in everyone}
+            self.call.record.came_from(self.loop.recall.origins, rows)
         return self.loop
+
+    def _write(self, writers: Sequence[Writer]) -> None:
+        """Read the prompts of writers, with what they have replayed, and let them write on."""
+        for writer in writers:
+            writer.leaf = self.cache.insert(writer.read)
+        logits = prefill_leaves(self.loop, self.cache, [writer.leaf for writer in writers])
+        try:
+            first = self._begin([0] * len(self._waiting))
+            places = [place for place, writer in enumerate(writers) if writer in first]
+            self.loop.decode(first, logits[places], self._advance, follow=self._follow)
+            self._keep(writers)
+        except BaseException:
+            self._drop()
+            raise
 
     def _begin(self, busy: Sequence[int]) -> list[Writer]:
         """Let those begin that wait in groups in which so few are `busy` that there is room for more."""
@@ -156,17 +173,17 @@ class Stage:
             room = len(waiting) if self.workers is None else min(self.workers - writing, len(waiting))
             begun += [waiting.popleft() for _ in range(room)]
         for writer, block in zip(begun, self.cache.new_blocks(len(begun), self.room - 1), strict=True):
-            passage = writer.passage
-            block.base = len(passage.prompt)
-            writer.view, writer.pending = [*self.cache.view(writer.leaf), block], passage.prompt[-1:].tolist()
-            self._show(passage, passage.opening, "begin")
+            block.base = len(writer.read)
+            writer.view, writer.pending = [*self.cache.view(writer.leaf), block], writer.read[-1:].tolist()
         return begun
 
     def _advance(self, writer: Writer, token: int, ended: bool) -> bool:
         """Hand a writer its token; says whether its passage goes on."""
         passage = writer.passage
+        if not passage.tokens:
+            self._show(passage, passage.opening, "begin")
         added, going = passage.take(token, token in self.call.eos_token_ids, ended)
-        writer.pending = [token]
+        writer.pending, writer.asks_again = [token], False
         self._show(passage, added, "token")
         if not going:
             self._show(passage, "", "end")
@@ -176,22 +193,23 @@ class Stage:
         """Those that go on, and those that take the place of others that have ended."""
         if not any(self._waiting):
             return going
-        begun = self._begin([sum(writer.group == group for writer in going) for group in range(len(self._waiting))])
-        self.loop.stats.prefilled_tokens += len(begun)  # the last token of each one's prompt is asked again
+        begun = self._begin([sum(writer.queue == queue for writer in going) for queue in range(len(self._waiting))])
+        for writer in begun:
+            writer.asks_again = True
+        self.loop.stats.prefilled_tokens += len(begun)
         return sorted([*going, *begun], key=lambda writer: writer.index)
 
     def _show(self, passage: Passage, text: str, event: str) -> None:
         """Tell a streamer of parallel text what a row wrote: `begin`, `token` or `end`."""
-        write = getattr(self.call.streamer, "write_row", None)
-        if write is not None:
-            write(passage.row, text, event)
+        self.call.show(passage.row, text, event)
 
     def _keep(self, writers: Sequence[Writer]) -> None:
         """Make what was written part of the tree; the last token of a passage has not been read."""
         for writer in writers:
             block = writer.view[-1]
             if block.length:
-                self.cache.attach(writer.leaf, np.array(writer.passage.tokens), block)
+                written = writer.passage.tokens[block.base - len(writer.passage.prompt) :]
+                self.cache.attach(writer.leaf, np.array(written), block)
             else:
                 self.cache.free(block)
 
@@ -203,15 +221,21 @@ class Stage:
 
 @dataclass(eq=False)
 class Writer(Row):
-    """The row of a passage."""
+    """The row of a passage; it waits in `queue` until it may begin, then `asks_again` for what follows its prompt."""
 
     passage: Passage = field(default=None, repr=False)  # type: ignore[assignment]
-    group: int = 0
+    queue: int = 0
     leaf: Node = field(default=None, repr=False)  # type: ignore[assignment]
+    asks_again: bool = False
+
+    @property
+    def read(self) -> np.ndarray:
+        """The prompt and all that was written, int64."""
+        return np.concatenate((self.passage.prompt, np.array(self.passage.tokens, np.int64)))
 
     def segments(self) -> list[tuple[Segment, list[int]]]:
-        """A new token; for one that begins while others write, its prompt's last token, whose keys are held."""
-        if self.passage.tokens:
+        """A new token; for one that begins while others write, the last token that it has, whose keys are held."""
+        if not self.asks_again:
             return super().segments()
         return [(Segment(self.view[:-1], 1, write=False), self.pending)]
 
@@ -315,10 +339,11 @@ def give_back(
 
 
 def check_pattern(name: str, pattern: Any) -> None:
-    """Raise a `ValueError` unless `pattern` is a regular expression."""
+    """Raise a `ValueError` unless `pattern` is a string that is a regular expression."""
+    check_text(name, pattern)
     try:
         re.compile(pattern)
-    except (TypeError, re.error) as error:
+    except re.error as error:
         raise ValueError(f"{name} must be a regular expression, got {pattern!r} ({error})") from error
 
 

@@ -9,18 +9,20 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 import torch
 from transformers import StoppingCriteriaList
 
 from ..attention import block_attention_enabled
-from ..cache import BlockCache, ForwardPass, Segment, View
+from ..cache import BlockCache, ForwardPass, Segment
+from ..kernels import to_device
 from .call import GenerationCall
 from .graph import DecodeGraphs
 from .outputs import GenerationStats, ParallelOutput
 from .recall import Recall
+from .rows import Brought, Part, Row
 from .sampling import Sampler, TokenTable
 
 PREFILL_CHUNK = 4096
@@ -30,25 +32,7 @@ RUNNING_AHEAD = ("cuda",)
 """Kinds of devices that compute while the host goes on, so that a step may begin before its tokens have been read."""
 
 
-@dataclass(eq=False)
-class Row:
-    """One sequence that is being written.
-
-    `index` is its place in the batch, `view` the blocks that it sees, `pending` the tokens that it brings to the
-    next forward pass.
-    """
-
-    index: int
-    view: View
-    pending: list[int] = field(default_factory=list)
-
-    def segments(self) -> list[tuple[Segment, list[int]]]:
-        """What the row brings to the next pass, with the tokens; its next token follows from the last of them."""
-        return [(Segment(self.view, len(self.pending)), self.pending)]
-
-    def wanted(self) -> bool:
-        """Whether the row should go on; asked when all rows have taken their tokens."""
-        return True
+R = TypeVar("R", bound=Row)
 
 
 class DecodeLoop:
@@ -90,10 +74,11 @@ class DecodeLoop:
         self.streamer = call.streamer if stream and hasattr(call.streamer, "put") else None
         self.sampler = Sampler(call, table, call.stopping_criteria if criteria is None else criteria, seed)
         self.recall: Recall | None = None
+        self._room = call.generation_config.prefill_chunk_size or PREFILL_CHUNK
         self._keyword: dict[str, Any] = {"block_cache": cache} if call.capabilities.keyword else {}
         self.device = table.ids.device
         captures = call.cuda_graph and DecodeGraphs.serve(call.model, self.device)
-        self.graphs = DecodeGraphs(self._forward, cache) if captures else None
+        self.graphs = DecodeGraphs(cache) if captures else None
         self._keeps = "logits_to_keep" in inspect.signature(call.model.forward).parameters
 
     @contextmanager
@@ -119,7 +104,7 @@ class DecodeLoop:
             `[len(brought), vocabulary]`: the logits behind each segment's last token.
         """
         began = time.perf_counter()
-        room = self.call.generation_config.prefill_chunk_size or PREFILL_CHUNK
+        room = self._room
         logits: list[torch.Tensor] = []
         chunk: list[tuple[Segment, Sequence[int]]] = []
         ends: list[int] = []  # places in the chunk at which a segment ends
@@ -128,7 +113,7 @@ class DecodeLoop:
         def flush() -> None:
             nonlocal chunk, ends, free
             out = self.forward(chunk, ends)
-            logits.append(out)
+            logits.append(out if self.graphs is None else out.clone())  # the next one may be written over it
             chunk, ends, free = [], [], room
 
         for segment, tokens in brought:
@@ -161,7 +146,7 @@ class DecodeLoop:
         rows : sequence of Row
             Ascending by index.
         logits : [len(rows), vocabulary]
-            What follows each row's prompt.
+            What follows each row's prompt; none of rows that `step` has left out.
         advance : callable (row, token, ended) -> bool, optional
             Told each row's new token and whether a criterion ended it; sets `row.pending` and says whether the row
             goes on. Default: a row brings its token to the next pass until it has ended. Such a step may begin
@@ -172,41 +157,137 @@ class DecodeLoop:
             Told the rows that go on, it says which rows bring tokens to the next pass, ascending by index: others may
             take their place.
         """
-        began = time.perf_counter()
+        began, prefilling = time.perf_counter(), self.stats.prefill_seconds
         active = list(rows)
         plain = advance is None and settle is None and follow is None and self.recall is None
         move = advance or _advance
         while active:
+            self.call.record.passes += 1
             indices = [row.index for row in active]
+            ahead = None
             if self.recall is not None:
-                self.recall.remember(indices, logits)
-            drawn = self.sampler.draw(indices, logits)
-            ahead = self._step_ahead(active, drawn[0]) if plain and self._runs_ahead(active) else None
-            tokens, ended = self.sampler.read(*drawn)
-            self.stats.decoded_tokens += len(tokens)
-            self.stream(indices, tokens)
-            if self.recall is not None:
-                self.recall.follow(indices, tokens)
-            going = [row for row, t, end in zip(active, tokens, ended, strict=True) if move(row, t, end)]
+                tokens, ended = self.recall.choose(indices, logits)
+            else:
+                drawn = self.sampler.draw(indices, logits)
+                ahead = self._step_ahead(active, drawn[0]) if plain and self._runs_ahead(active) else None
+                tokens, ended = self.sampler.read(*drawn)
+            going = self._hand_out(active, tokens, ended, move)
             before, active = active, [row for row in going if row.wanted()]
             active = active if follow is None else list(follow(active))
             if ahead is not None:
                 logits = self._take_back(ahead, before, active)
             elif active:
                 logits = self.step(active, settle)
+        self.stats.decode_seconds += time.perf_counter() - began - (self.stats.prefill_seconds - prefilling)
+
+    def replay(self, rows: Sequence[R], advance: Callable[[Any, int, bool], bool] | None = None) -> list[R]:
+        """Let rows take tokens as long as `recall` knows what follows, before anything of theirs is computed.
+
+        Parameters
+        ----------
+        rows : sequence of Row
+            Ascending by index.
+        advance : callable, optional
+            As in `decode`.
+
+        Returns
+        -------
+        list of Row
+            Those that go on.
+        """
+        if self.recall is None:
+            return list(rows)
+        began, of = time.perf_counter(), {row.index: row for row in rows}
+
+        def take(indices: Sequence[int], tokens: Sequence[int], ended: Sequence[bool]) -> list[int]:
+            going = self._hand_out([of[index] for index in indices], tokens, ended, advance or _advance)
+            return [row.index for row in going]
+
+        going = [of[index] for index in self.recall.replay(list(of), take)]
         self.stats.decode_seconds += time.perf_counter() - began
+        return going
+
+    def _hand_out(
+        self,
+        rows: Sequence[R],
+        tokens: Sequence[int],
+        ended: Sequence[bool],
+        advance: Callable[[Any, int, bool], bool],
+    ) -> list[R]:
+        """Give rows their new tokens, and show them; returns the rows that go on."""
+        self.stats.decoded_tokens += len(tokens)
+        self.stream([row.index for row in rows], tokens)
+        return [row for row, token, end in zip(rows, tokens, ended, strict=True) if advance(row, token, end)]
 
     def step(self, rows: Sequence[Row], settle: Callable[[], None] | None = None) -> torch.Tensor:
-        """One forward pass over what the rows have pending; returns logits `[len(rows), vocabulary]`."""
-        brought: list[tuple[Segment, Sequence[int]]] = []
-        ends = []
-        for row in rows:
-            brought += row.segments()
-            ends.append(len(brought) - 1)
-        logits = self.forward(brought, ends)
+        """One forward pass over what the rows have pending.
+
+        Groups of which `recall` knows what follows are left out, and what they bring is kept; it is computed in the
+        forward pass in which something of theirs has to be, if that ever comes.
+
+        Returns
+        -------
+        torch.Tensor
+            `[n, vocabulary]`: the logits of the n rows that were not left out.
+        """
+        parts = [Part.of(group, list(members)) for group, members in groupby(rows, key=lambda row: row.group)]
+        computed = [part for part in parts if not self._leaves_out(part)]
+        logits = self._compute(computed) if computed else torch.empty(0, 0, device=self.device)
         if settle is not None:
             settle()
         return logits
+
+    def _leaves_out(self, part: Part) -> bool:
+        """Whether it is remembered what follows a part, which is kept for later then."""
+        if self.recall is None or part.group is None:
+            return False
+        names = part.group.visit(part.brought, part.ends)
+        known = self.recall.arrive([row.index for row in part.rows], names)
+        if known:
+            part.group.backlog.append(part.brought)
+        return known
+
+    def _compute(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Compute parts of a pass, and first what their groups have left; returns the logits of all their rows."""
+        groups = [part.group for part in parts if part.group is not None]
+        unread = {segment.view[-1]: (segment, tokens) for group in groups for segment, tokens in group.unread()}
+        if unread:
+            self.prefill(list(unread.values()))
+        backlog = [brought for group in groups for brought in group.backlog]
+        brought: Brought = []
+        ends: list[int] = []
+        for part in parts:
+            ends += [len(brought) + end for end in part.ends]
+            brought += part.brought
+        logits = self._catch_up([*backlog, brought], ends) if backlog else self.forward(brought, ends)
+        self.stats.prefilled_tokens += sum(part.given for part in parts)
+        for group in groups:
+            group.backlog.clear()
+        return logits
+
+    def _catch_up(self, passes: Sequence[Brought], ends: Sequence[int]) -> torch.Tensor:
+        """Compute passes that follow each other, in as few forward passes as fit; returns the last one's logits."""
+        began = time.perf_counter()
+        run: list[Brought] = []
+        free = self._room
+        for brought in passes:
+            size = sum(len(tokens) for _, tokens in brought)
+            if run and size > free:
+                self._run_all(run, [len(run[-1]) - 1])
+                run, free = [], self._room
+            run.append(brought)
+            free -= size
+        logits = self._run_all(run, ends)
+        self.stats.prefilled_tokens += sum(len(tokens) for brought in passes[:-1] for _, tokens in brought)
+        self.stats.prefill_seconds += time.perf_counter() - began
+        return logits
+
+    def _run_all(self, passes: Sequence[Brought], ends: Sequence[int]) -> torch.Tensor:
+        """One forward pass over passes that follow each other; returns the logits at `ends`, segments of the last."""
+        ids = [token for brought in passes for _, tokens in brought for token in tokens]
+        first = sum(len(brought) for brought in passes[:-1])
+        segments = [[segment for segment, _ in brought] for brought in passes]
+        return self._run(segments, to_device(ids, self.device), [first + end for end in ends])
 
     def _runs_ahead(self, rows: Sequence[Row]) -> bool:
         """Whether the next step may begin before its tokens are known here: nothing asks for them but the model."""
@@ -215,7 +296,7 @@ class DecodeLoop:
 
     def _step_ahead(self, rows: Sequence[Row], tokens: torch.Tensor) -> torch.Tensor:
         """The next step of all rows, those included that `tokens` will turn out to have ended."""
-        return self._run([Segment(row.view, 1) for row in rows], tokens, range(len(rows)))
+        return self._run([[Segment(row.view, 1) for row in rows]], tokens, range(len(rows)))
 
     def _take_back(self, logits: torch.Tensor, rows: Sequence[Row], going: Sequence[Row]) -> torch.Tensor:
         """Forget what rows that had ended brought to a step; returns the logits of those that go on."""
@@ -225,7 +306,8 @@ class DecodeLoop:
         for row in rows:
             if row.index not in stay:
                 self.cache.truncate(row.view[-1], row.view[-1].length - 1)
-        return logits[[i for i, row in enumerate(rows) if row.index in stay]]
+        kept = [i for i, row in enumerate(rows) if row.index in stay]
+        return logits.index_select(0, to_device(kept, logits.device))
 
     def forward(self, brought: Sequence[tuple[Segment, Sequence[int]]], ends: Sequence[int]) -> torch.Tensor:
         """One forward pass.
@@ -241,14 +323,15 @@ class DecodeLoop:
         torch.Tensor
             `[len(ends), vocabulary]`.
         """
-        ids = _to_device([token for _, tokens in brought for token in tokens], self.device)
-        return self._run([segment for segment, _ in brought], ids, ends)
+        ids = to_device([token for _, tokens in brought for token in tokens], self.device)
+        return self._run([[segment for segment, _ in brought]], ids, ends)
 
-    def _run(self, segments: Sequence[Segment], ids: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
-        """One forward pass over packed tokens `ids`, `int64 [T]` on the device."""
+    def _run(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
+        """One forward pass over packed tokens `ids`, `int64 [T]` on the device, of one pass or several in a row."""
         began = time.perf_counter()
         try:
-            forward = self.cache.prepare(segments)
+            run = len(passes) > 1
+            forward = self.cache.prepare_run(passes) if run else self.cache.prepare(passes[0])
             keep = None if len(ends) == len(ids) else [forward.last_tokens[end] for end in ends]
             self.stats.plan_seconds += time.perf_counter() - began
             logits = self._logits(forward, ids, keep)
@@ -262,8 +345,8 @@ class DecodeLoop:
     def _logits(self, forward: ForwardPass, ids: torch.Tensor, keep: list[int] | None) -> torch.Tensor:
         """Logits of the tokens at `keep` (None: of all)."""
         if self.graphs is not None and keep is None and forward.is_decode_step:
-            return self.graphs.logits(forward, ids)
-        return self._forward(ids, forward.position_ids, None if keep is None else _to_device(keep, self.device))
+            return self.graphs.logits(self._forward, forward, ids)
+        return self._forward(ids, forward.position_ids, None if keep is None else to_device(keep, self.device))
 
     def _forward(self, ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
         """Run the model over packed tokens of the prepared pass, `int64 [T]`."""
@@ -296,6 +379,10 @@ class DecodeLoop:
         sequences = self.table.padded(count)
         if not self.call.generation_config.return_dict_in_generate:
             return sequences
+        record = self.call.record
+        record.lengths = list(self.table.lengths[:count])
+        if self.recall is not None:
+            record.came_from(self.recall.origins)
         scores, logits = self.sampler.scores, self.sampler.logits
         return cls(
             sequences=sequences,  # type: ignore[arg-type]
@@ -303,6 +390,7 @@ class DecodeLoop:
             logits=None if logits is None else tuple(logits),  # type: ignore[arg-type]
             past_key_values=self.cache,
             stats=self.stats,
+            record=record,
             **more,
         )
 
@@ -310,9 +398,3 @@ class DecodeLoop:
 def _advance(row: Row, token: int, ended: bool) -> bool:
     row.pending = [token]
     return not ended
-
-
-def _to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
-    """Integers as `int64 [n]` on a device, without waiting for what it is doing."""
-    tensor = torch.tensor(numbers, dtype=torch.long)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

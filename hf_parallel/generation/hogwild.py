@@ -5,9 +5,8 @@ This file is the mode's settings and its run; what a worker does with a token is
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -26,17 +25,19 @@ from transformers import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..attention import UnsupportedModelError
-from ..cache import Segment
 from ..cache.hogwild import LAYOUTS, HogwildCache
-from .answers import BOXED, find_answer
+from .answers import BOXED, check_pattern, find_answer
 from .arguments import encode
 from .call import GenerationCall, vocabulary_size
-from .config import ParallelConfig, check_choice, check_int, check_template, check_text, check_texts
-from .decode import DecodeLoop, Row
+from .config import check_choice, check_int, check_template, check_text, check_texts
+from .decode import DecodeLoop
 from .outputs import ParallelOutput
-from .prefix import prefill_leaves
+from .recalling import RecallingConfig
+from .record import Record
+from .rows import Row
 from .sampling import TokenTable
 from .text import GrowingText
+from .transcript import Manner
 from .worker import Problem, Step, Worker
 
 NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
@@ -53,7 +54,7 @@ _COUNTING = (
 
 
 @dataclass
-class HogwildConfig(ParallelConfig):
+class HogwildConfig(RecallingConfig):
     r"""Workers over one shared memory. `max_new_tokens` counts forward passes: every worker gets one token in each.
 
     Parameters
@@ -88,6 +89,11 @@ class HogwildConfig(ParallelConfig):
         Tokens that it gets. 0: there is no such reader.
     collaboration_prompt : str
         System prompt of `hogwild_prompt`; `{names}` and `{count}` are filled in.
+
+    Notes
+    -----
+    With a `logits_cache` a problem replays for as long as it is remembered what follows for all workers that still
+    write. Its passes are computed when it leaves what is remembered, all of them in one forward pass.
     """
 
     mode: ClassVar[str] = "hogwild"
@@ -120,15 +126,18 @@ class HogwildConfig(ParallelConfig):
     def validate(self) -> None:
         """Check every setting; see `ParallelConfig.validate`."""
         super().validate()
+        if self.prefetch:
+            raise ValueError("prefetch must be None or False for hogwild, whose workers wait for each other, got True")
         check_int("num_workers", self.num_workers, at_least=1)
         check_choice("layout", self.layout, LAYOUTS)
         for name in ("history_header", "others_header", "own_header", "step_gap", "code_fence"):
             check_text(name, getattr(self, name))
-        for name in ("redundancy_prompt", "answer_pattern", "finisher_prompt"):
+        for name in ("redundancy_prompt", "finisher_prompt"):
             check_text(name, getattr(self, name))
         if not isinstance(self.separator, str) or not self.separator:
             raise ValueError(f"separator must be a non-empty string, got {self.separator!r}")
         check_texts("sentence_ends", self.sentence_ends)
+        check_pattern("answer_pattern", self.answer_pattern)
         check_int("redundancy_interval", self.redundancy_interval, at_least=1)
         check_int("finisher_tokens", self.finisher_tokens, at_least=0)
         check_choice("stop_on_answer", self.stop_on_answer, ("any", "all", "never"))
@@ -141,11 +150,6 @@ class HogwildConfig(ParallelConfig):
         if not self.step_prefix:
             raise ValueError("step_prefix must not be empty: a worker's first token follows from it")
         check_template("collaboration_prompt", self.collaboration_prompt, names="Alice, Bob", count=self.num_workers)
-        try:
-            re.compile(self.answer_pattern)
-        except re.error as error:
-            given = self.answer_pattern
-            raise ValueError(f"answer_pattern must be a regular expression, got {given!r} ({error})") from error
 
     @property
     def names(self) -> list[str]:
@@ -166,13 +170,14 @@ class HogwildConfig(ParallelConfig):
         # The budget is counted in forward passes; a length in tokens would count headers too.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         loop = DecodeLoop(call, cache, table, criteria, self.seed)
-        with loop.running():
+        with loop.running(), self.recalling(loop):
             leaves = [cache.insert(prompt) for prompt in call.prompts]
-            prefill_leaves(loop, cache, leaves)
-            problems = [Problem(self, call, loop, cache, i, cache.view(leaf)) for i, leaf in enumerate(leaves)]
+            cache.unfilled()  # gives them their blocks; a problem's prompt is computed when something of it has to be
+            problems = [Problem(self, call, loop, cache, i, leaf) for i, leaf in enumerate(leaves)]
             workers += [worker for problem in problems for worker in problem.workers]
-            logits = self._begin(loop, problems)
-            loop.decode(workers, logits, Worker.advance, partial(_settle, problems))
+            settle = partial(_settle, problems)
+            logits = _begin(loop, workers, settle)
+            loop.decode(workers, logits, Worker.advance, settle)
             for worker in workers:
                 worker.leave(finished=False)
             self._finish(loop, problems)
@@ -215,21 +220,6 @@ class HogwildConfig(ParallelConfig):
         if call.past_key_values is not None:
             raise ValueError("hogwild makes its own cache; past_key_values cannot be given")
 
-    def _begin(self, loop: DecodeLoop, problems: Sequence[Problem]) -> torch.Tensor:
-        """Compute all headers and the first step prefixes, in one forward pass; returns the workers' logits."""
-        began = time.perf_counter()
-        brought, ends = [], []
-        for problem in problems:
-            for view, tokens in problem.headers():
-                brought.append((Segment(view, len(tokens)), tokens))
-                loop.stats.prefilled_tokens += len(tokens)
-            for worker in problem.workers:
-                brought += worker.segments()
-                ends.append(len(brought) - 1)
-        logits = loop.forward(brought, ends)
-        loop.stats.prefill_seconds += time.perf_counter() - began
-        return logits
-
     def _finish(self, loop: DecodeLoop, problems: Sequence[Problem]) -> None:
         """Let a reader of everything answer the problems that have no answer (appendix C, early finisher)."""
         unanswered = [p for p in problems if p.answer is None]
@@ -254,11 +244,9 @@ class HogwildConfig(ParallelConfig):
             row.pending = [token]
             return not ended and problem.answer is None and len(text.tokens) < self.finisher_tokens
 
-        began, settle = time.perf_counter(), partial(_settle, problems)
-        logits = reader.step(rows, settle)
-        loop.stats.prefilled_tokens += len(tokens) * len(rows)
-        loop.stats.prefill_seconds += time.perf_counter() - began
-        reader.decode(rows, logits, advance, settle)
+        settle = partial(_settle, problems)
+        with self.recalling(reader):
+            reader.decode(rows, _begin(reader, rows, settle), advance, settle)
 
     def find_answer(self, text: str) -> str | None:
         """The last final answer in a text, or None."""
@@ -287,6 +275,14 @@ def _counting_passes(call: GenerationCall, workers: Sequence[Worker]) -> Generat
         for processor in call.logits_processor
     ]
     return replace(call, logits_processor=LogitsProcessorList(processors))
+
+
+def _begin(loop: DecodeLoop, rows: Sequence[Row], settle: Callable[[], None]) -> torch.Tensor:
+    """The forward pass over what rows are given, which is prefill."""
+    began, before = time.perf_counter(), loop.stats.prefill_seconds
+    logits = loop.step(rows, settle)
+    loop.stats.prefill_seconds = before + time.perf_counter() - began
+    return logits
 
 
 def _settle(problems: Sequence[Problem]) -> None:
@@ -319,3 +315,22 @@ class HogwildOutput(ParallelOutput):
     transcripts: list[str] | None = None
     answers: list[str | None] | None = None
     conclusions: list[str] | None = None
+
+    def place(self, row: int) -> tuple[int, int | None]:
+        """See `ParallelOutput.place`."""
+        return divmod(row, len(self.texts or ()) // len(self.history or ()))
+
+    def columns(self, prompt: int) -> list[str]:
+        """The names of the workers."""
+        return list(dict(sorted((step.worker, step.name) for step in (self.history or ())[prompt])).values())
+
+    def notes(self, prompt: int) -> list[tuple[str, str]]:
+        """The answer, and what the early finisher wrote."""
+        found = (("Answer", self.answers), ("Written by a reader of everything", self.conclusions))
+        return [(label, told[prompt] or "") for label, told in found if told and told[prompt]]
+
+    def manner(self, record: Record) -> Manner:
+        """Workers see each other's steps, all or finished ones only."""
+        layout = record.settings.get("layout", HogwildConfig.layout)
+        past = "" if layout == "contiguous" else "history"
+        return Manner("step", "reader", "ended" if layout == "interleaved" else "live", "step", past)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,10 @@ import torch
 from ..cache.logits import LogitsCache, State
 from .call import GenerationCall
 from .fingerprint import fingerprint
-from .replay import ReplayPolicy, uncertainty_of
+from .outputs import GenerationStats
+from .prefetch import Distributions, Prefetch
+from .record import COMPUTED, HOTSPOT, REPLAYED
+from .replay import ReplayPolicy, uncertainty_at
 from .sampling import Sampler
 
 _LOCAL = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")
@@ -29,6 +32,25 @@ class _Route:
     draws: np.ndarray
     place: int = 0
 
+    def leads_over(self, state: State) -> bool:
+        """Whether it goes on from a state."""
+        return self.place < len(self.states) and self.states[self.place] is state
+
+    @property
+    def token(self) -> int:
+        """What was taken here."""
+        return self.tokens[self.place]
+
+    @property
+    def is_hotspot(self) -> bool:
+        """Whether a token is drawn here although one was taken before."""
+        return self.place < len(self.tokens) and bool(self.draws[self.place])
+
+    @property
+    def draws_here(self) -> bool:
+        """Whether a token is drawn here; where nothing has been taken there is no other way."""
+        return self.place >= len(self.tokens) or bool(self.draws[self.place])
+
 
 @dataclass(eq=False)
 class Recall:
@@ -41,93 +63,189 @@ class Recall:
     call : GenerationCall
     sampler : Sampler
         Draws replayed tokens as it draws others: with the same processors, criteria and noise.
+    stats : GenerationStats
+        Counts what was replayed.
+    prefetch : bool, optional
+        Whether the sampling work of later replays is done ahead while the model runs. Default: where the model runs on
+        another device than the host.
 
     Raises
     ------
     ValueError
         If the cache keeps fewer logits than the call's settings need.
+
+    Attributes
+    ----------
+    origins : dict of int to list of str
+        Where the tokens of each row come from, see `Record`.
     """
 
     cache: LogitsCache
     policy: ReplayPolicy
     call: GenerationCall
     sampler: Sampler
-    replayed: dict[int, int] = field(default_factory=dict)
+    stats: GenerationStats
+    prefetch: bool | None = None
 
     def __post_init__(self) -> None:
         self._most_rest = _most_rest(self.cache, self.call)
         self._key = fingerprint(self.call.model)
-        self._routes: dict[int, _Route | None] = {}
+        self.origins: dict[int, list[str]] = {}
+        self._routes: dict[int, _Route] = {}
+        self._replayed: dict[int, int] = {}  # tokens of each row
+        self._rows: set[int] = set()  # those that stand on a state
+        self._recognised: set[int] = set()  # those whose next token is chosen from what is remembered
+        self._distributions = Distributions(self.cache, self.sampler)
+        ahead = self.call.model.device.type != "cpu" if self.prefetch is None else self.prefetch
+        self._prefetch = Prefetch(self._distributions, self.policy.looks_ahead) if ahead else None
 
     @contextmanager
-    def walking(self, rows: Sequence[int]) -> Iterator[None]:
-        """Stand on the prompts of the call's rows; what they stand on is not dropped meanwhile."""
-        with self.cache.cursors() as self._cursors:
-            for row in rows:
-                self._cursors.start(row, self._key, self.call.prompts[row].tolist())
-            yield
+    def walking(self, prompts: Sequence[np.ndarray] = ()) -> Iterator[None]:
+        """Stand on the prompts of rows; what rows stand on is not dropped meanwhile.
 
-    def replay(self, rows: Sequence[int], show: Callable[[Sequence[int], Sequence[int]], None]) -> list[int]:
+        Parameters
+        ----------
+        prompts : sequence of int64 arrays
+            Of rows 0, 1, ...; others come to their states by `arrive`.
+        """
+        with self.cache.cursors() as self._cursors:
+            for row, prompt in enumerate(prompts):
+                self._cursors.start(row, self._key, prompt.tolist())
+                self._rows.add(row)
+            starts = {self._cursors.state(row): self.sampler.table.lengths[row] for row in self._rows}
+            with nullcontext() if self._prefetch is None else self._prefetch.ready(starts):
+                yield
+
+    def replay(
+        self, rows: Sequence[int], take: Callable[[Sequence[int], Sequence[int], Sequence[bool]], Sequence[int]]
+    ) -> list[int]:
         """Take tokens for `rows` as long as it is remembered what follows.
 
         Parameters
         ----------
         rows : sequence of int
             Ascending.
-        show : callable (rows, tokens)
-            Told what was taken.
+        take : callable (rows, tokens, ended) -> rows
+            Told what was taken and whether a criterion ended the row, it says which rows go on.
 
         Returns
         -------
         list of int
-            The rows that have not ended.
+            The rows that go on.
         """
         going, walking = set(rows), list(rows)
-        while walking := [row for row in walking if self._known(row)]:
-            drawing = [row for row in walking if self._draws(row)]
-            keeping = [row for row in walking if row not in set(drawing)]
-            ended: list[int] = []
-            if drawing:
-                logits = torch.stack([self._logits(row) for row in drawing])
-                tokens, ends = self.sampler.choose(drawing, logits)
-                ended += self._take(drawing, tokens, ends)
-                show(drawing, tokens)
-            if keeping:
-                logits = torch.stack([self._logits(row) for row in keeping])
-                tokens = [self._route(row).tokens[self._route(row).place] for row in keeping]
-                ended += self._take(keeping, tokens, self.sampler.accept(keeping, tokens, logits))
-                show(keeping, tokens)
-            going -= set(ended)
-            walking = [row for row in walking if row in going]
+        while walking := [row for row in walking if self.recognise([row])]:
+            staying = list(take(walking, *self.choose(walking)))
+            going -= set(walking) - set(staying)
+            walking = staying
+        if going and self._prefetch is not None:
+            self._prefetch.start()
         return sorted(going)
 
-    def remember(self, rows: Sequence[int], logits: torch.Tensor) -> None:
+    def arrive(self, rows: Sequence[int], names: Sequence[int]) -> bool:
+        """Let rows of a group come to states that hang on more than their own tokens; see `recognise`.
+
+        Parameters
+        ----------
+        rows : sequence of int
+        names : sequence of int
+            Negative, one for each row: what its next state is called among those behind its last token.
+        """
+        for row, name in zip(rows, names, strict=True):
+            if row in self._rows:
+                self._cursors.follow(row, name)
+            else:
+                self._cursors.start(row, self._key, [name])
+                self._rows.add(row)
+        return self.recognise(rows)
+
+    def recognise(self, rows: Sequence[int]) -> bool:
+        """Whether it is remembered what follows for all of `rows`; if so their next tokens are chosen by that."""
+        known = [self._known(row) for row in rows]
+        if not all(known):
+            return False
+        self._recognised.update(rows)
+        return True
+
+    def choose(self, rows: Sequence[int], logits: torch.Tensor | None = None) -> tuple[list[int], list[bool]]:
+        """Take the next token of each of `rows`, and remember what the model gave.
+
+        Parameters
+        ----------
+        rows : sequence of int
+            Ascending.
+        logits : [n, vocabulary], optional
+            What the model gave for the n rows that were not recognised.
+
+        Returns
+        -------
+        (tokens, ended) : list of int, list of bool
+        """
+        computed = [row for row in rows if row not in self._recognised]
+        if computed:
+            assert logits is not None, "what is not remembered has been computed"
+            self._remember(computed, logits)
+        keeping = [row for row in rows if row in self._recognised and not self._draws(row)]
+        drawing = [row for row in rows if row not in set(keeping)]
+        chosen: dict[int, tuple[int, bool]] = {}
+        if drawing:
+            drawn = self.sampler.read(*self.sampler.draw_from(drawing, self._weigh(drawing, logits)))
+            chosen.update(zip(drawing, zip(*drawn, strict=True), strict=True))
+        if keeping:
+            kept = [self._route(row).token for row in keeping]
+            ended = self.sampler.accept(keeping, kept, torch.stack([self._logits(row) for row in keeping]))
+            chosen.update(zip(keeping, zip(kept, ended, strict=True), strict=True))
+        for row in rows:
+            self._follow(row, chosen[row][0])
+        self._recognised.difference_update(rows)
+        return [chosen[row][0] for row in rows], [chosen[row][1] for row in rows]
+
+    def _weigh(self, rows: Sequence[int], logits: torch.Tensor | None) -> torch.Tensor:
+        """What the next tokens of rows are drawn from; `logits` are those of the rows that were not recognised."""
+        known = [i for i, row in enumerate(rows) if row in self._recognised]
+        if len(known) == len(rows):
+            return self._distributions.of(rows, [self._cursors.state(row) for row in rows])
+        assert logits is not None, "what is not remembered has been computed"
+        if not known:
+            weights = self.sampler.weigh(rows, logits)
+            self._distributions.note(rows, [self._cursors.state(row) for row in rows], weights)
+            return weights
+        together = logits.new_empty(len(rows), logits.shape[-1])
+        together[known] = torch.stack([self._logits(rows[i]) for i in known]).to(together)
+        together[[i for i, row in enumerate(rows) if row not in self._recognised]] = logits
+        return self.sampler.weigh(rows, together)
+
+    def _remember(self, rows: Sequence[int], logits: torch.Tensor) -> None:
         """Keep what the model gave behind the tokens of `rows`, `[len(rows), vocabulary]`."""
         new = [i for i, row in enumerate(rows) if not self._cursors.known(row)]
         if new:
-            for i, kept in zip(new, logits[new].cpu(), strict=True):
+            given = logits if len(new) == len(rows) else logits[new]
+            for i, kept in zip(new, given.cpu(), strict=True):
                 self._cursors.remember(rows[i], kept)
 
-    def follow(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Go on by the tokens that `rows` have taken."""
-        for row, token in zip(rows, tokens, strict=True):
-            self._cursors.follow(row, token)
+    def _follow(self, row: int, token: int) -> None:
+        """Go on by the token that a row has taken."""
+        if self._prefetch is not None and row not in self._recognised:
+            self._prefetch.tell(self._cursors.state(row))
+        self.origins.setdefault(row, []).append(self._origin(row))
+        self._cursors.follow(row, token)
+        if row in self._recognised:
+            self.stats.replayed_tokens += 1
+            self._replayed[row] = self._replayed.get(row, 0) + 1
+            if row in self._routes:
+                self._routes[row].place += 1
 
-    def _take(self, rows: Sequence[int], tokens: Sequence[int], ended: Sequence[bool]) -> list[int]:
-        self.follow(rows, tokens)
-        for row, token in zip(rows, tokens, strict=True):
-            self.replayed[row] = self.replayed.get(row, 0) + 1
-            route = self._routes.get(row)
-            if route is not None:
-                route.place += 1
-                if route.place > len(route.tokens) or token != route.tokens[route.place - 1]:
-                    self._routes[row] = None  # another continuation from here on
-        return [row for row, end in zip(rows, ended, strict=True) if end]
+    def _origin(self, row: int) -> str:
+        """Where the token comes from that a row has taken: see `Record.origins`."""
+        if row not in self._recognised:
+            return COMPUTED
+        route = self._routes.get(row)
+        return HOTSPOT if route is not None and route.is_hotspot else REPLAYED
 
     def _known(self, row: int) -> bool:
         state = self._cursors.state(row)
         enough = state.logits is None or state.logits.rest <= self._most_rest
-        return enough and self._cursors.logits(row) is not None
+        return enough and self._cursors.ask(row)
 
     def _logits(self, row: int) -> torch.Tensor:
         remembered = self._cursors.state(row).logits
@@ -136,18 +254,15 @@ class Recall:
 
     def _draws(self, row: int) -> bool:
         """Whether the row's next token is drawn."""
-        if not self.policy.looks_ahead:
-            return True
-        route = self._route(row)
-        return route.place >= len(route.tokens) or bool(route.draws[route.place])
+        return not self.policy.looks_ahead or self._route(row).draws_here
 
     def _route(self, row: int) -> _Route:
         """The continuation that was taken last from where the row is."""
-        route = self._routes.get(row)
-        if route is None:
-            states, tokens = _last_taken(self._cursors.state(row))
-            uncertainty = np.array([_uncertainty(state) for state in states])
-            draws = self.policy.draws(uncertainty, self.replayed.get(row, 0))
+        state, route = self._cursors.state(row), self._routes.get(row)
+        if route is None or not route.leads_over(state):
+            states, tokens = _last_taken(state)
+            uncertainty = np.array([uncertainty_at(state) for state in states])
+            draws = self.policy.draws(uncertainty, self._replayed.get(row, 0))
             route = self._routes[row] = _Route(states, tokens, np.asarray(draws, dtype=bool))
         return route
 
@@ -155,19 +270,15 @@ class Recall:
 def _last_taken(state: State) -> tuple[list[State], list[int]]:
     """From a state on, the states and tokens of the continuation that was taken last, as far as logits are known."""
     states, tokens = [], []
-    while state.logits is not None and state.children:
+    while state.children:
         following = max(state.children.values(), key=lambda child: child.used)
-        states.append(state)
-        tokens.append(following.token)
+        if state.logits is not None:
+            states.append(state)
+            tokens.append(following.token)
+        elif following.token >= 0:
+            break  # what follows is unknown; states of groups have names between their tokens, which nothing follows
         state = following
     return states, tokens
-
-
-def _uncertainty(state: State) -> float:
-    if state.uncertainty is None:
-        assert state.logits is not None, "a route is of states with logits"
-        state.uncertainty = uncertainty_of(state.logits.spread())
-    return state.uncertainty
 
 
 def _most_rest(cache: LogitsCache, call: GenerationCall) -> float:

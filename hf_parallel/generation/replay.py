@@ -11,6 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ..cache.logits import State
+from .config import is_int
+
 POLICIES: dict[str, type[ReplayPolicy]] = {}
 """The policies by name."""
 
@@ -84,7 +87,7 @@ class Hotspot(ReplayPolicy):
     decay: float = 0.999
 
     def __post_init__(self) -> None:
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+        if self.top_k is not None and (not is_int(self.top_k) or self.top_k < 1):
             raise ValueError(f"top_k must be a positive int or None, got {self.top_k!r}")
         for name, value, high in (("threshold", self.threshold, np.inf), ("decay", self.decay, 1.0)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
@@ -110,6 +113,14 @@ def uncertainty_of(logits: torch.Tensor) -> float:
     likely = shares.exp()
     entropy = -torch.where(likely > 0, likely * shares, 0.0).sum()
     return float(entropy * (1 - likely.max()))
+
+
+def uncertainty_at(state: State) -> float:
+    """`uncertainty_of` the logits of a state, which must be known; worked out once."""
+    if state.uncertainty is None:
+        assert state.logits is not None, "asked only where they are known"
+        state.uncertainty = uncertainty_of(state.logits.spread())
+    return state.uncertainty
 
 
 def make_policy(replay: Any) -> ReplayPolicy:

@@ -15,6 +15,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from ..kernels import to_device
 from .call import GenerationCall
 from .noise import make_noise
 
@@ -42,7 +43,7 @@ class TokenTable:
     def index(self, rows: Sequence[int]) -> torch.Tensor:
         """Row numbers on the table's device; those asked for last are kept there, so that no step waits for a copy."""
         if self._indexed is None or self._indexed[0] != list(rows):
-            self._indexed = list(rows), torch.tensor(rows, device=self.ids.device)
+            self._indexed = list(rows), to_device(rows, self.ids.device)
         return self._indexed[1]
 
     def append(self, rows: Sequence[int], tokens: torch.Tensor) -> None:
@@ -53,7 +54,7 @@ class TokenTable:
             column = self.ids[:, lengths[0]]
             column[slice(None) if len(rows) == len(self.lengths) else self.index(rows)] = tokens
         else:
-            self.ids[self.index(rows), torch.tensor(lengths, device=self.ids.device)] = tokens
+            self.ids[self.index(rows), to_device(lengths, self.ids.device)] = tokens
         for row in rows:
             self.lengths[row] += 1
 
@@ -61,7 +62,7 @@ class TokenTable:
         """Add tokens that were not sampled, such as a header, to one row."""
         length = self.lengths[row]
         self._make_room(length + len(tokens))
-        self.ids[row, length : length + len(tokens)] = torch.tensor(tokens, dtype=self.ids.dtype)
+        self.ids[row, length : length + len(tokens)] = to_device(tokens, self.ids.device)
         self.lengths[row] += len(tokens)
 
     def truncate(self, row: int, length: int) -> None:
@@ -177,12 +178,39 @@ class Sampler:
 
     def draw(self, rows: Sequence[int], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As `choose`, but the tokens `int64 [len(rows)]` and whether they ended their rows stay on the device."""
+        return self.draw_from(rows, self.weigh(rows, logits))
+
+    def weigh(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """What the next tokens of `rows` are drawn from.
+
+        Parameters
+        ----------
+        rows : sequence of int
+            Active rows, ascending.
+        logits : [len(rows), vocabulary]
+
+        Returns
+        -------
+        float32 [len(rows), vocabulary]
+            Probabilities, or scores where the best token is taken.
+        """
         self.rows = rows
-        raw = logits.to(copy=True, dtype=torch.float32, device=self.table.ids.device)
-        scores = self._process(rows, raw)
+        scores = self._process(rows, self._copy(logits))
         self._record(self.logits, rows, logits)
         self._record(self.scores, rows, scores)
-        tokens = self._draw(rows, scores)
+        return scores.softmax(dim=-1) if self.do_sample else scores
+
+    def weigh_ahead(self, logits: torch.Tensor, length: int) -> torch.Tensor:
+        """What a row of `length` tokens will draw from after `logits`, both `[vocabulary]`.
+
+        For processors that look at no tokens. Changes nothing here, so that another thread may ask.
+        """
+        ids = self.table.ids.new_zeros(1, 1).expand(1, length)
+        return self._processed(ids, self._copy(logits[None]))[0].softmax(dim=-1)
+
+    def draw_from(self, rows: Sequence[int], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `draw`, from what `weigh` gave."""
+        tokens = self._draw(rows, weights)
         self.table.append(rows, tokens)
         self._count(rows)
         return tokens, self._ended(rows)
@@ -203,8 +231,7 @@ class Sampler:
         """
         self.rows = rows
         if self.processes_all or self.scores is not None:
-            raw = logits.to(copy=True, dtype=torch.float32, device=self.table.ids.device)
-            self._record(self.scores, rows, self._process(rows, raw))
+            self._record(self.scores, rows, self._process(rows, self._copy(logits)))
         self._record(self.logits, rows, logits)
         if self.noise is not None and self.do_sample:
             for row in rows:
@@ -220,6 +247,10 @@ class Sampler:
             return processor
         times = self.num_rows // len(padding)  # workers have the prompt of their problem
         return _PenaltyOfRows(processor, padding.repeat_interleave(times).tolist(), self)
+
+    def _copy(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits as processors get them from `generate`; these may change them."""
+        return logits.to(copy=True, dtype=torch.float32, device=self.table.ids.device)
 
     def _process(self, rows: Sequence[int], raw: torch.Tensor) -> torch.Tensor:
         if not self.processors:
@@ -256,13 +287,15 @@ class Sampler:
             raise ValueError(f"a logits_processor must return scores of the shape {list(scores.shape)}, got {got}")
         return processed
 
-    def _draw(self, rows: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
+    def _draw(self, rows: Sequence[int], weights: torch.Tensor) -> torch.Tensor:
         if not self.do_sample:
-            return scores.argmax(dim=-1)
-        probs = scores.softmax(dim=-1)
+            return weights.argmax(dim=-1)
         if self.noise is None:
-            return torch.multinomial(probs, num_samples=1).squeeze(1)
-        draws = [torch.multinomial(p, 1, generator=self.noise[row].next()) for row, p in zip(rows, probs, strict=True)]
+            return torch.multinomial(weights, num_samples=1).squeeze(1)
+        draws = [
+            torch.multinomial(shares, 1, generator=self.noise[row].next())
+            for row, shares in zip(rows, weights, strict=True)
+        ]
         return torch.cat(draws)
 
     def _ended(self, rows: Sequence[int]) -> torch.Tensor:
@@ -271,8 +304,14 @@ class Sampler:
             if not self.judges_all:
                 return self._judged(self.table.left_padded(rows), scores)
             return self._judged(self._whole_batch(rows), scores)[self.table.index(rows)]
-        # A criterion may look at the length: rows of unequal length are asked one by one.
-        return torch.cat([self._judged(self.table.left_padded([row]), scores) for row in rows])
+        # A criterion may look at the length: rows of unequal length are asked apart.
+        groups: dict[int, list[int]] = {}
+        for i, row in enumerate(rows):
+            groups.setdefault(i if self.judges_all else self.table.lengths[row], []).append(i)
+        ended = torch.empty(len(rows), dtype=torch.bool, device=self.table.ids.device)
+        for of in groups.values():
+            ended[of] = self._judged(self.table.left_padded([rows[i] for i in of]), scores)
+        return ended
 
     def _judged(self, ids: torch.Tensor, scores: Any) -> torch.Tensor:
         """Ask every criterion about the rows `ids`; returns `bool [len(ids)]`."""

@@ -28,14 +28,17 @@ from .answers import (
 )
 from .arguments import encode
 from .call import GenerationCall
-from .config import ParallelConfig, check_choice, check_int, check_template, check_text
+from .config import check_choice, check_int, check_template, check_text
 from .decode import DecodeLoop
 from .outputs import ParallelOutput
+from .recalling import RecallingConfig
+from .record import Record
 from .text import GrowingText
+from .transcript import Manner
 
 
 @dataclass
-class SelfConsistencyConfig(ParallelConfig):
+class SelfConsistencyConfig(RecallingConfig):
     r"""Independent answers over one prompt, and a vote. `max_new_tokens` counts the tokens of each answer.
 
     Parameters
@@ -94,7 +97,7 @@ class SelfConsistencyConfig(ParallelConfig):
             [self._passage(call, prompt, row * n + i) for i in range(n)] for row, prompt in enumerate(call.prompts)
         ]
         ids = call.input_ids.repeat_interleave(n, dim=0)
-        loop = Stage(call, cache, answers, input_ids=ids, seed=self.seed).run()
+        loop = Stage(self, call, cache, answers, input_ids=ids, seed=self.seed).run()
         found = [[find_answer(self.answer_pattern, answer.text.text) for answer in of] for of in answers]
         votes = [majority(given) for given in found]
         told = {
@@ -134,7 +137,7 @@ class SelfConsistencyConfig(ParallelConfig):
         ]
         noise = loop.sampler.noise  # a conclusion goes on where the first answer's randomness ended
         seed = None if noise is None else noise[:: self.num_answers]
-        reader = Stage(call, cache, [readers], seed=seed, stats=loop.stats).run()
+        reader = Stage(self, call, cache, [readers], seed=seed, stats=loop.stats).run()
         final = [self._final(reader.text.text) for reader in readers]
         told |= {"answers": final, "conclusions": [self.conclusion_prompt + reader.text.text for reader in readers]}
         told["chosen"] = [_agreeing(given, answer) for given, answer in zip(told["found"], final, strict=True)]
@@ -211,3 +214,20 @@ class SelfConsistencyOutput(ParallelOutput):
     chosen: list[int | None] | None = None
     answers: list[str | None] | None = None
     conclusions: list[str] | None = None
+
+    def place(self, row: int) -> tuple[int, int | None]:
+        """See `ParallelOutput.place`; a conclusion is written across all answers."""
+        texts = self.texts or [[]]
+        answers = len(texts) * len(texts[0])
+        return divmod(row, len(texts[0])) if row < answers else (row - answers, None)
+
+    def notes(self, prompt: int) -> list[tuple[str, str]]:
+        """The votes, and the answer that was chosen."""
+        votes = ", ".join(f"{form}: {count}" for form, count in (self.votes or ())[prompt].items())
+        chosen, answer = (self.chosen or ())[prompt], (self.answers or ())[prompt]
+        found = (("Answer", answer), ("Votes", votes), ("Chosen", None if chosen is None else f"answer {chosen + 1}"))
+        return [(label, text) for label, text in found if text]
+
+    def manner(self, record: Record) -> Manner:
+        """Answers do not see each other; a conclusion sees them all."""
+        return Manner("answer", "conclusion")

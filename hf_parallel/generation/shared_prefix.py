@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from ..cache.logits import LogitsCache
 from ..cache.shared_prefix import Node, SharedPrefixCache
 from .arguments import encode
 from .call import GenerationCall
-from .config import ParallelConfig, check_bool, is_int
-from .decode import DecodeLoop, Row
+from .config import check_bool, is_int
+from .decode import DecodeLoop
 from .prefix import prefill_leaves
-from .recall import Recall
-from .replay import make_policy
+from .recalling import RecallingConfig
+from .rows import Row
 from .sampling import TokenTable
 
 SUFFIX_ROOM = 512
@@ -27,7 +24,7 @@ SUFFIX_ROOM = 512
 
 
 @dataclass
-class SharedPrefixConfig(ParallelConfig):
+class SharedPrefixConfig(RecallingConfig):
     """Completions that share what their prompts have in common. Output equals plain `generate`'s.
 
     Parameters
@@ -39,20 +36,12 @@ class SharedPrefixConfig(ParallelConfig):
         the rows of `input_ids` are found by themselves.
     keep_completions : bool
         Whether a cache that outlives the call holds the completions too, so that they can be continued.
-    logits_cache : LogitsCache, optional
-        Remembers what the model computes, so that later calls replay it as far as their samples agree, without running
-        the model (see `ResampleConfig`).
-    replay : str or ReplayPolicy
-        Which of the remembered tokens are drawn anew: `stepwise` all of them, `hotspot` the uncertain ones.
     """
 
     mode: ClassVar[str] = "shared_prefix"
-    not_stored: ClassVar[tuple[str, ...]] = ("logits_cache",)
 
     levels: Any = None
     keep_completions: bool = True
-    logits_cache: Any = None
-    replay: Any = "stepwise"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,9 +51,6 @@ class SharedPrefixConfig(ParallelConfig):
         """Check every setting; see `ParallelConfig.validate`."""
         super().validate()
         check_bool("keep_completions", self.keep_completions)
-        if self.logits_cache is not None and not isinstance(self.logits_cache, LogitsCache):
-            raise ValueError(f"logits_cache must be a LogitsCache, got {type(self.logits_cache).__name__}")
-        make_policy(self.replay)
         if self.levels is not None and not isinstance(self.levels, list | tuple):
             raise ValueError(f"levels must be a nested list, got {type(self.levels).__name__}")
 
@@ -102,8 +88,8 @@ class SharedPrefixConfig(ParallelConfig):
         cache.claim(call.model)
         table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, SUFFIX_ROOM))
         loop = DecodeLoop(call, cache, table, seed=self.seed)
-        with loop.running(), self._recalling(loop) as active:
-            self._decode(loop, cache, active)
+        with loop.running(), self.recalling(loop, call.prompts):
+            self._decode(loop, cache)
         output = loop.output()
         if not kept and isinstance(output, torch.Tensor):
             cache.reset()
@@ -121,42 +107,25 @@ class SharedPrefixConfig(ParallelConfig):
             leaves.append(node)
         return leaves
 
-    @contextmanager
-    def _recalling(self, loop: DecodeLoop) -> Iterator[list[int]]:
-        """Replay what the logits cache remembers; gives the rows that have not ended with it."""
-        rows = list(range(loop.call.num_rows))
-        if self.logits_cache is None:
-            yield rows
-            return
-        loop.recall = Recall(self.logits_cache, make_policy(self.replay), loop.call, loop.sampler)
-        with loop.recall.walking(rows):
-            began = time.perf_counter()
-            active = loop.recall.replay(rows, loop.stream)
-            replayed = sum(loop.recall.replayed.values())
-            loop.stats.replayed_tokens += replayed
-            loop.stats.decoded_tokens += replayed
-            loop.stats.decode_seconds += time.perf_counter() - began
-            yield active
-
-    def _decode(self, loop: DecodeLoop, cache: SharedPrefixCache, active: Sequence[int]) -> None:
-        """Prefill the prompts of the active rows, with what they have replayed, then decode."""
-        if not active:
-            return
+    def _decode(self, loop: DecodeLoop, cache: SharedPrefixCache) -> None:
+        """Replay what is remembered, prefill the prompts and replayed tokens of the rows that go on, then decode."""
         call, table = loop.call, loop.table
-        begins = [table.lengths[index] for index in active]
+        rows = loop.replay([Row(index, ()) for index in range(call.num_rows)])
+        if not rows:
+            return
+        begins = [table.lengths[row.index] for row in rows]
         replayed = [
-            table.ids[index, call.input_ids.shape[1] : begin] for index, begin in zip(active, begins, strict=True)
+            table.ids[row.index, call.input_ids.shape[1] : begin] for row, begin in zip(rows, begins, strict=True)
         ]
         leaves = [
             cache.insert(tokens.cpu().numpy(), below=leaf) if len(tokens) else leaf
-            for leaf, tokens in zip(self._leaves(call, cache, active), replayed, strict=True)
+            for leaf, tokens in zip(self._leaves(call, cache, [row.index for row in rows]), replayed, strict=True)
         ]
         logits = prefill_leaves(loop, cache, leaves)
         room = min(call.max_length - min(begins) - 1, SUFFIX_ROOM)
-        rows = []
-        for index, leaf, block in zip(active, leaves, cache.new_blocks(len(active), room), strict=True):
+        for row, leaf, block in zip(rows, leaves, cache.new_blocks(len(rows), room), strict=True):
             block.base = leaf.start + len(leaf.tokens)
-            rows.append(Row(index, [*cache.view(leaf), block]))
+            row.view = [*cache.view(leaf), block]
         ended = list(zip(rows, leaves, begins, strict=True))
         try:
             loop.decode(rows, logits)

@@ -25,14 +25,17 @@ from .answers import (
 )
 from .arguments import encode
 from .call import GenerationCall
-from .config import ParallelConfig, check_int, check_template, check_text
+from .config import check_int, check_template, check_text
 from .noise import RowNoise, make_noise
 from .outputs import GenerationStats, ParallelOutput
+from .recalling import RecallingConfig
+from .record import Record
 from .text import GrowingText
+from .transcript import Manner
 
 
 @dataclass
-class SkeletonOfThoughtConfig(ParallelConfig):
+class SkeletonOfThoughtConfig(RecallingConfig):
     r"""An outline whose points are written at the same time. `max_new_tokens` is the budget of each text, not of all.
 
     The model writes an outline behind the prompt and `outline_prompt`; each point behind the prompt, `point_prompt` and
@@ -128,7 +131,7 @@ class SkeletonOfThoughtConfig(ParallelConfig):
             groups = [asked(draft) for draft in drafts]
             if any(groups):
                 seeds = [seed for draft, group in zip(drafts, groups, strict=True) for seed in draft.seeds(group)]
-                Stage(call, cache, groups, workers, seed=seeds or None, stats=stats).run()
+                Stage(self, call, cache, groups, workers, seed=seeds or None, stats=stats).run()
         return give_back(
             call,
             cache,
@@ -342,3 +345,17 @@ class SkeletonOfThoughtOutput(ParallelOutput):
     points: list[list[SkeletonPoint]] | None = None
     conclusions: list[str] | None = None
     fallback: list[str | None] | None = None
+
+    def place(self, row: int) -> tuple[int, int | None]:
+        """See `ParallelOutput.place`; outline and conclusion are written across all points."""
+        point, prompt = divmod(row, len(self.texts or ()))
+        return prompt, point - 1 if point else None
+
+    def notes(self, prompt: int) -> list[tuple[str, str]]:
+        """The answer, and why it has no points."""
+        found = (("Answer", (self.texts or ())[prompt]), ("Without an outline", (self.fallback or ())[prompt]))
+        return [(label, text) for label, text in found if text]
+
+    def manner(self, record: Record) -> Manner:
+        """Points do not see each other."""
+        return Manner("point", "outline and conclusion")

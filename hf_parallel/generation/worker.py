@@ -11,8 +11,10 @@ from transformers import MaxTimeCriteria
 
 from ..cache import Block, Segment
 from ..cache.hogwild import HogwildCache
+from ..cache.shared_prefix import Node
 from .call import GenerationCall
-from .decode import DecodeLoop, Row
+from .decode import DecodeLoop
+from .rows import Brought, Group, Row
 from .text import GrowingText, ends_step
 
 if TYPE_CHECKING:
@@ -49,6 +51,11 @@ class Worker(Row):
     current: GrowingText = field(default=None, repr=False)  # type: ignore[assignment]
     prefix: int = 0  # characters of `current` that the worker did not write itself
 
+    @property
+    def group(self) -> Problem:
+        """The workers of its problem."""
+        return self.problem
+
     def segments(self) -> list[tuple[Segment, list[int]]]:
         """What the problem still owes to the cache, if no other row brings it, then the worker's own tokens."""
         own = Segment(self.problem.space.view(self.number), len(self.pending))
@@ -70,7 +77,7 @@ class Worker(Row):
         self.pending = [*before, *tokens]
         self._write(tokens, "begin")
         self.prefix = len(self.current.text)
-        problem.inserted += len(tokens)
+        problem.given += len(tokens)
         problem.loop.table.extend(self.index, tokens)
 
     def advance(self, token: int, ended: bool) -> bool:
@@ -107,7 +114,7 @@ class Worker(Row):
             if not self.current.text.endswith(problem.config.separator):
                 tokens = problem.encode(problem.config.separator)
                 self.pending += tokens
-                problem.inserted += len(tokens)
+                problem.given += len(tokens)
             problem.cache.end_step(problem.space, self.number)
         problem.owe(block, self.pending)
 
@@ -130,30 +137,25 @@ class Worker(Row):
         self.begin_step()
 
 
-class Problem:
+class Problem(Group):
     """One prompt, its workers, and what they have written together."""
 
     def __init__(
-        self,
-        config: HogwildConfig,
-        call: GenerationCall,
-        loop: DecodeLoop,
-        cache: HogwildCache,
-        index: int,
-        prompt: list[Block],
+        self, config: HogwildConfig, call: GenerationCall, loop: DecodeLoop, cache: HogwildCache, index: int, leaf: Node
     ) -> None:
-        self.config, self.call, self.loop, self.cache, self.index = config, call, loop, cache, index
+        super().__init__((config.layout, config.num_workers, call.prompts[index].tolist()))
+        self.config, self.call, self.loop, self.cache, self.index, self.leaf = config, call, loop, cache, index, leaf
         texts = (config.history_header, config.others_header, config.own_header, config.step_gap)
-        self._headers = [self.encode(text) for text in texts]
-        lengths = [len(tokens) for tokens in self._headers]
-        self.space = cache.new_workspace(config.layout, prompt, config.num_workers, lengths)
+        headers = [self.encode(text) for text in texts]
+        lengths = [len(tokens) for tokens in headers]
+        self.space = cache.new_workspace(config.layout, cache.view(leaf), config.num_workers, lengths)
         self.history: list[Step] = []
         self.answer: str | None = None
         self.conclusion = ""
         self.generated = 0
-        self.inserted = 0  # tokens that nobody generated and that the next forward pass computes
         self._checked = 0
         self._owed: list[tuple[Block, list[int]]] = []
+        self._owe_headers(headers)
         self.workers: list[Worker] = []
         for number, name in enumerate(config.names):
             worker = Worker(index * config.num_workers + number, (), problem=self, number=number, name=name)
@@ -164,23 +166,25 @@ class Problem:
         """Tokens of a text of the mode's own."""
         return list(self.call.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
-    def headers(self) -> list[tuple[list[Block], list[int]]]:
-        """Views and tokens of the headers that will be seen, each behind those that it usually follows."""
+    def _owe_headers(self, headers: Sequence[list[int]]) -> None:
+        """The first forward pass computes the headers that will be seen."""
         space, config = self.space, self.config
-        history, others, own, gap = self._headers
         unseen = space.layout == "interleaved" and not config.finisher_tokens
-        found = []
-        above = list(space.prompt)
-        for block, tokens, seen in (
-            (space.history_header, history, space.layout != "contiguous"),
-            (space.others_header, others, config.num_workers > 1 and not unseen),
-            (space.own_header, own, True),
-            (space.gap, gap, config.num_workers > 2 and not unseen),
-        ):
-            if tokens and seen:
-                above.append(block)
-                found.append((list(above), tokens))
-        return found
+        others = config.num_workers > 1 and not unseen
+        seen = (space.layout != "contiguous", others, True, config.num_workers > 2 and not unseen)
+        for block, tokens, is_seen in zip(space.headers, headers, seen, strict=True):
+            if is_seen:
+                self.owe(block, tokens)
+                self.given += len(tokens)
+
+    def unread(self) -> Brought:
+        """What nobody has computed of the prompt."""
+        nodes = [node for node in self.leaf.path if len(node.missing)]
+        return [(Segment(self.cache.view(node), len(node.missing)), node.missing.tolist()) for node in nodes]
+
+    def describe(self, brought: Brought) -> tuple[list[str], object]:
+        """See `Group.describe`: blocks by the names that they keep when they move, and which steps have ended."""
+        return [self.space.name_of(segment.view[-1]) for segment, _ in brought], self.space.ended
 
     def owe(self, block: Block, tokens: list[int]) -> None:
         """Note tokens of a block whose keys and values the next forward pass of the problem must compute."""
@@ -190,13 +194,11 @@ class Problem:
     def owed_segments(self) -> list[tuple[Segment, list[int]]]:
         """What is owed, for the next forward pass; taken by whoever asks first."""
         owed, self._owed = self._owed, []
-        self.loop.stats.prefilled_tokens += self.inserted
-        self.inserted = 0
         return [(Segment(self.space.view_of(block), len(tokens)), tokens) for block, tokens in owed]
 
     def settle(self) -> None:
         """After a forward pass: steps that owe nothing any more move into the history."""
-        if not self._owed:
+        if not self._owed and not self.backlog:
             self.cache.settle(self.space)
 
     def redundancy_due(self) -> bool:
@@ -235,12 +237,11 @@ class Problem:
 
     def show(self, worker: Worker, text: str, event: str) -> None:
         """Tell a streamer of parallel text what a worker wrote: `begin`, `token`, `step` (ended) or `end`."""
-        write = getattr(self.call.streamer, "write_row", None)
-        if write is not None:
-            write(worker.index, text, event)
+        self.call.show(worker.index, text, event)
 
     def finisher(self, tokens: list[int]) -> Finisher:
         """A row that reads all that was written and goes on with `tokens`."""
+        self.given += len(tokens)
         return Finisher(self.index, (), list(tokens), problem=self, block=self.cache.new_block())
 
 
@@ -250,6 +251,11 @@ class Finisher(Row):
 
     problem: Problem = field(default=None, repr=False)  # type: ignore[assignment]
     block: Block = field(default=None, repr=False)  # type: ignore[assignment]
+
+    @property
+    def group(self) -> Problem:
+        """What it reads is its problem's."""
+        return self.problem
 
     def segments(self) -> list[tuple[Segment, list[int]]]:
         """As `Worker.segments`."""

@@ -1,0 +1,92 @@
+"""Stepwise replay of the embedded model gives the samples that it gives without a cache, token for token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hf_parallel
+from hf_parallel import LogitsCache
+from hf_parallel.generation.noise import make_noise
+
+SAMPLES, NEW, SEED = 32, 64, 3
+TEMPERATURES = (0.2, 0.6, 1.0)
+TIE = 1e-4
+"""Logits that differ by less are a tie: other sums of the same products differ by as much."""
+
+
+@pytest.fixture(scope="module")
+def model(embedded: Any) -> Any:
+    yield hf_parallel.enable(embedded[0])
+    hf_parallel.disable(embedded[0])
+
+
+@pytest.fixture(scope="module")
+def prompt(embedded: Any) -> torch.Tensor:
+    message = {"role": "user", "content": "Use 4, 5, 6 and 10 once each, with + - * / and brackets, to get 24."}
+    encoded = embedded[1].apply_chat_template(
+        [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return encoded["input_ids"]
+
+
+def sample(model: Any, prompt: torch.Tensor, temperature: float, rows: int, **settings: Any) -> Any:
+    return model.generate(
+        prompt,
+        generation_mode="resample" if "logits_cache" in settings else "shared_prefix",
+        num_return_sequences=rows,
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        return_dict_in_generate=True,
+        **({"seed": SEED, "max_new_tokens": NEW} | settings),
+    )
+
+
+@torch.no_grad()
+def with_noise(model: Any, row: torch.Tensor, number: int, step: int, temperature: float, width: int) -> torch.Tensor:
+    """Logits, and the noise that `torch.multinomial` adds to them: the largest is drawn as a row's next token."""
+    logits = model(row[None, : width + step]).logits[0, -1]
+    noise = make_noise(SEED, SAMPLES, torch.device("cpu"))[number]  # type: ignore[index]
+    for _ in range(step):
+        noise.skip()
+    race = torch.empty_like(logits).exponential_(generator=noise.next())
+    return logits - temperature * race.log()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_samples_with_and_without_a_cache_are_the_same(
+    model: Any, prompt: torch.Tensor, shared: LogitsCache, temperature: float
+) -> None:
+    width = prompt.shape[1]
+    ours = sample(model, prompt, temperature, SAMPLES, logits_cache=shared)
+    theirs = sample(model, prompt, temperature, SAMPLES)
+    assert ours.stats.replayed_tokens > SAMPLES
+    for number, (one, other) in enumerate(zip(ours.sequences, theirs.sequences, strict=True)):
+        apart = (one != other).nonzero()[:1, 0].tolist()
+        for place in apart:
+            drawn = with_noise(model, one, number, place - width, temperature, width)
+            assert abs(drawn[one[place]] - drawn[other[place]]) < TIE
+
+
+@pytest.fixture(scope="module")
+def shared(model: Any, prompt: torch.Tensor) -> LogitsCache:
+    """A cache that a few other samples have filled; what is learnt at one temperature serves the others."""
+    cache = LogitsCache()
+    sample(model, prompt, TEMPERATURES[0], 2, seed=SEED + 1, logits_cache=cache)
+    return cache
+
+
+def test_a_tie_would_be_seen(model: Any, prompt: torch.Tensor) -> None:
+    """The largest of logits and noise is the token that was drawn, and the next one is no tie."""
+    width, temperature = prompt.shape[1], 0.9
+    rows = sample(model, prompt, temperature, 2, max_new_tokens=8).sequences
+    for number, row in enumerate(rows):
+        for step in (0, 3, 7):
+            drawn = with_noise(model, row, number, step, temperature, width)
+            best = drawn.topk(2)
+            assert best.indices[0] == row[width + step]
+            assert best.values[0] - best.values[1] > TIE
