@@ -1,5 +1,9 @@
 """Parallel generation over a shared KV cache, for Hugging Face Transformers."""
 
+from transformers import AutoModelForCausalLM
+from transformers.pipelines import PIPELINE_REGISTRY
+
+from hf_parallel import hub
 from hf_parallel.attention import UnsupportedModelError
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.hogwild import HogwildCache
@@ -40,6 +44,7 @@ from hf_parallel.generation import (
     pdos_prompt,
 )
 from hf_parallel.kernels import Backend, backends
+from hf_parallel.pipelines import TASK, ParallelTextGenerationPipeline
 
 __version__ = "0.1.0"
 
@@ -62,6 +67,7 @@ __all__ = [
     "ParallelConfig",
     "ParallelOutput",
     "ParallelStreamer",
+    "ParallelTextGenerationPipeline",
     "ReplayPolicy",
     "ResampleConfig",
     "SelfConsistencyConfig",
@@ -81,6 +87,9 @@ __all__ = [
     "disable",
     "enable",
     "hogwild_prompt",
+    "hub",
     "load_embedded_model",
     "pdos_prompt",
 ]
+
+PIPELINE_REGISTRY.register_pipeline(TASK, ParallelTextGenerationPipeline, pt_model=AutoModelForCausalLM, type="text")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -94,6 +95,25 @@ class ParallelConfig:
     def to_dict(self) -> dict[str, Any]:
         """What is `given`, ready for `generation_config.json`: without what lives in this process alone."""
         return {name: value for name, value in self.given().items() if name not in self.not_stored}
+
+    def stored(self) -> dict[str, Any]:
+        """What is found again where `to_dict` was written to `generation_config.json`.
+
+        Raises
+        ------
+        ValueError
+            Naming a setting that JSON cannot hold, or would turn into another.
+        """
+        texts = {f.name for f in dataclasses.fields(self) if "Sequence[str]" in str(f.type)}  # a tuple or a list
+        settings = {name: list(v) if name in texts and v is not None else v for name, v in self.to_dict().items()}
+        for name, value in settings.items():
+            try:
+                found = json.loads(json.dumps(value))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name}={value!r} cannot be stored: {error}") from error
+            if found != value:
+                raise ValueError(f"{name}={value!r} cannot be stored: JSON turns it into {found!r}")
+        return settings
 
 
 def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) -> ParallelConfig:

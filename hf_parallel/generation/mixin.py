@@ -19,6 +19,7 @@ from ..attention import Capabilities, capabilities
 from .arguments import check_generation_config, check_helpers, check_inputs, check_values
 from .call import make_call
 from .config import MODES, ParallelConfig, make_config, unknown_setting
+from .record import Record
 
 _ARGUMENTS = ("inputs", "generation_config")
 _REFUSED_ARGUMENTS = (
@@ -146,36 +147,12 @@ class ParallelGenerationMixin:
             streamer,
             {**model_kwargs, "synced_gpus": synced_gpus},
             config.cuda_graph,
+            Record(config.mode, config.to_dict()),
         )
         return config.run(call)
 
     def _take_parallel_config(self, kwargs: dict[str, Any]) -> ParallelConfig | None:
-        """Take the mode and its settings out of the arguments of `generate`."""
-        given = kwargs.get("generation_config")
-        check_generation_config(given)
-        stored = [c for c in (given, self.generation_config) if c is not None]  # type: ignore[attr-defined]
-        object_given = kwargs.pop("parallel_config", None)
-        if "generation_mode" in kwargs:
-            mode = kwargs.pop("generation_mode")
-        elif isinstance(object_given, ParallelConfig):
-            mode = object_given.mode
-        else:
-            mode = next((m for m in (getattr(c, "generation_mode", None) for c in stored) if m is not None), None)
-        if mode is None:
-            if object_given is not None:
-                raise ValueError("parallel_config was given without a generation_mode")
-            return None
-        fields = MODES[mode].fields() if isinstance(mode, str) and mode in MODES else ()
-        settings = {name: kwargs.pop(name) for name in fields if name in kwargs}
-        for name in fields:
-            if any(hasattr(config, name) for config in stored):
-                raise ValueError(f"{name} is in generation_config itself; put it in generation_config.parallel_config")
-        saved = [
-            c.parallel_config
-            for c in stored
-            if getattr(c, "parallel_config", None) and getattr(c, "generation_mode", mode) in (mode, None)
-        ]
-        return make_config(mode, settings, object_given, *saved)
+        return take_parallel_config(self.generation_config, kwargs)  # type: ignore[attr-defined]
 
     def _refuse(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:
         """Refuse arguments that cannot be honoured, before anything is prepared."""
@@ -203,10 +180,14 @@ class ParallelGenerationMixin:
                 raise ValueError(f"{name}={value!r} cannot be honoured by generation_mode={mode!r}, only {harmless}")
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as ever; a mode that `generation_config` names is there again after `from_pretrained`."""
-        config = self.generation_config  # type: ignore[attr-defined]
-        if getattr(config, "generation_mode", None) is not None:
-            config._from_model_config = False  # a config that says so loses what transformers does not know
+        """Save as ever; a mode that `generation_config` names is there again after `from_pretrained`.
+
+        Raises
+        ------
+        ValueError
+            For settings of the mode that cannot be stored; nothing is written then.
+        """
+        keep_mode(self.generation_config)  # type: ignore[attr-defined]
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -214,7 +195,72 @@ class ParallelGenerationMixin:
         return _restore, (_plain_class(type(self)),), self.__dict__
 
 
-def enable(model: PreTrainedModel) -> PreTrainedModel:
+def take_parallel_config(own: GenerationConfig, kwargs: dict[str, Any]) -> ParallelConfig | None:
+    """Take the mode and its settings out of the arguments of `generate`.
+
+    Parameters
+    ----------
+    own : GenerationConfig
+        The model's.
+    kwargs : dict
+        Loses the mode and its settings.
+
+    Returns
+    -------
+    ParallelConfig, optional
+        None: no mode is asked for, or `custom_generate` is, which gets all arguments.
+
+    Raises
+    ------
+    TypeError
+        If `generation_config` is none.
+    ValueError
+        For an unknown mode, and for unknown or contradictory settings.
+    """
+    given = kwargs.get("generation_config")
+    check_generation_config(given)
+    if kwargs.get("custom_generate") is not None and "generation_mode" not in kwargs:
+        return None
+    stored: list[Any] = [c for c in (given, own) if c is not None]
+    object_given = kwargs.pop("parallel_config", None)
+    if "generation_mode" in kwargs:
+        mode = kwargs.pop("generation_mode")
+    elif isinstance(object_given, ParallelConfig):
+        mode = object_given.mode
+    else:
+        mode = next((m for m in (getattr(c, "generation_mode", None) for c in stored) if m is not None), None)
+    if mode is None:
+        if object_given is not None:
+            raise ValueError("parallel_config was given without a generation_mode")
+        return None
+    fields = MODES[mode].fields() if isinstance(mode, str) and mode in MODES else ()
+    settings = {name: kwargs.pop(name) for name in fields if name in kwargs}
+    for name in fields:
+        if any(hasattr(config, name) for config in stored):
+            raise ValueError(f"{name} is in generation_config itself; put it in generation_config.parallel_config")
+    saved = [
+        c.parallel_config
+        for c in stored
+        if getattr(c, "parallel_config", None) and getattr(c, "generation_mode", mode) in (mode, None)
+    ]
+    return make_config(mode, settings, object_given, *saved)
+
+
+def keep_mode(config: Any) -> None:
+    """See to it that a `GenerationConfig` that names a mode is saved with it.
+
+    Raises
+    ------
+    ValueError
+        For settings that cannot be stored.
+    """
+    if getattr(config, "generation_mode", None) is None:
+        return
+    make_config(config.generation_mode, getattr(config, "parallel_config", None)).stored()
+    config._from_model_config = False  # a config that says so loses what transformers does not know
+
+
+def enable(model: PreTrainedModel, known: Capabilities | None = None) -> PreTrainedModel:
     """Give one model the `generation_mode` argument.
 
     Finds out what block attention can do with the model by running it on one token. Idempotent; nothing global is
@@ -224,6 +270,8 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     ----------
     model : PreTrainedModel
         A decoder-only model with a language modelling head. A PEFT model's base model may be given.
+    known : Capabilities, optional
+        What block attention can do with just this model; it is not run then.
 
     Returns
     -------
@@ -243,7 +291,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         return model
     if isinstance(model, PreTrainedModel) and model.device.type == "meta":
         raise ValueError(f"{type(model).__name__} is on the meta device: load its weights first")
-    found = capabilities(model)
+    found = capabilities(model) if known is None else known
     plain = type(model)
     model.__class__ = _enabled_class(plain)
     model._parallel_capabilities = found  # type: ignore[assignment]

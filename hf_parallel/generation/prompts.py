@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from jinja2.exceptions import TemplateError
+from transformers.utils.chat_template_utils import is_valid_message
 
 from .arguments import check_tokenizer
 from .config import ParallelConfig, check_int, check_template
@@ -13,6 +15,8 @@ from .hogwild import HogwildConfig
 from .pdos import PDOSConfig
 
 C = TypeVar("C", bound=ParallelConfig)
+Chat: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages as chat templates take them."""
 THINK = "<think>"
 """Opens the reasoning of models that think before they answer."""
 CHAIN_OF_DRAFT = (
@@ -23,7 +27,7 @@ CHAIN_OF_DRAFT = (
 
 
 def hogwild_prompt(
-    task: str, tokenizer: Any, config: HogwildConfig | None = None, **settings: Any
+    task: str | Chat, tokenizer: Any, config: HogwildConfig | None = None, **settings: Any
 ) -> dict[str, torch.Tensor]:
     """Wrap a task for workers that think together (Hogwild! Inference, section 3.3 and appendix C).
 
@@ -32,8 +36,8 @@ def hogwild_prompt(
 
     Parameters
     ----------
-    task : str
-        What is to be solved.
+    task : str or list of dict
+        What is to be solved, or a chat that ends with it.
     tokenizer
         With a chat template; without one the texts are joined by blank lines.
     config : HogwildConfig, optional
@@ -45,12 +49,11 @@ def hogwild_prompt(
         `input_ids` and `attention_mask`, `int64 [1, length]`, for `model.generate(**prompt, ...)`.
     """
     config = _config(HogwildConfig, task, tokenizer, config, settings)
-    rules = config.collaboration_prompt.format(names=", ".join(config.names), count=config.num_workers)
-    return _encoded(rules, task, tokenizer)
+    return _encoded(rules_of(config), task, tokenizer)
 
 
 def pdos_prompt(
-    task: str, tokenizer: Any, config: PDOSConfig | None = None, **settings: Any
+    task: str | Chat, tokenizer: Any, config: PDOSConfig | None = None, **settings: Any
 ) -> dict[str, torch.Tensor]:
     """Wrap a task for an answer whose independent parts are written side by side (PDOS, section 3 and appendix A).
 
@@ -59,8 +62,8 @@ def pdos_prompt(
 
     Parameters
     ----------
-    task : str
-        What is to be answered.
+    task : str or list of dict
+        What is to be answered, or a chat that ends with it.
     tokenizer
         With a chat template; without one the texts are joined by blank lines.
     config : PDOSConfig, optional
@@ -72,11 +75,11 @@ def pdos_prompt(
         `input_ids` and `attention_mask`, `int64 [1, length]`, for `model.generate(**prompt, ...)`.
     """
     config = _config(PDOSConfig, task, tokenizer, config, settings)
-    return _encoded(config.format_prompt.format(**config.markers) if config.parallel_hint else "", task, tokenizer)
+    return _encoded(rules_of(config), task, tokenizer)
 
 
 def chain_of_draft_prompt(
-    task: str, tokenizer: Any, max_words: int = 5, rules: str = CHAIN_OF_DRAFT
+    task: str | Chat, tokenizer: Any, max_words: int = 5, rules: str = CHAIN_OF_DRAFT
 ) -> dict[str, torch.Tensor]:
     """Wrap a task for an answer with very short reasoning steps (Xu et al., Chain of Draft, 2025).
 
@@ -85,8 +88,8 @@ def chain_of_draft_prompt(
 
     Parameters
     ----------
-    task : str
-        What is to be solved.
+    task : str or list of dict
+        What is to be solved, or a chat that ends with it.
     tokenizer
         With a chat template; without one the texts are joined by blank lines.
     max_words : int
@@ -105,9 +108,51 @@ def chain_of_draft_prompt(
     return _encoded(rules.format(max_words=max_words), task, tokenizer)
 
 
+def rules_of(config: ParallelConfig) -> str | None:
+    """What the prompt helper of a mode tells the model. None: the mode has no helper; empty: the task goes alone."""
+    if isinstance(config, HogwildConfig):
+        return config.collaboration_prompt.format(names=", ".join(config.names), count=config.num_workers)
+    if isinstance(config, PDOSConfig):
+        return config.format_prompt.format(**config.markers) if config.parallel_hint else ""
+    return None
+
+
+def render(rules: str, task: str | Chat, tokenizer: Any, **template: Any) -> str:
+    """A task or a chat as the text that the model reads, with rules before it.
+
+    Rules go into the system message or, where the template has none, before the first message of the user.
+
+    Parameters
+    ----------
+    rules : str
+        Empty: none.
+    task : str or list of dict
+    tokenizer
+        A chat needs its chat template; a task without one is joined to the rules by a blank line.
+    **template
+        Arguments of `apply_chat_template`. The answer goes on with the last message of a chat if that is the
+        assistant's, unless `continue_final_message` says otherwise.
+    """
+    if isinstance(task, str):
+        if not getattr(tokenizer, "chat_template", None):
+            return f"{rules}\n\n{task}\n\n" if rules else f"{task}\n\n"
+        task = [{"role": "user", "content": task}]
+    continued = template.pop("continue_final_message", None)
+    if continued is None:
+        continued = task[-1]["role"] == "assistant"
+    template |= {"continue_final_message": True} if continued else {"add_generation_prompt": True}
+    try:
+        text = tokenizer.apply_chat_template(_with_rules(rules, task, "system"), tokenize=False, **template)
+    except TemplateError:  # the template has no system message
+        text = tokenizer.apply_chat_template(_with_rules(rules, task, "user"), tokenize=False, **template)
+    thinks = THINK in str(tokenizer.chat_template) and not continued
+    return text + THINK + "\n" if thinks and not text.rstrip().endswith(THINK) else text
+
+
 def _check(task: Any, tokenizer: Any) -> None:
-    if not isinstance(task, str) or not task.strip():
-        raise ValueError(f"task must be a non-empty string, got {task!r}")
+    is_chat = isinstance(task, list | tuple) and bool(task) and all(map(is_valid_message, task))
+    if not is_chat and (not isinstance(task, str) or not task.strip()):
+        raise ValueError(f"task must be a non-empty string or a chat of messages with role and content, got {task!r}")
     check_tokenizer(tokenizer)
 
 
@@ -119,26 +164,20 @@ def _config(cls: type[C], task: Any, tokenizer: Any, config: C | None, settings:
     return cls(**settings) if config is None else config
 
 
-def _encoded(rules: str, task: str, tokenizer: Any) -> dict[str, torch.Tensor]:
-    text = _chat(rules, task, tokenizer)
+def _encoded(rules: str | None, task: str | Chat, tokenizer: Any) -> dict[str, torch.Tensor]:
+    text = render(rules or "", task, tokenizer)
     encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not getattr(tokenizer, "chat_template", None))
     return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
 
 
-def _chat(rules: str, task: str, tokenizer: Any) -> str:
-    template = getattr(tokenizer, "chat_template", None)
-    both = f"{rules}\n\n{task}" if rules else task
-    if not template:
-        return f"{both}\n\n"
-    system = [{"role": "system", "content": rules}] if rules else []
-    try:
-        text = _render(tokenizer, [*system, {"role": "user", "content": task}])
-    except TemplateError:  # the template has no system message
-        text = _render(tokenizer, [{"role": "user", "content": both}])
-    if THINK in str(template) and not text.rstrip().endswith(THINK):
-        text += THINK + "\n"
-    return text
-
-
-def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+def _with_rules(rules: str, chat: Chat, role: str) -> Chat:
+    """A chat whose first message of a role begins with the rules; a system message is added where there is none."""
+    if not rules:
+        return chat
+    place = next((i for i, message in enumerate(chat) if message["role"] == role), None)
+    if place is None:
+        return [{"role": role, "content": rules}, *chat]
+    content = chat[place]["content"]
+    if not isinstance(content, str):
+        raise ValueError(f"the content of the {role} message must be a string to put the rules before, got {content!r}")
+    return [*chat[:place], {**chat[place], "content": f"{rules}\n\n{content}"}, *chat[place + 1 :]]

@@ -1,0 +1,149 @@
+"""A small Hub on 127.0.0.1: enough of its HTTP calls to make a repository, commit to it and load from it.
+
+Every commit is kept whole under a number of its own; all files travel inside the commit ("regular" uploads).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+USER = "somebody"
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories by id, each a list of commits, each a dict of files."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repositories: dict[str, list[dict[str, bytes]]] = {}
+        self.asked: list[str] = []
+
+    @property
+    def endpoint(self) -> str:
+        """What `HF_ENDPOINT` must be."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def files(self, repository: str) -> dict[str, bytes]:
+        """The files of the last commit."""
+        return self.repositories[repository][-1]
+
+
+@contextmanager
+def running_hub() -> Iterator[Hub]:
+    """A Hub that answers for as long as the block lasts."""
+    with Hub() as hub:
+        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        try:
+            yield hub
+        finally:
+            hub.shutdown()
+            thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path = self._path()
+        if path == ["api", "validate-yaml"]:
+            self._tell({})
+        elif path == ["api", "repos", "create"]:
+            asked = json.loads(body)
+            name = f"{asked.get('organization') or USER}/{asked['name']}"
+            status = 409 if name in self.server.repositories else 200
+            self.server.repositories.setdefault(name, [{}])
+            self._tell({"url": f"{self.server.endpoint}/{name}", "name": name}, status)
+        elif path[:2] == ["api", "models"] and path[4] == "preupload":
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
+            self._tell({"files": files})
+        elif path[:2] == ["api", "models"] and path[4] == "commit":
+            name = "/".join(path[2:4])
+            files = dict(self.server.files(name))
+            for line in body.splitlines():
+                item = json.loads(line)
+                if item["key"] == "file":
+                    files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
+            self.server.repositories[name].append(files)
+            commit = self._commit(name)
+            url = f"{self.server.endpoint}/{name}/commit/{commit}"
+            self._tell({"success": True, "commitOid": commit, "commitUrl": url})
+        else:
+            self._missing("RepoNotFound")
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self._path()
+        if path == ["api", "whoami-v2"]:
+            self._tell({"name": USER, "type": "user", "orgs": []})
+            return
+        api = path[:2] == ["api", "models"]
+        name = "/".join(path[2:4] if api else path[:2])
+        if name not in self.server.repositories:
+            self._missing("RepoNotFound")
+        elif api and len(path) > 4 and path[4] == "tree":
+            inside = "".join(part + "/" for part in path[6:])
+            files = self.server.files(name).items()
+            tree = [
+                {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for file, data in files
+                if file.startswith(inside)
+            ]
+            if tree:
+                self._tell(tree)
+            else:
+                self._missing("EntryNotFound")
+        elif api:
+            names = [{"rfilename": file} for file in self.server.files(name)]
+            self._tell({"id": name, "modelId": name, "sha": self._commit(name), "private": False, "siblings": names})
+        elif path[2] == "resolve":
+            data = self.server.files(name).get("/".join(path[4:]))
+            if data is None:
+                self._missing("EntryNotFound", self._commit(name))
+            else:
+                headers = {"X-Repo-Commit": self._commit(name), "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
+                self._answer(200, data, headers)
+        else:
+            self._missing("RepoNotFound")
+
+    def _path(self) -> list[str]:
+        path = urlsplit(self.path).path
+        self.server.asked.append(f"{self.command} {path}")
+        return [unquote(part) for part in path.strip("/").split("/")]
+
+    def _commit(self, name: str) -> str:
+        return hashlib.sha1(f"{name} {len(self.server.repositories[name])}".encode()).hexdigest()
+
+    def _tell(self, value: Any, status: int = 200) -> None:
+        self._answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _missing(self, code: str, commit: str = "") -> None:
+        self._answer(404, b"", {"X-Error-Code": code, **({"X-Repo-Commit": commit} if commit else {})})
+
+    def _answer(self, status: int, data: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)

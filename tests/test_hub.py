@@ -1,0 +1,355 @@
+"""Modes as `custom_generate` repositories: written, sent, loaded in a process that knows transformers alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_tokenizers
+import tiny
+import torch
+from hub_server import Hub, running_hub
+from test_config import EVERY_SETTING
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import hf_parallel
+from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, PDOSConfig, SharedPrefixConfig
+from hf_parallel.generation import MODES
+from hf_parallel.generation.config import make_config
+from hf_parallel.hub import CARD, GENERATE, REQUIREMENTS, export, generate_as
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = {"num_workers": 3, "layout": "interleaved", "collaboration_prompt": "{names}: \"talk\"\n```'''\\"}
+PROMPT = "Oslo or Rome?"
+OF_CONFIG = {GENERATE, REQUIREMENTS, CARD}
+OF_MODEL = OF_CONFIG | {"config.json", "generation_config.json", "model.safetensors"}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def model() -> Any:
+    model = copy.deepcopy(tiny.build("llama"))
+    model.generation_config.generation_mode = "hogwild"
+    model.generation_config.parallel_config = dict(SETTINGS)
+    return model
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return copy.deepcopy(small_tokenizers.make("split_marker"))
+
+
+@pytest.fixture(autouse=True)
+def _modules(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of repositories is copied here, and not into the user's cache."""
+    folder = str(tmp_path_factory.mktemp("modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def written(folder: Path) -> ParallelConfig:
+    """The config that the code of a repository holds."""
+    space: dict[str, Any] = {}
+    exec(compile((folder / GENERATE).read_text(encoding="utf-8"), GENERATE, "exec"), space)
+    return make_config(space["MODE"], space["SETTINGS"])
+
+
+# What is written
+
+
+def test_a_config_becomes_a_repository(tmp_path: Path) -> None:
+    assert export(HogwildConfig(**SETTINGS), tmp_path / "new") == tmp_path / "new"
+    assert names(tmp_path / "new") == OF_CONFIG
+    assert written(tmp_path / "new") == HogwildConfig(**SETTINGS)
+    card = (tmp_path / "new" / CARD).read_text(encoding="utf-8")
+    assert card.startswith("---\nlibrary_name: transformers\ntags:\n- custom_generate\n---\n")
+    assert (tmp_path / "new" / REQUIREMENTS).read_text() == f"hf_parallel>={hf_parallel.__version__}\n"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_model_goes_along(enabled: bool, model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    if enabled:
+        hf_parallel.enable(model)
+    export(model, tmp_path)
+    assert names(tmp_path) == OF_MODEL
+    stored = GenerationConfig.from_pretrained(tmp_path)
+    assert (stored.generation_mode, stored.parallel_config) == ("hogwild", SETTINGS)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+    export(model, tmp_path / "other", tokenizer=tokenizer)
+    assert names(tmp_path / "other") > OF_MODEL
+
+
+@pytest.mark.parametrize("mode", EVERY_SETTING)
+def test_every_setting_comes_back(mode: str, model: Any, tmp_path: Path) -> None:
+    config = MODES[mode](**EVERY_SETTING[mode])
+    export(config, tmp_path / "config")
+    assert written(tmp_path / "config") == config
+    model.generation_config.generation_mode, model.generation_config.parallel_config = mode, config
+    export(model, tmp_path / "model")
+    assert written(tmp_path / "model") == config
+    stored = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert make_config(stored.generation_mode, stored.parallel_config) == config
+
+
+def test_texts_in_a_tuple_come_back_as_a_list(tmp_path: Path) -> None:
+    export(HogwildConfig(worker_names=("Ann", "Ben"), sentence_ends=(".",)), tmp_path)
+    assert written(tmp_path) == HogwildConfig(worker_names=["Ann", "Ben"], sentence_ends=["."])
+
+
+def test_an_export_may_be_repeated(model: Any, tmp_path: Path) -> None:
+    export(model, tmp_path)
+    model.generation_config.parallel_config = {"num_workers": 4}
+    export(model, tmp_path)
+    assert names(tmp_path) == OF_MODEL
+    assert written(tmp_path) == HogwildConfig(num_workers=4)
+
+
+# What is refused
+
+
+def test_a_folder_with_something_else_is_left_alone(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "saved")
+    for folder, foreign in (("saved", "config.json"), ("notes", "notes.txt"), ("code", GENERATE)):
+        path = tmp_path / folder / foreign
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+        before = names(tmp_path / folder)
+        with pytest.raises(FileExistsError, match=f"holds files of something else.*{re.escape(foreign)}"):
+            export(model, tmp_path / folder)
+        assert names(tmp_path / folder) == before
+        assert path.read_text() == "mine"
+    with pytest.raises(FileExistsError, match=r"notes.txt is a file"):
+        export(model, tmp_path / "notes" / "notes.txt")
+
+
+def test_an_export_keeps_no_files_of_an_earlier_one(model: Any, tmp_path: Path) -> None:
+    export(model, tmp_path)
+    with pytest.raises(FileExistsError, match=r"config.json.*model.safetensors"):
+        export(HogwildConfig(), tmp_path)
+    assert names(tmp_path) == OF_MODEL
+    assert written(tmp_path) == HogwildConfig(**SETTINGS)
+
+
+def test_an_export_that_fails_leaves_nothing(model: Any, tmp_path: Path) -> None:
+    class Failing:
+        def save_pretrained(self, folder: Any) -> None:
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        export(model, tmp_path / "new", tokenizer=Failing())
+    assert list(tmp_path.iterdir()) == []
+    export(model, tmp_path)
+    with pytest.raises(OSError, match="no space left"):
+        export(model, tmp_path, tokenizer=Failing())
+    assert names(tmp_path) == OF_MODEL
+
+
+def test_a_mode_must_be_named(model: Any, tmp_path: Path) -> None:
+    model.generation_config.generation_mode = None
+    with pytest.raises(ValueError, match="generation_mode to one of .*hogwild.* names no mode"):
+        export(model, tmp_path / "new")
+    with pytest.raises(ValueError, match=r"one of the modes .*hogwild.* got ParallelConfig"):
+        export(ParallelConfig(), tmp_path / "new")
+    for thing in ("hogwild", HogwildConfig, None):
+        with pytest.raises(TypeError, match="must be a PreTrainedModel or a ParallelConfig, got"):
+            export(thing, tmp_path / "new")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (SharedPrefixConfig(logits_cache=LogitsCache()), "logits_cache cannot be stored"),
+        (HogwildConfig(seed=torch.Generator()), "seed=.* cannot be stored"),
+        (SharedPrefixConfig(levels=[torch.tensor([5, 6]), [7]]), "levels=.* cannot be stored"),
+        (SharedPrefixConfig(levels=([5, 6], [7])), "levels=.* cannot be stored: JSON turns it into"),
+        (SharedPrefixConfig(replay=hf_parallel.Hotspot()), "replay=.* cannot be stored"),
+    ],
+)
+def test_settings_that_cannot_be_stored_are_refused(
+    config: ParallelConfig, named: str, model: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        export(config, tmp_path / "new")
+    model.generation_config.generation_mode, model.generation_config.parallel_config = config.mode, config
+    with pytest.raises(ValueError, match=named):
+        export(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_saving_a_model_refuses_them_before_anything_is_written(model: Any, tmp_path: Path) -> None:
+    hf_parallel.enable(model).generation_config.parallel_config = HogwildConfig(seed=torch.Generator())
+    with pytest.raises(ValueError, match="seed=.* cannot be stored"):
+        model.save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+# What it does
+
+
+def test_any_model_runs_the_mode_of_a_repository(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    export(model, tmp_path / "hogwild")
+    other = copy.deepcopy(tiny.build("qwen3"))
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    given = {"max_new_tokens": 8, "tokenizer": tokenizer}
+    told = {"custom_generate": str(tmp_path / "hogwild"), "trust_remote_code": True}
+    found = other.generate(ids, **told, **given)
+    assert torch.equal(found, other.generate(ids, generation_mode="hogwild", **SETTINGS, **given))
+    assert len(found) == 3
+    assert len(other.generate(ids, num_workers=2, **told, **given)) == 2
+    assert len(other.generate(ids, parallel_config={"num_workers": 4}, **told, **given)) == 4
+    other.generation_config.generation_mode = "shared_prefix"
+    assert torch.equal(other.generate(ids, **told, **given), found)
+    with pytest.raises(ValueError, match="generation_mode must be 'hogwild', .* got 'pdos'"):
+        generate_as("hogwild", {}, other, (ids,), {"generation_mode": "pdos"})
+
+
+def test_a_loaded_model_follows_its_generation_config(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    export(model, tmp_path)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    given = {"max_new_tokens": 8, "tokenizer": tokenizer}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    twin = copy.deepcopy(loaded)
+    loaded.generation_config.parallel_config = {"num_workers": 2}
+    assert len(loaded.generate(ids, **given)) == 2
+    assert len(twin.generate(ids, **given)) == 3
+    assert len(loaded.generate(ids, generation_mode=None, **given)) == 1
+    hf_parallel.disable(loaded)
+    assert len(loaded.generate(ids, **given)) == 1
+
+
+def test_a_model_of_another_saving_takes_the_mode_of_the_code_beside_it(
+    model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    export(HogwildConfig(**SETTINGS), tmp_path)
+    tiny.build("llama").save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    assert len(loaded.generate(ids, tokenizer=tokenizer, max_new_tokens=4)) == 3
+    assert loaded.generation_config.generation_mode == "hogwild"
+
+
+# From another process
+
+SEND = """
+import sys
+import hf_parallel
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+folder, room = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+for _ in range(2):  # the second one finds it there
+    info = hf_parallel.hub.push_to_hub(model, "with-model", tokenizer=tokenizer, commit_message="all of it")
+print(info.commit_url)
+hf_parallel.hub.push_to_hub(hf_parallel.HogwildConfig(num_workers=2), "others/settings", private=True)
+pipe = pipeline(hf_parallel.pipelines.TASK, model=model, tokenizer=tokenizer, max_new_tokens=8)
+pipe.save_pretrained(room + "/pipe")
+print(pipe("Oslo or Rome?")[0]["workers"])
+"""
+LOAD = """
+import json
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+assert "hf_parallel" not in sys.modules
+folder, room, *examples = sys.argv[1:]
+found = {}
+for source in (folder, "somebody/with-model"):
+    model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    ids = tokenizer("Oslo or Rome?", return_tensors="pt").input_ids
+    stored = model.generation_config
+    tokens = model.generate(ids, tokenizer=tokenizer, max_new_tokens=8).tolist()
+    found[source] = [stored.generation_mode, stored.parallel_config, tokens]
+plain = AutoModelForCausalLM.from_pretrained(folder)
+found["plain"] = plain.generate(ids, max_new_tokens=8).tolist()
+told = {"custom_generate": "others/settings", "trust_remote_code": True}
+found["told"] = plain.generate(ids, tokenizer=tokenizer, max_new_tokens=8, **told).tolist()
+pipe = pipeline("parallel-text-generation", model=room + "/pipe", trust_remote_code=True, max_new_tokens=8)
+found["pipe"] = pipe("Oslo or Rome?")[0]["workers"]
+for code in examples:
+    exec(code, {})
+json.dump(found, sys.stdout)
+"""
+
+
+def run(code: str, hub: Hub, room: Path, *arguments: str) -> str:
+    """Run code in a fresh process that knows this Hub; what it prints last."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(room / "home"), "HF_TOKEN": "hf_none"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment |= {"HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, cwd=room, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def test_a_model_that_was_sent_and_loaded_generates_as_before(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """In processes of their own: one sends what it loads from a folder, one imports transformers alone."""
+    folder = str(export(model, tmp_path / "exported", tokenizer=tokenizer))
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    hf_parallel.enable(model)
+    expected = model.generate(ids, tokenizer=tokenizer, max_new_tokens=8).tolist()
+    with running_hub() as hub:
+        url, workers = run(SEND, hub, tmp_path, folder, str(tmp_path)).splitlines()
+        assert url.startswith(hub.endpoint + "/somebody/with-model/commit/")
+        sent = hub.files("somebody/with-model")
+        assert set(sent) >= names(Path(folder))
+        assert set(hub.files("others/settings")) == OF_CONFIG
+        assert '"somebody/with-model"' in sent[CARD].decode()
+        examples = [example(hub.files(name)[CARD].decode()) for name in ("somebody/with-model", "others/settings")]
+        examples[1] = examples[1].replace(hf_parallel.hub.ANY_MODEL, "somebody/with-model")
+        printed = run(LOAD, hub, tmp_path, folder, str(tmp_path), *examples).splitlines()
+    assert sum(line.startswith("Plan a day in Rome") for line in printed) == 3 + 2
+    found = json.loads(printed[-1])
+    assert found[folder] == found["somebody/with-model"] == ["hogwild", SETTINGS, expected]
+    plain = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+    assert found["plain"] == plain.generate(ids, max_new_tokens=8).tolist()
+    two = {"num_workers": 2}  # of the repository; all else of the model's own generation_config
+    assert found["told"] == model.generate(ids, tokenizer=tokenizer, max_new_tokens=8, **two).tolist()
+    assert str(found["pipe"]) == workers
+
+
+def example(card: str) -> str:
+    """The code of a README."""
+    (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    return code
+
+
+@pytest.mark.parametrize("mode", EVERY_SETTING)
+def test_the_example_of_every_mode_runs(
+    mode: str, model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    config = MODES[mode]()
+    model.generation_config.generation_mode, model.generation_config.parallel_config = mode, config
+    export(model, tmp_path, tokenizer=tokenizer)
+    exec(compile(example((tmp_path / CARD).read_text(encoding="utf-8")), CARD, "exec"), {})
+    assert "Plan a day" in capsys.readouterr().out
+
+
+def test_nothing_is_sent_where_nothing_can_be_exported() -> None:
+    with pytest.raises(ValueError, match="logits_cache cannot be stored"):
+        hf_parallel.hub.push_to_hub(SharedPrefixConfig(logits_cache=LogitsCache()), "somebody/new")
+    with pytest.raises(ValueError, match="names no mode"):
+        hf_parallel.hub.push_to_hub(tiny.build("llama"), "somebody/new")
+
+
+def test_pdos_settings_hold_their_format(tmp_path: Path) -> None:
+    export(PDOSConfig(branch_marker="@@", max_branches=7), tmp_path)
+    assert written(tmp_path) == PDOSConfig(branch_marker="@@", max_branches=7)

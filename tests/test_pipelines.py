@@ -1,0 +1,424 @@
+"""`pipeline("parallel-text-generation")`: the tokens of `generate`, and what the modes tell, as plain data."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+import small_tokenizers
+import tiny
+import torch
+from torch.utils.data import Dataset
+from transformers import GenerationConfig, pipeline
+from transformers.pipelines.pt_utils import KeyDataset
+
+import hf_parallel
+from hf_parallel import BlockCache, HogwildConfig, LogitsCache, ParallelTextGenerationPipeline
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}" + TEMPLATE
+LOUD = TEMPLATE.replace("<assistant>{% endif %}", "<assistant>{% if loud %}HEY {% endif %}{% endif %}")
+PROMPTS = ["Say what 12 and 30 give.", "Say what 7 and 5 give, and then why.", "Oslo or Rome?"]
+CHAT = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Hi."},
+    {"role": "assistant", "content": "Yes?"},
+    {"role": "user", "content": "Oslo or Rome?"},
+]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "shared_prefix": {},
+    "hogwild": {
+        "num_workers": 3,
+        "collaboration_prompt": "{names} talk.",
+        "redundancy_interval": 9,
+        "finisher_tokens": 4,
+    },
+    "pdos": {
+        "format_prompt": "Write {branch_marker}.",
+        "opening": "So\n####",
+        "max_branches": 2,
+        "max_title_tokens": 3,
+    },
+    "resample": {},
+    "self_consistency": {"num_answers": 3, "do_sample": True, "seed": 5, "answer_pattern": "[a-z]"},
+    "skeleton_of_thought": {"outline_prompt": "List:\n", "min_points": 1},
+}
+HELPERS = {"hogwild": hf_parallel.hogwild_prompt, "pdos": hf_parallel.pdos_prompt}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def model() -> Any:
+    return copy.deepcopy(tiny.build("llama"))
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    tokenizer = copy.deepcopy(small_tokenizers.make("split_marker"))
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def settings_of(mode: str) -> dict[str, Any]:
+    more = {"logits_cache": LogitsCache()} if mode == "resample" else {}
+    return {"generation_mode": mode, "max_new_tokens": 60 if mode == "pdos" else 12, **SETTINGS[mode], **more}
+
+
+def make(model: Any, tokenizer: Any, **kwargs: Any) -> Any:
+    return pipeline("parallel-text-generation", model=model, tokenizer=tokenizer, **kwargs)
+
+
+def prepared(mode: str, prompt: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
+    """One prompt as a caller of `generate` prepares it."""
+    if mode in HELPERS:
+        own = {n: v for n, v in SETTINGS[mode].items() if n in hf_parallel.generation.MODES[mode].fields()}
+        return HELPERS[mode](prompt, tokenizer, **own)
+    if isinstance(prompt, str):
+        return tokenizer(prompt, return_tensors="pt")
+    return tokenizer.apply_chat_template(prompt, return_tensors="pt", return_dict=True, add_generation_prompt=True)
+
+
+def generated(model: Any, tokenizer: Any, mode: str, prompts: list[Any]) -> list[Any]:
+    """The tokens that `generate` gives for a batch, as lists: per prompt one, or one of each worker."""
+    rows = [prepared(mode, prompt, tokenizer)["input_ids"][0] for prompt in prompts]
+    ids, mask = tiny.left_pad(rows)
+    arguments = {**settings_of(mode), "tokenizer": tokenizer}
+    tokens = hf_parallel.enable(model).generate(ids, attention_mask=mask, **arguments).tolist()
+    workers = len(tokens) // len(prompts)
+    return [tokens[i * workers : (i + 1) * workers] if mode == "hogwild" else tokens[i] for i in range(len(prompts))]
+
+
+def tokens_of(results: Any) -> list[Any]:
+    return [record["generated_token_ids"] for (record,) in results]
+
+
+class Rows(Dataset):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+# The tokens
+
+
+@pytest.mark.parametrize("mode", SETTINGS)
+@pytest.mark.parametrize("prompt", [PROMPTS[0], CHAT], ids=["string", "chat"])
+def test_a_prompt_gives_the_tokens_of_generate(mode: str, prompt: Any, model: Any, tokenizer: Any) -> None:
+    pipe = make(model, tokenizer, **settings_of(mode))
+    assert tokens_of([pipe(prompt, return_tensors=True)]) == generated(model, tokenizer, mode, [prompt])
+
+
+@pytest.mark.parametrize("mode", SETTINGS)
+@pytest.mark.parametrize("prompts", [PROMPTS, [CHAT, CHAT[1:], CHAT[:2]]], ids=["strings", "chats"])
+def test_a_list_gives_the_tokens_of_one_call_of_generate(
+    mode: str, prompts: Any, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = make(model, tokenizer, return_tensors=True, **settings_of(mode))
+    expected = generated(model, tokenizer, mode, prompts)
+    calls = count_calls(model, monkeypatch)
+    assert tokens_of(pipe(prompts)) == expected
+    assert calls == [3]
+
+
+def count_calls(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows that each call of `generate` gets."""
+    calls, generate = [], type(model).generate
+
+    def noted(model: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(kwargs["input_ids"]))
+        return generate(model, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "generate", noted)
+    return calls
+
+
+def _generator(rows: list[Any]) -> Iterator[Any]:
+    yield from rows
+
+
+def _datasets(rows: list[Any]) -> Any:
+    return KeyDataset(datasets.Dataset(pyarrow.table({"text": rows}), fingerprint="rows"), "text")
+
+
+def _column(rows: list[Any]) -> Dataset:
+    return KeyDataset(Rows([{"text": row} for row in rows]), "text")
+
+
+@pytest.mark.parametrize("source", [Rows, _column, _generator, _datasets])
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("prompts", [PROMPTS, [CHAT[1:], CHAT[:2], CHAT]], ids=["strings", "chats"])
+def test_a_dataset_gives_the_tokens_of_generate_batch_by_batch(
+    source: Callable[..., Any],
+    batch_size: int | None,
+    prompts: Any,
+    model: Any,
+    tokenizer: Any,
+) -> None:
+    pipe = make(model, tokenizer, **settings_of("hogwild"))
+    cuts = [prompts[i : i + (batch_size or 1)] for i in range(0, 3, batch_size or 1)]
+    expected = [row for cut in cuts for row in generated(model, tokenizer, "hogwild", cut)]
+    assert tokens_of(pipe(source(prompts), batch_size=batch_size, return_tensors=True)) == expected
+
+
+def test_a_list_shares_what_its_prompts_have_in_common(model: Any, tokenizer: Any) -> None:
+    pipe = make(model, tokenizer, generation_mode="shared_prefix", max_new_tokens=4)
+    prompts = ["A long beginning of all. " + end for end in ("One.", "Two.", "Three.")]
+    lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    stats = pipe(prompts)[0][0]["stats"]
+    assert stats["prefilled_tokens"] < max(lengths) + 15
+    apart = pipe(prompts, batch_size=1)
+    assert [records[0]["stats"]["prefilled_tokens"] for records in apart] == lengths
+
+
+def test_several_sequences_of_each_prompt_are_records_of_their_own(model: Any, tokenizer: Any) -> None:
+    given = {"do_sample": True, "num_return_sequences": 2, "seed": 3, "max_new_tokens": 8}
+    pipe = make(model, tokenizer, generation_mode="shared_prefix", **given)
+    ids, mask = tiny.left_pad([tokenizer(prompt, return_tensors="pt")["input_ids"][0] for prompt in PROMPTS])
+    expected = model.generate(ids, attention_mask=mask, generation_mode="shared_prefix", **given).tolist()
+    assert [r["generated_token_ids"] for records in pipe(PROMPTS, return_tensors=True) for r in records] == expected
+
+
+def test_hogwild_runs_several_times_over_each_prompt(model: Any, tokenizer: Any) -> None:
+    given = {**settings_of("hogwild"), "do_sample": True, "num_return_sequences": 2}
+    results = make(model, tokenizer, **given)(PROMPTS)
+    assert [len(records) for records in results] == [2, 2, 2]
+    assert all(len(record["workers"]) == 3 for records in results for record in records)
+
+
+def test_a_tokenizer_without_a_pad_token_serves_a_list(model: Any, tokenizer: Any) -> None:
+    expected = generated(model, tokenizer, "hogwild", PROMPTS)
+    tokenizer.pad_token = None
+    pipe = make(model, tokenizer, **settings_of("hogwild"))
+    lengths = [len(prepared("hogwild", prompt, tokenizer)["input_ids"][0]) for prompt in PROMPTS]
+    for rows, others, length in zip(tokens_of(pipe(PROMPTS, return_tensors=True)), expected, lengths, strict=True):
+        padding = max(lengths) - length
+        assert [row[padding : padding + length + 20] for row in rows] == [
+            row[padding : padding + length + 20] for row in others
+        ]
+
+
+# Prompt helpers
+
+
+def test_a_chat_gets_the_rules_in_its_system_message(tokenizer: Any) -> None:
+    prompt = hf_parallel.hogwild_prompt(CHAT, tokenizer, collaboration_prompt="Talk, {names}.")
+    assert tokenizer.decode(prompt["input_ids"][0]) == (
+        "<system>Talk, Alice, Bob.\n\nBe short.</><user>Hi.</><assistant>Yes?</><user>Oslo or Rome?</><assistant>"
+    )
+    assert hf_parallel.hogwild_prompt(CHAT[3:], tokenizer)["input_ids"].tolist() == (
+        hf_parallel.hogwild_prompt("Oslo or Rome?", tokenizer)["input_ids"].tolist()
+    )
+
+
+def test_a_chat_gets_the_rules_in_its_first_message_where_the_template_has_no_system_message(tokenizer: Any) -> None:
+    tokenizer.chat_template = NO_SYSTEM
+    prompt = hf_parallel.hogwild_prompt(CHAT[1:], tokenizer, collaboration_prompt="Talk.")
+    assert tokenizer.decode(prompt["input_ids"][0]) == (
+        "<user>Talk.\n\nHi.</><assistant>Yes?</><user>Oslo or Rome?</><assistant>"
+    )
+
+
+def test_a_chat_that_ends_with_the_assistant_is_gone_on_with(model: Any, tokenizer: Any) -> None:
+    prompt = hf_parallel.hogwild_prompt(CHAT[:3], tokenizer, collaboration_prompt="Talk.")
+    assert tokenizer.decode(prompt["input_ids"][0]).endswith("<assistant>Yes?")
+    pipe = make(model, tokenizer, **settings_of("hogwild"))
+    ((record,),) = pipe([CHAT[:3]])
+    (new,) = pipe(CHAT[:3], return_full_text=False)
+    assert record["generated_text"][:2] == CHAT[:2]
+    assert record["generated_text"][2:] == [{"role": "assistant", "content": "Yes?" + new["generated_text"]}]
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[0], CHAT], ids=["string", "chat"])
+def test_a_template_gets_its_arguments(prompt: Any, model: Any, tokenizer: Any) -> None:
+    tokenizer.chat_template = LOUD
+    pipe = make(model, tokenizer, return_tensors=True, **settings_of("hogwild"))
+    for loud in (True, False):
+        (record,) = pipe(prompt, tokenizer_encode_kwargs={"loud": loud})
+        assert ("<assistant>HEY " in tokenizer.decode(record["generated_token_ids"][0])) == loud
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[0], CHAT], ids=["string", "chat"])
+def test_the_prompt_helper_can_be_turned_off(prompt: Any, model: Any, tokenizer: Any) -> None:
+    pipe = make(model, tokenizer, prompt_helper=False, **settings_of("hogwild"))
+    ids = prepared("shared_prefix", prompt, tokenizer)["input_ids"]
+    expected = model.generate(ids, tokenizer=tokenizer, **settings_of("hogwild")).tolist()
+    assert tokens_of([pipe(prompt, return_tensors=True)]) == [expected]
+    assert tokens_of([pipe(prompt, return_tensors=True, prompt_helper=True)]) != [expected]
+
+
+# What comes back
+
+
+def test_hogwild_gives_one_record_of_all_workers(model: Any, tokenizer: Any) -> None:
+    given = {**settings_of("hogwild"), "stop_on_answer": "never", "answer_pattern": "[a-z]"}
+    results = make(model, tokenizer, **given)(PROMPTS, return_full_text=False)
+    ids, mask = tiny.left_pad([prepared("hogwild", prompt, tokenizer)["input_ids"][0] for prompt in PROMPTS])
+    out = model.generate(ids, attention_mask=mask, tokenizer=tokenizer, return_dict_in_generate=True, **given)
+    for i, (record,) in enumerate(results):
+        assert record["generated_text"] == record["transcripts"] == out.transcripts[i]
+        assert record["workers"] == out.texts[3 * i : 3 * i + 3]
+        assert [step["tokens"] for step in record["history"]] == [step.tokens for step in out.history[i]]
+        assert record["answers"] == out.answers[i]
+        assert record["stats"]["decoded_tokens"] == out.stats.decoded_tokens
+
+
+def test_pdos_gives_titles_and_branches(model: Any, tokenizer: Any) -> None:
+    (record,) = make(model, tokenizer, **settings_of("pdos"))(PROMPTS[0])
+    ids = prepared("pdos", PROMPTS[0], tokenizer)["input_ids"]
+    out = model.generate(ids, tokenizer=tokenizer, return_dict_in_generate=True, **settings_of("pdos"))
+    assert record["titles"] == out.titles[0] != []
+    assert record["branch_texts"] == out.branch_texts[0]
+    assert [[b["text"] for b in block["branches"]] for block in record["blocks"]] == out.branch_texts[0]
+    assert record["stages"]["branches"]["decoded_tokens"] == out.stages["branches"].decoded_tokens
+
+
+def test_answers_votes_and_points_are_told(model: Any, tokenizer: Any) -> None:
+    (votes,) = make(model, tokenizer, **settings_of("self_consistency"))(PROMPTS[0])
+    assert len(votes["texts"]) == len(votes["found"]) == 3
+    assert sum(votes["votes"].values()) == 3
+    assert votes["answers"] in votes["found"]
+    (skeleton,) = make(model, tokenizer, **settings_of("skeleton_of_thought"))(PROMPTS[0])
+    assert skeleton["outlines"].startswith("1.")
+    assert isinstance(skeleton["points"], list)
+
+
+@pytest.mark.parametrize("mode", SETTINGS)
+def test_results_are_plain_data(mode: str, model: Any, tokenizer: Any) -> None:
+    results = make(model, tokenizer, **settings_of(mode))(PROMPTS)
+    assert json.loads(json.dumps(results)) == results
+    assert all(records[0]["stats"]["forward_passes"] > 0 for records in results)
+
+
+@pytest.mark.parametrize("mode", ["shared_prefix", "hogwild"])
+def test_text_comes_with_its_prompt_or_without(mode: str, model: Any, tokenizer: Any) -> None:
+    pipe = make(model, tokenizer, **settings_of(mode))
+    new = pipe(PROMPTS[0], return_full_text=False)[0]["generated_text"]
+    assert pipe(PROMPTS[0])[0]["generated_text"] == PROMPTS[0] + new
+    answer = pipe(CHAT, return_full_text=False)[0]["generated_text"]
+    assert pipe(CHAT)[0]["generated_text"] == [*CHAT, {"role": "assistant", "content": answer}]
+
+
+def test_the_cache_of_a_call_is_given_back(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches, begin = [], BlockCache.__init__
+
+    def noted(cache: BlockCache, *args: Any, **kwargs: Any) -> None:
+        caches.append(weakref.ref(cache))
+        begin(cache, *args, **kwargs)
+
+    monkeypatch.setattr(BlockCache, "__init__", noted)
+    for mode in ("shared_prefix", "hogwild"):
+        make(model, tokenizer, **settings_of(mode))(PROMPTS)
+    gc.collect()
+    assert len(caches) >= 2
+    assert all(cache() is None for cache in caches)
+
+
+# Settings
+
+
+def test_the_task_is_registered_and_enables_the_model(model: Any, tokenizer: Any) -> None:
+    pipe = make(model, tokenizer)
+    assert isinstance(pipe, ParallelTextGenerationPipeline)
+    assert hf_parallel.enable(model) is model
+    plain = model.generate(**tokenizer(PROMPTS[0], return_tensors="pt"), max_new_tokens=4).tolist()
+    assert tokens_of([pipe(PROMPTS[0], max_new_tokens=4, return_tensors=True)]) == plain
+
+
+def test_a_mode_stored_with_the_model_is_used(model: Any, tokenizer: Any) -> None:
+    model.generation_config.generation_mode = "hogwild"
+    model.generation_config.parallel_config = {"num_workers": 4}
+    pipe = make(model, tokenizer, max_new_tokens=4)
+    assert len(pipe(PROMPTS[0])[0]["workers"]) == 4
+    assert len(pipe(PROMPTS[0], num_workers=2)[0]["workers"]) == 2
+    assert "workers" not in pipe(PROMPTS[0], generation_mode=None)[0]
+
+
+def test_settings_of_a_call_go_before_those_of_the_pipeline(model: Any, tokenizer: Any) -> None:
+    pipe = make(model, tokenizer, generation_mode="hogwild", num_workers=4, max_new_tokens=4)
+
+    def workers(**given: Any) -> int:
+        return len(pipe(PROMPTS[0], **given)[0]["workers"])
+
+    assert workers() == workers(layout="contiguous") == workers(generation_mode="hogwild") == 4
+    assert workers(num_workers=1) == 1
+    assert workers(parallel_config=HogwildConfig(num_workers=3)) == 3
+    assert workers(parallel_config={"layout": "contiguous"}, generation_mode="hogwild") == 2
+    assert "workers" not in pipe(PROMPTS[0], generation_mode="shared_prefix")[0]
+    assert workers() == 4
+
+
+def test_a_generation_config_may_name_the_mode(model: Any, tokenizer: Any) -> None:
+    config = GenerationConfig(max_new_tokens=3)
+    config.generation_mode, config.parallel_config = "hogwild", {"num_workers": 3}
+    assert len(make(model, tokenizer, generation_config=config)(PROMPTS[0])[0]["workers"]) == 3
+    assert len(make(model, tokenizer)(PROMPTS[0], generation_config=config)[0]["workers"]) == 3
+    other = make(model, tokenizer, generation_mode="pdos", opening="So")
+    assert len(other(PROMPTS[0], generation_config=config)[0]["workers"]) == 3
+    same = make(model, tokenizer, generation_mode="hogwild", num_workers=2)
+    assert len(same(PROMPTS[0], generation_config=config)[0]["workers"]) == 2
+    assert config.return_dict_in_generate is None
+
+
+def test_num_workers_belongs_to_the_data_loader_where_the_mode_has_none(model: Any, tokenizer: Any) -> None:
+    pipe = make(model, tokenizer, generation_mode="shared_prefix", num_workers=0, max_new_tokens=4)
+    assert len(list(pipe(Rows(PROMPTS), num_workers=0))) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "named"),
+    [
+        ({"generation_mode": "fast"}, ValueError, "generation_mode must be one of"),
+        ({"generation_mode": "hogwild", "num_workers": 0}, ValueError, "num_workers must be an int of at least 1"),
+        ({"parallel_config": {"num_workers": 2}}, ValueError, "without a generation_mode"),
+        ({"generation_mode": "hogwild", "prompt_helper": "no"}, ValueError, "prompt_helper must be True or False"),
+        ({"generation_mode": "hogwild", "num_worker": 2}, ValueError, "did you mean 'num_workers'"),
+    ],
+)
+def test_bad_settings_are_refused_and_leave_all_usable(
+    given: dict[str, Any], error: type[Exception], named: str, model: Any, tokenizer: Any
+) -> None:
+    pipe = make(model, tokenizer, max_new_tokens=4)
+    with pytest.raises(error, match=named):
+        pipe(PROMPTS[0], **given)
+    with pytest.raises(error, match=named):
+        make(model, tokenizer, max_new_tokens=4, **given)(PROMPTS[0])
+    assert pipe(PROMPTS[0], generation_mode="hogwild", num_workers=2)[0]["workers"]
+
+
+# The stock pipeline
+
+
+def test_the_stock_pipeline_takes_a_mode(model: Any, tokenizer: Any) -> None:
+    hf_parallel.enable(model)
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, generation_mode="shared_prefix")
+    given = {"max_new_tokens": 12, "do_sample": False}
+    results = pipe(PROMPTS, batch_size=3, return_tensors=True, **given)
+    ids, mask = tiny.left_pad([tokenizer(prompt, return_tensors="pt")["input_ids"][0] for prompt in PROMPTS])
+    assert tokens_of(results) == model.generate(ids, attention_mask=mask, **given).tolist()
+
+
+def test_the_stock_pipeline_takes_hogwild_with_its_tokenizer(model: Any, tokenizer: Any) -> None:
+    hf_parallel.enable(model)
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    given = {"max_new_tokens": 12, "do_sample": False, "parallel_config": HogwildConfig(num_workers=3)}
+    records = pipe(PROMPTS[0], return_tensors=True, tokenizer=tokenizer, generation_mode="hogwild", **given)
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, tokenizer=tokenizer, **given).tolist()
+    assert [record["generated_token_ids"] for record in records] == expected
