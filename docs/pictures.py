@@ -1,0 +1,341 @@
+"""Draws the pictures of the pages as SVG: `python docs/pictures.py`. A test runs this with `--check`.
+
+Who sees what, and by how much queries are turned, is not drawn by hand: it is asked of the caches themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from hf_parallel import HogwildCache, SharedPrefixCache, TreeBranchCache
+from hf_parallel.cache import Block, BlockCache, Segment
+from hf_parallel.cache.hogwild import LAYOUTS, Workspace
+from hf_parallel.cache.tree_branch import Tree
+from hf_parallel.kernels import RotarySpec
+
+FOLDER = Path(__file__).parent / "pictures"
+WIDTH = 540
+ROTARY = {0: RotarySpec(inv_freq=(1.0,))}
+INK, FAINT = "#1f2933", "#5f6b77"
+COLOURS = {
+    "prompt": "#c9d6e2",
+    "header": "#e9edf1",
+    "history": "#a9d6b8",
+    "first": "#f6c177",
+    "second": "#8fb8ea",
+    "third": "#d9a5d0",
+    "fourth": "#a5d8d8",
+    "replayed": "#d5e8b4",
+    "new": "#ffffff",
+}
+"""What a block is, in all pictures; light enough for dark text."""
+
+BRANCHES = (("Rome", "first", 12), ("Oslo", "second", 15), ("Lima", "third", 8))
+"""Titles, colours and lengths of the branches of an answer."""
+
+Named = dict[Block, tuple[str, str]]
+"""What is written on a block, and its colour."""
+
+
+class Drawing:
+    """An SVG that grows downwards; `y` is where the next thing goes."""
+
+    def __init__(self, title: str) -> None:
+        self.title, self.y = title, 14.0
+        self.parts: list[str] = []
+
+    def rect(self, x: float, y: float, w: float, h: float, colour: str, dashed: bool = False) -> None:
+        """A box with round corners."""
+        dash = ' stroke-dasharray="4 3"' if dashed else ""
+        self.parts.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="4" fill="{COLOURS[colour]}" '
+            f'stroke="{INK}" stroke-width="1"{dash}/>'
+        )
+
+    def text(self, x: float, y: float, text: str, size: int = 13, anchor: str = "start", faint: bool = False) -> None:
+        """A line of text whose baseline is `y`."""
+        colour = FAINT if faint else INK
+        self.parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">'
+            f"{escape(text)}</text>"
+        )
+
+    def line(self, x: float, y: float, to_x: float, to_y: float, arrow: bool = False) -> None:
+        """A line, perhaps with a head."""
+        head = ' marker-end="url(#head)"' if arrow else ""
+        self.parts.append(
+            f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{FAINT}" '
+            f'stroke-width="1.3"{head}/>'
+        )
+
+    def heading(self, text: str) -> None:
+        """A line above what follows."""
+        self.y += 20
+        self.text(14, self.y, text, size=15)
+        self.y += 12
+
+    def note(self, text: str) -> None:
+        """A faint line below what was drawn."""
+        self.y += 14
+        self.text(14, self.y, text, faint=True)
+        self.y += 8
+
+    def view(self, who: str, blocks: Iterable[Block], names: Named, scale: float, below: Sequence[str] = ()) -> None:
+        """A row as the line of its blocks, perhaps with a word below each."""
+        self.text(14, self.y + 20, who)
+        x = 92.0
+        for number, block in enumerate(blocks):
+            name, colour = names[block]
+            width = scale * block.length
+            self.rect(x, self.y, width - 3, 30, colour)
+            self.text(x + (width - 3) / 2, self.y + 20, name, anchor="middle")
+            if below:
+                self.text(x + (width - 3) / 2, self.y + 45, below[number], anchor="middle", faint=True)
+            x += width
+        self.y += 56 if below else 36
+
+    def svg(self) -> str:
+        """The picture."""
+        height = self.y + 14
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
+                f'height="{height:.0f}" role="img" font-family="system-ui, sans-serif">',
+                f"<title>{escape(self.title)}</title>",
+                '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+                f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{FAINT}"/></marker></defs>',
+                f'<rect width="{WIDTH}" height="{height:.0f}" rx="8" fill="#ffffff"/>',
+                *self.parts,
+                "</svg>\n",
+            ]
+        )
+
+
+def fill(block: Block, length: int) -> Block:
+    """Let a block count as holding `length` tokens."""
+    block.length = length
+    return block
+
+
+def workspace(cache: HogwildCache, layout: str, headers: bool) -> tuple[Workspace, Named]:
+    """A problem of two workers in the midst of their steps."""
+    prompt = fill(cache.new_block(), 60)
+    space = cache.new_workspace(layout, [prompt], 2, (8, 8, 8, 8))
+    names = {prompt: ("prompt", "prompt"), fill(space.history, 80): ("history", "history")}
+    for header in space.headers[:3]:
+        names[fill(header, 14 if headers else 0)] = ("", "header")
+    alice, bob = space.workers
+    names |= {fill(alice, 50): ("Alice", "first"), fill(bob, 70): ("Bob", "second")}
+    return space, names
+
+
+def views() -> Drawing:
+    """Rows of all modes as lines of blocks."""
+    drawing = Drawing("What each row sees, mode by mode")
+    drawing.heading("shared_prefix: four completions of three prompts")
+    _shared_prefix(drawing)
+    drawing.heading("hogwild: two workers")
+    space, names = workspace(HogwildCache(ROTARY), "combined", headers=False)
+    for number, who in enumerate(("Alice", "Bob")):
+        drawing.view(who, seen(space.view(number)), names, 1.6)
+    drawing.heading("pdos: three branches of one answer")
+    _branches(drawing)
+    drawing.heading("resample: a new sample over what is remembered")
+    _resample(drawing)
+    drawing.note("Blocks of one colour and name within a mode are one and the same memory.")
+    return drawing
+
+
+def seen(view: Iterable[Block]) -> list[Block]:
+    """The blocks of a view that hold anything."""
+    return [block for block in view if block.length]
+
+
+def _shared_prefix(drawing: Drawing) -> None:
+    cache = SharedPrefixCache()
+    rules, north, south = [7] * 90, [8] * 60, [9] * 80
+    prompts = [rules + north, rules + north, rules + south, rules + south + [10] * 40]
+    leaves = [cache.insert(np.array(prompt)) for prompt in prompts]
+    for node in cache.unfilled():
+        assert node.block is not None
+        fill(node.block, len(node.tokens))
+    blocks = [cache.view(leaf) for leaf in leaves]
+    own = [fill(block, length) for block, length in zip(cache.new_blocks(4), (60, 80, 60, 40), strict=True)]
+    names = {
+        blocks[0][0]: ("rules", "prompt"),
+        blocks[0][1]: ("north", "history"),
+        blocks[2][1]: ("south", "third"),
+        blocks[3][2]: ("more", "fourth"),
+    } | {block: (f"text {number}", "first") for number, block in enumerate(own)}
+    for number, (view, block) in enumerate(zip(blocks, own, strict=True)):
+        drawing.view(f"row {number}", [*view, block], names, 1.6)
+
+
+def _branches(drawing: Drawing) -> None:
+    cache = TreeBranchCache(ROTARY)
+    prompt = fill(cache.new_block(), 80)
+    tree = Tree([prompt], fill(cache.new_trunks([80], 64)[0], 60))
+    cache.branch(tree, 60, 3)
+    names = {prompt: ("prompt", "prompt"), tree.trunk: ("trunk", "history")}
+    for (title, colour, length), block in zip(BRANCHES, tree.branches, strict=True):
+        names[fill(block, 6 * length)] = (title, colour)
+        drawing.view(title, tree.branch_view(block), names, 1.6)
+
+
+def _resample(drawing: Drawing) -> None:
+    cache = BlockCache()
+    prompt, known, own = (fill(block, length) for block, length in zip(cache.new_blocks(3), (80, 110, 60), strict=True))
+    names = {prompt: ("prompt", "prompt"), known: ("replayed, then read once", "replayed"), own: ("new", "first")}
+    drawing.view("sample 2", [prompt, known, own], names, 1.6)
+
+
+def layouts() -> Drawing:
+    """What Alice sees in each layout."""
+    drawing = Drawing("What the first of two workers sees in each layout")
+    for layout in LAYOUTS[::-1]:
+        drawing.heading(f'layout="{layout}"')
+        space, names = workspace(HogwildCache(ROTARY), layout, headers=True)
+        drawing.view("Alice sees", seen(space.view(0)), names, 1.45)
+    drawing.note("Without a name: headers, such as “what the others are writing right now”.")
+    return drawing
+
+
+def hogwild() -> Drawing:
+    """Steps of two workers over forward passes, and the history that they move into."""
+    steps = [
+        ("A1", 0, 0, 9),
+        ("B1", 1, 0, 15),
+        ("A2", 0, 9, 24),
+        ("B2", 1, 15, 28),
+        ("A3", 0, 24, 32),
+        ("B3", 1, 28, 32),
+    ]
+    drawing = Drawing("Forward passes of two workers; steps move into the history when they end")
+    drawing.heading("Two workers, 32 forward passes")
+    left, scale, top = 92, 13.2, drawing.y
+    for lane, who in enumerate(("Alice", "Bob")):
+        drawing.text(14, top + 21 + 44 * lane, who)
+    ended = sorted((step for step in steps if step[3] < 32), key=lambda step: step[3])
+    for name, worker, begin, end in steps:
+        colour, y = ("first", "second")[worker], top + 44 * worker
+        drawing.rect(left + scale * begin, y, scale * (end - begin) - 3, 30, colour, dashed=end == 32)
+        drawing.text(left + scale * (begin + end) / 2 - 2, y + 20, name, anchor="middle")
+    floor = top + 92
+    for count in (0, 10, 20, 30):
+        drawing.text(left + scale * count, floor + 4, f"pass {count}", size=12, anchor="middle", faint=True)
+    drawing.y = floor + 6
+    drawing.heading("The common history, as it grows")
+    for count, (_, _, _, moment) in enumerate(ended, start=1):
+        drawing.text(14, drawing.y + 20, f"pass {moment}")
+        x: float = left
+        for name, worker, begin, end in ended[:count]:
+            width = scale * (end - begin) * 0.6
+            drawing.rect(x, drawing.y, width - 3, 30, ("first", "second")[worker])
+            drawing.text(x + width / 2 - 2, drawing.y + 20, name, anchor="middle")
+            x += width
+        drawing.y += 36
+    drawing.note("Dashed: not finished. Everyone sees these too, as they are written.")
+    return drawing
+
+
+def pdos() -> Drawing:
+    """Trunk and branches over forward passes, and the answer that is made of them."""
+    drawing = Drawing("The skeleton, three branches side by side, and the joined answer")
+    drawing.heading("Forward passes")
+    left, scale, top = 92, 14.0, drawing.y
+    drawing.text(14, top + 21, "trunk")
+    boxes = ((0, 6, "skeleton", "history"), (21, 31, "goes on", "prompt"))
+    for begin, end, name, colour in boxes:
+        drawing.rect(left + scale * begin, top, scale * (end - begin) - 3, 30, colour)
+        drawing.text(left + scale * (begin + end) / 2 - 2, top + 20, name, anchor="middle")
+    for lane, (name, colour, length) in enumerate(BRANCHES, start=1):
+        y = top + 36 * lane
+        drawing.text(14, y + 21, f"branch {lane}")
+        drawing.rect(left + scale * 6, y, scale * length - 3, 30, colour)
+        drawing.text(left + scale * (6 + length / 2) - 2, y + 20, name, anchor="middle")
+        drawing.line(left + scale * (6 + length), y + 15, left + scale * 22, y + 15)
+    drawing.line(left + scale * 22, top + 36 * 3 + 15, left + scale * 22, top + 33, arrow=True)
+    drawing.text(left + scale * 22 + 8, top + 36 * 2 + 10, "join")
+    drawing.y = top + 36 * 4
+    drawing.heading("The answer, joined: as long as if it had been written in one go")
+    x: float = 14
+    for name, colour, length in (("start", "history", 6), *BRANCHES, ("goes on", "prompt", 10)):
+        width = 10 * length
+        drawing.rect(x, drawing.y, width - 3, 30, colour)
+        drawing.text(x + width / 2 - 2, drawing.y + 20, name, size=12, anchor="middle")
+        x += width
+    drawing.y += 32
+    return drawing
+
+
+def turn() -> Drawing:
+    """One set of blocks at its places in two views, with the turns that the plan of a pass asks for."""
+    cache = HogwildCache(ROTARY)
+    space, names = workspace(cache, "combined", headers=False)
+    drawing = Drawing("The same blocks at different places; queries are turned by the difference")
+    drawing.heading("Each stored once, from position 0; seen at two places")
+    plan = cache.prepare([Segment(space.view(number), 1) for number in range(2)])
+    turns: dict[tuple[int, int], int] = {}
+    blocks = [block for block in plan.blocks if block.length]
+    for number in range(plan.plan.num_blocks):
+        first, last = plan.plan.block_pairs[number : number + 2]
+        for pair in range(first, last):
+            turns[int(plan.plan.pair_query[pair]), number] = int(plan.plan.pair_delta[pair])
+    for row, who in enumerate(("Alice", "Bob")):
+        view = seen(space.view(row))
+        below = [f"turn {turns[row, blocks.index(block)]}" for block in view]
+        drawing.view(f"{who} sees", view, names, 1.6, below)
+    cache.rollback()
+    drawing.note("A turn is in positions: how far the row's next token stands behind the start")
+    drawing.note("of a block, less what the model has turned its query by already.")
+    return drawing
+
+
+def merge() -> Drawing:
+    """Partial results and their weights, with numbers of a small example."""
+    drawing = Drawing("Partial results of three blocks are merged by their weights")
+    drawing.heading("One query, three blocks")
+    sums = {"history": 2.0, "Bob": 1.2, "Alice": 0.3}
+    total = math.log(sum(math.exp(value) for value in sums.values()))
+    top = drawing.y
+    for lane, (name, value) in enumerate(sums.items()):
+        y, weight = top + 46 * lane, math.exp(value - total)
+        drawing.rect(14, y, 90, 32, {"history": "history", "Bob": "second", "Alice": "first"}[name])
+        drawing.text(59, y + 21, name, anchor="middle")
+        drawing.line(106, y + 16, 146, y + 16, arrow=True)
+        drawing.rect(150, y, 140, 32, "new")
+        drawing.text(220, y + 21, f"result, weight {weight:.2f}", anchor="middle")
+        drawing.line(292, y + 16, 366, top + 62, arrow=True)
+    drawing.rect(370, top + 40, 156, 44, "replayed")
+    drawing.text(448, top + 59, "their weighted sum:", size=12, anchor="middle")
+    drawing.text(448, top + 75, "attention over all keys", size=12, anchor="middle")
+    drawing.y = top + 130
+    drawing.note("Weights are the softmax of the log-sum-exps, and add up to 1.")
+    return drawing
+
+
+PICTURES: tuple[Callable[[], Drawing], ...] = (views, layouts, hogwild, pdos, turn, merge)
+
+
+def main() -> int:
+    """Draw all pictures, or say which are not up to date."""
+    FOLDER.mkdir(exist_ok=True)
+    stale = []
+    for draw in PICTURES:
+        path, svg = FOLDER / f"{draw.__name__}.svg", draw().svg()
+        if not path.is_file() or path.read_text() != svg:
+            stale.append(path.name)
+            if "--check" not in sys.argv:
+                path.write_text(svg)
+    print(*stale or ["all pictures are up to date"], sep="\n")
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Several answers to one question, and a vote. Run: python examples/self_consistency.py"""
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_parallel
+
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the small model that comes as a package
+
+if MODEL is None:
+    model, tokenizer = hf_parallel.load_embedded_model()
+else:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
+hf_parallel.enable(model)
+
+messages = [{"role": "user", "content": "What is 7 + 5?"}]
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+out = model.generate(
+    **prompt,
+    generation_mode="self_consistency",
+    tokenizer=tokenizer,
+    num_answers=6,
+    answer_pattern=r"(\d+)",  # the last number; the default is \boxed{...}
+    do_sample=True,
+    temperature=0.7,
+    seed=0,
+    max_new_tokens=32,
+    return_dict_in_generate=True,
+)
+for text, found in zip(out.texts[0], out.found[0], strict=True):
+    print(f"{found or '-':>6}  {' '.join(text.split())}")
+print(f"\nvotes: {out.votes[0]}, answer: {out.answers[0]}")

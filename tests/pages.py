@@ -1,0 +1,106 @@
+"""Code of pages, examples and notebooks, run on the embedded model: what is put in place of what, in one place."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import transformers
+
+import hf_parallel
+from hf_parallel.generation import MODES, ParallelGenerationMixin, mixin
+from hf_parallel.generation.replay import POLICIES
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OWN_MODES = [name for name, cls in MODES.items() if cls.__module__.startswith("hf_parallel.")]
+"""Modes of the package, not those that tests define."""
+NEW_TOKENS = 4
+"""Tokens that a text gets here at most, behind an opening that is given."""
+
+
+def name_of(page: Path) -> str:
+    """A page's path, as a test's id."""
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The fenced blocks of a page that are in one of the languages."""
+    return [text for language, text in FENCED.findall(page.read_text()) if language in languages]
+
+
+@contextmanager
+def small_scale(embedded: tuple[Any, Any]) -> Iterator[None]:
+    """The embedded model takes the place of every model that is loaded by a Hub id, and texts end early.
+
+    What block attention can do with the model is found out once, not at every `enable`. Afterwards the model is as it
+    was before, and modes and policies that were defined meanwhile are forgotten.
+    """
+    model, tokenizer = embedded
+    models, tokenizers = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
+    config, modes, policies = copy.deepcopy(model.generation_config), dict(MODES), dict(POLICIES)
+    try:
+        with (
+            patch.object(hf_parallel, "load_embedded_model", lambda **_: embedded),
+            patch.object(mixin, "capabilities", _capabilities),
+            patch.object(hf_parallel.HogwildSession, "run", _few_passes(hf_parallel.HogwildSession.run)),
+            patch.object(models, "from_pretrained", _unless_local(models.from_pretrained, model)),
+            patch.object(tokenizers, "from_pretrained", _unless_local(tokenizers.from_pretrained, tokenizer)),
+            patch.object(ParallelGenerationMixin, "generate", _short(ParallelGenerationMixin.generate, tokenizer)),
+            patch.object(
+                transformers.GenerationMixin, "generate", _short(transformers.GenerationMixin.generate, tokenizer)
+            ),
+        ):
+            yield
+    finally:
+        hf_parallel.disable(model)
+        model.generation_config = config
+        for registry, before in ((MODES, modes), (POLICIES, policies)):
+            for name in registry.keys() - before.keys():
+                del registry[name]
+
+
+_capabilities = functools.cache(mixin.capabilities)
+
+
+def run(blocks: list[str], name: str) -> dict[str, Any]:
+    """Run blocks of code one after the other in one namespace, which is returned."""
+    module = ModuleType("page_of_the_tests")  # dataclasses look their module up
+    with patch.dict(sys.modules, {module.__name__: module}):
+        for number, block in enumerate(blocks, start=1):
+            exec(compile(block, f"{name}, block {number}", "exec"), vars(module))
+    return vars(module)
+
+
+def _unless_local(load: Any, stand_in: Any) -> Any:
+    """Load from a folder that is there, and from nowhere else."""
+    return staticmethod(lambda name, *args, **kwargs: load(name, *args, **kwargs) if Path(name).is_dir() else stand_in)
+
+
+def _few_passes(run: Any) -> Any:
+    """A session's `run` that takes few passes."""
+    return functools.wraps(run)(lambda session, passes=NEW_TOKENS: run(session, min(passes, NEW_TOKENS)))
+
+
+def _short(generate: Any, tokenizer: Any) -> Any:
+    """A `generate` that gives a text few tokens behind its opening."""
+    plain = transformers.GenerationMixin.generate
+
+    @functools.wraps(generate)
+    def short(model: Any, *args: Any, **kwargs: Any) -> Any:
+        again = generate is plain and isinstance(model, ParallelGenerationMixin)  # it was called, and calls on
+        if kwargs.get("generation_config") is None and not again:
+            most = NEW_TOKENS + len(tokenizer(kwargs.get("opening", "")).input_ids)
+            kwargs["max_new_tokens"] = min(kwargs.get("max_new_tokens", most), most)
+        return generate(model, *args, **kwargs)
+
+    return short

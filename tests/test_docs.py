@@ -1,0 +1,218 @@
+"""The pages: their code runs, commands and settings that they name exist, figures and pictures are up to date."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from pages import OWN_MODES, PAGES, ROOT, blocks, name_of, run, small_scale
+
+import hf_parallel
+from hf_parallel.cli import make_parser
+from hf_parallel.cli_generate import generate, read_settings
+from hf_parallel.generation import MODES
+
+DOCS = ROOT / "docs"
+WITH_CODE = [page for page in PAGES if blocks(page, "python")]
+COMMANDS = ("hf-parallel", "make", "pip", "python")
+UNCHECKED = ("cd", "git")
+"""Commands of others in shell blocks; what they are given is not looked at."""
+
+
+def script(name: str) -> ModuleType:
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# Code
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_code_of_page_runs(
+    page: Path, embedded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with small_scale(embedded):
+        run(blocks(page, "python"), name_of(page))
+
+
+def test_every_fenced_block_is_python_or_shell() -> None:
+    for page in PAGES:
+        fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)
+        assert set(fences[::2]) <= {"python", "sh"}, page
+        assert set(fences[1::2]) <= {""}, page
+
+
+# Commands
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The commands that a page names: in shell blocks, in blocks that are set in by four spaces, and in its text."""
+    text = page.read_text()
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    lines += re.findall(rf"^    ((?:{'|'.join((*COMMANDS, *UNCHECKED))}) .*)$", text, re.MULTILINE)
+    lines += re.findall(rf"`((?:{'|'.join(COMMANDS)}) [^`]*)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    for line in lines:
+        for command in line.split("&&"):
+            words = shlex.split(command, comments=True)
+            if words:
+                yield words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_name_what_exists(page: Path) -> None:
+    for words in commands(page):
+        assert words[0] in (*COMMANDS, *UNCHECKED), words
+        if words[0] in COMMANDS:
+            CHECKS[words[0]](words[1:])
+
+
+def check_make(words: list[str]) -> None:
+    targets = re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert words[0] in targets, words
+
+
+def check_pip(words: list[str]) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    for word in words[1:]:
+        if word.endswith(".txt"):
+            assert (ROOT / word).is_file(), words
+        for extra in re.findall(r"\[([\w,]+)\]", word):
+            assert all(re.search(rf"^{name} = \[", project, re.MULTILINE) for name in extra.split(",")), words
+
+
+def check_python(words: list[str]) -> None:
+    if words[0] == "-m":
+        if words[1] == "pip":
+            return check_pip(words[2:])
+        found = importlib.util.find_spec(words[1])
+        assert found is not None, words
+        path = (
+            Path(str(found.origin)).parent / "__main__.py"
+            if found.submodule_search_locations
+            else Path(str(found.origin))
+        )
+    else:
+        path = ROOT / words[0]
+    source = path.read_text()
+    for option in (word.split("=")[0] for word in words if word.startswith("--") and word != "--help"):
+        assert f'"{option}"' in source, (words, path)
+    return None
+
+
+def check_hf_parallel(words: list[str]) -> None:
+    words = words[: words.index(">")] if ">" in words else words
+    options, others = make_parser().parse_known_args(words)
+    assert options.passes_on or not others, words
+    if options.run is generate:
+        read_settings(options)
+
+
+CHECKS = {"make": check_make, "pip": check_pip, "python": check_python, "hf-parallel": check_hf_parallel}
+
+
+# Figures, pictures, links
+
+
+def test_figures_are_those_of_the_benchmarks() -> None:
+    figures = script("figures")
+    for page in PAGES:
+        text = page.read_text()
+        assert figures.filled(text) == text, f"{page}: run python docs/figures.py"
+        comments = re.findall(rf"<!-- (?:{'|'.join(figures.SOURCES)}): ", text)
+        assert len(comments) == len(figures.FIGURE.findall(text)), page
+
+
+def test_a_figure_that_the_benchmarks_do_not_hold_is_noticed() -> None:
+    figures = script("figures")
+    true = figures.filled("0.00<!-- cpu: shared_prefix.ratios.kv_bytes_by_unique_tokens -->")
+    assert true == "1.00<!-- cpu: shared_prefix.ratios.kv_bytes_by_unique_tokens -->"
+    with pytest.raises(KeyError):
+        figures.filled("1.00<!-- cpu: shared_prefix.ratios.no_such_ratio -->")
+
+
+def test_pictures_are_what_their_script_draws() -> None:
+    pictures = script("pictures")
+    drawn = {f"{draw.__name__}.svg": draw().svg() for draw in pictures.PICTURES}
+    assert {path.name: path.read_text() for path in pictures.FOLDER.iterdir()} == drawn
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_of_page_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("http", "#")):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+# The site
+
+
+def test_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^>]*>", page.read_text())
+        loaded += re.findall(
+            r"<link\b[^>]*\brel=[\"']?(?:stylesheet|preconnect|preload)[^>]*//[^>]*>", page.read_text()
+        )
+        assert not loaded, page
+    settings = (site / "modes" / "hogwild.html").read_text()
+    for field in hf_parallel.HogwildConfig.fields():
+        assert f"<code>{field}</code>" in settings
+    assert "What I am writing right now" in settings  # each of several names in one line has its own default
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def pages(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        return [page for part in (entry if isinstance(entry, list) else entry.values()) for page in pages(part)]
+
+    named = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    described = {name for page in DOCS.rglob("*.md") for name in re.findall(r"^::: ([\w.]+)", page.read_text(), re.M)}
+    assert {f"hf_parallel.{name}" for name in hf_parallel.__all__} - described == set()
+
+
+@pytest.mark.parametrize("mode", OWN_MODES)
+def test_every_setting_is_described_by_its_dataclass(mode: str) -> None:
+    described: set[str] = set()
+    for cls in MODES[mode].__mro__:
+        if dataclasses.is_dataclass(cls):
+            names = re.findall(r"^    ([a-z_][\w, ]*?) : ", cls.__doc__ or "", re.MULTILINE)
+            described |= {name for line in names for name in line.split(", ")}
+    assert set(MODES[mode].fields()) <= described
+
+
+def test_every_mode_has_a_page() -> None:
+    text = "\n".join(page.read_text() for page in (DOCS / "modes").iterdir() if page.name != "index.md")
+    for mode in OWN_MODES:
+        assert f'generation_mode="{mode}"' in text
