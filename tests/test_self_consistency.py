@@ -161,6 +161,11 @@ def test_a_pattern_without_group_is_the_answer_whole() -> None:
     assert find_answer("", "1 22 333") is None
 
 
+@pytest.mark.parametrize(("text", "answer"), [("\\boxed{}", None), ("\\boxed{ }", None), ("\\boxed{4} \\boxed{}", "4")])
+def test_an_empty_form_is_no_answer(text: str, answer: str | None) -> None:
+    assert find_answer(BOXED, text) == answer
+
+
 def test_majority_of_nobody() -> None:
     assert majority([]) == (0, {})
 

@@ -154,8 +154,9 @@ class Arena:
         layer = self.layers.get(layer_idx)
         if layer is None:
             heads = key.shape[0]
-            keys = key.new_zeros(self.num_slots * heads, key.shape[-1])
-            values = value.new_zeros(self.num_slots * heads, value.shape[-1])
+            with torch.inference_mode(False):  # a kept cache may be written outside of it later
+                keys = key.new_zeros(self.num_slots * heads, key.shape[-1])
+                values = value.new_zeros(self.num_slots * heads, value.shape[-1])
             layer = self.layers[layer_idx] = LayerStorage(keys, values, heads)
         elif (key.shape[0], key.shape[-1], key.dtype, key.device) != (
             layer.num_kv_heads,
@@ -177,8 +178,9 @@ class Arena:
         for name in ("keys", "values"):
             old = getattr(layer, name)
             if old.shape[0] < rows:
-                new = old.new_zeros(max(rows, int(old.shape[0] * GROWTH)), old.shape[-1])
-                new[: old.shape[0]] = old
+                with torch.inference_mode(False), torch.no_grad():
+                    new = old.new_zeros(max(rows, int(old.shape[0] * GROWTH)), old.shape[-1])
+                    new[: old.shape[0]] = old
                 setattr(layer, name, new)
 
     def _take(self, size: int) -> int:

@@ -288,8 +288,12 @@ class BlockCache(Cache):
         -------
         (keys, values)
             Under block attention what was given; under a stock implementation `[rows, kv_heads, L, head_dim]`: each
-            row's whole view, left-padded with zeros to the longest.
+            row's whole view, left-padded with zeros to the longest. Under autocast in its dtype, as attention has it.
         """
+        device = key_states.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if self.block_attention:
             self.arena.write(layer_idx, key_states[0], value_states[0], self.plan)
             return key_states, value_states

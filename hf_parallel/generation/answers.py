@@ -348,7 +348,7 @@ def check_pattern(name: str, pattern: Any) -> None:
 
 
 def find_answer(pattern: str, text: str) -> str | None:
-    """The last final answer in a text, or None.
+    """The last final answer in a text, or None; an empty one, such as a form that was copied, is none.
 
     Parameters
     ----------
@@ -358,8 +358,8 @@ def find_answer(pattern: str, text: str) -> str | None:
     """
     if not pattern:
         return None
-    found = list(re.finditer(pattern, text))
-    return found[-1].group(1 if found[-1].re.groups else 0) if found else None
+    answers = [match.group(1 if match.re.groups else 0) for match in re.finditer(pattern, text)]
+    return next((answer for answer in reversed(answers) if answer and answer.strip()), None)
 
 
 def normal_form(answer: str) -> str:

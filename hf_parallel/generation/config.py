@@ -131,6 +131,8 @@ def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) 
     ValueError
         For an unknown mode or setting, or a bad value.
     """
+    if isinstance(mode, ParallelConfig):
+        raise ValueError(f"generation_mode must be a name, got a {type(mode).__name__}: pass it as parallel_config=")
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"generation_mode must be one of {sorted(MODES)} (or None), got {mode!r}")
     cls = MODES[mode]
@@ -155,8 +157,11 @@ def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) 
 
 def unknown_setting(cls: type[ParallelConfig], name: Any, value: Any, others: Iterable[str] = ()) -> ValueError:
     """The error for a setting that a mode does not have; `others` are names that were possible too."""
+    owners = [mode for mode, other in MODES.items() if name in other.fields()]
     near = difflib.get_close_matches(str(name), [*cls.fields(), *others], n=1)
     hint = f"did you mean {near[0]!r}? It" if near else "it"
+    if owners:
+        hint = f"it is one of {' and '.join(owners)}. {cls.mode}"
     return ValueError(f"{cls.mode!r} has no setting {name!r} (got {value!r}); {hint} has {cls.fields()}")
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from ..attention import Capabilities, capabilities
 from .arguments import check_generation_config, check_helpers, check_inputs, check_values
-from .call import make_call
+from .call import GenerationCall, make_call
 from .config import MODES, ParallelConfig, make_config, unknown_setting
 from .record import Record
 
@@ -60,6 +60,7 @@ class ParallelGenerationMixin:
 
     _parallel_capabilities: Capabilities
     _parallel_config: ParallelConfig | None = None
+    _parallel_run: Callable[[GenerationCall], Any]
     _parallel_thread: int | None = None
 
     @torch.no_grad()
@@ -94,10 +95,21 @@ class ParallelGenerationMixin:
             return self._generate(kwargs, args)
         if args:
             raise ValueError("with a generation_mode, arguments behind generation_config are given by name")
-        config.prepare(kwargs)
-        self._refuse(config, kwargs)
-        with self._claimed(config):
-            return self._generate(kwargs, ())
+        return self._hand_over(config, kwargs, config.run)
+
+    @torch.no_grad()
+    def _prepare_call(self, config: ParallelConfig, kwargs: dict[str, Any]) -> GenerationCall:
+        """What `generate` would run in a mode, for somebody who takes its steps by hand."""
+        self._check_free()
+        return self._hand_over(config, kwargs, lambda call: call)
+
+    def _hand_over(self, config: ParallelConfig, kwargs: dict[str, Any], run: Callable[[GenerationCall], Any]) -> Any:
+        """Let `generate` prepare a call, and run that."""
+        with _host_as_default():
+            config.prepare(kwargs)
+            self._refuse(config, kwargs)
+            with self._claimed(config, run):
+                return self._generate(kwargs, ())
 
     def _check_free(self) -> None:
         if self._parallel_config is not None:
@@ -107,15 +119,15 @@ class ParallelGenerationMixin:
             )
 
     @contextmanager
-    def _claimed(self, config: ParallelConfig) -> Iterator[None]:
+    def _claimed(self, config: ParallelConfig, run: Callable[[GenerationCall], Any]) -> Iterator[None]:
         """Hold the model for one call of a mode, which switches it to block attention for everybody."""
         with _CLAIMING:
             self._check_free()
-            self._parallel_config, self._parallel_thread = config, threading.get_ident()
+            self._parallel_config, self._parallel_run, self._parallel_thread = config, run, threading.get_ident()
         try:
             yield
         finally:
-            del self._parallel_config, self._parallel_thread
+            del self._parallel_config, self._parallel_run, self._parallel_thread
 
     def _generate(self, kwargs: dict[str, Any], args: tuple[Any, ...]) -> Any:
         first = [kwargs.pop(name, None) for name in _ARGUMENTS]
@@ -149,7 +161,7 @@ class ParallelGenerationMixin:
             config.cuda_graph,
             Record(config.mode, config.to_dict()),
         )
-        return config.run(call)
+        return self._parallel_run(call)
 
     def _take_parallel_config(self, kwargs: dict[str, Any]) -> ParallelConfig | None:
         return take_parallel_config(self.generation_config, kwargs)  # type: ignore[attr-defined]
@@ -177,7 +189,8 @@ class ParallelGenerationMixin:
         for name, harmless in _REFUSED.items():
             value = getattr(prepared, name, None)
             if value not in harmless:
-                raise ValueError(f"{name}={value!r} cannot be honoured by generation_mode={mode!r}, only {harmless}")
+                allowed = " or ".join(map(repr, harmless))
+                raise ValueError(f"{name}={value!r} cannot be honoured by generation_mode={mode!r}; allowed: {allowed}")
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save as ever; a mode that `generation_config` names is there again after `from_pretrained`.
@@ -291,7 +304,8 @@ def enable(model: PreTrainedModel, known: Capabilities | None = None) -> PreTrai
         return model
     if isinstance(model, PreTrainedModel) and model.device.type == "meta":
         raise ValueError(f"{type(model).__name__} is on the meta device: load its weights first")
-    found = capabilities(model) if known is None else known
+    with _host_as_default():
+        found = capabilities(model) if known is None else known
     plain = type(model)
     model.__class__ = _enabled_class(plain)
     model._parallel_capabilities = found  # type: ignore[assignment]
@@ -312,6 +326,11 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         model.__class__ = _plain_class(type(model))
         del model._parallel_capabilities
     return model
+
+
+def _host_as_default() -> AbstractContextManager[Any]:
+    """Where tensors are made that name no device: here, whatever the caller has set."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 _enabled: dict[type, type] = {}

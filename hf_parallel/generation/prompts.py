@@ -10,7 +10,7 @@ from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import is_valid_message
 
 from .arguments import check_tokenizer
-from .config import ParallelConfig, check_int, check_template
+from .config import ParallelConfig, check_int, check_template, unknown_setting
 from .hogwild import HogwildConfig
 from .pdos import PDOSConfig
 
@@ -161,6 +161,9 @@ def _config(cls: type[C], task: Any, tokenizer: Any, config: C | None, settings:
     _check(task, tokenizer)
     if config is not None and (settings or not isinstance(config, cls)):
         raise ValueError(f"give a {cls.__name__} or its settings, got config={config!r} and {sorted(settings)}")
+    for name, value in settings.items():
+        if name not in cls.fields():
+            raise unknown_setting(cls, name, value)
     return cls(**settings) if config is None else config
 
 

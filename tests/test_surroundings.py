@@ -1,0 +1,114 @@
+"""What surrounds a call: autocast, inference mode, another default device. Modes work in it as `generate` does."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import tiny
+import torch
+from ascii_tokenizer import AsciiTokenizer
+from transformers import PreTrainedModel
+
+import hf_parallel
+
+PROMPTS = tiny.make_prompts([9, 9, 9])
+GREEDY = {"max_new_tokens": 12, "eos_token_id": -1, "pad_token_id": tiny.PAD}
+
+
+@pytest.fixture(params=["llama", "gpt_neox"])
+def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
+    model = tiny.build(request.param)
+    hf_parallel.enable(model)
+    yield model
+    hf_parallel.disable(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_modes_run_under_autocast_as_generate_does(dtype: torch.dtype, held: torch.dtype) -> None:
+    model = tiny.build("llama", dtype=held)
+    ids = torch.stack(PROMPTS)
+    with torch.autocast("cpu", dtype):
+        hf_parallel.enable(model)
+        try:
+            plain = model.generate(ids, **GREEDY, output_logits=True, return_dict_in_generate=True)
+            ours = model.generate(
+                ids, generation_mode="shared_prefix", **GREEDY, output_logits=True, return_dict_in_generate=True
+            )
+        finally:
+            hf_parallel.disable(model)
+    assert ours.past_key_values.arena.layers[0].keys.dtype == dtype
+    spread = plain.logits[0].float().std()
+    torch.testing.assert_close(ours.logits[0].float(), plain.logits[0].float(), rtol=0, atol=0.2 * float(spread))
+
+
+def test_a_model_whose_forward_is_wrapped_in_autocast_can_be_enabled(model: PreTrainedModel) -> None:
+    """As Accelerate and Trainer do: logits come out in float32, computed in less."""
+    hf_parallel.disable(model)
+    forward = type(model).forward
+
+    def wrapped(self: PreTrainedModel, *args: object, **kwargs: object) -> object:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = forward(self, *args, **kwargs)
+        output.logits = output.logits.float()
+        return output
+
+    wrapped.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    kind = type(model)
+    kind.forward = wrapped
+    try:
+        hf_parallel.enable(model)
+        out = model.generate(torch.stack(PROMPTS), generation_mode="shared_prefix", **GREEDY)
+        assert out.shape == (3, 21)
+    finally:
+        kind.forward = forward
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, nullcontext])
+@pytest.mark.parametrize("second", [torch.inference_mode, nullcontext])
+def test_a_kept_cache_serves_in_and_out_of_inference_mode(
+    model: PreTrainedModel, first: type[AbstractContextManager], second: type[AbstractContextManager]
+) -> None:
+    ids, cache = torch.stack(PROMPTS), hf_parallel.SharedPrefixCache()
+    expected = model.generate(ids, **GREEDY)
+    for surroundings in (first, second, first):
+        with surroundings():
+            out = model.generate(ids, generation_mode="shared_prefix", past_key_values=cache, **GREEDY)
+        assert out.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("mode", ["shared_prefix", "hogwild", "pdos", "self_consistency", "resample"])
+def test_modes_do_not_hang_on_the_default_device(model: PreTrainedModel, mode: str) -> None:
+    settings = {
+        "shared_prefix": {},
+        "hogwild": {"num_workers": 2, "tokenizer": AsciiTokenizer(), "finisher_tokens": 0},
+        "pdos": {"tokenizer": AsciiTokenizer()},
+        "self_consistency": {"tokenizer": AsciiTokenizer(), "num_answers": 2, "do_sample": True, "seed": 1},
+        "resample": {"logits_cache": hf_parallel.LogitsCache(), "do_sample": True, "seed": 1},
+    }[mode]
+    ids = torch.stack(PROMPTS)
+    expected = model.generate(ids, generation_mode=mode, **GREEDY, **settings)
+    if "logits_cache" in settings:
+        settings["logits_cache"].clear()
+    with torch.device("meta"):
+        out = model.generate(ids, generation_mode=mode, **GREEDY, **settings)
+    assert out.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"generation_mode": "shared_prefix", "num_workers": 2}, "it is one of hogwild. shared_prefix has"),
+        ({"generation_mode": hf_parallel.HogwildConfig()}, "pass it as parallel_config="),
+        ({"generation_mode": "shared_prefix", "prompt_lookup_num_tokens": 3}, "allowed: None"),
+    ],
+)
+def test_errors_say_what_to_do(model: PreTrainedModel, settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        model.generate(torch.stack(PROMPTS), **GREEDY, **settings)
+    with pytest.raises(ValueError, match=r"'hogwild' has no setting 'workers'"):
+        hf_parallel.hogwild_prompt("A task", AsciiTokenizer(), workers=2)
