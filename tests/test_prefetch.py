@@ -17,7 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
 from hf_parallel import LogitsCache
-from hf_parallel.cache.logits import Distribution, State
+from hf_parallel.cache.logits import State
+from hf_parallel.cache.remembered import Distribution
 from hf_parallel.generation.prefetch import Distributions, Prefetch
 from hf_parallel.generation.replay import uncertainty_of
 from hf_parallel.generation.sampling import Sampler
@@ -303,6 +304,19 @@ def test_it_is_off_on_the_host_unless_asked_for(model: PreTrainedModel) -> None:
 def test_another_setting_is_refused(model: PreTrainedModel, prefetch: Any) -> None:
     with pytest.raises(ValueError, match=r"prefetch must be True, False or None, got"):
         sample(model, LogitsCache(), prefetch=prefetch)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_no_thread_outlives_a_call(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    weigh_ahead = Sampler.weigh_ahead
+
+    def slow(self: Sampler, logits: torch.Tensor, length: int) -> torch.Tensor:
+        time.sleep(0.2)
+        return weigh_ahead(self, logits, length)
+
+    monkeypatch.setattr(Sampler, "weigh_ahead", slow)
+    sample(model, LogitsCache(), prefetch=True, **CUT)
+    assert workers() == []
 
 
 def test_no_thread_outlives_a_call_that_fails(model: PreTrainedModel) -> None:

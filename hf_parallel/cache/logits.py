@@ -15,11 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
+
+from .remembered import Distribution, Remembered
 
 STATE_BYTES = 400
 """What a state costs beside its logits, in bytes: the object, and its place among its siblings."""
@@ -50,94 +54,6 @@ class State:
     def num_bytes(self) -> int:
         """Bytes that it takes."""
         return STATE_BYTES + sum(kept.num_bytes for kept in (self.logits, self.distribution) if kept is not None)
-
-
-@dataclass(frozen=True, eq=False)
-class Remembered:
-    """Logits of one state, whole or cut to the highest.
-
-    Attributes
-    ----------
-    values : [vocabulary] or [top_k]
-        In the model's own dtype.
-    ids : int32 [top_k], optional
-        Tokens of the values where they are cut.
-    vocabulary : int
-    rest : float
-        Log of the probability that all others have together (at temperature 1); -inf where none was cut.
-    """
-
-    values: torch.Tensor
-    ids: torch.Tensor | None
-    vocabulary: int
-    rest: float
-
-    @classmethod
-    def of(cls, logits: torch.Tensor, top_k: int | None) -> Remembered:
-        """Keep logits `[vocabulary]`, all of them or the `top_k` highest."""
-        size = len(logits)
-        if top_k is None or top_k >= size:
-            return cls(logits.detach().to("cpu", copy=True), None, size, -np.inf)
-        values, ids = logits.topk(top_k)
-        shares = logits.double().log_softmax(-1)
-        rest = torch.log1p(-shares[ids].exp().sum().clamp(max=1 - 1e-15))
-        return cls(values.cpu(), ids.to("cpu", torch.int32), size, float(rest))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors."""
-        return self.values.nbytes + (0 if self.ids is None else self.ids.nbytes)
-
-    def spread(self) -> torch.Tensor:
-        """The logits `[vocabulary]`; those that were cut share equally what they had together, so that sums stay."""
-        if self.ids is None:
-            return self.values
-        ids, values = self.ids.long(), self.values.double()
-        total = torch.logsumexp(values, -1) - np.log1p(-np.exp(self.rest))
-        each = total + self.rest - np.log(self.vocabulary - len(ids))
-        whole = torch.full((self.vocabulary,), float(each), dtype=torch.float64)
-        whole[ids] = values
-        return whole.to(self.values.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class Distribution:
-    """The few tokens that may follow a state under certain settings of sampling, ready to draw from.
-
-    Attributes
-    ----------
-    settings : tuple
-        What made it of the logits.
-    ids : int32 [n]
-        Ascending.
-    shares : float32 [n]
-        Their probabilities; all other tokens have none.
-    """
-
-    settings: tuple[Any, ...]
-    ids: torch.Tensor
-    shares: torch.Tensor
-
-    @classmethod
-    def of(cls, shares: torch.Tensor, settings: tuple[Any, ...]) -> Distribution | None:
-        """Keep probabilities `float32 [vocabulary]` if that takes at most a quarter of their bytes, else None."""
-        ids = shares.nonzero()[:, 0]
-        kept = cls(settings, ids.to("cpu", torch.int32), shares[ids].cpu())
-        return kept if kept.num_bytes <= shares.nbytes // 4 else None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors."""
-        return self.ids.nbytes + self.shares.nbytes
-
-    def put(self, into: torch.Tensor) -> None:
-        """Write the probabilities into zeros `[vocabulary]`."""
-        into[self.ids.to(into.device, torch.int64)] = self.shares.to(into.device)
-
-    def share(self, token: int) -> float:
-        """Probability of a token."""
-        place = int(torch.searchsorted(self.ids, token))
-        return float(self.shares[place]) if place < len(self.ids) and int(self.ids[place]) == token else 0.0
 
 
 class LogitsCache:
@@ -198,10 +114,10 @@ class LogitsCache:
             cursors.close()
 
     def clear(self) -> None:
-        """Forget all states; the counters stay."""
+        """Forget all states; the counters stay. Calls that are running go on, and leave nothing here any more."""
         with self._lock:
             for _, state in list(self._states()):
-                state.alive = False
+                self._forget(state)
             self._roots, self._leaves, self.num_bytes = {}, [], 0
 
     def children(self, state: State) -> list[State]:
@@ -226,9 +142,16 @@ class LogitsCache:
     def _child(self, state: State, token: int) -> State:
         child = state.children.get(token)
         if child is None:
-            child = state.children[token] = State(token, state)
-            self.num_bytes += child.num_bytes
+            child = state.children[token] = State(token, state, alive=state.alive)
+            self.num_bytes += child.num_bytes if child.alive else 0
         return child
+
+    @staticmethod
+    def _forget(state: State) -> None:
+        """Let go of what is kept at a state, whoever else still holds it; rows that stand there may go on."""
+        state.alive = False
+        if not state.pins:
+            state.logits = state.distribution = None
 
     def _touch(self, state: State) -> None:
         self._clock += 1
@@ -244,6 +167,8 @@ class LogitsCache:
         """Remember what follows a state, if there is or can be made room; returns whether it is known now."""
         if state.logits is not None:
             return True
+        if not state.alive:
+            return False
         remembered = Remembered.of(logits, self.top_k)
         self._make_room(remembered.num_bytes)
         if self.num_bytes + remembered.num_bytes > self.max_bytes:
@@ -272,11 +197,14 @@ class LogitsCache:
             if state.used != used:
                 self._offer(state)
                 continue
-            assert state.parent is not None, "roots are never offered"
-            state.alive = False
-            del state.parent.children[state.token]
+            parent = state.parent
+            assert parent is not None, "roots are never offered"
             self.num_bytes -= state.num_bytes
-            self._offer(state.parent)
+            self._forget(state)
+            del parent.children[state.token]
+            self._offer(parent)
+            if parent.parent is None and not (parent.children or parent.pins):
+                self._roots = {key: root for key, root in self._roots.items() if root is not parent}
 
     # Files
 
@@ -290,7 +218,7 @@ class LogitsCache:
                 tensors |= {f"{number}.{name}": tensor for name, tensor in _flatten(root).items()}
                 keys.append(key)
             metadata = {"format": _FORMAT, "keys": json.dumps(keys), "top_k": json.dumps(self.top_k)}
-        unfinished = path.with_name(path.name + ".unfinished")
+        unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")  # others may be writing it too
         try:
             save_file(tensors, unfinished, metadata)
             unfinished.replace(path)
@@ -318,27 +246,24 @@ class LogitsCache:
                 arrays = {name.split(".")[1]: t for name, t in tensors.items() if name.startswith(f"{number}.")}
                 _check(arrays)
                 cache._graft(key, arrays)
+            cache._make_room(0)
         except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no LogitsCache that can be read: {error}") from error
         return cache
 
     def _graft(self, key: str, arrays: dict[str, torch.Tensor]) -> None:
-        """Put the states of one model back, oldest first, so that the newest stay if there is no room for all."""
+        """Put the states of one model back, with the times at which they were used."""
         states = [self._root(key)]
-        for token, parent in zip(arrays["tokens"].tolist(), arrays["parents"].tolist(), strict=True):
-            states.append(self._child(states[parent], token))
-        places = arrays["places"].tolist()
-        for index in np.argsort(arrays["used"].numpy(), kind="stable").tolist():
-            state, place = states[index + 1], places[index]
-            self._touch(state)
-            if place >= 0 and state.alive:
-                ids = arrays["ids"][place].clone() if "ids" in arrays else None
-                values = arrays["values"][place].clone()
-                state.logits = Remembered(values, ids, int(arrays["vocabulary"]), float(arrays["rest"][place]))
+        rows = zip(*(arrays[name].tolist() for name in ("tokens", "parents", "used", "places")), strict=True)
+        for token, parent, used, place in rows:
+            state = self._child(states[parent], token)
+            states.append(state)
+            state.used, self._clock = used, max(self._clock, used)
+            if place >= 0:
+                state.logits = _unflatten(arrays, place)
                 self.num_bytes += state.logits.num_bytes
         for state in states[1:]:
             self._offer(state)
-        self._make_room(0)
 
 
 def _flatten(root: State) -> dict[str, torch.Tensor]:
@@ -360,10 +285,19 @@ def _flatten(root: State) -> dict[str, torch.Tensor]:
         "rest": torch.tensor([logits.rest for logits in known], dtype=torch.float64),
     }
     if known:
-        arrays["values"] = torch.stack([logits.values for logits in known])
+        arrays["values"] = pad_sequence([logits.values for logits in known], True, -torch.inf)
         if known[0].ids is not None:
-            arrays["ids"] = torch.stack([logits.ids for logits in known if logits.ids is not None])
+            arrays["ids"] = pad_sequence([logits.ids for logits in known if logits.ids is not None], True)
     return arrays
+
+
+def _unflatten(arrays: dict[str, torch.Tensor], place: int) -> Remembered:
+    """The logits at a row of `values`."""
+    values, ids = arrays["values"][place].clone(), None
+    if "ids" in arrays:
+        kept = values > -torch.inf  # others fill the row
+        values, ids = values[kept], arrays["ids"][place][kept]
+    return Remembered(values, ids, int(arrays["vocabulary"]), float(arrays["rest"][place]))
 
 
 def _check(arrays: dict[str, torch.Tensor]) -> None:
@@ -375,6 +309,8 @@ def _check(arrays: dict[str, torch.Tensor]) -> None:
         raise ValueError("its arrays are of unequal length")
     if ((parents < 0) | (parents > torch.arange(count))).any():
         raise ValueError("a state comes before its parent")
+    if len(set(zip(parents.tolist(), arrays["tokens"].tolist(), strict=True))) < count:
+        raise ValueError("a state is there twice")
     if values.ndim != 2 or rest.shape != values.shape[:1] or ((places < -1) | (places >= len(values))).any():
         raise ValueError("states and logits do not match")
     if values.shape[1] != vocabulary if ids is None else ids.shape != values.shape:
@@ -408,10 +344,11 @@ class Cursors:
         remembered = self._at[row].logits if self.ask(row) else None
         return None if remembered is None else remembered.spread()
 
-    def ask(self, row: Any) -> bool:
-        """Whether it is known what follows the row's tokens. Counts as a hit or a miss."""
+    def ask(self, row: Any, count: int = 0, rest: float = np.inf) -> bool:
+        """Whether enough is known of what follows the row's tokens, see `Remembered.serves`. A hit or a miss."""
         with self._cache._lock:
-            known = self.known(row)
+            logits = self._at[row].logits
+            known = logits is not None and logits.serves(count, rest)
             self._cache.hits += known
             self._cache.misses += not known
             return known

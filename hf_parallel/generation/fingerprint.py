@@ -17,23 +17,38 @@ def fingerprint(model: PreTrainedModel) -> str:
     """A name for what a model computes.
 
     Evenly spaced values of every parameter and buffer go into it, so that training, merging or switching an adapter
-    gives another one; a change to none of those values does not.
+    gives another one; a change to none of those values does not. Adapters of PEFT count as they are switched now.
+
+    Raises
+    ------
+    ValueError
+        If a weight cannot be read because it is offloaded.
     """
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
-    adapters: Any = getattr(model, "active_adapters", None)
-    try:
-        active = list(adapters() if callable(adapters) else adapters or [])
-    except ValueError:  # of a model without adapters
-        active = []
-    digest = hashlib.sha256(json.dumps([type(model).__name__, config, active], sort_keys=True, default=str).encode())
+    kind = model.device.type
+    computes = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    told = [type(model).__name__, config, computes, _adapters(model)]
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
     samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise ValueError(f"logits_cache tells models by their weights, but {name} is offloaded (meta device)")
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         flat = tensor.detach().reshape(-1)
         step = max(1, len(flat) // SAMPLES)
         samples.setdefault((tensor.dtype, tensor.device), []).append(flat[::step][:SAMPLES])
     for (dtype, _), values in samples.items():
         together = torch.cat(values)
-        exact = together.double() if dtype.is_floating_point else together.long()
-        digest.update(exact.cpu().numpy().tobytes())
+        exact = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
+        digest.update(together.to(exact).cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _adapters(model: PreTrainedModel) -> list[Any]:
+    """Which adapters each layer of PEFT uses, and how strongly: no weight changes where they are switched."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "active_adapters")]
+    return [
+        (layer.active_adapters, layer.disable_adapters, getattr(layer, "scaling", None))
+        for layer in layers
+        if hasattr(layer, "merged_adapters")
+    ]

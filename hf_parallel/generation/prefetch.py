@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from ..cache.logits import Distribution, LogitsCache, State
+from ..cache.logits import LogitsCache, State
+from ..cache.remembered import Distribution, Remembered
 from .replay import uncertainty_at
 from .sampling import Sampler
 
@@ -130,10 +131,10 @@ class Distributions:
             self.cache.prepare(state, distribution)
         return distribution
 
-    def ahead(self, state: State, length: int) -> Distribution | None:
+    def ahead(self, state: State, logits: Remembered, length: int) -> Distribution | None:
         """As `find`, worked out and kept if it was not; for other threads than the one that decodes."""
         found = self.find(state, length)
-        return found or self.keep(state, length, self.sampler.weigh_ahead(_logits(state), length))
+        return found or self.keep(state, length, self.sampler.weigh_ahead(logits.spread(), length))
 
     def _made_by(self, length: int) -> tuple[Any, ...]:
         return (*self._settings, length) if self._looks_at_length else self._settings
@@ -184,7 +185,8 @@ class Prefetch:
 
     def tell(self, state: State) -> None:
         """Say that the logits of a state are known from now on."""
-        self._news.put(state)
+        if self._thread.is_alive():
+            self._news.put(state)
 
     def _run(self) -> None:
         device = self._distributions.sampler.table.ids.device
@@ -210,11 +212,12 @@ class Prefetch:
             pass
 
     def _visit(self, surprise: float, _: int, state: State, length: int) -> None:
-        if state in self._seen or state.logits is None:
+        logits = state.logits  # another thread may drop the state meanwhile
+        if state in self._seen or logits is None:
             return
-        distribution = self._distributions.ahead(state, length) if self._distributions.kept else None
+        distribution = self._distributions.ahead(state, logits, length) if self._distributions.kept else None
         if self._uncertainty:
-            uncertainty_at(state)
+            uncertainty_at(state, logits)
         self._seen[state] = surprise, length, distribution
         for child in self._distributions.cache.children(state):
             self._add_below(state, child)
@@ -222,8 +225,8 @@ class Prefetch:
     def _add_below(self, parent: State, child: State) -> None:
         surprise, length, distribution = self._seen[parent]
         share = 1.0 if distribution is None else distribution.share(child.token)
-        if share or self._uncertainty:  # a policy may keep tokens that could not be drawn any more
-            self._add(child, surprise - math.log(share) if share else math.inf, length + 1)
+        if share:
+            self._add(child, surprise - math.log(share), length + 1)
 
     def _add(self, state: State, surprise: float, length: int) -> None:
         if state.logits is not None and state not in self._seen:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..cache.logits import LogitsCache, State
 from .call import GenerationCall
@@ -19,7 +19,7 @@ from .record import COMPUTED, HOTSPOT, REPLAYED
 from .replay import ReplayPolicy, uncertainty_at
 from .sampling import Sampler
 
-_LOCAL = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")
+_LOCAL = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 """Processors for which the highest logits may be enough."""
 
 
@@ -88,7 +88,7 @@ class Recall:
     prefetch: bool | None = None
 
     def __post_init__(self) -> None:
-        self._most_rest = _most_rest(self.cache, self.call)
+        self._needed = _needed(self.cache, self.call)
         self._key = fingerprint(self.call.model)
         self.origins: dict[int, list[str]] = {}
         self._routes: dict[int, _Route] = {}
@@ -185,20 +185,30 @@ class Recall:
         if computed:
             assert logits is not None, "what is not remembered has been computed"
             self._remember(computed, logits)
-        keeping = [row for row in rows if row in self._recognised and not self._draws(row)]
-        drawing = [row for row in rows if row not in set(keeping)]
+        weights = self._weigh(rows, logits)
+        kept = self._kept(rows, weights)
+        drawing = [i for i, row in enumerate(rows) if row not in kept]
         chosen: dict[int, tuple[int, bool]] = {}
         if drawing:
-            drawn = self.sampler.read(*self.sampler.draw_from(drawing, self._weigh(drawing, logits)))
-            chosen.update(zip(drawing, zip(*drawn, strict=True), strict=True))
-        if keeping:
-            kept = [self._route(row).token for row in keeping]
-            ended = self.sampler.accept(keeping, kept, torch.stack([self._logits(row) for row in keeping]))
-            chosen.update(zip(keeping, zip(kept, ended, strict=True), strict=True))
+            of = [rows[i] for i in drawing]
+            drawn = self.sampler.read(*self.sampler.draw_from(of, weights[drawing] if kept else weights))
+            chosen.update(zip(of, zip(*drawn, strict=True), strict=True))
+        if kept:
+            ended = self.sampler.accept(list(kept), list(kept.values()))
+            chosen.update(zip(kept, zip(kept.values(), ended, strict=True), strict=True))
         for row in rows:
             self._follow(row, chosen[row][0])
         self._recognised.difference_update(rows)
         return [chosen[row][0] for row in rows], [chosen[row][1] for row in rows]
+
+    def _kept(self, rows: Sequence[int], weights: torch.Tensor) -> dict[int, int]:
+        """The rows that take the token that was taken before; not one that the settings of this call rule out."""
+        places = [i for i, row in enumerate(rows) if row in self._recognised and not self._draws(row)]
+        if not places:
+            return {}
+        tokens = [self._route(rows[i]).token for i in places]
+        possible = weights[places, tokens] > (0.0 if self.sampler.do_sample else -torch.inf)
+        return {rows[i]: token for i, token, may in zip(places, tokens, possible.tolist(), strict=True) if may}
 
     def _weigh(self, rows: Sequence[int], logits: torch.Tensor | None) -> torch.Tensor:
         """What the next tokens of rows are drawn from; `logits` are those of the rows that were not recognised."""
@@ -210,7 +220,7 @@ class Recall:
             weights = self.sampler.weigh(rows, logits)
             self._distributions.note(rows, [self._cursors.state(row) for row in rows], weights)
             return weights
-        together = logits.new_empty(len(rows), logits.shape[-1])
+        together = logits.new_empty(len(rows), logits.shape[-1], dtype=torch.float32)
         together[known] = torch.stack([self._logits(rows[i]) for i in known]).to(together)
         together[[i for i, row in enumerate(rows) if row not in self._recognised]] = logits
         return self.sampler.weigh(rows, together)
@@ -243,9 +253,7 @@ class Recall:
         return HOTSPOT if route is not None and route.is_hotspot else REPLAYED
 
     def _known(self, row: int) -> bool:
-        state = self._cursors.state(row)
-        enough = state.logits is None or state.logits.rest <= self._most_rest
-        return enough and self._cursors.ask(row)
+        return self._cursors.ask(row, *self._needed)
 
     def _logits(self, row: int) -> torch.Tensor:
         remembered = self._cursors.state(row).logits
@@ -260,29 +268,33 @@ class Recall:
         """The continuation that was taken last from where the row is."""
         state, route = self._cursors.state(row), self._routes.get(row)
         if route is None or not route.leads_over(state):
-            states, tokens = _last_taken(state)
-            uncertainty = np.array([uncertainty_at(state) for state in states])
-            draws = self.policy.draws(uncertainty, self._replayed.get(row, 0))
+            states, tokens, uncertainty = _last_taken(self.cache, state)
+            draws = self.policy.draws(np.array(uncertainty), self._replayed.get(row, 0))
             route = self._routes[row] = _Route(states, tokens, np.asarray(draws, dtype=bool))
         return route
 
 
-def _last_taken(state: State) -> tuple[list[State], list[int]]:
-    """From a state on, the states and tokens of the continuation that was taken last, as far as logits are known."""
-    states, tokens = [], []
-    while state.children:
-        following = max(state.children.values(), key=lambda child: child.used)
-        if state.logits is not None:
+def _last_taken(cache: LogitsCache, state: State) -> tuple[list[State], list[int], list[float]]:
+    """From a state on, the continuation that was taken last, as far as logits are known: states, tokens, uncertainty.
+
+    Other threads may add to it and drop of it meanwhile.
+    """
+    states, tokens, uncertainty = [], [], []
+    while children := cache.children(state):
+        following = max(children, key=lambda child: child.used)
+        logits = state.logits
+        if logits is not None:
             states.append(state)
             tokens.append(following.token)
+            uncertainty.append(uncertainty_at(state, logits))
         elif following.token >= 0:
             break  # what follows is unknown; states of groups have names between their tokens, which nothing follows
         state = following
-    return states, tokens
+    return states, tokens, uncertainty
 
 
-def _most_rest(cache: LogitsCache, call: GenerationCall) -> float:
-    """Log of the mass of forgotten logits with which a state still serves the call's settings; infinite: any.
+def _needed(cache: LogitsCache, call: GenerationCall) -> tuple[int, float]:
+    """How many of the highest logits the call's settings need, and the log of the mass that all others may have.
 
     Raises
     ------
@@ -291,18 +303,22 @@ def _most_rest(cache: LogitsCache, call: GenerationCall) -> float:
     """
     config, processors = call.generation_config, call.logits_processor
     if cache.top_k is None:
-        return np.inf
-    names = [type(processor).__name__ for processor in processors]
-    if all(name in _LOCAL for name in names):
+        return 0, np.inf
+    shown = config.return_dict_in_generate and (config.output_logits or config.output_scores)
+    if not shown and all(type(processor) in _LOCAL for processor in processors):
         if not config.do_sample:
-            return np.inf
-        found: dict[str, Any] = dict(zip(names, processors, strict=True))
-        if "TopKLogitsWarper" in found and found["TopKLogitsWarper"].top_k <= cache.top_k:
-            return np.inf
-        if names == ["TopPLogitsWarper"]:  # at temperature 1 the mass of what was forgotten is known
-            return float(np.log1p(-found["TopPLogitsWarper"].top_p))
+            return 1, np.inf
+        # The first that cuts decides, what follows it sees nothing else; a temperature changes what masses are.
+        first = next((p for p in processors if type(p) is not TemperatureLogitsWarper), None)
+        if isinstance(first, TopKLogitsWarper) and first.top_k <= cache.top_k:
+            return first.top_k, np.inf
+        if isinstance(first, TopPLogitsWarper) and processors[0] is first:
+            return first.min_tokens_to_keep, float(np.log1p(-first.top_p))
+    names = sorted(type(processor).__name__ for processor in processors)
     raise ValueError(
         f"logits_cache keeps the {cache.top_k} highest logits (top_k), which is enough for greedy decoding, for "
-        f"sampling with top_k of at most {cache.top_k}, or with top_p at temperature 1; got {sorted(names)} with "
-        f"do_sample={config.do_sample}, temperature={config.temperature}, top_k={config.top_k}, top_p={config.top_p}"
+        f"sampling with top_k of at most {cache.top_k}, or with top_p at temperature 1, and not for output_logits or "
+        f"output_scores; got {names} with do_sample={config.do_sample}, temperature={config.temperature}, "
+        f"top_k={config.top_k}, top_p={config.top_p}, output_logits={config.output_logits}, "
+        f"output_scores={config.output_scores}"
     )

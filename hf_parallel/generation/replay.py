@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..cache.logits import State
+from ..cache.remembered import Remembered
 from .config import is_int
 
 POLICIES: dict[str, type[ReplayPolicy]] = {}
@@ -115,11 +116,10 @@ def uncertainty_of(logits: torch.Tensor) -> float:
     return float(entropy * (1 - likely.max()))
 
 
-def uncertainty_at(state: State) -> float:
-    """`uncertainty_of` the logits of a state, which must be known; worked out once."""
+def uncertainty_at(state: State, logits: Remembered) -> float:
+    """`uncertainty_of` the logits of a state; worked out once."""
     if state.uncertainty is None:
-        assert state.logits is not None, "asked only where they are known"
-        state.uncertainty = uncertainty_of(state.logits.spread())
+        state.uncertainty = uncertainty_of(logits.spread())
     return state.uncertainty
 
 

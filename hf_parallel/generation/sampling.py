@@ -161,6 +161,16 @@ class Sampler:
         self._draws |= dict.fromkeys(new, self._draws.get(row, 0))
         return new
 
+    def begin_row(self, length: int, draws: int) -> int:
+        """Add a row that holds the first `length` tokens of the last one, after `draws` draws of others.
+
+        Its randomness is its own. Returns its number.
+        """
+        (row,) = self.fork(self.num_rows - 1, 1)
+        self.table.truncate(row, length)
+        self._draws[row] = draws
+        return row
+
     def choose(self, rows: Sequence[int], logits: torch.Tensor) -> tuple[list[int], list[bool]]:
         """Sample one token for each of `rows` and append it to the table.
 
@@ -221,24 +231,24 @@ class Sampler:
         numbers, flags = torch.stack((tokens, ended.to(tokens.dtype))).tolist()
         return numbers, [flag != 0 for flag in flags]
 
-    def accept(self, rows: Sequence[int], tokens: Sequence[int], logits: torch.Tensor) -> list[bool]:
-        """Append tokens that need not be drawn to `rows`, which `logits` `[len(rows), vocabulary]` precede.
+    def accept(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+        """Append tokens that need not be drawn to `rows`, which have been weighed.
 
         Returns
         -------
         list of bool
             Whether a row has ended.
         """
-        self.rows = rows
-        if self.processes_all or self.scores is not None:
-            self._record(self.scores, rows, self._process(rows, self._copy(logits)))
-        self._record(self.logits, rows, logits)
+        self.append(rows, tokens)
+        return self._ended(rows).tolist()
+
+    def append(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Append tokens to `rows`, one to each, whose noise goes on as if they had been drawn."""
         if self.noise is not None and self.do_sample:
             for row in rows:
                 self.noise[row].skip()
         self.table.append(rows, torch.tensor(tokens, device=self.table.ids.device))
         self._count(rows)
-        return self._ended(rows).tolist()
 
     def _of_rows(self, processor: Any) -> Any:
         """A processor that may be asked for some of the rows."""
@@ -330,7 +340,7 @@ class Sampler:
         """Keep scores `[rows, vocabulary]` at the places of the rows' next draws; rows without one hold zeros."""
         if into is None:
             return
-        draws = [self._draws.get(row, 0) for row in rows]
+        draws, what = [self._draws.get(row, 0) for row in rows], what.to(self.table.ids.device)
         for place in sorted(set(draws)):
             while len(into) <= place:
                 into.append(what.new_zeros((self.num_rows, what.shape[-1]), dtype=torch.float32))
@@ -338,7 +348,7 @@ class Sampler:
                 into[place] = torch.cat((into[place], into[place].new_zeros(missing, what.shape[-1])))
             of = [i for i, other in enumerate(draws) if other == place]
             if len(of) == len(rows):
-                into[place][self.table.index(rows).to(what.device)] = what.float()
+                into[place][self.table.index(rows)] = what.float()
             else:
                 into[place][[rows[i] for i in of]] = what[of].float()
 

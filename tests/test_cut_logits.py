@@ -1,0 +1,135 @@
+"""A LogitsCache that keeps the highest logits: exact for settings that need no more, refused for all others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
+
+import hf_parallel
+from hf_parallel import LogitsCache
+from hf_parallel.cache.remembered import Remembered
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KEPT, NEW = 24, 10
+INPUT_IDS, ATTENTION_MASK = tiny.left_pad(tiny.make_prompts([24, 20, 11], seed=8))
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    yield hf_parallel.enable(tiny.build("llama"))
+    hf_parallel.disable(tiny.build("llama"))
+
+
+def sample(model: PreTrainedModel, cache: LogitsCache | None, **settings: Any) -> Any:
+    given: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW, "seed": 0, "pad_token_id": 0}
+    given |= {"attention_mask": ATTENTION_MASK, "return_dict_in_generate": True, "logits_cache": cache}
+    return model.generate(INPUT_IDS, generation_mode="shared_prefix", **(given | settings))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_sample": False},
+        {"top_k": 12, "temperature": 2.0},
+        {"top_k": 16, "temperature": 0.7, "top_p": 0.9},
+        {"top_p": 0.3},
+    ],
+    ids=["greedy", "top_k", "top_k and top_p", "top_p"],
+)
+def test_settings_that_need_no_more_get_the_same_samples(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    cache, replayed = LogitsCache(top_k=KEPT), 0
+    for seed in (0, 1, 2, 0):
+        out = sample(model, cache, seed=seed, **settings)
+        assert torch.equal(out.sequences, sample(model, None, seed=seed, **settings).sequences)
+        replayed += out.stats.replayed_tokens
+    assert replayed > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"top_k": KEPT + 1},
+        {"top_p": 0.3, "temperature": 0.7},
+        {"top_k": 5, "repetition_penalty": 1.3},
+        {"top_k": 5, "output_logits": True},
+        {"top_k": 5, "output_scores": True},
+        {"do_sample": False, "output_logits": True},
+    ],
+    ids=str,
+)
+def test_settings_that_need_more_are_refused(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"logits_cache keeps the {KEPT} highest logits"):
+        sample(model, LogitsCache(top_k=KEPT), **settings)
+    assert torch.equal(sample(model, None).sequences, sample(model, LogitsCache()).sequences)
+
+
+def test_of_several_processors_that_cut_the_first_decides(model: PreTrainedModel) -> None:
+    """A `top_p` of one's own goes before a `top_k`: it needs a mass that is not kept."""
+    cache, settings = LogitsCache(top_k=KEPT), {"top_k": 5, "logits_processor": [TopPLogitsWarper(0.9999)]}
+    for seed in (0, 0):
+        out = sample(model, cache, seed=seed, **settings)
+        assert torch.equal(out.sequences, sample(model, None, seed=seed, **settings).sequences)
+        assert out.stats.replayed_tokens == 0
+
+
+def test_a_state_that_has_forgotten_too_much_is_computed_and_counted_as_a_miss(model: PreTrainedModel) -> None:
+    cache = LogitsCache(top_k=KEPT)
+    for top_p, replays in ((0.1, True), (0.99, False), (0.1, True)):
+        expected = sample(model, None, top_p=top_p)
+        first = sample(model, cache, top_p=top_p)
+        hits, misses = cache.hits, cache.misses
+        again = sample(model, cache, top_p=top_p)
+        assert torch.equal(first.sequences, expected.sequences)
+        assert torch.equal(again.sequences, expected.sequences)
+        assert bool(again.stats.replayed_tokens) == replays
+        assert (cache.hits - hits, cache.misses - misses) == ((3 * NEW, 0) if replays else (0, 3))
+
+
+@pytest.mark.parametrize("warpers", [[TopKLogitsWarper(KEPT)], [TopPLogitsWarper(0.6)]], ids=["top_k", "top_p"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_serves_gives_the_same_shares_also_where_logits_are_equal(
+    dtype: torch.dtype, warpers: list[Any]
+) -> None:
+    """In bfloat16 most logits of such states have equals."""
+    needed = (KEPT, math.inf) if isinstance(warpers[0], TopKLogitsWarper) else (1, math.log(0.4))
+    served = 0
+    for seed in range(200):
+        logits = (torch.randn(300, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+        remembered = Remembered.of(logits, KEPT)
+        if remembered.serves(*needed):
+            served += 1
+            both = torch.stack((logits, remembered.spread())).float()
+            shares = LogitsProcessorList(warpers)(torch.empty(2, 0), both).softmax(-1)
+            if isinstance(warpers[0], TopPLogitsWarper):
+                shares = shares.sort(dim=-1).values  # of equals, `top_p` leaves those that its sorting puts last
+            assert torch.equal(*(of > 0 for of in shares))
+            torch.testing.assert_close(*shares)
+    assert served > 100 if dtype == torch.float32 or needed[0] < KEPT else 10 < served < 190
+
+
+def test_of_equal_logits_all_are_kept_or_none() -> None:
+    logits = torch.tensor([5.0, 4, 3, 3, 3, 1, 0])
+    for top_k, kept in ((1, [0]), (2, [0, 1]), (3, [0, 1]), (4, [0, 1]), (5, [0, 1, 2, 3, 4])):
+        remembered = Remembered.of(logits, top_k)
+        assert remembered.ids is not None
+        assert sorted(remembered.ids.tolist()) == kept
+        assert remembered.serves(len(kept), math.inf)
+        assert not remembered.serves(len(kept) + 1, math.inf)
+    assert not Remembered.of(torch.ones(9), 4).serves(1, math.inf)
+    assert Remembered.of(torch.ones(9), None).serves(9, -math.inf)
+
+
+def test_what_was_cut_stays_below_what_was_kept_however_small_its_mass() -> None:
+    logits = torch.full((50_000,), -12.0)
+    logits[:8] = torch.tensor([50, -9, -9.5, -9.6, -9.7, -9.8, -9.9, -10])
+    remembered = Remembered.of(logits, 8)
+    torch.testing.assert_close(remembered.spread(), logits)
+    assert remembered.rest == pytest.approx(math.log(50_000 - 8) - 12 - 50, rel=1e-6)

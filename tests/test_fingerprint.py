@@ -1,0 +1,101 @@
+"""What tells a model's logits from another's, beside its weights (test_resample.py): adapters, precision."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import hf_parallel
+from hf_parallel import LogitsCache
+from hf_parallel.generation.fingerprint import fingerprint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = tiny.make_prompts([16])[0][None]
+
+
+class LowRank(nn.Module):
+    """A layer with two adapters, which are switched as in PEFT: by attributes, without a change of any weight."""
+
+    merged_adapters: tuple[str, ...] = ()
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.active_adapters, self.disable_adapters = base, ["one"], False
+        self.scaling = {"one": 1.0, "two": 1.0}
+        ranks = {name: nn.Linear(base.in_features, base.out_features, bias=False) for name in self.scaling}
+        self.adapters = nn.ModuleDict(ranks)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        out = self.base_layer(states)
+        for name in () if self.disable_adapters else self.active_adapters:
+            out = out + self.scaling[name] * self.adapters[name](states)
+        return out
+
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "another": {"active_adapters": ["two"]},
+    "both": {"active_adapters": ["one", "two"]},
+    "none": {"disable_adapters": True},
+    "stronger": {"scaling": {"one": 2.0, "two": 1.0}},
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_what_another_adapter_gave_never_answers(switch: str) -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    attention = model.model.layers[1].self_attn
+    attention.v_proj = layer = LowRank(attention.v_proj)
+    hf_parallel.enable(model)
+
+    def sample(**more: Any) -> Any:
+        given = {"do_sample": True, "seed": 0, "max_new_tokens": 8, "return_dict_in_generate": True} | more
+        return model.generate(PROMPT, generation_mode="shared_prefix", **given)
+
+    cache = LogitsCache()
+    before, weights = sample(logits_cache=cache), copy.deepcopy(model.state_dict())
+    first = dict(vars(layer))
+    for name, value in SWITCHES[switch].items():
+        setattr(layer, name, value)
+    out = sample(logits_cache=cache)
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+    assert out.stats.replayed_tokens == 0
+    assert torch.equal(out.sequences, sample().sequences)
+    for name in SWITCHES[switch]:
+        setattr(layer, name, first[name])
+    again = sample(logits_cache=cache)
+    assert again.stats.forward_passes == 0
+    assert torch.equal(again.sequences, before.sequences)
+
+
+def test_autocast_gives_another_name() -> None:
+    model = tiny.build("llama")
+    names = {fingerprint(model)}
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            names.add(fingerprint(model))
+    assert len(names) == 3
+    assert fingerprint(model) in names
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int8])
+def test_every_value_counts_whatever_its_dtype(dtype: torch.dtype) -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    values = torch.zeros(8).to(dtype)
+    model.register_buffer("more", values)
+    name = fingerprint(model)
+    model.more = torch.ones(8).to(dtype) if dtype != torch.complex64 else torch.full((8,), 1j)
+    assert fingerprint(model) != name
+
+
+def test_a_model_whose_weights_cannot_be_read_is_refused() -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj.weight = nn.Parameter(mlp.up_proj.weight.to("meta"))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight is offloaded"):
+        fingerprint(model)
