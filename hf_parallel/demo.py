@@ -24,42 +24,12 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"The demo needs rich ({error}):\n    pip install rich gguf") from error
 
 from . import HogwildConfig, UnsupportedModelError, enable, hogwild_prompt, load_embedded_model
-from .live import worker_view
+from .live import live_view
 from .measure import StepClock, dense_bytes, long_prompt
+from .presets import SAMPLING, SMALL_MODEL, SMALL_MODEL_TASK
 
 TASK = "Plan a picnic in the park for ten people."
 SEED = 0
-
-SMALL_MODEL: dict[str, Any] = {
-    "history_header": "",
-    "others_header": "",
-    "own_header": "\n\n",
-    "step_prefix": "{name}:",
-    "redundancy_prompt": "",
-    "answer_pattern": "",
-    "finisher_tokens": 0,
-    "collaboration_prompt": """{names} solve tasks together. They talk in short sentences, share the work and agree on \
-a plan. Example:
-
-Task: Plan a birthday party for our sister.
-
-Alice: I will bake a chocolate cake with strawberries. Can you write the invitations?
-
-Bob: Yes, I will write ten invitations tonight. Who takes care of the music?
-
-Alice: I will ask my cousin, he plays the guitar.
-
-Bob: Great, then I will buy lemonade and paper cups.""",
-}
-"""Settings for a model of 135 million parameters, which follows an example and is confused by headings."""
-
-SAMPLING: dict[str, Any] = {
-    "do_sample": True,
-    "temperature": 0.7,
-    "top_p": 0.9,
-    "repetition_penalty": 1.1,
-    "no_repeat_ngram_size": 5,
-}
 
 
 @dataclass(frozen=True)
@@ -139,8 +109,8 @@ def show_workers(console: Console, model: Any, tokenizer: Any, config: HogwildCo
     )
     console.print(f"Task: {task}\n")
     small = config.collaboration_prompt == SMALL_MODEL["collaboration_prompt"]
-    prompt = hogwild_prompt(f"Task: {task}" if small else task, tokenizer, config)
-    view = worker_view(config, console)
+    prompt = hogwild_prompt(SMALL_MODEL_TASK.format(task=task) if small else task, tokenizer, config)
+    view = live_view(config, console)
     with view, view.watching(model):
         output = model.generate(
             **{name: tensor.to(model.device) for name, tensor in prompt.items()},

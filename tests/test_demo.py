@@ -19,7 +19,7 @@ from rich.text import Text
 
 import hf_parallel
 from hf_parallel import HogwildConfig, ParallelStreamer, demo, hogwild_prompt
-from hf_parallel.live import ABOVE, WorkerColumns, WorkerLines, WorkerView, worker_view
+from hf_parallel.live import ABOVE, LiveColumns, LiveLines, LiveView, live_view
 from hf_parallel.measure import StepClock, dense_bytes, long_prompt
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -39,15 +39,15 @@ def printed(console: Console) -> str:
     return file.getvalue()
 
 
-def drawn(view: WorkerColumns, height: int | None = None) -> list[str]:
+def drawn(view: LiveColumns, height: int | None = None) -> list[str]:
     """The lines of the picture, without colours."""
     lines = view.console.render_lines(view.picture(height), pad=False)
     return ["".join(segment.text for segment in line) for line in lines]
 
 
-def write(view: WorkerView, texts: list[str], end_step: bool = True) -> None:
+def write(view: LiveView, texts: list[str], end_step: bool = True) -> None:
     """Let every worker write a step, word by word."""
-    for row, worker in enumerate(view.workers):
+    for row, worker in view.rows.items():
         view.write_row(row, view.config.step_prefix.format(name=worker.name, step=len(worker.steps) + 1), "begin")
     words = [text.split() for text in texts]
     for i in range(max(len(row) for row in words)):
@@ -100,13 +100,13 @@ def test_a_demo_with_other_tokens_says_so(monkeypatch: pytest.MonkeyPatch, embed
 
 
 def test_every_view_is_a_parallel_streamer() -> None:
-    assert isinstance(WorkerLines(HogwildConfig(), a_pipe()), ParallelStreamer)
-    assert isinstance(WorkerColumns(HogwildConfig(), a_terminal()), ParallelStreamer)
+    assert isinstance(LiveLines(HogwildConfig(), a_pipe()), ParallelStreamer)
+    assert isinstance(LiveColumns(HogwildConfig(), a_terminal()), ParallelStreamer)
 
 
 @pytest.mark.parametrize(("width", "height"), [(60, 20), (80, 24), (100, 50)])
 def test_picture_keeps_inside_the_terminal(width: int, height: int) -> None:
-    view = WorkerColumns(HogwildConfig(), a_terminal(width, height))
+    view = LiveColumns(HogwildConfig(), a_terminal(width, height))
     for number in range(12):
         write(view, [f"step {number} of Alice " + "goes on " * 15, f"step {number} of Bob, 短い " + "x" * 90])
     write(view, ["Alice's last", "Bob's last"], end_step=False)
@@ -117,7 +117,7 @@ def test_picture_keeps_inside_the_terminal(width: int, height: int) -> None:
 
 
 def test_picture_has_the_same_height_however_much_is_written() -> None:
-    view = WorkerColumns(HogwildConfig(), a_terminal())
+    view = LiveColumns(HogwildConfig(), a_terminal())
     heights = [len(drawn(view, 15))]
     for _ in range(8):
         write(view, ["one two three " * 9, "four"])
@@ -127,7 +127,7 @@ def test_picture_has_the_same_height_however_much_is_written() -> None:
 
 def test_final_picture_holds_all_that_was_written() -> None:
     console = a_terminal()
-    with WorkerColumns(HogwildConfig(), console) as view:
+    with LiveColumns(HogwildConfig(), console) as view:
         for number in range(30):
             write(view, [f"a{number} moves.", f"b{number} moves."])
     text = printed(console)
@@ -136,7 +136,7 @@ def test_final_picture_holds_all_that_was_written() -> None:
 
 
 def test_steps_are_marked_with_the_pass_at_which_they_moved() -> None:
-    view = WorkerColumns(HogwildConfig(), a_terminal())
+    view = LiveColumns(HogwildConfig(), a_terminal())
     write(view, ["one two three.", "one two three four five."])
     write(view, ["unfinished", "unfinished"], end_step=False)
     picture = "\n".join(drawn(view))
@@ -148,7 +148,7 @@ def test_steps_are_marked_with_the_pass_at_which_they_moved() -> None:
 
 def test_terminal_is_left_clean_by_an_interrupt() -> None:
     console = a_terminal()
-    with suppress(KeyboardInterrupt), WorkerColumns(HogwildConfig(), console) as view:
+    with suppress(KeyboardInterrupt), LiveColumns(HogwildConfig(), console) as view:
         write(view, ["I was", "interrupted"], end_step=False)
         raise KeyboardInterrupt
     text = printed(console)
@@ -157,7 +157,7 @@ def test_terminal_is_left_clean_by_an_interrupt() -> None:
 
 
 def test_terminal_commands_of_the_model_are_not_passed_on() -> None:
-    for console, kind in ((a_terminal(), WorkerColumns), (a_pipe(), WorkerLines)):
+    for console, kind in ((a_terminal(), LiveColumns), (a_pipe(), LiveLines)):
         with kind(HogwildConfig(), console) as view:
             write(view, ["clear \x1b[2J\x07 the", "screen \x9b2J"])
         assert not re.search("\x1b\\[2J|\x07|\x9b", printed(console))
@@ -165,7 +165,7 @@ def test_terminal_commands_of_the_model_are_not_passed_on() -> None:
 
 def test_lines_name_the_worker_on_every_line() -> None:
     console = a_pipe()
-    view = WorkerLines(HogwildConfig(), console)
+    view = LiveLines(HogwildConfig(), console)
     view.write_row(1, "**Bob [1]:** ", "begin")
     view.write_row(1, "first\nsecond.\n\n", "token")
     view.write_row(1, "", "step")
@@ -188,18 +188,18 @@ def test_columns_need_a_terminal(
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"} | environment).items():
         monkeypatch.setenv(name, value)
-    assert isinstance(worker_view(HogwildConfig(), demo.make_console()), WorkerColumns if columns else WorkerLines)
+    assert isinstance(live_view(HogwildConfig(), demo.make_console()), LiveColumns if columns else LiveLines)
 
 
 def test_columns_need_room() -> None:
-    assert isinstance(worker_view(HogwildConfig(num_workers=8), a_terminal(100, 40)), WorkerLines)
-    assert isinstance(worker_view(HogwildConfig(), a_terminal(80, 6)), WorkerLines)
+    assert isinstance(live_view(HogwildConfig(num_workers=8), a_terminal(100, 40)), LiveLines)
+    assert isinstance(live_view(HogwildConfig(), a_terminal(80, 6)), LiveLines)
 
 
 def test_view_shows_what_hogwild_wrote_and_holds(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
     config = HogwildConfig(seed=2, **demo.SMALL_MODEL)
-    view = WorkerColumns(config, a_terminal())
+    view = LiveColumns(config, a_terminal())
     hf_parallel.enable(model)
     try:
         with view, view.watching(model):
@@ -216,10 +216,10 @@ def test_view_shows_what_hogwild_wrote_and_holds(embedded: tuple[Any, Any]) -> N
     finally:
         hf_parallel.disable(model)
     moved = {(step.worker, step.step): step.forward_pass for step in output.history[0]}
-    shown = {(row, i + 1): step for row, worker in enumerate(view.workers) for i, step in enumerate(worker.steps)}
+    shown = {(row, i + 1): step for row, worker in view.rows.items() for i, step in enumerate(worker.steps)}
     assert {place: step.ended for place, step in shown.items()} == moved
     assert any(moved.values())
-    for row, worker in enumerate(view.workers):
+    for row, worker in view.rows.items():
         assert "".join(f"{worker.name}:{step.text}" for step in worker.steps) == output.texts[row]
     assert view.tokens == output.stats.decoded_tokens
     assert view.kv_tokens * output.past_key_values.arena.bytes_per_token == output.stats.kv_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..attention import Capabilities, UnsupportedModelError
 from ..cache import BlockCache
+from .record import Record
 
 _IGNORED = ("use_cache", "logits_to_keep")
 
@@ -38,6 +39,8 @@ class GenerationCall:
         A cache that the caller passed.
     cuda_graph : bool
         Whether decode steps on a GPU may be captured as CUDA graphs.
+    record : Record
+        Keeps how the call came about.
     """
 
     model: PreTrainedModel
@@ -51,6 +54,7 @@ class GenerationCall:
     tokenizer: Any = None
     past_key_values: BlockCache | None = None
     cuda_graph: bool = True
+    record: Record = field(default_factory=Record)
 
     @property
     def num_rows(self) -> int:
@@ -79,6 +83,13 @@ class GenerationCall:
         eos = self.generation_config._eos_token_tensor  # type: ignore[attr-defined]
         return [] if eos is None else eos.flatten().tolist()
 
+    def show(self, row: int, text: str, event: str) -> None:
+        """Keep what a row wrote, and tell a streamer of parallel text; events as in `ParallelStreamer`."""
+        self.record.write(row, text, event)
+        write = getattr(self.streamer, "write_row", None)
+        if write is not None:
+            write(row, text, event)
+
 
 def make_call(
     model: PreTrainedModel,
@@ -90,6 +101,7 @@ def make_call(
     streamer: Any,
     model_kwargs: dict[str, Any],
     cuda_graph: bool = True,
+    record: Record | None = None,
 ) -> GenerationCall:
     """Check what reached the decoding method and wrap it up.
 
@@ -128,6 +140,8 @@ def make_call(
             f"{type(model).__name__} changes its RoPE frequencies behind {capabilities.max_length} tokens, which keys "
             f"held already cannot follow; prompt and new tokens may have that many, got {longest}"
         )
+    record = Record() if record is None else record
+    record.prompts, record.begin = prompts, input_ids.shape[1]
     return GenerationCall(
         model,
         capabilities,
@@ -140,6 +154,7 @@ def make_call(
         tokenizer,
         cache,
         cuda_graph,
+        record,
     )
 
 

@@ -1,0 +1,359 @@
+"""`hf-parallel generate`: prompts in, answers out, as text that streams, as JSON lines or as a live view."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from .cache.logits import LogitsCache
+from .embedded import MODEL_NAME, load_embedded_model
+from .generation import MODES, HogwildConfig, HogwildOutput, ParallelConfig, ParallelOutput, enable
+from .generation.config import make_config, unknown_setting
+from .generation.page import render as page_of
+from .generation.prompts import render, rules_of
+from .generation.recalling import RecallingConfig
+from .pipelines import what_is_told
+from .presets import SAMPLING, SMALL_MODEL, SMALL_MODEL_TASK
+from .printing import RowPrinter, StepPrinter
+from .probed import enable_embedded
+
+PLAIN = "generate"
+"""Stands for no mode: what `generate` does by itself."""
+FORMATS = ("text", "jsonl", "live")
+GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
+    ("max_new_tokens", int, "tokens of an answer; of a worker in hogwild (256)"),
+    ("num_return_sequences", int, "answers per prompt (1)"),
+    ("temperature", float, "of the sampling"),
+    ("top_p", float, "sample from the likeliest tokens that have this probability together"),
+    ("top_k", int, "sample from so many of the likeliest tokens"),
+    ("repetition_penalty", float, "above 1: repeat less"),
+)
+"""Settings of `generate` that have an option: name, type, help."""
+_DRAWING = ("temperature", "top_p", "top_k")
+_WRITTEN_OUT = {"True": True, "False": False, "None": None}
+_HEADING = 72
+"""Characters of a prompt that head its answer where there are several."""
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status.
+
+    Raises
+    ------
+    ValueError, OSError, ImportError, RuntimeError
+        For bad options before a model is loaded; for what the mode refuses.
+    """
+    if options.settings:
+        print(describe(options.mode))
+        return 0
+    prompts = read_prompts(options)
+    config, settings = read_settings(options)
+    _check(options, prompts)
+    model, tokenizer = load(options)
+    inputs = encode(prompts, tokenizer, config, options)
+    arguments = {
+        **{name: tensor.to(model.device) for name, tensor in inputs.items()},
+        **settings,
+        "tokenizer": tokenizer,
+        "return_dict_in_generate": True,
+    }
+    if config is not None:
+        (enable if options.model else enable_embedded)(model)
+        arguments |= {"generation_mode": config.mode, "parallel_config": config}
+    elif options.seed is not None:
+        torch.manual_seed(options.seed)
+    run = _watch if options.format == "live" else _print
+    output = run(options, model, tokenizer, prompts, config, arguments)
+    if output is None:
+        return 130
+    if options.stats and isinstance(output, ParallelOutput):
+        print(_cost(output), file=sys.stderr)
+    if options.output is not None:
+        told = output.to_dict(tokenizer) | {"model": options.model or MODEL_NAME}
+        write_whole(options.output, page_of(told) if options.output.suffix == ".html" else json.dumps(told))
+    if options.logits_cache is not None and isinstance(config, RecallingConfig):
+        config.logits_cache.save(options.logits_cache)
+    return 0
+
+
+def _print(
+    options: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    config: ParallelConfig | None,
+    arguments: dict[str, Any],
+) -> Any:
+    """Print answers as they are written, or as JSON lines; returns the output, None after Ctrl-C."""
+    answers = arguments.get("num_return_sequences") or 1
+    headings = [f"== {' '.join(prompt.split())[:_HEADING]}" for prompt in prompts] if len(prompts) > 1 else [""]
+    out = StringIO() if options.format == "jsonl" else sys.stdout
+    printer: RowPrinter | StepPrinter
+    if isinstance(config, HogwildConfig):
+        printer = StepPrinter(out, headings, config.num_workers * answers)
+    else:
+        ends = model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        printer = RowPrinter(out, headings, tokenizer, answers, ends)
+    try:
+        output = model.generate(**arguments, streamer=printer)
+    except KeyboardInterrupt:
+        printer.finish()
+        if options.format == "jsonl":
+            for number, prompt in enumerate(prompts):
+                print(json.dumps({"prompt": prompt, "texts": printer.texts(number), "interrupted": True}))
+        return None
+    if options.format == "jsonl":
+        for record in records(output, prompts, tokenizer, arguments["input_ids"].shape[1]):
+            print(json.dumps(record, ensure_ascii=False))
+    else:
+        for answer in getattr(output, "answers", None) or ():
+            if answer is not None:
+                printer.line(f"Answer: {answer}")
+    return output
+
+
+def _watch(
+    options: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    config: ParallelConfig | None,
+    arguments: dict[str, Any],
+) -> Any:
+    """Show rows side by side while they are written; returns the output, None after Ctrl-C."""
+    from .demo import make_console
+    from .live import live_view
+
+    assert config is not None, "a live view of no mode has been refused"
+    console = make_console()
+    try:
+        with live_view(config, console, tokenizer) as view, view.watching(model):
+            return model.generate(**arguments, streamer=view)
+    except KeyboardInterrupt:
+        return None
+
+
+def describe(mode: str) -> str:
+    """What a mode does, and what its settings mean and are by default."""
+    if mode not in MODES:
+        return "No mode: what `generate` of transformers does. Its settings: " + ", ".join(GENERATION_SETTINGS)
+    cls = MODES[mode]
+    classes = [of for of in cls.__mro__ if dataclasses.is_dataclass(of) and of is not object]
+    texts = [inspect.cleandoc(of.__doc__ or "") for of in classes]
+    defaults = [f"{field.name} = {_default(field)}" for field in dataclasses.fields(cls) if field.name in cls.fields()]
+    return "\n\n".join([*texts, "Defaults\n--------\n" + "\n".join(defaults)])
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return repr(value)
+
+
+def records(output: Any, prompts: Sequence[str], tokenizer: Any, begin: int) -> Iterator[dict[str, Any]]:
+    """An object per answer: prompt, text, and what the mode tells of it, under the names of the pipeline.
+
+    Parameters
+    ----------
+    output : ModelOutput
+    prompts : sequence of str
+    tokenizer
+    begin : int
+        Tokens of a row that are its prompt's.
+    """
+    told = list(what_is_told(output)) if isinstance(output, ParallelOutput) else [{} for _ in output.sequences]
+    for number, more in enumerate(told):
+        if isinstance(output, HogwildOutput):
+            text = more["transcripts"]
+        else:
+            text = tokenizer.decode(output.sequences[number, begin:], skip_special_tokens=True)
+        yield {"prompt": prompts[number * len(prompts) // len(told)], "generated_text": text, **more}
+
+
+def read_prompts(options: argparse.Namespace) -> list[str]:
+    """The prompts of arguments, files and stdin.
+
+    Raises
+    ------
+    ValueError
+        If there is none, or an empty one.
+    """
+    texts = []
+    given = options.prompts or ([] if options.file else ["-"])
+    for prompt in given:
+        if prompt != "-":
+            texts.append(prompt)
+        elif sys.stdin.isatty():
+            raise ValueError('give a prompt: hf-parallel generate "Plan a picnic." (or --file, or text on stdin)')
+        else:
+            texts += _split(sys.stdin.read(), options.lines)
+    for path in options.file:
+        try:
+            texts += _split(path.read_text(encoding="utf-8"), options.lines)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+    if not texts or not all(text.strip() for text in texts):
+        raise ValueError(f"a prompt must not be empty, got {texts!r}")
+    return texts
+
+
+def _split(text: str, lines: bool) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()] if lines else [text.rstrip("\n")]
+
+
+def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, dict[str, Any]]:
+    """The mode's config, None without a mode, and the arguments of `generate`.
+
+    Raises
+    ------
+    ValueError
+        Naming the setting, what was given and what is allowed.
+    """
+    cls = MODES.get(options.mode)
+    preset = options.model is None and not options.no_preset
+    settings: dict[str, Any] = {"max_new_tokens": 256}
+    settings |= SAMPLING if preset and options.mode in ("hogwild", "self_consistency") else {}
+    given = {} if options.seed is None else {"seed": options.seed}
+    for text in options.set:
+        name, _, value = text.partition("=")
+        if not _:
+            raise ValueError(f"--set must be NAME=VALUE, got {text!r}")
+        if cls is not None and name in cls.fields() and name not in cls.not_stored:
+            given[name] = parse(value, getattr(cls, name, None))
+        elif name in GENERATION_SETTINGS:
+            settings[name] = parse(value, getattr(GenerationConfig(), name))
+        elif cls is None:
+            raise ValueError(f"generate has no setting {name!r} (got {value!r})")
+        else:
+            raise unknown_setting(cls, name, value, GENERATION_SETTINGS)
+    settings |= _generation_options(options)
+    if not settings.get("do_sample", True):
+        settings = {name: value for name, value in settings.items() if name not in _DRAWING}
+    if options.logits_cache is not None or options.mode == "resample":
+        given["logits_cache"] = _logits_cache(options.logits_cache, cls)
+    if cls is None:
+        return None, settings
+    return make_config(cls.mode, given, SMALL_MODEL if preset and options.mode == "hogwild" else None), settings
+
+
+def _generation_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What options say of the arguments of `generate`."""
+    names = [name for name, _, _ in GENERATION_OPTIONS]
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    drawing = [f"--{name.replace('_', '-')}" for name in _DRAWING if name in given] + ["--sample"] * bool(
+        options.sample
+    )
+    if options.greedy and drawing:
+        raise ValueError(f"--greedy draws no tokens, so it cannot be combined with {', '.join(drawing)}")
+    if options.greedy or drawing:
+        given["do_sample"] = not options.greedy
+    return given
+
+
+GENERATION_SETTINGS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+"""What `generate` itself can be set to."""
+
+
+def parse(text: str, default: Any) -> Any:
+    """The value of a setting: JSON, `True`, `False` or `None`, or plain text, which a setting that is text remains.
+
+    Parameters
+    ----------
+    text : str
+    default : Any
+        The setting's.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return _WRITTEN_OUT.get(text, text) if not isinstance(default, str) else text
+    return value if isinstance(value, str) or not isinstance(default, str) else text
+
+
+def _logits_cache(path: Path | None, cls: type[ParallelConfig] | None) -> LogitsCache:
+    """The cache that a file holds, or a new one."""
+    if cls is None or "logits_cache" not in cls.fields():
+        raise ValueError(f"--logits-cache needs a mode that remembers logits, got {PLAIN if cls is None else cls.mode}")
+    return LogitsCache.load(path) if path is not None and path.exists() else LogitsCache()
+
+
+def _check(options: argparse.Namespace, prompts: Sequence[str]) -> None:
+    """Raise an error for what would only be found out when the answers are there."""
+    if options.output is not None:
+        if options.mode == PLAIN:
+            raise ValueError(f"-o keeps the run of a mode, and --mode {PLAIN} is none")
+        if not options.output.resolve().parent.is_dir():
+            raise ValueError(f"-o {options.output}: there is no folder {options.output.resolve().parent}")
+    if options.format == "live":
+        if importlib.util.find_spec("rich") is None:
+            raise ValueError("--format live needs rich, which is not installed: pip install rich")
+        if options.mode == PLAIN or len(prompts) > 1:
+            raise ValueError(f"--format live shows one prompt in a mode, got {len(prompts)} and --mode {options.mode}")
+
+
+def load(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype: Any = getattr(torch, options.dtype, "auto")
+    if options.model is None:
+        return load_embedded_model(dtype=torch.float32 if dtype == "auto" else dtype, device=device)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    return model.to(device).eval(), tokenizer
+
+
+def encode(
+    prompts: Sequence[str], tokenizer: Any, config: ParallelConfig | None, options: argparse.Namespace
+) -> dict[str, torch.Tensor]:
+    """Prompts as `input_ids` and `attention_mask`, `int64 [prompts, longest]`, padded on the left."""
+    rows = [_encoded(prompt, tokenizer, config, options).flatten() for prompt in prompts]
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    return {
+        "input_ids": pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left"),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"),
+    }
+
+
+def _encoded(prompt: str, tokenizer: Any, config: ParallelConfig | None, options: argparse.Namespace) -> torch.Tensor:
+    if options.raw:
+        return tokenizer(prompt, return_tensors="pt").input_ids
+    if getattr(config, "collaboration_prompt", None) == SMALL_MODEL["collaboration_prompt"]:
+        prompt = SMALL_MODEL_TASK.format(task=prompt)
+    text = render((None if config is None else rules_of(config)) or "", prompt, tokenizer)
+    special = not getattr(tokenizer, "chat_template", None)  # a template has written them
+    return tokenizer(text, return_tensors="pt", add_special_tokens=special).input_ids
+
+
+def _cost(output: ParallelOutput) -> str:
+    """What a call cost, in a line."""
+    of = output.stats
+    assert of is not None, "every mode counts"
+    replayed = f" ({of.replayed_tokens} replayed)" if of.replayed_tokens else ""
+    return (
+        f"{of.forward_passes} forward passes, {of.decoded_tokens} tokens written{replayed}, {of.prefilled_tokens} "
+        f"given tokens computed, {of.kv_bytes / 1e6:.1f} MB of keys and values, {of.prefill_seconds:.2f} s prefill, "
+        f"{of.decode_seconds:.2f} s decode"
+    )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,76 @@
+"use strict";
+// Everything is read off the elements: a card has its column, the passes between which it was written and what ended it.
+const plural = (count, word) => `${count} ${word}${count === 1 ? "" : /(ch|s|x)$/.test(word) ? "es" : "s"}`;
+const listed = names => names.length < 2 ? names.join("") : names.slice(0, -1).join(", ") + " and " + names.at(-1);
+
+function play(section) {
+  const find = selector => [...section.querySelectorAll(selector)];
+  const slide = section.querySelector("input"), view = section.querySelector("select");
+  const pieces = find("[data-p]"), ticks = find(".tick");
+  const {sight, unit, done, past} = section.parentElement.dataset;
+  const cards = find(".card").map(element => {
+    const {c, b, e, s, n, who} = element.dataset;
+    return {element, column: c === "" ? null : +c, begin: +b, end: e === "" ? null : +e, how: s, name: n, who};
+  });
+  const across = cards.filter(card => card.column === null);
+  const isDone = (card, pass) => card.end !== null && card.end <= pass && (card.how === done || card.how === "join");
+  const joined = (card, pass) => across.some(other => other.begin >= card.end && other.begin <= pass);
+
+  function sees(viewer, card, pass) {
+    if (viewer === card.column || (card.column === null && viewer !== "all")) return true;
+    if (viewer === null) return isDone(card, pass) && joined(card, pass);
+    return sight === "live" || (sight === "ended" && isDone(card, pass));
+  }
+
+  function say(viewer, pass, there) {
+    const writing = there.filter(card => pass < last && card.end !== null && card.end > pass).sort((a, b) => a.column - b.column);
+    const finished = there.filter(card => isDone(card, pass) && card.column !== null);
+    const at = pass === 0 ? "Before the first pass" : `After pass ${pass}`;
+    if (viewer === "all") {
+      const who = [...new Set(writing.map(card => card.who))];
+      const now = who.length ? `${listed(who)} ${who.length === 1 ? "is" : "are"} writing` : pass < last ? "nobody is writing" : "all is written";
+      const moved = past ? finished.sort((a, b) => a.end - b.end).map(card => card.name).join(" \u00b7 ") : "";
+      return `${at}: ${now}. ` + (moved ? `In the ${past}: ${moved}.` : `${plural(finished.length, unit)} finished.`);
+    }
+    const seen = finished.filter(card => card.column !== viewer && sees(viewer, card, pass));
+    const live = there.filter(card => card.column !== viewer && card.column !== null && !isDone(card, pass) && sees(viewer, card, pass)).sort((a, b) => a.column - b.column);
+    const parts = ["the prompt", "what it wrote itself"];
+    if (seen.length) parts.push(`${plural(seen.length, "finished " + unit)} of others`);
+    if (live.length) parts.push(`what ${listed([...new Set(live.map(card => card.who))])} ${live.length === 1 ? "has" : "have"} written so far`);
+    if (viewer !== null && across.some(card => card.begin < pass)) parts.push("what is written across all columns");
+    return `${at}, ${view.selectedOptions[0].text} can read ${listed(parts)}.`;
+  }
+
+  const last = +slide.max;
+  function show() {
+    const pass = +slide.value, chosen = view.value;
+    const viewer = chosen === "all" ? "all" : chosen === "" ? null : +chosen;
+    section.querySelector("output").textContent = `${pass}/${last}`;
+    for (const piece of pieces) piece.classList.toggle("later", +piece.dataset.p > pass);
+    for (const card of cards) {
+      const begun = card.begin <= pass;
+      card.element.classList.toggle("later", !begun);
+      card.element.classList.toggle("writing", begun && pass < last && card.end !== null && card.end > pass);
+      card.element.classList.toggle("unseen", begun && viewer !== "all" && !sees(viewer, card, pass));
+    }
+    for (const tick of ticks) tick.classList.toggle("now", +tick.dataset.from <= pass && pass < +tick.dataset.to);
+    section.querySelector(".says").textContent = say(viewer, pass, cards.filter(card => card.begin <= pass));
+  }
+
+  const go = pass => { slide.value = pass; show(); };
+  slide.addEventListener("input", show);
+  view.addEventListener("change", show);
+  for (const tick of ticks) tick.addEventListener("click", () => go(tick.dataset.from));
+  section.querySelector(".grid").addEventListener("click", event => {
+    const piece = event.target.closest("[data-p]");
+    if (piece && getSelection().isCollapsed) go(piece.dataset.p);
+  });
+  const asked = new URLSearchParams(location.hash.slice(1));
+  if (asked.has("pass")) slide.value = asked.get("pass");
+  if (asked.has("as")) view.value = asked.get("as");
+  if (view.selectedIndex < 0) view.value = "all";
+  section.querySelector(".bar").hidden = false;
+  show();
+}
+
+document.querySelectorAll("section").forEach(play);

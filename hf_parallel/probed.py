@@ -1,0 +1,76 @@
+"""Enables the embedded model, whose capabilities are found out once and kept in the cache folder.
+
+Finding them out takes as long as several tokens. A model that somebody may have changed is always asked anew, so this
+serves only a model that has just been loaded from the package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from . import attention
+from .attention import Capabilities
+from .folders import cache_folder
+from .generation import enable
+from .kernels.rope import RotarySpec
+
+
+def enable_embedded(model: PreTrainedModel) -> PreTrainedModel:
+    """`enable` for a model that `load_embedded_model` has just given; returns the same object.
+
+    What is kept is told apart by the model's config and dtype, by the versions of torch and transformers, and by the
+    code that finds it out.
+    """
+    path = _path(model)
+    try:
+        return enable(model, read(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
+        enable(model)
+    with suppress(OSError):  # it can be found out again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(write(model._parallel_capabilities), encoding="utf-8")  # type: ignore[arg-type]
+        temporary.replace(path)
+    return model
+
+
+def write(found: Capabilities) -> str:
+    """Capabilities as JSON."""
+    rotary = {} if found.rotary is None else found.rotary
+    specs = list(dict.fromkeys(rotary.values()))
+    told = {
+        "keyword": found.keyword,
+        "specs": [None if spec is None else [spec.inv_freq, spec.interleaved] for spec in specs],
+        "layers": None if found.rotary is None else [[layer, specs.index(spec)] for layer, spec in rotary.items()],
+        "why_no_rotation": found.why_no_rotation,
+        "max_length": found.max_length,
+    }
+    return json.dumps(told)
+
+
+def read(text: str) -> Capabilities:
+    """The capabilities that `write` wrote.
+
+    Raises
+    ------
+    ValueError, KeyError, TypeError
+        For anything else.
+    """
+    told = json.loads(text)
+    specs = [None if spec is None else RotarySpec(tuple(spec[0]), spec[1]) for spec in told["specs"]]
+    rotary = None if told["layers"] is None else {layer: specs[index] for layer, index in told["layers"]}
+    return Capabilities(told["keyword"], rotary, told["why_no_rotation"], told["max_length"])
+
+
+def _path(model: PreTrainedModel) -> Path:
+    code = Path(attention.__file__).read_text(encoding="utf-8")
+    known = (code, torch.__version__, transformers.__version__, str(model.dtype), model.config.to_json_string())
+    return cache_folder() / f"capabilities-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.json"

@@ -1,0 +1,294 @@
+"""The command line: prompts and settings, what it says when it cannot, and the commands around `generate`."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+
+import hf_parallel
+from hf_parallel import HogwildConfig, cli, cli_generate, probed
+from hf_parallel.attention import capabilities
+from hf_parallel.generation import MODES
+from hf_parallel.measure import StepClock
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Prompts and settings
+
+
+def options(*arguments: str) -> Any:
+    return cli.make_parser().parse_args(["generate", *arguments])
+
+
+def test_prompts_come_from_arguments_files_and_stdin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from\nstdin\n"))
+    (tmp_path / "file").write_text("from a\n\nfile\n")
+    read = cli_generate.read_prompts(options("first", "-", "--file", str(tmp_path / "file")))
+    assert read == ["first", "from\nstdin", "from a\n\nfile"]
+
+
+def test_without_a_prompt_stdin_is_read_line_by_line_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
+    assert cli_generate.read_prompts(options("--lines")) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a prompt"),
+        ([" "], "a prompt must not be empty"),
+        (["x", "--set", "num_worker=3"], "has no setting 'num_worker' (got '3'); did you mean 'num_workers'? It has"),
+        (["x", "--set", "num_workers=0"], "num_workers must be an int of at least 1, got 0"),
+        (["x", "--set", "num_workers=two"], "num_workers must be an int of at least 1, got 'two'"),
+        (["x", "--set", "num_workers"], "--set must be NAME=VALUE, got 'num_workers'"),
+        (["x", "--set", "logits_cache=1"], "'hogwild' has no setting 'logits_cache'"),
+        (["x", "--mode", "generate", "--set", "layout=combined"], "generate has no setting 'layout'"),
+        (["x", "--greedy", "--temperature", "0.5"], "--greedy draws no tokens, so it cannot be combined with --temp"),
+        (["x", "--mode", "pdos", "--logits-cache", "f"], "--logits-cache needs a mode that remembers logits, got pdos"),
+        (["x", "--mode", "generate", "-o", "run.json"], "-o keeps the run of a mode, and --mode generate is none"),
+        (["x", "-o", "/nowhere/run.json"], "there is no folder /nowhere"),
+        (["x", "y", "--format", "live"], "--format live shows one prompt in a mode, got 2"),
+        (["x", "--file", "/nowhere"], "No such file or directory: '/nowhere'"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_one_line_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(cli_generate, "load", lambda options: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert cli.main(["generate", *arguments]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.err.startswith("hf-parallel: error: ")
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="num_workers must be"):
+        cli.main(["generate", "x", "--debug", "--set", "num_workers=0"])
+
+
+@pytest.mark.parametrize(
+    ("text", "default", "value"),
+    [
+        ("3", 2, 3),
+        ("true", False, True),
+        ("False", True, False),
+        ("None", 3, None),
+        ('["a", "b"]', None, ["a", "b"]),
+        ("interleaved", "combined", "interleaved"),
+        ("42", "text", "42"),
+        ("true", "text", "true"),
+        ('"\\n"', "text", "\n"),
+        ('"quoted', "text", '"quoted'),
+        ("plain", None, "plain"),
+    ],
+)
+def test_values_are_json_or_text_which_a_text_remains(text: str, default: Any, value: Any) -> None:
+    assert cli_generate.parse(text, default) == value
+
+
+def test_options_go_before_the_preset_of_the_embedded_model() -> None:
+    config, settings = cli_generate.read_settings(options("x", "--temperature", "0.3", "--set", "step_prefix={name}> "))
+    assert (config.step_prefix, config.own_header) == ("{name}> ", "\n\n")  # type: ignore[union-attr]
+    assert (settings["temperature"], settings["do_sample"], settings["top_p"]) == (0.3, True, 0.9)
+    config, settings = cli_generate.read_settings(options("x", "--no-preset", "--seed", "7"))
+    assert config == HogwildConfig(seed=7)
+    assert settings == {"max_new_tokens": 256}
+
+
+def test_greedy_leaves_no_setting_of_drawing_behind() -> None:
+    _, settings = cli_generate.read_settings(options("x", "--greedy"))
+    assert settings["do_sample"] is False
+    assert not {"temperature", "top_p", "top_k"} & settings.keys()
+
+
+def test_settings_of_generate_can_be_set_too() -> None:
+    _, settings = cli_generate.read_settings(
+        options("x", "--set", "no_repeat_ngram_size=4", "--set", 'stop_strings=["."]')
+    )
+    assert (settings["no_repeat_ngram_size"], settings["stop_strings"]) == (4, ["."])
+
+
+@pytest.mark.parametrize("mode", [*MODES, "generate"])
+def test_every_mode_tells_its_settings(capsys: pytest.CaptureFixture[str], mode: str) -> None:
+    assert cli.main(["generate", "--mode", mode, "--settings"]) == 0
+    told = capsys.readouterr().out
+    names = MODES[mode].fields() if mode in MODES else ["temperature"]
+    assert all(re.search(rf"\b{name}\b", told) for name in names)
+    assert cli_generate.describe(mode) == told.rstrip("\n")
+
+
+# The other commands
+
+
+def test_help_names_every_command_and_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--help"])
+    assert left.value.code == 0
+    told = capsys.readouterr().out
+    assert all(re.search(rf"^    {name} ", told, re.MULTILINE) for name in ("demo", "generate", "bench", "view", "env"))
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    told = capsys.readouterr().out
+    assert all(name in told for config in MODES.values() for name in config.fields() if name != "logits_cache")
+
+
+def test_env_says_what_there_is_and_why_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_PARALLEL_BACKEND", "reference")
+    assert cli.main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["hf_parallel"] == hf_parallel.__version__
+    assert set(found["backends"]) == {backend.name for backend in hf_parallel.backends()}
+    assert found["environment"]["HF_PARALLEL_BACKEND"] == "reference"
+    assert cli.main(["env"]) == 0
+    plain = capsys.readouterr().out
+    assert "compiled CPU kernel: " in plain
+    assert "  triton: " in plain
+
+
+def test_benchmarks_run_where_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **settings: Any) -> Any:
+        ran.append(command[2:])
+        assert str(cli.BENCHMARKS.parent) in settings["env"]["PYTHONPATH"]
+        return SimpleNamespace(returncode=7)
+
+    monkeypatch.setattr(cli.subprocess, "run", run)
+    assert cli.main(["bench", "--quick", "--rounds", "3"]) == 7
+    assert cli.main(["bench", "gpu", "--toy"]) == 7
+    assert ran == [["benchmarks", "--quick", "--rounds", "3"], ["benchmarks.gpu", "--toy"]]
+    assert cli.main(["bench", "nothing"]) == 2
+    assert "there is no benchmark 'nothing'; there are " in capsys.readouterr().err
+
+
+def test_without_the_repository_bench_says_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli, "BENCHMARKS", tmp_path)
+    assert cli.main(["bench"]) == 2
+    assert "part of the repository, not of the installed package" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["demo"], ["bench"], ["generate", "x", "--format", "live"]])
+def test_missing_rich_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    find = cli.importlib.util.find_spec
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    assert cli.main(command) == 2
+    assert "needs rich, which is not installed: pip install rich" in capsys.readouterr().err
+
+
+def test_the_demo_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("hf_parallel.demo.main", lambda arguments: seen.append(arguments) or 0)
+    assert cli.main(["demo", "--quick", "--task", "Sing a song."]) == 0
+    assert seen == [["--quick", "--task", "Sing a song."]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("not json", "is no JSON"),
+        ("[1]", "no transcript"),
+        ('{"format": "hf_parallel run", "version": 2}', "version 2"),
+    ],
+)
+def test_what_is_no_run_is_not_viewed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, message: str
+) -> None:
+    (tmp_path / "run.json").write_text(content)
+    assert cli.main(["view", str(tmp_path / "run.json")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run.html").exists()
+
+
+def test_a_run_is_not_written_over_by_its_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run.html").write_text("{}")
+    assert cli.main(["view", str(tmp_path / "run.html")]) == 2
+
+
+# How soon
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "exaone4", "llama-dynamic", "gemma3_text"])
+def test_what_a_model_can_do_is_kept_whole(name: str) -> None:
+    found = capabilities(tiny.build(name))
+    assert probed.read(probed.write(found)) == found
+
+
+def test_the_embedded_model_is_probed_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, embedded: tuple[Any, Any]
+) -> None:
+    monkeypatch.setenv("HF_PARALLEL_CACHE", str(tmp_path))
+    model, _ = embedded
+    passes: list[Any] = []
+    handle = model.register_forward_pre_hook(lambda *_: passes.append(_))
+    found = []
+    try:
+        for damage in (False, False, True, False):
+            if damage:
+                next(tmp_path.iterdir()).write_text("{")
+            before = len(passes)
+            found.append((probed.enable_embedded(model)._parallel_capabilities, len(passes) > before))
+            hf_parallel.disable(model)
+    finally:
+        handle.remove()
+        hf_parallel.disable(model)
+    assert [asked for _, asked in found] == [True, False, True, False]
+    assert all(of == found[0][0] for of, _ in found)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_the_first_token_comes_as_soon_as_that_of_generate(
+    monkeypatch: pytest.MonkeyPatch, embedded: tuple[Any, Any]
+) -> None:
+    """Work of the processor from the command, or from loading the model, to the first token; imports are done."""
+    prompt = "Name three fruits that grow in Italy, and say in one sentence each what they taste like."
+
+    def ours() -> float:
+        first: list[float] = []
+
+        class Output(io.StringIO):
+            def write(self, text: str) -> int:
+                first.extend([time.process_time()] if text.strip() else [])
+                return super().write(text)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", Output())
+            cli.main(["generate", prompt, "--mode", "shared_prefix", "--max-new-tokens", "2", "--greedy"])
+        return first[0]
+
+    def plain() -> float:
+        first: list[float] = []
+        model, tokenizer = hf_parallel.load_embedded_model()
+        chat = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        clock = StepClock(lambda count: first.append(time.process_time()))
+        model.generate(**inputs, streamer=clock, max_new_tokens=2, do_sample=False)
+        return first[0]
+
+    def seconds(run: Callable[[], float]) -> float:
+        gc.collect()  # or what others left behind is cleared away meanwhile
+        return -time.process_time() + run()
+
+    seconds(ours)  # what is found out once
+    times = [(seconds(ours), seconds(plain)) for _ in range(3)]
+    assert min(of for of, _ in times) <= 1.2 * min(of for _, of in times)

@@ -1,0 +1,227 @@
+"""Transcripts: who wrote what at which forward pass, who could read it, and a page that shows just that."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ascii_tokenizer import SPECIAL, AsciiTokenizer
+from stories import tell
+from test_self_consistency import vote
+from test_skeleton_of_thought import scripts
+from test_skeleton_of_thought import write as outline
+from workers import encode, small_model, write
+
+from hf_parallel import Hotspot, LogitsCache, ParallelOutput
+from hf_parallel.generation.record import Record
+from hf_parallel.generation.transcript import FORMAT, VERSION, Card, beside, written_cards
+
+EOS = tiny.EOS
+ALICE, BOB = "Ann.\n\nTwo.", "Bo is slow.\n\nx"
+"""Alice ends a step at pass 6, Bob at pass 13; what they write then is left unfinished."""
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Tokenizer(AsciiTokenizer):
+    """With what a real one knows of its special tokens."""
+
+    all_special_ids = list(SPECIAL)
+
+
+def told(card: dict[str, Any], until: int = 10**9) -> str:
+    """The text of a card after a pass."""
+    return "".join(text for at, text, _ in card["pieces"] if at <= until)
+
+
+def one_section(out: ParallelOutput, tokenizer: Any = None) -> dict[str, Any]:
+    (section,) = out.to_dict(tokenizer)["sections"]
+    return section
+
+
+def of_column(section: dict[str, Any], column: int | None) -> list[dict[str, Any]]:
+    return [card for card in section["cards"] if card["column"] == column]
+
+
+# What is told
+
+
+def test_every_token_of_a_worker_stands_at_the_pass_that_wrote_it() -> None:
+    section = one_section(write(ALICE, BOB))
+    assert section["columns"] == ["Alice", "Bob"]
+    first, second = of_column(section, 0)
+    assert [piece[:2] for piece in first["pieces"]] == list(enumerate("Ann.\n\n", start=1))
+    assert [piece[:2] for piece in second["pieces"]] == list(enumerate("Two.xxxx"[: len(BOB) - 6], start=7))
+    assert (first["given"], second["given"]) == ("Alice 1: ", "Alice 2: ")
+    assert [(card["begin"], card["end"]) for card in of_column(section, 1)] == [(0, 13), (13, 14)]
+
+
+def test_steps_that_moved_are_told_from_those_left_unfinished() -> None:
+    out = write(ALICE, BOB)
+    cards = of_column(one_section(out), 0) + of_column(one_section(out), 1)
+    assert [card["ended"] for card in cards] == ["step", "end", "step", "end"]
+    moved = {step.text: step.forward_pass for step in out.history[0] if step.forward_pass}
+    assert {card["given"] + told(card): card["end"] for card in cards if card["ended"] == "step"} == moved
+
+
+def test_each_prompt_has_a_section_of_its_own() -> None:
+    sections = write("a", "b", "c", "d", prompts=["P", "QQ"]).to_dict(Tokenizer())["sections"]
+    assert [[told(card) for card in section["cards"]] for section in sections] == [["a", "b"], ["c", "d"]]
+    assert [(section["prompt"], section["prompt_tokens"]) for section in sections] == [("P", 1), ("QQ", 2)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "sight", "past"),
+    [("combined", "live", "history"), ("interleaved", "ended", "history"), ("contiguous", "live", "")],
+)
+def test_the_layout_says_who_reads_whom(layout: str, sight: str, past: str) -> None:
+    manner = write(ALICE, BOB, layout=layout).to_dict()["manner"]
+    assert (manner["sight"], manner["past"]) == (sight, past)
+
+
+def test_a_reader_of_everything_and_its_answer_are_noted() -> None:
+    section = one_section(write("a", "b", finisher="42}"))
+    assert section["notes"] == [("Answer", "42"), ("Written by a reader of everything", "So \\boxed{42}")]
+
+
+def test_branches_are_columns_and_their_trunk_goes_across() -> None:
+    story = "Now. ####A:......\n####B:......\n####%%%%"
+    out = tell([story + "\nSo.", EOS], branches=("aa\n####", "b\n####"))
+    section = one_section(out)
+    assert section["columns"] == ["A", "B"]
+    trunk, after = of_column(section, None)
+    assert told(trunk) == story
+    assert told(after) == "\nSo."
+    for column, text in enumerate(("aa\n####", "b\n####")):
+        (branch,) = of_column(section, column)
+        assert told(branch) == text
+        assert (branch["begin"], branch["end"]) == (len(story), len(story) + len(text))
+    assert after["begin"] == len(story) + len("aa\n####")
+    assert ("Joined answer", out.transcripts[0]) in [tuple(note) for note in section["notes"]]
+
+
+def test_a_given_opening_stands_before_the_first_pass_and_is_marked_as_given() -> None:
+    out = tell(["x", EOS], opening="Now. ")
+    (trunk,) = one_section(out)["cards"]
+    assert [(at, origin) for at, _, origin in trunk["pieces"]][:2] == [(0, "g"), (1, "m")]
+
+
+def test_answers_are_columns_and_a_conclusion_goes_across() -> None:
+    out = vote(["\\boxed{4}", EOS], ["\\boxed{5}", EOS], vote="final", final="5}")
+    section = one_section(out)
+    assert [told(card) for card in section["cards"]] == ["\\boxed{4}", "\\boxed{5}", "5}"]
+    assert [card["column"] for card in section["cards"]] == [0, 1, None]
+    assert section["cards"][2]["begin"] == max(card["end"] for card in section["cards"][:2])
+    assert dict(map(tuple, section["notes"])) == {"Answer": "5", "Votes": "4: 1, 5: 1", "Chosen": "answer 2"}
+
+
+def test_points_are_columns_between_outline_and_conclusion() -> None:
+    section = one_section(outline(scripts("xx", "y", "zz")))
+    assert [(card["column"], card["given"]) for card in section["cards"]] == [
+        (None, "1."), (0, "1. a:"), (1, "2. b:"), (2, "3. c:"), (None, "[END]")
+    ]  # fmt: skip
+
+
+def completions(prompts: list[str], **settings: Any) -> Any:
+    ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in prompts])
+    given = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 6, "seed": 0, "return_dict_in_generate": True}
+    return small_model().generate(ids, attention_mask=mask, **{**given, **settings})
+
+
+def test_completions_of_one_prompt_are_columns_and_need_the_tokenizer() -> None:
+    out = completions(["Some", "More"], generation_mode="shared_prefix", num_return_sequences=3)
+    with pytest.raises(ValueError, match="shared_prefix knows tokens alone: give the tokenizer"):
+        out.to_dict()
+    sections = out.to_dict(Tokenizer())["sections"]
+    assert [section["prompt"] for section in sections] == ["Some", "More"]
+    assert [len(section["columns"]) for section in sections] == [3, 3]
+    for row, card in enumerate(card for section in sections for card in section["cards"]):
+        assert told(card) == Tokenizer().decode(out.sequences[row, 4:].tolist(), skip_special_tokens=True)
+        assert [piece[0] for piece in card["pieces"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_prompts_of_one_row_each_share_a_section_under_what_they_have_in_common() -> None:
+    out = completions(["To do: sing", "To do: dance"], generation_mode="shared_prefix")
+    section = one_section(out, Tokenizer())
+    assert section["prompt"] == "To do: "
+    assert [card["given"] for card in section["cards"]] == ["sing", "dance"]
+
+
+@pytest.mark.parametrize("replay", ["stepwise", "hotspot"])
+def test_what_was_replayed_took_no_pass_and_is_marked(replay: str) -> None:
+    cache = LogitsCache()
+    for seed in (0, 1, 2):
+        out = completions(["Some"], generation_mode="resample", logits_cache=cache, seed=seed, replay=replay,
+                          num_return_sequences=4)  # fmt: skip
+    cards = one_section(out, Tokenizer())["cards"]
+    replayed = [piece for card in cards for piece in card["pieces"] if piece[2] != "m"]
+    assert len(replayed) == out.stats.replayed_tokens > 0
+    assert {at for at, _, _ in replayed} == {0}
+    assert {origin for _, _, origin in replayed} <= ({"r"} if replay == "stepwise" else {"r", "h"})
+    for card in cards:
+        computed = [at for at, _, origin in card["pieces"] if origin == "m"]
+        assert computed == list(range(1, len(computed) + 1))
+
+
+@pytest.mark.parametrize(("threshold", "mark"), [(0.0, "h"), (1e9, "r")])
+def test_hotspots_are_the_uncertain_tokens_and_no_others(threshold: float, mark: str) -> None:
+    cache = LogitsCache()
+    for _ in range(2):
+        out = completions(["Some"], generation_mode="resample", logits_cache=cache, replay=Hotspot(threshold=threshold))
+    (card,) = one_section(out, Tokenizer())["cards"]
+    assert [origin for _, _, origin in card["pieces"]] == [mark] * 6
+
+
+def test_answers_mark_what_they_replayed() -> None:
+    cache = LogitsCache()
+    for texts in (["a.b.c", "second"], ["a.b.c", "secure"]):
+        out = vote(*texts, answer_pattern=".", logits_cache=cache, seed=1)
+    marks = ["".join(origin for _, _, origin in card["pieces"]) for card in one_section(out)["cards"]]
+    assert marks == ["r" * 6, "r" * 4 + "m" * 2]
+
+
+def test_workers_mark_what_they_replayed() -> None:
+    cache = LogitsCache()
+    write(ALICE, BOB, logits_cache=cache)
+    out = write(ALICE, BOB, logits_cache=cache)
+    origins = [piece[2] for card in one_section(out)["cards"] for piece in card["pieces"]]
+    assert origins.count("r") == out.stats.replayed_tokens == 2 * len(BOB)
+
+
+def test_a_transcript_goes_through_json_and_names_settings_that_are_data() -> None:
+    run = write(ALICE, BOB, seed=torch.Generator(), layout="interleaved").to_dict()
+    assert json.loads(json.dumps(run))["settings"]["layout"] == "interleaved"
+    assert "seed" not in run["settings"]
+    assert run["stats"]["decoded_tokens"] == 2 * run["passes"]
+    assert (run["format"], run["version"], run["mode"]) == (FORMAT, VERSION, "hogwild")
+
+
+def test_an_output_without_a_record_has_nothing_to_tell() -> None:
+    with pytest.raises(ValueError, match="no record of its call"):
+        ParallelOutput(sequences=torch.zeros(1, 1)).to_html()  # type: ignore[arg-type]
+
+
+def test_what_somebody_else_says_is_told_as_given() -> None:
+    """A person's remark to a row, and one to all of them, which no row has written."""
+    record = Record(mode="hogwild", passes=3, origins={0: "rmm"})
+    for at, row, text, event in ((0, 0, "A: ", "begin"), (1, 0, "a", "token"), (1, 0, "[stop]", "inject"),
+                                 (2, 0, "b", "token"), (2, -1, "News.", "inject"), (2, -1, "", "step")):  # fmt: skip
+        record.passes = at
+        record.write(row, text, event)
+    mine, common = written_cards(record, lambda row: (0, row if row >= 0 else None))[0]
+    assert mine.pieces == [(1, "a", "r"), (1, "[stop]", "g"), (2, "b", "m")]
+    assert (common.column, common.pieces, common.ended) == (None, [(2, "News.", "g")], "step")
+    assert (mine.begin, mine.end, common.begin, common.end) == (0, 2, 2, 2)
+
+
+def test_what_is_said_to_all_while_others_write_has_a_column_of_its_own() -> None:
+    """In turn: a trunk before and behind its branches. Not in turn: a remark at pass 2 of 4."""
+    lane, trunk, behind, remark = Card(0, 1, 4), Card(None, 0, 1), Card(None, 4, 6), Card(None, 2, 2)
+    for cards, names in (([trunk, lane, behind], ["A"]), ([lane, remark], ["A", "common"])):
+        columns = ["A"]
+        beside(cards, columns, "common")
+        assert columns == names
+    assert [card.column for card in (trunk, behind, remark)] == [None, None, 1]

@@ -1,0 +1,268 @@
+"""The page of a transcript: text stays text, cards stand where they belong, and a browser shows just that."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from stories import tell
+from workers import TOKENIZER, write
+
+from hf_parallel import LogitsCache
+from hf_parallel.generation.page import render
+
+EOS = tiny.EOS
+ALICE, BOB = "Ann.\n\nTwo.", "Bo is slow.\n\nx"
+"""Alice ends a step at pass 6, Bob at pass 13; what they write then is left unfinished."""
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Page(HTMLParser):
+    """Elements of a page, and the text of its cards."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._inside: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._inside and self._inside.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self._inside[-1:] == ["script"]:
+            self.scripts.append(data)
+        elif self._inside[-1:] != ["style"]:
+            self.text += data
+
+
+HOSTILE = '</span></script><script>alert(1)</script><img src=x onerror="alert(2)">&lt;b'
+
+
+def test_what_a_model_writes_is_text_and_nothing_else() -> None:
+    plain, hostile = Page(write("a", "b").to_html(TOKENIZER)), Page(write(HOSTILE, "b").to_html(TOKENIZER))
+    kinds = [[tag for tag, _ in page.tags if tag != "span"] for page in (plain, hostile)]
+    assert kinds[0] == kinds[1]
+    assert HOSTILE in hostile.text
+    assert len(hostile.scripts) == 1
+
+
+def test_names_titles_and_prompts_are_text_too() -> None:
+    bad = '"><img src=x>'
+    run = write("a", "b", prompts=["<i>&amp;"], worker_names=[bad, "b"]).to_dict(TOKENIZER)
+    run |= {"model": "</title><img src=x>", "mode": "<img>"}
+    run["manner"] |= {"across": bad, "unit": bad}
+    page = Page(render(run))
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert "<i>&amp;" in page.text
+
+
+def test_characters_that_no_page_may_hold_are_replaced() -> None:
+    run = write("a", "b").to_dict()
+    run["sections"][0]["cards"][0]["pieces"] = [[1, "a\x00\x1b[31m\ud800b", "m"]]
+    page = render(run)
+    page.encode()
+    assert "a\ufffd\ufffd[31m\ufffdb" in page
+
+
+def test_a_page_needs_nothing_else_and_allows_no_other_script() -> None:
+    text = write(ALICE, BOB).to_html()
+    page = Page(text)
+    assert not [attrs for _, attrs in page.tags if {"src", "href"} & attrs.keys()]
+    assert "url(" not in text
+    assert "import" not in page.scripts[0]
+    assert "http" not in re.sub(r"http-equiv", "", text)
+    policy = next(attrs["content"] for tag, attrs in page.tags if tag == "meta" and "http-equiv" in attrs)
+    digest = base64.b64encode(hashlib.sha256(page.scripts[0].encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+def test_a_card_spans_the_passes_in_which_it_was_written() -> None:
+    """Rows of the grid: passes 0 to 6, 6 to 13, 13 to 14, and what is behind them."""
+    page = Page(write(ALICE, BOB).to_html())
+    cards = [attrs for tag, attrs in page.tags if tag == "article"]
+    places = [re.findall(r"grid-row:(\d+) / (\d+);grid-column:(\d+)", attrs["style"] or "")[0] for attrs in cards]
+    assert places == [("1", "2", "2"), ("1", "3", "3"), ("2", "4", "2"), ("3", "4", "3")]
+
+
+def test_what_took_no_pass_has_a_row_of_its_own() -> None:
+    page = Page(
+        tell(["", EOS], opening="N. ####A:......\n####B:......\n####%%%%", branches=("a####", "b####")).to_html()
+    )
+    places = [
+        re.findall(r"grid-row:(\d+) / (\d+)", attrs["style"] or "")[0] for tag, attrs in page.tags if tag == "article"
+    ]
+    assert places[:3] == [("1", "2"), ("2", "3"), ("2", "3")]
+
+
+def test_a_step_says_when_it_moved_and_an_unfinished_one_that_it_did_not() -> None:
+    text = Page(write(ALICE, BOB).to_html()).text
+    assert "into the history after pass 6" in text
+    assert "into the history after pass 13" in text
+    assert text.count("unfinished") == 2
+    assert "into the history" not in Page(write(ALICE, BOB, layout="contiguous").to_html()).text
+
+
+def test_colours_are_explained_where_they_are_used() -> None:
+    cache = LogitsCache()
+    first = write("a", "b", logits_cache=cache).to_html()
+    again = write("a", "b", logits_cache=cache).to_html()
+    assert "replayed: the logits" not in first
+    assert "replayed: the logits" in again
+    assert '<span data-p="1" data-o="r">a</span>' in again
+
+
+# What is read from a file
+
+
+def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    run = json.loads(json.dumps(write(ALICE, BOB).to_dict()))
+    change(run)
+    return run
+
+
+def first_card(run: dict[str, Any]) -> dict[str, Any]:
+    return run["sections"][0]["cards"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda run: run.update(format="else"), "no transcript"),
+        (lambda run: run.update(version=99), "version 99, this program reads version 1"),
+        (lambda run: run.pop("sections"), "damaged"),
+        (lambda run: run.pop("manner"), "damaged"),
+        (lambda run: run.update(passes="3"), "damaged"),
+        (lambda run: first_card(run).update(column=2), "damaged"),
+        (lambda run: first_card(run).update(begin=-1), "damaged"),
+        (lambda run: first_card(run).update(end="x"), "damaged"),
+        (lambda run: first_card(run).update(pieces=[[1, 2, "m"]]), "damaged"),
+        (lambda run: first_card(run).update(pieces=[[99, "a", "m"]]), "damaged"),
+        (lambda run: first_card(run).pop("given"), "damaged"),
+        (lambda run: run["sections"].append(None), "damaged"),
+        (lambda run: run["sections"][0].update(notes=[["a"]]), "damaged"),
+    ],
+)
+def test_what_is_no_transcript_or_a_damaged_one_is_refused(change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        render(damaged(change))
+
+
+@pytest.mark.parametrize("run", [None, [], "text", 3, {}])
+def test_other_json_is_no_transcript(run: Any) -> None:
+    with pytest.raises(ValueError, match="no transcript: it must be a JSON object"):
+        render(run)
+
+
+# In a browser
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Open a page in a browser; returns what it is when its script has run."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed (Debian: apt-get install chromium), so no page was opened")
+    folder = tmp_path_factory.mktemp("browser")
+
+    def open_page(page: str, state: str = "", width: int = 1280, picture: Path | None = None) -> str:
+        path = folder / "page.html"
+        path.write_text(page, encoding="utf-8")
+        what = "--dump-dom" if picture is None else f"--screenshot={picture}"
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={folder}",
+            f"--window-size={width},900",
+        ]
+        command = [str(CHROMIUM), *options, what, f"{path.as_uri()}{state}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    return open_page
+
+
+def classes(dom: str) -> list[set[str]]:
+    """The classes of the cards."""
+    return [set((attrs["class"] or "").split()) for tag, attrs in Page(dom).tags if tag == "article"]
+
+
+def test_the_slider_shows_what_was_there_at_a_pass(browse: Callable[..., str]) -> None:
+    dom = browse(write(ALICE, BOB).to_html(), "#pass=8")
+    assert classes(dom) == [{"card"}, {"card", "writing"}, {"card", "writing"}, {"card", "later"}]
+    later = {
+        attrs["data-p"] for tag, attrs in Page(dom).tags if "later" in (attrs.get("class") or "") and tag == "span"
+    }
+    assert later == {str(at) for at in range(9, len(BOB) + 1)}
+    assert "After pass 8: Alice and Bob are writing. In the history: Alice 1." in Page(dom).text
+
+
+@pytest.mark.parametrize(
+    ("layout", "unseen", "says"),
+    [
+        ("combined", [False] * 4, "1 finished step of others and what Alice has written so far"),
+        ("interleaved", [False, False, True, False], "1 finished step of others"),
+    ],
+)
+def test_who_could_read_what_at_a_pass_is_shown(
+    browse: Callable[..., str], layout: str, unseen: list[bool], says: str
+) -> None:
+    dom = browse(write(ALICE, BOB, layout=layout).to_html(), "#pass=8&as=1")
+    assert ["unseen" in card for card in classes(dom)] == unseen
+    assert "After pass 8, Bob can read the prompt, what it wrote itself" in Page(dom).text
+    assert says in Page(dom).text
+
+
+def test_a_branch_reads_the_trunk_and_itself_and_the_trunk_reads_joined_branches(browse: Callable[..., str]) -> None:
+    story = "Now. ####A:......\n####B:......\n####%%%%"
+    page = tell([story + "\nSo.", EOS], branches=("aa\n####", "b\n####")).to_html()
+    states = {
+        f"#pass={len(story) + 2}&as=0": [False, False, True, False],
+        f"#pass={len(story) + 2}&as=": [False, True, True, False],
+        f"#pass={len(story) + 6}&as=": [False, True, True, False],  # one branch has ended, and is not joined
+        f"#pass={len(story) + 9}&as=": [False, False, False, False],
+    }
+    for state, unseen in states.items():
+        assert ["unseen" in card for card in classes(browse(page, state))] == unseen
+
+
+@pytest.mark.parametrize(
+    ("columns", "width", "narrowest"), [(2, 1280, 500), (2, 400, 150), (10, 1280, 100), (10, 400, 300), (24, 1280, 100)]
+)
+def test_nothing_is_wider_than_it_may_be_and_no_card_too_narrow(
+    browse: Callable[..., str], columns: int, width: int, narrowest: int
+) -> None:
+    page = write(*["long" * 40] * columns).to_html()
+    measuring = """
+        const cards = [...document.querySelectorAll("article")], page = document.documentElement;
+        const over = Math.max(...[page, ...cards].map(box => box.scrollWidth - box.clientWidth));
+        document.title = `${over} ${Math.min(...cards.map(card => card.clientWidth))}`;"""
+    page = re.sub("<meta http-equiv[^>]*>", "", page).replace("</body>", f"<script>{measuring}</script></body>")
+    found = re.search(r"<title>(\d+) (\d+)</title>", browse(page, width=width))
+    assert found is not None
+    assert int(found[1]) == 0
+    assert int(found[2]) >= narrowest
+
+
+def test_a_browser_takes_a_picture(browse: Callable[..., str], tmp_path: Path) -> None:
+    browse(write(ALICE, BOB).to_html(), picture=tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 10_000
