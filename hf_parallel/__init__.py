@@ -22,6 +22,7 @@ from hf_parallel.generation import (
     ParallelBlock,
     ParallelBlockLogitsProcessor,
     ParallelConfig,
+    ParallelIteratorStreamer,
     ParallelOutput,
     ParallelStreamer,
     PDOSConfig,
@@ -45,6 +46,7 @@ from hf_parallel.generation import (
 )
 from hf_parallel.kernels import Backend, backends
 from hf_parallel.pipelines import TASK, ParallelTextGenerationPipeline
+from hf_parallel.session import HogwildSession
 
 __version__ = "0.1.0"
 
@@ -58,6 +60,7 @@ __all__ = [
     "HogwildCache",
     "HogwildConfig",
     "HogwildOutput",
+    "HogwildSession",
     "Hotspot",
     "LogitsCache",
     "PDOSConfig",
@@ -65,6 +68,7 @@ __all__ = [
     "ParallelBlock",
     "ParallelBlockLogitsProcessor",
     "ParallelConfig",
+    "ParallelIteratorStreamer",
     "ParallelOutput",
     "ParallelStreamer",
     "ParallelTextGenerationPipeline",

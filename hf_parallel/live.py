@@ -1,12 +1,12 @@
-"""What hogwild workers write, shown while they write it: columns in a terminal, lines elsewhere.
+"""What rows write, workers or branches, shown while they write it: columns in a terminal, lines elsewhere.
 
-Streamers for `generation_mode="hogwild"`, one problem at a time. They need rich: pip install 'hf_parallel[demo]'.
+Streamers for a mode, one prompt at a time. They need rich: pip install 'hf_parallel[demo]'.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,9 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from .cache import BlockCache
-from .generation import HogwildConfig
+from .generation import HogwildConfig, ParallelConfig, SelfConsistencyConfig
+from .generation.stepping import COMMON
+from .generation.text import GrowingText
 
 COLORS = ("cyan", "magenta", "yellow", "blue", "green", "red")
 FRAME_SECONDS = 0.08
@@ -29,48 +31,81 @@ FRESH_PASSES = 8
 MARK_WIDTH = 5
 """Columns before the text of a step."""
 MIN_WIDTH, MIN_HEIGHT, MAX_HEIGHT = 24, 12, 24
-"""Columns per worker and rows of the terminal that the picture needs, and rows that it takes at most."""
+"""Columns per row that writes and lines of the terminal that the picture needs, and lines that it takes at most."""
 FRAME_HEIGHT = 5
-"""Rows of the picture that are not the workers' text."""
+"""Lines of the picture that are not the text of its rows."""
 ABOVE = 8
-"""Rows of the terminal that are left to what was printed before the picture."""
+"""Lines of the terminal that are left to what was printed before the picture."""
 
 
 @dataclass
 class ShownStep:
-    """A step as it is shown; `ended` is the forward pass at which it moved into the history."""
+    """A text as it is shown; `ended` is the forward pass at which it moved into what all rows have in common."""
 
     text: str = ""
     ended: int | None = None
 
 
 @dataclass
-class ShownWorker:
-    """One worker's column."""
+class ShownRow:
+    """One row's column: the steps of a worker, a branch, an answer."""
 
     name: str
     steps: list[ShownStep] = field(default_factory=list)
     done: bool = False
 
+    @property
+    def last(self) -> ShownStep:
+        """What it is writing; begun here, if nothing has been."""
+        if not self.steps:
+            self.steps.append(ShownStep())
+        return self.steps[-1]
 
-class WorkerView:
-    """Keeps account of what the workers write. A context manager, and a `ParallelStreamer`.
+
+def _worker(config: Any, row: int) -> str:
+    if row < 0:
+        return COMMON
+    return config.names[row] if row < len(config.names) else f"Worker {row + 1}"
+
+
+def _answer(config: Any, row: int) -> str:
+    count = config.num_answers if isinstance(config, SelfConsistencyConfig) else row + 1
+    return f"Answer {row + 1}" if row < count else "Conclusion"
+
+
+_NAMES: dict[str, Callable[[Any, int], str]] = {
+    "hogwild": _worker,
+    "pdos": lambda config, row: f"Branch {row}" if row else "Answer",
+    "skeleton_of_thought": lambda config, row: f"Point {row}" if row else "Outline",
+}
+"""What a mode's rows are called, of one prompt; see `ParallelStreamer.write_row` for their numbers."""
+_PUT_BY_PASS = ("hogwild", "resample", "shared_prefix")
+"""Modes that hand each pass's tokens to a streamer; others do when tokens are final."""
+
+
+class LiveView:
+    """Keeps account of what the rows of a mode write. A context manager, and a `ParallelStreamer`.
 
     Parameters
     ----------
-    config : HogwildConfig
-        That of the call: names and step prefix are read off it.
+    config : ParallelConfig
+        That of the call or the session: what its rows are called follows from it.
     console : rich.console.Console
+    tokenizer : optional
+        Gives text to the tokens of modes that write none themselves (`shared_prefix`, `resample`); without it their
+        rows are not shown.
     """
 
-    def __init__(self, config: HogwildConfig, console: Console) -> None:
-        self.config, self.console = config, console
-        self.workers = [ShownWorker(name) for name in config.names]
+    def __init__(self, config: ParallelConfig, console: Console, tokenizer: Any = None) -> None:
+        self.config, self.console, self.tokenizer = config, console, tokenizer
+        names = config.names if isinstance(config, HogwildConfig) else []
+        self.rows = {number: ShownRow(name) for number, name in enumerate(names)}
         self.passes = self.tokens = self.kv_tokens = 0
+        self._texts: list[GrowingText] = []  # of rows that come as tokens
         self._first: tuple[float, int] | None = None  # time of the first tokens, and how many they were
         self._last = 0.0
 
-    def __enter__(self) -> WorkerView:
+    def __enter__(self) -> LiveView:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -78,10 +113,11 @@ class WorkerView:
 
     @contextmanager
     def watching(self, model: PreTrainedModel) -> Iterator[None]:
-        """Read off the cache of each forward pass how many tokens it holds."""
+        """Read off each forward pass that there was one, and how many tokens its cache holds."""
 
         def measure(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             cache = kwargs.get("past_key_values")
+            self.passes += self.config.mode not in _PUT_BY_PASS
             if isinstance(cache, BlockCache):
                 self.kv_tokens = cache.kv_bytes // cache.arena.bytes_per_token
 
@@ -98,7 +134,7 @@ class WorkerView:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all workers, headers not counted."""
+        """Tokens of all rows, headers not counted."""
         return (self.tokens - self._first[1]) / self.seconds if self._first and self.seconds else 0.0
 
     @property
@@ -106,79 +142,121 @@ class WorkerView:
         """What was done so far, in a line."""
         if not self.passes:
             return "reading the task ..."
-        parts = [f"{self.passes} passes", f"{self.tokens} tokens", f"{self.tokens_per_second:.1f} tokens/s"]
+        parts = [f"{self.passes} passes"]
+        if self.tokens:
+            parts += [f"{self.tokens} tokens", f"{self.tokens_per_second:.1f} tokens/s"]
         if self.kv_tokens:
             parts.append(f"{self.kv_tokens} shared KV tokens")
         return ", ".join(parts)
 
     def put(self, value: Any) -> None:
-        """Take the prompt `[1, length]`, then each pass's tokens `[workers]`."""
-        if value.ndim > 1:
+        """Take the prompts `[rows, length]`, then each pass's tokens `[rows]`."""
+        tokens = value.tolist()
+        if self.config.mode in ("shared_prefix", "resample"):
+            self._put_tokens(tokens, value.ndim > 1)
+        elif self.config.mode in _PUT_BY_PASS and value.ndim == 1:
+            self._count(sum(not row.done for row in self.rows.values()))
+            self.changed()
+
+    def _put_tokens(self, tokens: list[Any], are_prompts: bool) -> None:
+        if are_prompts:
+            self._texts = [GrowingText(self.tokenizer) for _ in tokens if self.tokenizer is not None]
+            self.rows = {number: ShownRow(_answer(self.config, number)) for number in range(len(self._texts))}
+            self._special = set(getattr(self.tokenizer, "all_special_ids", ()))
             return
-        new = sum(not worker.done for worker in self.workers)
-        self.passes, self.tokens, self._last = self.passes + 1, self.tokens + new, time.perf_counter()
-        self._first = self._first or (self._last, new)
+        self._count(sum(not row.done for row in self.rows.values()) if self.rows else len(tokens))
+        for (number, row), text, token in zip(self.rows.items(), self._texts, tokens, strict=False):
+            if token in self._special:
+                self.write_row(number, "", "end")
+            elif not row.done:
+                row.last.text += _printable(text.add([token]))
         self.changed()
 
+    def _count(self, tokens: int) -> None:
+        """One forward pass more, which gave so many tokens."""
+        self.passes, self.tokens, self._last = self.passes + 1, self.tokens + tokens, time.perf_counter()
+        self._first = self._first or (self._last, tokens)
+
     def write_row(self, row: int, text: str, event: str) -> None:
-        """Take what a worker wrote; events as in `ParallelStreamer`."""
-        worker = self.workers[row % len(self.workers)]
+        """Take what a row wrote; events as in `ParallelStreamer`."""
+        if row not in self.rows:
+            self.rows[row] = ShownRow(_NAMES.get(self.config.mode, _answer)(self.config, row))
+        shown = self.rows[row]
         if event == "begin":
-            prefix = self.config.step_prefix.format(name=worker.name, step=len(worker.steps) + 1)
-            worker.steps.append(ShownStep(_printable(text.removeprefix(prefix))))
-        elif event == "token":
-            worker.steps[-1].text += _printable(text)
+            shown.done = False
+            shown.steps.append(ShownStep(_printable(self._without_prefix(shown, text))))
+        elif event in ("token", "inject"):
+            shown.last.text += _printable(text)
+            self.changed()
         elif event == "step":
-            worker.steps[-1].ended = self.passes
-            self.step_ended(worker, worker.steps[-1])
-        elif event == "end" and not worker.done:
-            worker.done = True
-            if worker.steps[-1].text.strip() and worker.steps[-1].ended is None:
-                self.step_ended(worker, worker.steps[-1])
+            self._end_step(shown)
+        elif event == "join":  # what the branches wrote is part of the answer now
+            for other in self.rows.values():
+                if other.last.ended is None:
+                    self._end_step(other)
+            shown.steps.append(ShownStep())
+        elif event == "end" and not shown.done:
+            shown.done = True
+            if shown.steps and shown.last.text.strip() and shown.last.ended is None:
+                self.step_ended(shown, shown.last)
+
+    def _without_prefix(self, row: ShownRow, text: str) -> str:
+        if not isinstance(self.config, HogwildConfig):
+            return text
+        return text.removeprefix(self.config.step_prefix.format(name=row.name, step=len(row.steps) + 1))
+
+    def _end_step(self, row: ShownRow) -> None:
+        row.last.ended = self.passes
+        self.step_ended(row, row.last)
 
     def end(self) -> None:
-        """Show the last state."""
+        """Let all rows end, and show the last state."""
+        for row in self.rows:
+            self.write_row(row, "", "end")
         self.changed(now=True)
 
     def changed(self, now: bool = False) -> None:
         """Called after each forward pass."""
 
-    def step_ended(self, worker: ShownWorker, step: ShownStep) -> None:
-        """Called when a step has moved into the history, and with what a worker wrote last."""
+    def step_ended(self, row: ShownRow, step: ShownStep) -> None:
+        """Called when a step has moved into what all have in common, and with what a row wrote last."""
 
 
-class WorkerLines(WorkerView):
+class LiveLines(LiveView):
     """A line per step that has ended: `Alice | ...`."""
 
-    def step_ended(self, worker: ShownWorker, step: ShownStep) -> None:
-        """Print the step."""
-        width = max(len(other.name) for other in self.workers)
-        mark = f"(step {len(worker.steps)}, pass {step.ended})" if step.ended else "(end)"
+    def step_ended(self, row: ShownRow, step: ShownStep) -> None:
+        """Print the step; what a branch wrote was printed when it ended."""
+        if row.done and step.ended is not None:
+            return
+        width = max(len(other.name) for other in self.rows.values())
+        mark = f"(step {len(row.steps)}, pass {step.ended})" if step.ended else "(end)"
         lines = [line for line in step.text.strip().splitlines() if line.strip()] or [""]
         for line in (*lines[:-1], f"{lines[-1]}  {mark}"):
-            self.console.print(Text(f"{worker.name:<{width}} | {line}"), soft_wrap=True)
+            self.console.print(Text(f"{row.name:<{width}} | {line}"), soft_wrap=True)
 
 
-class WorkerColumns(WorkerView):
-    """A column per worker that fills token by token; steps are marked as they move into the common history.
+class LiveColumns(LiveView):
+    """A column per row that fills token by token; steps are marked as they move into what all have in common.
 
-    While the workers write, the picture fits below what was printed before. What stays in the end is all of it.
+    While rows write, the picture fits below what was printed before, and shows as many of them as there is room for,
+    those that still write first. What stays in the end is all of it.
     """
 
-    def __init__(self, config: HogwildConfig, console: Console) -> None:
-        super().__init__(config, console)
+    def __init__(self, config: ParallelConfig, console: Console, tokenizer: Any = None) -> None:
+        super().__init__(config, console, tokenizer)
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
         self._shown = 0.0
 
-    def __enter__(self) -> WorkerColumns:
+    def __enter__(self) -> LiveColumns:
         self._live.start()
         self._draw()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._live.stop()
-        for worker in self.workers:
-            worker.done = True
+        for row in self.rows.values():
+            row.done = True
         self.console.print(self.picture())
 
     def changed(self, now: bool = False) -> None:
@@ -187,16 +265,35 @@ class WorkerColumns(WorkerView):
             self._draw()
 
     def picture(self, height: int | None = None) -> Group:
-        """The columns and below them the account, `height` rows high (None: as high as it takes)."""
+        """The columns and below them the account, `height` lines high (None: as high as it takes)."""
+        room = max(self.console.width // MIN_WIDTH, 1)
+        rows = list(enumerate(self.rows.values()))
+        account = self.summary
+        if height is None:
+            bands = [rows[i : i + room] for i in range(0, len(rows), room)]
+        else:
+            writing = [number for number, row in rows if not row.done]
+            done = [number for number, row in rows if row.done]
+            kept = {*writing[:room], *done[len(done) - max(room - len(writing), 0) :]}
+            bands = [[(number, row) for number, row in rows if number in kept]]
+            account += f", {len(rows) - len(kept)} more rows" * (len(kept) < len(rows))
+        lines = None if height is None else max(height - FRAME_HEIGHT, 1)
+        tables = [self._table(band, lines) for band in bands if band]
+        return Group(*tables, Text(account, style="bold", no_wrap=True, overflow="ellipsis"))
+
+    def _table(self, rows: Sequence[tuple[int, ShownRow]], height: int | None) -> Table:
         table = Table(box=ROUNDED, expand=True, border_style="dim")
-        cells = []
-        for number, worker in enumerate(self.workers):
-            state = "done" if worker.done else f"step {len(worker.steps)}" if self.passes else "reads the task"
+        for number, row in rows:
+            state = "done" if row.done else self._state(row)
             color = COLORS[number % len(COLORS)]
-            table.add_column(Text.assemble((worker.name, f"bold {color}"), (f", {state}", color)), ratio=1)
-            cells.append(Column(worker, self.passes, None if height is None else max(height - FRAME_HEIGHT, 1)))
-        table.add_row(*cells)
-        return Group(table, Text(self.summary, style="bold", no_wrap=True, overflow="ellipsis"))
+            table.add_column(Text.assemble((row.name, f"bold {color}"), (f", {state}", color)), ratio=1)
+        table.add_row(*(Column(row, self.passes, height) for _, row in rows))
+        return table
+
+    def _state(self, row: ShownRow) -> str:
+        if not self.passes and not any(step.text for step in row.steps):
+            return "reads the task"
+        return f"step {len(row.steps)}" if isinstance(self.config, HogwildConfig) else "writes"
 
     def _draw(self) -> None:
         height = max(min(self.console.height - ABOVE, MAX_HEIGHT), MIN_HEIGHT - 1)
@@ -205,16 +302,16 @@ class WorkerColumns(WorkerView):
 
 
 class Column:
-    """A worker's steps, each with its mark: the pass at which it moved into the history, or that it is being written.
+    """A row's steps, each with its mark: the pass at which it moved to the others', or that it is being written.
 
     With a `height` its last lines, padded to that height.
     """
 
-    def __init__(self, worker: ShownWorker, now: int, height: int | None) -> None:
-        self.worker, self.now, self.height = worker, now, height
+    def __init__(self, row: ShownRow, now: int, height: int | None) -> None:
+        self.row, self.now, self.height = row, now, height
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = [line for step in self.worker.steps for line in self._lines(step, console, options.max_width)]
+        lines = [line for step in self.row.steps for line in self._lines(step, console, options.max_width)]
         if self.height is not None:
             lines = [*lines[-self.height :], *[Text("")] * (self.height - len(lines))]
         yield from lines
@@ -222,21 +319,25 @@ class Column:
     def _lines(self, step: ShownStep, console: Console, width: int) -> list[Text]:
         moved = step.ended is not None
         check, cursor = ("\u2713", "\u2588") if console.encoding.startswith("utf") else ("+", "_")
-        fresh = moved and not self.worker.done and self.now - (step.ended or 0) < FRESH_PASSES
-        style = "green" if fresh else "" if moved or self.worker.done else "bold"
+        fresh = moved and not self.row.done and self.now - (step.ended or 0) < FRESH_PASSES
+        style = "green" if fresh else "" if moved or self.row.done else "bold"
         mark = f"{check}{step.ended}" if moved else ""
         text = Text(step.text.strip(), style)
         if not moved:
-            text.append(" ..." if self.worker.done else cursor, "dim")
+            text.append(" ..." if self.row.done else cursor, "dim")
         wrapped = text.wrap(console, max(width - MARK_WIDTH, 1), overflow="fold")
         margins = [Text(f"{mark:<{MARK_WIDTH}}", "green" if fresh else "dim"), *[Text(" " * MARK_WIDTH)] * len(wrapped)]
         return [margin + line for margin, line in zip(margins, wrapped, strict=False)]
 
 
-def worker_view(config: HogwildConfig, console: Console) -> WorkerView:
-    """Columns where the console is a terminal with room for them, lines elsewhere."""
-    room = console.width >= MIN_WIDTH * config.num_workers and console.height >= MIN_HEIGHT
-    return (WorkerColumns if console.is_interactive and room else WorkerLines)(config, console)
+def live_view(config: ParallelConfig, console: Console, tokenizer: Any = None) -> LiveView:
+    """Columns where the console is a terminal with room for them, lines elsewhere; see `LiveView`.
+
+    Workers need a column each; of other rows two at least must fit.
+    """
+    columns = config.num_workers if isinstance(config, HogwildConfig) else 2
+    room = console.width >= MIN_WIDTH * columns and console.height >= MIN_HEIGHT
+    return (LiveColumns if console.is_interactive and room else LiveLines)(config, console, tokenizer)
 
 
 def _printable(text: str) -> str:

@@ -248,7 +248,7 @@ def test_a_streamer_of_one_row_is_refused_for_several_workers() -> None:
 
 def test_a_streamer_of_one_row_follows_one_worker(capsys: pytest.CaptureFixture[str]) -> None:
     write("hello there", streamer=TextStreamer(TOKENIZER, skip_prompt=True))
-    assert capsys.readouterr().out.strip() == "hello there"
+    assert capsys.readouterr().out.strip() == "Alice 1: hello there"
 
 
 # A real tokenizer

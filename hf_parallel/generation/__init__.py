@@ -14,7 +14,7 @@ from .self_consistency import SelfConsistencyConfig, SelfConsistencyOutput
 from .shared_prefix import SharedPrefixConfig
 from .skeleton import BlockFormat
 from .skeleton_of_thought import SkeletonOfThoughtConfig, SkeletonOfThoughtOutput, SkeletonPoint
-from .streaming import ParallelStreamer
+from .streaming import ParallelIteratorStreamer, ParallelStreamer
 from .worker import Step
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "ParallelConfig",
     "ParallelGenerationMixin",
     "ParallelOutput",
+    "ParallelIteratorStreamer",
     "ParallelStreamer",
     "ReplayPolicy",
     "ResampleConfig",

@@ -22,7 +22,7 @@ from .call import GenerationCall
 from .graph import DecodeGraphs
 from .outputs import GenerationStats, ParallelOutput
 from .recall import Recall
-from .rows import Brought, Part, Row
+from .rows import Brought, Group, Part, Row
 from .sampling import Sampler, TokenTable
 
 PREFILL_CHUNK = 4096
@@ -160,25 +160,48 @@ class DecodeLoop:
         began, prefilling = time.perf_counter(), self.stats.prefill_seconds
         active = list(rows)
         plain = advance is None and settle is None and follow is None and self.recall is None
-        move = advance or _advance
         while active:
-            self.call.record.passes += 1
-            indices = [row.index for row in active]
-            ahead = None
-            if self.recall is not None:
-                tokens, ended = self.recall.choose(indices, logits)
-            else:
-                drawn = self.sampler.draw(indices, logits)
-                ahead = self._step_ahead(active, drawn[0]) if plain and self._runs_ahead(active) else None
-                tokens, ended = self.sampler.read(*drawn)
-            going = self._hand_out(active, tokens, ended, move)
-            before, active = active, [row for row in going if row.wanted()]
-            active = active if follow is None else list(follow(active))
-            if ahead is not None:
-                logits = self._take_back(ahead, before, active)
+            ahead: list[torch.Tensor] = []
+            going = self.take(active, logits, advance, ahead if plain else None)
+            before, active = active, going if follow is None else list(follow(going))
+            if ahead:
+                logits = self._take_back(ahead[0], before, active)
             elif active:
                 logits = self.step(active, settle)
         self.stats.decode_seconds += time.perf_counter() - began - (self.stats.prefill_seconds - prefilling)
+
+    def take(
+        self,
+        rows: Sequence[R],
+        logits: torch.Tensor,
+        advance: Callable[[Any, int, bool], bool] | None = None,
+        ahead: list[torch.Tensor] | None = None,
+    ) -> list[R]:
+        """Choose the next token of each row and `give` it; `logits` as of `step`.
+
+        With a list `ahead` the next step begins before the tokens have been read, if it can: its logits are put there.
+        """
+        indices = [row.index for row in rows]
+        if self.recall is not None:
+            tokens, ended = self.recall.choose(indices, logits)
+        else:
+            drawn = self.sampler.draw(indices, logits)
+            if ahead is not None and self._runs_ahead(rows):
+                ahead.append(self._step_ahead(rows, drawn[0]))
+            tokens, ended = self.sampler.read(*drawn)
+        return self.give(rows, tokens, ended, advance)
+
+    def give(
+        self,
+        rows: Sequence[R],
+        tokens: Sequence[int],
+        ended: Sequence[bool],
+        advance: Callable[[Any, int, bool], bool] | None = None,
+    ) -> list[R]:
+        """Give rows the tokens of a pass, see `decode`; returns those that go on."""
+        self.call.record.passes += 1
+        going = self._hand_out(rows, tokens, ended, advance or _advance)
+        return [row for row in going if row.wanted()]
 
     def replay(self, rows: Sequence[R], advance: Callable[[Any, int, bool], bool] | None = None) -> list[R]:
         """Let rows take tokens as long as `recall` knows what follows, before anything of theirs is computed.
@@ -250,9 +273,7 @@ class DecodeLoop:
     def _compute(self, parts: Sequence[Part]) -> torch.Tensor:
         """Compute parts of a pass, and first what their groups have left; returns the logits of all their rows."""
         groups = [part.group for part in parts if part.group is not None]
-        unread = {segment.view[-1]: (segment, tokens) for group in groups for segment, tokens in group.unread()}
-        if unread:
-            self.prefill(list(unread.values()))
+        self._read(groups)
         backlog = [brought for group in groups for brought in group.backlog]
         brought: Brought = []
         ends: list[int] = []
@@ -264,6 +285,22 @@ class DecodeLoop:
         for group in groups:
             group.backlog.clear()
         return logits
+
+    def catch_up(self, groups: Sequence[Group]) -> None:
+        """Compute what groups have left."""
+        backlog = [brought for group in groups for brought in group.backlog]
+        if backlog:
+            self._read(groups)
+            self._catch_up(backlog, [])
+            self.stats.prefilled_tokens += sum(len(tokens) for _, tokens in backlog[-1])
+        for group in groups:
+            group.backlog.clear()
+
+    def _read(self, groups: Sequence[Group]) -> None:
+        """Compute what groups need before anything that their rows bring."""
+        unread = {segment.view[-1]: (segment, tokens) for group in groups for segment, tokens in group.unread()}
+        if unread:
+            self.prefill(list(unread.values()))
 
     def _catch_up(self, passes: Sequence[Brought], ends: Sequence[int]) -> torch.Tensor:
         """Compute passes that follow each other, in as few forward passes as fit; returns the last one's logits."""
@@ -369,6 +406,12 @@ class DecodeLoop:
         shown[list(rows)] = torch.tensor(tokens)
         self.streamer.put(shown)
 
+    def extend(self, row: int, tokens: Sequence[int]) -> None:
+        """Add tokens to a row that were not sampled, such as a header; a streamer of one row gets them too."""
+        self.table.extend(row, tokens)
+        if self.streamer is not None and len(self.table.lengths) == 1 and not hasattr(self.streamer, "write_row"):
+            self.streamer.put(torch.tensor(tokens))
+
     def output(self, cls: type[ParallelOutput] = ParallelOutput, count: int | None = None, **more: Any) -> Any:
         """What `generate` returns: the sequences, or with `return_dict_in_generate` a `cls` that holds them.
 
@@ -376,16 +419,19 @@ class DecodeLoop:
         """
         if self.call.streamer is not None:
             self.call.streamer.end()
-        sequences = self.table.padded(count)
         if not self.call.generation_config.return_dict_in_generate:
-            return sequences
+            return self.table.padded(count)
+        return self.result(cls, count, **more)
+
+    def result(self, cls: type[ParallelOutput], count: int | None = None, **more: Any) -> Any:
+        """As `output`, but as things stand now: nobody is told that all is written."""
         record = self.call.record
         record.lengths = list(self.table.lengths[:count])
         if self.recall is not None:
             record.came_from(self.recall.origins)
         scores, logits = self.sampler.scores, self.sampler.logits
         return cls(
-            sequences=sequences,  # type: ignore[arg-type]
+            sequences=self.table.padded(count),  # type: ignore[arg-type]
             scores=None if scores is None else tuple(scores),  # type: ignore[arg-type]
             logits=None if logits is None else tuple(logits),  # type: ignore[arg-type]
             past_key_values=self.cache,

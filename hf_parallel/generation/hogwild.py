@@ -53,6 +53,11 @@ _COUNTING = (
 """Processors of Transformers that look at how long a row is, and at nothing else of it."""
 
 
+def default_name(number: int) -> str:
+    """Name of a worker that was given none."""
+    return NAMES[number] if number < len(NAMES) else f"Worker {number + 1}"
+
+
 @dataclass
 class HogwildConfig(RecallingConfig):
     r"""Workers over one shared memory. `max_new_tokens` counts forward passes: every worker gets one token in each.
@@ -74,11 +79,13 @@ class HogwildConfig(RecallingConfig):
     separator : str
         Ends a step when it follows one of `sentence_ends` outside a code block.
     sentence_ends : list of str
+        What a sentence may end with.
     code_fence : str
         Marks code blocks; empty: they are not told apart.
     redundancy_prompt : str
         Begins the next step after every `redundancy_interval` generated tokens of a problem. Empty: never.
     redundancy_interval : int
+        See `redundancy_prompt`.
     answer_pattern : str
         Regular expression of a final answer; its first group, if it has one, is the answer. Empty: none is looked for.
     stop_on_answer : str
@@ -120,7 +127,7 @@ class HogwildConfig(RecallingConfig):
         "Everyone sees at once what the others write, also steps that are not finished yet. A step is one short "
         "paragraph and begins with the name of its author. Talk to each other: split the work at the start, say what "
         "you are going to do, use and check each other's results, and change your plan when somebody else was faster. "
-        "Never repeat what is being done already. Whoever is sure of the final answer writes it as \\boxed{{answer}}."
+        "Never repeat what is being done already. Whoever is sure of the final answer writes it inside \\boxed{{}}."
     )
 
     def validate(self) -> None:
@@ -156,10 +163,23 @@ class HogwildConfig(RecallingConfig):
         """Names of the workers."""
         if self.worker_names is not None:
             return list(self.worker_names)
-        return [NAMES[i] if i < len(NAMES) else f"Worker {i + 1}" for i in range(self.num_workers)]
+        return [default_name(i) for i in range(self.num_workers)]
 
     def run(self, call: GenerationCall) -> Any:
         """Prefill problems and headers, let the workers write, ask for an answer where none came."""
+        run = self.open(call)
+        loop, settle = run.loop, partial(_settle, run.problems)
+        with loop.running(), self.recalling(loop):
+            logits = _begin(loop, run.workers, settle)
+            loop.decode(run.workers, logits, Worker.advance, settle)
+            run.finish()
+        output = loop.output(HogwildOutput, **run.told())
+        if isinstance(output, torch.Tensor):
+            run.cache.reset()
+        return output
+
+    def open(self, call: GenerationCall) -> HogwildRun:
+        """Make the problems of a call and their workers; nothing is computed yet."""
         self._check_call(call)
         cache = HogwildCache(call.capabilities.rotary, device=call.input_ids.device)
         cache.claim(call.model)
@@ -170,28 +190,11 @@ class HogwildConfig(RecallingConfig):
         # The budget is counted in forward passes; a length in tokens would count headers too.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         loop = DecodeLoop(call, cache, table, criteria, self.seed)
-        with loop.running(), self.recalling(loop):
-            leaves = [cache.insert(prompt) for prompt in call.prompts]
-            cache.unfilled()  # gives them their blocks; a problem's prompt is computed when something of it has to be
-            problems = [Problem(self, call, loop, cache, i, leaf) for i, leaf in enumerate(leaves)]
-            workers += [worker for problem in problems for worker in problem.workers]
-            settle = partial(_settle, problems)
-            logits = _begin(loop, workers, settle)
-            loop.decode(workers, logits, Worker.advance, settle)
-            for worker in workers:
-                worker.leave(finished=False)
-            self._finish(loop, problems)
-        output = loop.output(
-            HogwildOutput,
-            history=[problem.history for problem in problems],
-            texts=[worker.text for worker in workers],
-            transcripts=[problem.transcript() for problem in problems],
-            answers=[problem.answer for problem in problems],
-            conclusions=[problem.conclusion for problem in problems],
-        )
-        if isinstance(output, torch.Tensor):
-            cache.reset()
-        return output
+        leaves = [cache.insert(prompt) for prompt in call.prompts]
+        cache.unfilled()  # gives them their blocks; a problem's prompt is computed when something of it has to be
+        problems = [Problem(self, call, loop, cache, i, leaf) for i, leaf in enumerate(leaves)]
+        workers += [worker for problem in problems for worker in problem.workers]
+        return HogwildRun(self, cache, loop, problems, workers)
 
     def prepare(self, kwargs: dict[str, Any]) -> None:
         """Look whether the tokenizer is there and works, before anything is prepared."""
@@ -220,7 +223,7 @@ class HogwildConfig(RecallingConfig):
         if call.past_key_values is not None:
             raise ValueError("hogwild makes its own cache; past_key_values cannot be given")
 
-    def _finish(self, loop: DecodeLoop, problems: Sequence[Problem]) -> None:
+    def conclude(self, loop: DecodeLoop, problems: Sequence[Problem]) -> None:
         """Let a reader of everything answer the problems that have no answer (appendix C, early finisher)."""
         unanswered = [p for p in problems if p.answer is None]
         if not (self.finisher_tokens and self.finisher_prompt and self.answer_pattern and unanswered):
@@ -228,7 +231,8 @@ class HogwildConfig(RecallingConfig):
         tokens = problems[0].encode(self.finisher_prompt)
         call = loop.call
         table = TokenTable(call.input_ids, call.pad_token_id, self.finisher_tokens + len(tokens))
-        seed = self.seed[:: self.num_workers] if isinstance(self.seed, list | tuple) else self.seed
+        noise = loop.sampler.noise  # a reader goes on where the randomness of its problem's first worker ended
+        seed = None if noise is None else [noise[problem.workers[0].index] for problem in problems]
         reader = DecodeLoop(call, loop.cache, table, loop.sampler.criteria, seed, stats=loop.stats, stream=False)
         rows = [p.finisher(tokens) for p in unanswered]
         for row in rows:
@@ -253,6 +257,42 @@ class HogwildConfig(RecallingConfig):
         return find_answer(self.answer_pattern, text)
 
 
+@dataclass(eq=False)
+class HogwildRun:
+    """Problems, their workers, and the loop in which they write: what the mode and a session have in common."""
+
+    config: HogwildConfig
+    cache: HogwildCache
+    loop: DecodeLoop
+    problems: list[Problem]
+    workers: list[Worker]
+
+    def finish(self) -> None:
+        """Let all workers leave, and ask for an answer where none came."""
+        for worker in self.workers:
+            worker.leave(finished=False)
+        self.config.conclude(self.loop, self.problems)
+
+    def told(self) -> dict[str, Any]:
+        """What a `HogwildOutput` says of the workers, as things stand."""
+        history = [
+            [*problem.history, *(problem.step_of(worker) for worker in problem.workers if not worker.left)]
+            for problem in self.problems
+        ]
+        return {
+            "history": history,
+            "texts": [worker.text for worker in self.workers],
+            "transcripts": [transcript(steps) for steps in history],
+            "answers": [problem.answer for problem in self.problems],
+            "conclusions": [problem.conclusion for problem in self.problems],
+        }
+
+
+def transcript(steps: Sequence[Step]) -> str:
+    """The text of steps, in their order."""
+    return "\n\n".join(step.text.rstrip() for step in steps)
+
+
 class _CountingPasses(LogitsProcessor):
     """Asks a processor as if rows held their prompts and what workers generated, but no headers and prefixes."""
 
@@ -262,8 +302,8 @@ class _CountingPasses(LogitsProcessor):
         self.processor, self.prompt_length, self.workers = processor, prompt_length, workers
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `[rows, vocabulary]`; all workers that still write have generated equally many tokens."""
-        length = self.prompt_length + max(worker.generated for worker in self.workers)
+        """Scores `[rows, vocabulary]`; a worker that has left has been there for fewer passes."""
+        length = self.prompt_length + max(worker.passes for worker in self.workers)
         return self.processor(input_ids[:, :1].expand(-1, length), scores)
 
 
@@ -308,6 +348,8 @@ class HogwildOutput(ParallelOutput):
         Per problem the final answer.
     conclusions : list of str
         Per problem what the early finisher wrote, its prompt included; empty where it was not needed.
+    scores, logits : tuple of [batch * num_workers, vocabulary], optional
+        One per token that a worker generated; `sequences` hold headers too, so the two do not stand side by side.
     """
 
     history: list[list[Step]] | None = None
@@ -318,11 +360,12 @@ class HogwildOutput(ParallelOutput):
 
     def place(self, row: int) -> tuple[int, int | None]:
         """See `ParallelOutput.place`."""
-        return divmod(row, len(self.texts or ()) // len(self.history or ()))
+        return divmod(row, len(self.texts or ()) // len(self.history or ())) if row >= 0 else (0, None)
 
     def columns(self, prompt: int) -> list[str]:
         """The names of the workers."""
-        return list(dict(sorted((step.worker, step.name) for step in (self.history or ())[prompt])).values())
+        names = {step.worker: step.name for step in (self.history or ())[prompt]}
+        return [names.get(number, default_name(number)) for number in range(1 + max(names, default=-1))]
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """The answer, and what the early finisher wrote."""
@@ -333,4 +376,4 @@ class HogwildOutput(ParallelOutput):
         """Workers see each other's steps, all or finished ones only."""
         layout = record.settings.get("layout", HogwildConfig.layout)
         past = "" if layout == "contiguous" else "history"
-        return Manner("step", "reader", "ended" if layout == "interleaved" else "live", "step", past)
+        return Manner("step", "common", "ended" if layout == "interleaved" else "live", "step", past)

@@ -33,11 +33,13 @@ class BlockFormat:
     branch_marker : str
         Opens a block, and each branch of it.
     title_end : str
+        Ends a title.
     ellipsis : str
         Stands for what a branch will hold.
     terminator : str
         Closes a block. It may begin with the branch marker.
     min_branches, max_branches : int
+        Branches of a block.
     min_title_tokens, max_title_tokens : int
         Length of a title; a longer one is let pass only to keep it from repeating another.
     """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator
+from numbers import Real
+from queue import Queue
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -22,13 +24,74 @@ class ParallelStreamer(Protocol):
     def write_row(self, row: int, text: str, event: str) -> None:
         """Called with what row `row` wrote.
 
-        `event` is `begin` (a step's prefix), `token`, `step` (the step has ended) or `end` (the row has). In the pdos
-        mode the k-th branch of prompt `p` is row `p + k * prompts`, from k = 1 on, and begins with its title; `join`
-        tells a prompt's row the text of its joined branches, which takes the place of the skeleton that it wrote.
+        `event` is `begin` (a step's prefix), `token`, `step` (the step has ended) or `end` (the row has). In a session
+        `inject` is what somebody else told the row, and row -1 is the history that all workers see. In the pdos mode
+        the k-th branch of prompt `p` is row `p + k * prompts`, from k = 1 on, and begins with its title; `join` tells a
+        prompt's row the text of its joined branches, which takes the place of the skeleton that it wrote.
         """
 
     def end(self) -> None:
         """Called when all is written."""
+
+
+class RowText(NamedTuple):
+    """What a row wrote; events as in `ParallelStreamer`."""
+
+    row: int
+    text: str
+    event: str
+
+
+class ParallelIteratorStreamer:
+    """A `ParallelStreamer` that another thread iterates over, such as a server or a notebook.
+
+    It does for many rows what `transformers.TextIteratorStreamer` does for one.
+
+    Parameters
+    ----------
+    timeout : float, optional
+        Seconds to wait for the next text; then `queue.Empty` is raised. Default: as long as it takes, which is for ever
+        if `generate` fails in its thread.
+
+    Raises
+    ------
+    ValueError
+        If `timeout` is no positive number.
+
+    Examples
+    --------
+    >>> streamer = hf_parallel.ParallelIteratorStreamer(timeout=60)
+    >>> settings = dict(generation_mode="hogwild", tokenizer=tokenizer, streamer=streamer)
+    >>> threading.Thread(target=model.generate, args=(ids,), kwargs=settings).start()
+    >>> for row, text, event in streamer:
+    ...     print(row, event, text)
+    """
+
+    def __init__(self, timeout: float | None = None) -> None:
+        if timeout is not None and (not isinstance(timeout, Real) or isinstance(timeout, bool) or not timeout > 0):
+            raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
+        self.timeout = timeout
+        self._texts: Queue[RowText | None] = Queue()
+
+    def put(self, value: Any) -> None:
+        """Tokens are of no interest here, their texts come by `write_row`."""
+
+    def write_row(self, row: int, text: str, event: str) -> None:
+        """Called with what row `row` wrote."""
+        self._texts.put(RowText(row, text, event))
+
+    def end(self) -> None:
+        """Called when all is written: the iteration ends. Another call may be streamed then."""
+        self._texts.put(None)
+
+    def __iter__(self) -> Iterator[RowText]:
+        return self
+
+    def __next__(self) -> RowText:
+        text = self._texts.get(timeout=self.timeout)
+        if text is None:
+            raise StopIteration
+        return text
 
 
 class FinalTokens:
@@ -58,9 +121,3 @@ class FinalTokens:
         while any(self._waiting):
             tokens = [waiting.popleft() if waiting else self.pad_token_id for waiting in self._waiting]
             self.streamer.put(torch.tensor(tokens))
-
-    def show(self, row: int, text: str, event: str) -> None:
-        """Tell a streamer of parallel text what a row wrote, final or not."""
-        write = getattr(self.streamer, "write_row", None)
-        if write is not None:
-            write(row, text, event)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Step:
     """A reasoning step.
 
-    `forward_pass` is the decode pass, counted from 1, whose token ended it; None for a step left unfinished.
+    `forward_pass` is the decode pass, counted from 1, whose token ended it; None for a step left unfinished. `worker`
+    is -1 and `name` is `common` where somebody else put it into the common history.
     """
 
     worker: int
@@ -44,12 +45,13 @@ class Worker(Row):
     number: int = 0
     name: str = ""
     step: int = 0
+    began: int = 0  # decode passes that had been when it came
     generated: int = 0
     left: bool = False
     answered: bool = False
     text: str = ""
     current: GrowingText = field(default=None, repr=False)  # type: ignore[assignment]
-    prefix: int = 0  # characters of `current` that the worker did not write itself
+    own: str = ""  # what of `current` it has generated itself
 
     @property
     def group(self) -> Problem:
@@ -65,6 +67,11 @@ class Worker(Row):
         """Whether the worker should go on, now that all workers have taken their tokens."""
         return not self.problem.stopped(self)
 
+    @property
+    def passes(self) -> int:
+        """Decode passes that have been."""
+        return self.began + self.generated
+
     def begin_step(self, before: Sequence[int] = ()) -> None:
         """Write the next step's prefix; `before` are tokens that come first in the worker's own text."""
         problem = self.problem
@@ -74,11 +81,17 @@ class Worker(Row):
             prefix += problem.config.redundancy_prompt
         tokens = problem.encode(prefix)
         self.current = GrowingText(problem.call.tokenizer)
-        self.pending = [*before, *tokens]
-        self._write(tokens, "begin")
-        self.prefix = len(self.current.text)
+        self.own = ""
+        self.pending = list(before)
+        self.be_given(tokens, "begin")
+
+    def be_given(self, tokens: Sequence[int], event: str) -> None:
+        """Put tokens into the worker's step that it has not generated."""
+        problem = self.problem
+        self.pending = [*self.pending, *tokens]
+        self._write(tokens, event)
         problem.given += len(tokens)
-        problem.loop.table.extend(self.index, tokens)
+        problem.loop.extend(self.index, tokens)
 
     def advance(self, token: int, ended: bool) -> bool:
         """Take a new token; says whether the worker goes on."""
@@ -87,12 +100,12 @@ class Worker(Row):
         problem.generated += 1
         is_eos = token in problem.call.eos_token_ids
         added = "" if is_eos else self._write([token], "token")
+        self.own += added
         self.answered = self.answered or problem.look_for_answer(self)
         self.pending = [] if is_eos else [token]
-        own = self.current.text[self.prefix :]
-        complete = ends_step(own, added, config.separator, config.sentence_ends, config.code_fence)
+        complete = ends_step(self.own, added, config.separator, config.sentence_ends, config.code_fence)
         stopped = problem.stopped(self)
-        if ended or stopped or self.generated >= problem.call.max_new_tokens:
+        if ended or stopped or self.passes >= problem.call.max_new_tokens:
             ended = is_eos or (ended and not problem.timed_out())
             self.leave(finished=ended or complete or (stopped and self.answered))
             return False
@@ -146,8 +159,8 @@ class Problem(Group):
         super().__init__((config.layout, config.num_workers, call.prompts[index].tolist()))
         self.config, self.call, self.loop, self.cache, self.index, self.leaf = config, call, loop, cache, index, leaf
         texts = (config.history_header, config.others_header, config.own_header, config.step_gap)
-        headers = [self.encode(text) for text in texts]
-        lengths = [len(tokens) for tokens in headers]
+        self.headers = [self.encode(text) for text in texts]
+        lengths = [len(tokens) for tokens in self.headers]
         self.space = cache.new_workspace(config.layout, cache.view(leaf), config.num_workers, lengths)
         self.history: list[Step] = []
         self.answer: str | None = None
@@ -155,27 +168,74 @@ class Problem(Group):
         self.generated = 0
         self._checked = 0
         self._owed: list[tuple[Block, list[int]]] = []
-        self._owe_headers(headers)
+        self._shown: set[Block] = set()  # headers that have been owed
+        self._owe_headers()
         self.workers: list[Worker] = []
         for number, name in enumerate(config.names):
-            worker = Worker(index * config.num_workers + number, (), problem=self, number=number, name=name)
-            self.workers.append(worker)
-            worker.begin_step()
+            self._begin(Worker(index * config.num_workers + number, (), problem=self, number=number, name=name))
+
+    def _begin(self, worker: Worker) -> None:
+        self.workers.append(worker)
+        worker.begin_step()
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text of the mode's own."""
         return list(self.call.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
-    def _owe_headers(self, headers: Sequence[list[int]]) -> None:
-        """The first forward pass computes the headers that will be seen."""
-        space, config = self.space, self.config
-        unseen = space.layout == "interleaved" and not config.finisher_tokens
-        others = config.num_workers > 1 and not unseen
-        seen = (space.layout != "contiguous", others, True, config.num_workers > 2 and not unseen)
-        for block, tokens, is_seen in zip(space.headers, headers, seen, strict=True):
-            if is_seen:
+    def _owe_headers(self) -> None:
+        """The next forward pass computes the headers that will be seen from now on."""
+        space, count = self.space, len(self.space.unfinished)
+        unseen = space.layout == "interleaved" and not self.config.finisher_tokens
+        seen = (space.layout != "contiguous", count > 1 and not unseen, True, count > 2 and not unseen)
+        for block, tokens, is_seen in zip(space.headers, self.headers, seen, strict=True):
+            if is_seen and block not in self._shown:
+                self._shown.add(block)
                 self.owe(block, tokens)
                 self.given += len(tokens)
+
+    def add_worker(self, name: str, index: int, began: int) -> Worker:
+        """Let one worker more begin, as row `index`, after `began` decode passes."""
+        number = len(self.workers)
+        self.cache.add_worker(self.space)
+        self._owe_headers()
+        worker = Worker(index, (), problem=self, number=number, name=name, began=began)
+        self._begin(worker)
+        return worker
+
+    def remove_worker(self, worker: Worker) -> None:
+        """Let a worker go, and what it was writing with it."""
+        if not worker.left:
+            worker.left = True
+            self.show(worker, "", "end")
+        self.history = [step for step in self.history if step.worker != worker.number or step.forward_pass is not None]
+        self._disown(self.space.workers[worker.number])
+        self.cache.remove_worker(self.space, worker.number)
+
+    def tell_all(self, text: str, tokens: list[int], passes: int) -> None:
+        """Put a step that no worker wrote into the history, after `passes` decode passes."""
+        number = 1 + sum(step.worker < 0 for step in self.history)
+        self.history.append(Step(-1, "common", number, text, tokens, passes))
+        self.call.show(-1, text, "inject")
+        self.call.show(-1, "", "step")
+        self.given += len(tokens)
+        self.owe(self.cache.add_step(self.space, len(tokens)), tokens)
+
+    def forget(self, number: int) -> None:
+        """Forget a finished step, counted from the first that is left."""
+        forgotten = self.finished[number]
+        self.history = [step for step in self.history if step is not forgotten]
+        if number >= len(self.space.steps):
+            self._disown(self.space.closing[number - len(self.space.steps)])
+        self.cache.forget_step(self.space, number)
+
+    @property
+    def finished(self) -> list[Step]:
+        """Those steps of the history that have ended, as the cache holds them."""
+        return [step for step in self.history if step.forward_pass is not None]
+
+    def _disown(self, block: Block) -> None:
+        """Owe nothing to a block any more."""
+        self._owed = [(other, tokens) for other, tokens in self._owed if other is not block]
 
     def unread(self) -> Brought:
         """What nobody has computed of the prompt."""
@@ -197,9 +257,10 @@ class Problem(Group):
         return [(Segment(self.space.view_of(block), len(tokens)), tokens) for block, tokens in owed]
 
     def settle(self) -> None:
-        """After a forward pass: steps that owe nothing any more move into the history."""
-        if not self._owed and not self.backlog:
-            self.cache.settle(self.space)
+        """Steps that owe nothing any more move into the history."""
+        owed = [block for block, _ in self._owed]
+        if not self.backlog:
+            self.cache.settle(self.space, sum(block not in owed for block in self.space.closing))
 
     def redundancy_due(self) -> bool:
         """Whether it is time to ask for redundant work, which is then taken as asked."""
@@ -210,7 +271,7 @@ class Problem(Group):
 
     def look_for_answer(self, worker: Worker) -> bool:
         """Whether the worker has just completed a final answer, which becomes the problem's if it is the first."""
-        answer = self.config.find_answer(worker.current.text)
+        answer = self.config.find_answer(worker.own)
         if answer is not None and self.answer is None:
             self.answer = answer
         return answer is not None
@@ -227,16 +288,17 @@ class Problem(Group):
 
     def record(self, worker: Worker, finished: bool) -> None:
         """Keep a worker's step as it stands."""
-        text = worker.current
-        ended = worker.generated if finished else None
-        self.history.append(Step(worker.number, worker.name, worker.step, text.text, list(text.tokens), ended))
+        self.history.append(self.step_of(worker, finished))
 
-    def transcript(self) -> str:
-        """All steps, in the order in which they ended."""
-        return "\n\n".join(step.text.rstrip() for step in self.history)
+    @staticmethod
+    def step_of(worker: Worker, finished: bool = False) -> Step:
+        """A worker's step as it stands."""
+        text = worker.current
+        ended = worker.passes if finished else None
+        return Step(worker.number, worker.name, worker.step, text.text, list(text.tokens), ended)
 
     def show(self, worker: Worker, text: str, event: str) -> None:
-        """Tell a streamer of parallel text what a worker wrote: `begin`, `token`, `step` (ended) or `end`."""
+        """Tell a streamer of parallel text what a worker wrote; events as in `ParallelStreamer`."""
         self.call.show(worker.index, text, event)
 
     def finisher(self, tokens: list[int]) -> Finisher:

@@ -1,0 +1,209 @@
+"""The live view shows the rows of every mode: which they are, what they wrote, and as many as there is room for."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+from rich.text import Text
+from stories import tell
+from talks import SHORT, scripted
+from workers import TOKENIZER, small_model
+
+import hf_parallel
+from hf_parallel import HogwildConfig, ParallelStreamer, PDOSConfig, SelfConsistencyConfig, SharedPrefixConfig
+from hf_parallel.generation import MODES
+from hf_parallel.live import ABOVE, LiveColumns, LiveLines, LiveView, live_view
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STORY = "Now. ####A:......\n####B:......\n####%%%%"
+PROMPT = tiny.make_prompts([9], seed=4)[0][None]
+
+
+def a_terminal(width: int = 80, height: int = 24) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, highlight=False)
+
+
+def a_pipe() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=80)
+
+
+def printed(console: Console) -> str:
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def drawn(view: LiveView, height: int | None = None) -> list[str]:
+    """The lines of the picture, without colours."""
+    assert isinstance(view, LiveColumns)
+    lines = view.console.render_lines(view.picture(height), pad=False)
+    return ["".join(segment.text for segment in line) for line in lines]
+
+
+def texts(view: LiveView) -> dict[str, str]:
+    return {row.name: "".join(step.text for step in row.steps) for row in view.rows.values()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_there_is_a_view_of_every_mode(mode: str) -> None:
+    view = live_view(MODES[mode](), a_terminal())
+    assert isinstance(view, LiveColumns)
+    assert isinstance(view, ParallelStreamer)
+    assert isinstance(live_view(MODES[mode](), a_pipe()), LiveLines)
+    assert drawn(view, 16)[-1] == "reading the task ..."
+
+
+def test_branches_are_columns_beside_the_answer() -> None:
+    view = live_view(PDOSConfig(), a_terminal())
+    with view, view.watching(small_model()):
+        out = tell([STORY + "So.", tiny.EOS], branches=["one####", "two####"], streamer=view)
+    assert texts(view) == {"Answer": STORY + "So.", "Branch 1": "####A:one####", "Branch 2": "####B:two####"}
+    assert view.passes == out.stats.forward_passes
+    joined = view.rows[0].steps[0].ended
+    assert joined is not None
+    assert [row.steps[0].ended for row in view.rows.values()] == [joined] * 3
+    picture = "\n".join(drawn(view))
+    assert all(f"{name}, done" in picture for name in ("Answer", "Branch 1", "Branch 2"))
+    assert f"\u2713{joined}" in picture
+
+
+def test_a_branch_is_printed_once_where_there_is_no_terminal() -> None:
+    console = a_pipe()
+    with live_view(PDOSConfig(), console) as view:
+        tell([STORY + "So.", tiny.EOS], branches=["one####", "two####"], streamer=view)
+    said = printed(console)
+    assert re.search(r"^Branch 1 \| ####A:one####  \(end\)$", said, re.MULTILINE)
+    assert said.count("A:one") == said.count("B:two") == 1
+    assert re.search(r"^Answer +\| So\.  \(end\)$", said, re.MULTILINE)
+
+
+def test_answers_and_conclusions_have_columns_of_their_own() -> None:
+    config = SelfConsistencyConfig(num_answers=2, vote="final", conclusion_tokens=4, answer_pattern="")
+    view = live_view(config, a_terminal())
+    with view:
+        out = small_model().generate(
+            PROMPT,
+            generation_mode="self_consistency",
+            parallel_config=config,
+            tokenizer=TOKENIZER,
+            do_sample=True,
+            max_new_tokens=6,
+            streamer=view,
+            return_dict_in_generate=True,
+        )
+    shown = {name: text for name, text in texts(view).items() if name != "Conclusion"}
+    assert list(shown) == ["Answer 1", "Answer 2"]
+    assert "Conclusion" in texts(view)
+    assert [len(text) for text in shown.values()] == [len(text) for text in out.texts[0]]
+
+
+@pytest.mark.parametrize("mode", ["shared_prefix", "resample"])
+def test_completions_are_shown_by_their_tokens(mode: str) -> None:
+    view = live_view(MODES[mode](), a_terminal(), TOKENIZER_WITH_SPECIALS)
+    with view:
+        out = small_model().generate(
+            PROMPT,
+            generation_mode=mode,
+            num_return_sequences=3,
+            do_sample=True,
+            max_new_tokens=8,
+            streamer=view,
+            logits_processor=None,
+            eos_token_id=ord("e"),
+            pad_token_id=tiny.PAD,
+            **({"logits_cache": hf_parallel.LogitsCache()} if mode == "resample" else {}),
+        )
+    expected = [TOKENIZER.decode([t for t in row.tolist() if t != tiny.PAD]) for row in out[:, PROMPT.shape[1] :]]
+    assert list(texts(view)) == ["Answer 1", "Answer 2", "Answer 3"]
+    assert [re.sub(r"[^\n -~]", " ", text) for text in expected] == list(texts(view).values())
+    assert view.passes == out.shape[1] - PROMPT.shape[1]
+
+
+class _WithSpecials:
+    all_special_ids = (tiny.PAD, tiny.BOS, tiny.EOS)
+    decode = staticmethod(TOKENIZER.decode)
+
+
+TOKENIZER_WITH_SPECIALS = _WithSpecials()
+
+
+def test_completions_are_printed_in_the_end_where_there_is_no_terminal() -> None:
+    console = a_pipe()
+    with live_view(SharedPrefixConfig(), console, TOKENIZER_WITH_SPECIALS) as view:
+        for value in (torch.ones(2, 3), torch.tensor([ord("a"), ord("c")]), torch.tensor([ord("b"), tiny.EOS])):
+            view.put(value)
+        view.end()
+    assert printed(console).splitlines() == ["Answer 2 | c  (end)", "Answer 1 | ab  (end)"]
+
+
+def test_tokens_that_nobody_can_read_are_counted() -> None:
+    view = live_view(SharedPrefixConfig(), a_terminal())
+    view.put(torch.zeros(2, 5))
+    view.put(torch.zeros(2))
+    assert (view.passes, view.tokens, view.rows) == (1, 2, {})
+
+
+def test_a_session_is_shown_with_what_is_told_and_who_comes() -> None:
+    view = live_view(HogwildConfig(**SHORT), a_terminal(100))
+    with view:
+        session = scripted("One", "Uno", streamer=view)
+        session.run(3)
+        session.inject("Alice", " Why? ")
+        session.inject("common", "It rains.")
+        session.add_worker("Worker 3")
+        session.run(2)
+    assert texts(view) == {"Alice": "One Why? xx", "Bob": "Unoxx", "common": "It rains.\n\n", "Worker 3": "xx"}
+    assert view.rows[-1].steps[0].ended == 3
+
+
+def write_branches(view: LiveView, count: int) -> None:
+    for branch in range(1, count + 1):
+        view.write_row(branch, f"title {branch} ", "begin")
+    for branch in range(1, count + 1):
+        view.write_row(branch, f"text of {branch}", "token")
+
+
+@pytest.mark.parametrize(("width", "height"), [(60, 20), (80, 24), (250, 50)])
+def test_the_picture_shows_as_many_rows_as_fit_those_that_write_first(width: int, height: int) -> None:
+    view = live_view(PDOSConfig(), a_terminal(width, height))
+    view.write_row(0, "the skeleton", "token")
+    write_branches(view, 10)
+    for branch in (1, 2, 3):
+        view.write_row(branch, "", "end")
+    lines = drawn(view, height - ABOVE)
+    assert len(lines) == height - ABOVE
+    assert max(Text(line).cell_len for line in lines) <= width
+    fit = min(width // 24, 11)
+    shown = [name for name in view.rows if f"title {name} " in "\n".join(lines)]
+    assert shown == ([4, 5, 6, 7, 8, 9, 10][: fit - 1] if fit < 8 else [*range(11 - fit + 1, 11)])
+    assert (f"{11 - fit} more rows" in lines[-1]) == (fit < 11)
+
+
+def test_the_final_picture_has_all_rows_below_each_other() -> None:
+    console = a_terminal(80)
+    with live_view(PDOSConfig(), console) as view:
+        write_branches(view, 10)
+    said = printed(console)
+    final = said[said.rindex("Branch 1,") :] if "Branch 1," in said else said
+    assert all(f"text of {branch}" in final for branch in range(1, 11))
+    assert max(Text(re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", line)).cell_len for line in final.splitlines()) <= 80
+
+
+def test_branches_need_room_for_two() -> None:
+    assert isinstance(live_view(PDOSConfig(), a_terminal(47)), LiveLines)
+    assert isinstance(live_view(PDOSConfig(), a_terminal(48)), LiveColumns)
+    assert isinstance(live_view(PDOSConfig(), a_terminal(80, 8)), LiveLines)
+
+
+def test_a_row_that_begins_again_is_not_done() -> None:
+    """The outline's row writes the conclusion, too."""
+    view = live_view(MODES["skeleton_of_thought"](), a_terminal())
+    for event in ("begin", "token", "end", "begin", "token"):
+        view.write_row(0, "a" if event != "end" else "", event)
+    assert (view.rows[0].name, view.rows[0].done, len(view.rows[0].steps)) == ("Outline", False, 2)

@@ -1,0 +1,256 @@
+"""A session that was saved goes on as if it had never been interrupted; what is no such session is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import dense
+import pytest
+import tiny
+import torch
+from ascii_tokenizer import AsciiTokenizer
+from talks import begin, logits_of, some_life, state
+from transformers import GenerationConfig, LogitsProcessor
+from workers import TOKENIZER, small_model
+
+import hf_parallel
+from hf_parallel import HogwildSession
+from hf_parallel.cache import BlockCache
+from hf_parallel.cache.hogwild import LAYOUTS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def load(path: Path, model: Any = None, **helpers: Any) -> HogwildSession:
+    return HogwildSession.load(path, model or small_model(), helpers.pop("tokenizer", TOKENIZER), **helpers)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_session_that_was_saved_goes_on_with_the_same_logits(tmp_path: Any, layout: str, num_workers: int) -> None:
+    model = hf_parallel.enable(dense.in_float64(tiny.build("starcoder2")))
+    session = begin(model, layout=layout, num_workers=num_workers, max_new_tokens=500)
+    for part in range(3):
+        some_life(session, random.Random(f"{layout}{num_workers}{part}"), changes=6)
+        session.save(tmp_path / "session.json")
+        other = HogwildSession.load(tmp_path / "session.json", model, TOKENIZER)
+        assert state(other)[:-1] == state(session)[:-1]
+        going_on = [logits_of(one, lambda s: some_life(s, random.Random("on"), changes=4)) for one in (session, other)]
+        for mine, its in zip(*going_on, strict=True):
+            torch.testing.assert_close(mine, its, rtol=0, atol=1e-9)
+        assert state(other)[:-1] == state(session)[:-1]
+        session = other
+
+
+@pytest.mark.parametrize("passes", [0, 1, 9])
+def test_the_same_seed_goes_on_with_the_same_tokens(tmp_path: Path, passes: int) -> None:
+    session, whole = begin(temperature=1.0), begin(temperature=1.0)
+    session.run(passes)
+    session.save(tmp_path / "session.json")
+    other = load(tmp_path / "session.json")
+    assert state(other)[:-1] == state(session)[:-1]
+    other.run(15)
+    whole.run(passes + 15)
+    assert state(other)[:-1] == state(whole)[:-1]
+    assert torch.equal(other.finish().sequences, whole.finish().sequences)
+
+
+def test_settings_of_generate_and_of_the_mode_come_back(tmp_path: Path) -> None:
+    settings = {"top_k": 9, "repetition_penalty": 1.2, "eos_token_id": [ord("q")], "worker_names": ("Ann", "Ben")}
+    config = GenerationConfig(do_sample=True, max_new_tokens=30, **{k: v for k, v in settings.items() if "_n" not in k})
+    session = begin(seed=[3, 4], generation_config=config, max_new_tokens=30, **settings)
+    session.run(4)
+    session.save(tmp_path / "session.json")
+    other = load(tmp_path / "session.json")
+    assert other.config == session.config or list(other.config.worker_names) == ["Ann", "Ben"]
+    for name in ("do_sample", "top_k", "temperature", "repetition_penalty", "eos_token_id", "max_length"):
+        assert getattr(other._call.generation_config, name) == getattr(session._call.generation_config, name)
+    other.run()
+    session.run()
+    assert state(other)[:-1] == state(session)[:-1]
+
+
+def test_what_the_model_prefers_meanwhile_does_not_matter(tmp_path: Path) -> None:
+    model = copy.deepcopy(small_model())
+    session = begin(model)
+    session.run(4)
+    session.save(tmp_path / "session.json")
+    model.generation_config.temperature = 3.0
+    model.generation_config.do_sample = False
+    other = load(tmp_path / "session.json", model)
+    for one in (session, other):
+        one.run(8)
+    assert state(other)[:-1] == state(session)[:-1]
+
+
+def test_passes_are_computed_many_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = begin(max_new_tokens=90)
+    session.run(60)
+    session.save(tmp_path / "session.json")
+    assert load(tmp_path / "session.json").stats.forward_passes == 2  # the prompt, and all passes
+    monkeypatch.setattr("hf_parallel.generation.stepping.RETOLD_TOGETHER", 25)
+    other = load(tmp_path / "session.json")
+    assert other.stats.forward_passes == 4
+    for one in (session, other):
+        one.run(20)
+    assert state(other)[:-1] == state(session)[:-1]
+
+
+def test_a_streamer_is_told_what_was_written_before(tmp_path: Path) -> None:
+    class Listener:
+        def __init__(self) -> None:
+            self.heard: list[Any] = []
+
+        put = end = lambda *given: None
+
+        def write_row(self, *given: Any) -> None:
+            self.heard.append(given)
+
+    first, second = Listener(), Listener()
+    session = begin(streamer=first)
+    some_life(session, random.Random(1), changes=6)
+    session.save(tmp_path / "session.json")
+    other = load(tmp_path / "session.json", streamer=second)
+    for one in (session, other):
+        one.run(5)
+    assert second.heard == first.heard
+
+
+def test_helpers_are_given_again(tmp_path: Path) -> None:
+    class Bans(LogitsProcessor):
+        keeps_rows = False
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            scores[:, ord("x")] = -100.0
+            return scores
+
+    session = begin(logits_processor=[Bans()])
+    session.run(3)
+    session.save(tmp_path / "session.json")
+    with pytest.raises(ValueError, match=r"other helpers: \[.*'Bans'.*\] decided on tokens, now"):
+        load(tmp_path / "session.json")
+    other = load(tmp_path / "session.json", logits_processor=[Bans()])
+    for one in (session, other):
+        one.run(8)
+    assert state(other)[:-1] == state(session)[:-1]
+
+
+# What is no such session
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    session = begin()
+    some_life(session, random.Random(2), changes=8)
+    path = tmp_path_factory.mktemp("saved") / "session.json"
+    session.save(path)
+    return path
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.9999])
+def test_a_part_of_a_file_is_refused(saved: Path, tmp_path: Path, share: float) -> None:
+    text = saved.read_text()
+    (tmp_path / "part.json").write_text(text[: int(len(text) * share)])
+    with pytest.raises(ValueError, match="part.json is no saved session, or a part of one"):
+        load(tmp_path / "part.json")
+
+
+def test_files_of_others_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    for content in (b"\xff\xfe\x00", b"[1, 2]", b'"text"', b'{"format": "something else"}', b"null"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="other.json is no saved session"):
+            load(path)
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("prompt", lambda value: value[1:]),
+        ("journal", lambda value: value[:-1]),
+        ("tokens", lambda value: value[:-1]),
+        ("settings", lambda value: value | {"seed": 9}),
+        ("digest", lambda value: "0" * 64),
+    ],
+)
+def test_a_file_that_was_changed_is_refused(saved: Path, tmp_path: Path, name: str, change: Any) -> None:
+    told = json.loads(saved.read_text())
+    told[name] = change(told[name])
+    (tmp_path / "changed.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match="changed.json is damaged"):
+        load(tmp_path / "changed.json")
+
+
+def test_a_file_of_another_version_is_refused(saved: Path, tmp_path: Path) -> None:
+    told = json.loads(saved.read_text()) | {"version": 99}
+    (tmp_path / "later.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match="a session of version 99, this program reads version 1"):
+        load(tmp_path / "later.json")
+
+
+def test_another_model_is_refused(saved: Path) -> None:
+    other = hf_parallel.enable(copy.deepcopy(tiny.build("llama", seed=1)))
+    with pytest.raises(ValueError, match="was saved with another model, or with other weights"):
+        load(saved, other)
+
+
+class Other(AsciiTokenizer):
+    """Takes some texts apart in another way."""
+
+    def __init__(self, odd: str) -> None:
+        self.odd = odd
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **kwargs: Any) -> dict[str, list[int]]:
+        encoded = super().__call__(text, add_special_tokens, **kwargs)["input_ids"]
+        return {"input_ids": encoded + [32] if self.odd in text else encoded}
+
+
+@pytest.mark.parametrize("odd", ["[DONE]", "Alice 1", "a"])
+def test_another_tokenizer_is_refused(saved: Path, odd: str) -> None:
+    with pytest.raises(ValueError, match="was saved with another tokenizer"):
+        load(saved, tokenizer=Other(odd))
+
+
+def test_a_save_that_fails_leaves_the_older_file(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "session.json"
+    path.write_text(saved.read_text())
+    session = begin()
+    session.step()
+
+    def broken(self: Path, *given: Any) -> Any:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", broken)
+        with pytest.raises(OSError, match="no space left"):
+            session.save(path)
+    assert path.read_text() == saved.read_text()
+    assert [file.name for file in tmp_path.iterdir()] == ["session.json"]
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a session with output_scores cannot be saved"):
+        begin(output_scores=True).save(tmp_path / "session.json")
+    with pytest.raises(ValueError, match="eos_token_id cannot be saved: it must be plain data"):
+        begin(eos_token_id=torch.tensor([5])).save(tmp_path / "session.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_load_that_fails_leaves_the_model_usable(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_run = BlockCache.prepare_run
+
+    def broken(self: BlockCache, passes: Any) -> Any:
+        prepare_run(self, passes)
+        raise MemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockCache, "prepare_run", broken)
+        with pytest.raises(MemoryError):
+            load(saved)
+    load(saved).step()
