@@ -64,6 +64,8 @@ class Remembered:
         """
         if self.ids is None:
             return self.values
+        if not len(self.ids):
+            return torch.zeros(self.vocabulary)
         ids, values = self.ids.long(), self.values.double()
         total = torch.logsumexp(values, -1) - np.log(-np.expm1(self.rest))
         each = total + self.rest - np.log(self.vocabulary - len(ids))
