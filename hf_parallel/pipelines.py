@@ -51,8 +51,9 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
     Each prompt gives a list of dictionaries of plain data, which `json` can write: one for each returned sequence,
     `generated_text` first (or `generated_token_ids` with `return_tensors=True`). Beside it stands what the mode's
     output knows of the prompt, under the names that it has there (`answers`, `titles`, `blocks`, ...), and `stats` of
-    the call that the prompt was part of. `hogwild` gives one dictionary: `generated_text` is the transcript, `workers`
-    are the texts (with `return_tensors=True` `generated_token_ids` the tokens) of its workers.
+    the call that the prompt was part of. `hogwild` gives one dictionary: `generated_text` is the prompt and the
+    transcript (`return_full_text=False`: the transcript alone), `workers` are the texts (with `return_tensors=True`
+    `generated_token_ids` the tokens) of its workers.
 
     Examples
     --------
