@@ -126,7 +126,7 @@ def run_view(options: argparse.Namespace) -> int:
     """`hf-parallel view`: a run as a page of HTML."""
     try:
         run = json.loads(options.run_file.read_text(encoding="utf-8"))
-    except ValueError as error:  # that of a wrong encoding too
+    except (ValueError, RecursionError) as error:  # a wrong encoding, or lists in lists without end
         raise CommandError(f"{options.run_file} is no JSON: {error}") from error
     try:
         page = render(run)

@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import inspect
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from io import StringIO
@@ -22,6 +21,8 @@ from .cache.logits import LogitsCache
 from .embedded import MODEL_NAME, load_embedded_model
 from .generation import MODES, HogwildConfig, HogwildOutput, ParallelConfig, ParallelOutput, enable
 from .generation.config import make_config, unknown_setting
+from .generation.journal import write_whole
+from .generation.mixin import take_parallel_config
 from .generation.page import render as page_of
 from .generation.prompts import render, rules_of
 from .generation.recalling import RecallingConfig
@@ -63,6 +64,9 @@ def generate(options: argparse.Namespace) -> int:
     config, settings = read_settings(options)
     _check(options, prompts)
     model, tokenizer = load(options)
+    if config is not None:  # settings that are stored with the model count too
+        asked = {"generation_mode": config.mode, "parallel_config": config}
+        config = take_parallel_config(model.generation_config, asked)
     inputs = encode(prompts, tokenizer, config, options)
     arguments = {
         **{name: tensor.to(model.device) for name, tensor in inputs.items()},
@@ -114,16 +118,22 @@ def _print(
         printer.finish()
         if options.format == "jsonl":
             for number, prompt in enumerate(prompts):
-                print(json.dumps({"prompt": prompt, "texts": printer.texts(number), "interrupted": True}))
+                print_record({"prompt": prompt, "texts": printer.texts(number), "interrupted": True})
         return None
     if options.format == "jsonl":
         for record in records(output, prompts, tokenizer, arguments["input_ids"].shape[1]):
-            print(json.dumps(record, ensure_ascii=False))
+            print_record(record)
     else:
         for answer in getattr(output, "answers", None) or ():
             if answer is not None:
                 printer.line(f"Answer: {answer}")
     return output
+
+
+def print_record(record: dict[str, Any]) -> None:
+    """Print an object as a line of JSON, in characters that whoever reads it can have."""
+    readable = (sys.stdout.encoding or "").lower().startswith("utf")
+    print(json.dumps(record, ensure_ascii=not readable))
 
 
 def _watch(
@@ -211,7 +221,7 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _split(text: str, lines: bool) -> list[str]:
-    return [line for line in text.splitlines() if line.strip()] if lines else [text.rstrip("\n")]
+    return [line for line in text.split("\n") if line.strip()] if lines else [text.rstrip("\n")]
 
 
 def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, dict[str, Any]]:
@@ -224,8 +234,7 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
     """
     cls = MODES.get(options.mode)
     preset = options.model is None and not options.no_preset
-    settings: dict[str, Any] = {"max_new_tokens": 256}
-    settings |= SAMPLING if preset and options.mode in ("hogwild", "self_consistency") else {}
+    settings: dict[str, Any] = {**SAMPLING} if preset and options.mode in ("hogwild", "self_consistency") else {}
     given = {} if options.seed is None else {"seed": options.seed}
     for text in options.set:
         name, _, value = text.partition("=")
@@ -240,6 +249,8 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
         else:
             raise unknown_setting(cls, name, value, GENERATION_SETTINGS)
     settings |= _generation_options(options)
+    if settings.get("max_length") is None:
+        settings.setdefault("max_new_tokens", 256)
     if not settings.get("do_sample", True):
         settings = {name: value for name, value in settings.items() if name not in _DRAWING}
     if options.logits_cache is not None or options.mode == "resample":
@@ -292,11 +303,13 @@ def _logits_cache(path: Path | None, cls: type[ParallelConfig] | None) -> Logits
 
 def _check(options: argparse.Namespace, prompts: Sequence[str]) -> None:
     """Raise an error for what would only be found out when the answers are there."""
-    if options.output is not None:
-        if options.mode == PLAIN:
-            raise ValueError(f"-o keeps the run of a mode, and --mode {PLAIN} is none")
-        if not options.output.resolve().parent.is_dir():
-            raise ValueError(f"-o {options.output}: there is no folder {options.output.resolve().parent}")
+    if options.output is not None and options.mode == PLAIN:
+        raise ValueError(f"-o keeps the run of a mode, and --mode {PLAIN} is none")
+    for option, path in (("-o", options.output), ("--logits-cache", options.logits_cache)):
+        if path is not None and path.is_dir():
+            raise ValueError(f"{option} {path} is a folder; name a file in it")
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ValueError(f"{option} {path}: there is no folder {path.resolve().parent}")
     if options.format == "live":
         if importlib.util.find_spec("rich") is None:
             raise ValueError("--format live needs rich, which is not installed: pip install rich")
@@ -347,13 +360,3 @@ def _cost(output: ParallelOutput) -> str:
         f"given tokens computed, {of.kv_bytes / 1e6:.1f} MB of keys and values, {of.prefill_seconds:.2f} s prefill, "
         f"{of.decode_seconds:.2f} s decode"
     )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

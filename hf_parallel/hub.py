@@ -109,6 +109,7 @@ def export(
             made = Path(room)
             _write(made, str(folder), model_or_config, config, tokenizer)
             _refuse_foreign(folder, made)
+            made.chmod(folder.stat().st_mode)  # which `copytree` gives to the folder
             shutil.copytree(made, folder, copy_function=shutil.move, dirs_exist_ok=True)
     except BaseException:
         if not was_there:
@@ -223,7 +224,7 @@ def _refuse_foreign(folder: Path, made: Path | None = None) -> None:
     files = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} if folder.exists() else set()
     if made is not None:
         files = {path for path in files if made.name not in path.parts and not (made / path).exists()}
-    elif Path(GENERATE) in files and (folder / GENERATE).read_text(encoding="utf-8").startswith(MARK):
+    elif Path(GENERATE) in files and (folder / GENERATE).read_text(encoding="utf-8", errors="replace").startswith(MARK):
         files = set()
     if files:
         names = sorted(path.as_posix() for path in files)

@@ -104,7 +104,7 @@ class Floor:
         if speech.group != self._group:
             headings.insert(0, self.headings[speech.group])
         self._group = speech.group
-        self.out.write("".join(f"{heading}\n" for heading in headings if heading))
+        self.out.write("".join(f"{self._clean(heading)}\n" for heading in headings if heading))
 
     def _say(self, speech: _Speech) -> None:
         """Print what is new of a text; space around it is not, and space inside it when more has come."""

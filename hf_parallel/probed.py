@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from . import attention
 from .attention import Capabilities
 from .folders import cache_folder
 from .generation import enable
+from .generation.journal import write_whole
 from .kernels.rope import RotarySpec
 
 
@@ -32,13 +32,11 @@ def enable_embedded(model: PreTrainedModel) -> PreTrainedModel:
     path = _path(model)
     try:
         return enable(model, read(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
+    except (OSError, ValueError, LookupError, TypeError):  # not there yet, or damaged
         enable(model)
     with suppress(OSError):  # it can be found out again
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(write(model._parallel_capabilities), encoding="utf-8")  # type: ignore[arg-type]
-        temporary.replace(path)
+        write_whole(path, write(model._parallel_capabilities))  # type: ignore[arg-type]
     return model
 
 
@@ -61,7 +59,7 @@ def read(text: str) -> Capabilities:
 
     Raises
     ------
-    ValueError, KeyError, TypeError
+    ValueError, LookupError, TypeError
         For anything else.
     """
     told = json.loads(text)

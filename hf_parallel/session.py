@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, TextStreamer
+from transformers import PreTrainedModel, TextStreamer
 
 from .generation.arguments import encode
 from .generation.call import vocabulary_size
@@ -52,6 +52,8 @@ class HogwildSession:
     ValueError
         As `generate`; for several prompts or `num_return_sequences`; and for `logits_cache` and `max_time`, which
         have no sense where steps are taken by hand.
+    TypeError
+        For `input_ids` that are no tensor.
     UnsupportedModelError
         As `generate`.
 
@@ -196,6 +198,7 @@ class HogwildSession:
             if not self._over and self._call.streamer is not None:
                 self._call.streamer.end()
             self._over, self._run.writing = "closed", []
+            self._run.loop.graphs = None
             self._run.run.cache.reset()
 
     # Changes between steps
@@ -361,18 +364,18 @@ class HogwildSession:
             processors or criteria that are not given.
         """
         told = read_journal(path)
-        if told["model"] != fingerprint(model):
+        if told["model"] != fingerprint(enable(model)):
             raise ValueError(f"{path} was saved with another model, or with other weights, adapters or dtype of it")
         session = cls(
             model,
             tokenizer,
             torch.tensor([told["prompt"]]),
             parallel_config=HogwildConfig(**told["settings"]),
-            generation_config=GenerationConfig(**told["generation"]),
             streamer=streamer,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+            **told["generation"],
         )
         with session._at_work():
             try:

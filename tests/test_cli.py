@@ -39,8 +39,8 @@ def test_prompts_come_from_arguments_files_and_stdin(monkeypatch: pytest.MonkeyP
 
 
 def test_without_a_prompt_stdin_is_read_line_by_line_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
-    assert cli_generate.read_prompts(options("--lines")) == ["one", "two"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\x0c\u2028three\n"))
+    assert cli_generate.read_prompts(options("--lines")) == ["one", "two\x0c\u2028three"]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,9 @@ def test_without_a_prompt_stdin_is_read_line_by_line_if_asked_to(monkeypatch: py
         (["x", "--greedy", "--temperature", "0.5"], "--greedy draws no tokens, so it cannot be combined with --temp"),
         (["x", "--mode", "pdos", "--logits-cache", "f"], "--logits-cache needs a mode that remembers logits, got pdos"),
         (["x", "--mode", "generate", "-o", "run.json"], "-o keeps the run of a mode, and --mode generate is none"),
-        (["x", "-o", "/nowhere/run.json"], "there is no folder /nowhere"),
+        (["x", "-o", "/nowhere/run.json"], "-o /nowhere/run.json: there is no folder /nowhere"),
+        (["x", "-o", "/"], "-o / is a folder"),
+        (["x", "--logits-cache", "/nowhere/logits"], "--logits-cache /nowhere/logits: there is no folder /nowhere"),
         (["x", "y", "--format", "live"], "--format live shows one prompt in a mode, got 2"),
         (["x", "--file", "/nowhere"], "No such file or directory: '/nowhere'"),
     ],
@@ -120,6 +122,11 @@ def test_settings_of_generate_can_be_set_too() -> None:
         options("x", "--set", "no_repeat_ngram_size=4", "--set", 'stop_strings=["."]')
     )
     assert (settings["no_repeat_ngram_size"], settings["stop_strings"]) == (4, ["."])
+
+
+def test_a_length_of_prompt_and_answer_together_takes_the_place_of_the_default() -> None:
+    _, settings = cli_generate.read_settings(options("x", "--no-preset", "--set", "max_length=30"))
+    assert settings == {"max_length": 30}
 
 
 @pytest.mark.parametrize("mode", [*MODES, "generate"])
@@ -206,6 +213,7 @@ def test_the_demo_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
     ("content", "message"),
     [
         ("not json", "is no JSON"),
+        ("[" * 10**5, "is no JSON"),
         ("[1]", "no transcript"),
         ('{"format": "hf_parallel run", "version": 2}', "version 2"),
     ],
@@ -242,16 +250,16 @@ def test_the_embedded_model_is_probed_once(
     handle = model.register_forward_pre_hook(lambda *_: passes.append(_))
     found = []
     try:
-        for damage in (False, False, True, False):
+        for damage in ("", "", "{", '{"specs": [], "layers": [[0, 0]]}', ""):
             if damage:
-                next(tmp_path.iterdir()).write_text("{")
+                next(tmp_path.iterdir()).write_text(damage)
             before = len(passes)
             found.append((probed.enable_embedded(model)._parallel_capabilities, len(passes) > before))
             hf_parallel.disable(model)
     finally:
         handle.remove()
         hf_parallel.disable(model)
-    assert [asked for _, asked in found] == [True, False, True, False]
+    assert [asked for _, asked in found] == [True, False, True, True, False]
     assert all(of == found[0][0] for of, _ in found)
     assert len(list(tmp_path.iterdir())) == 1
 

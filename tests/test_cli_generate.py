@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -150,6 +151,31 @@ def test_json_lines_have_one_object_per_answer(model: Any, capsys: pytest.Captur
     ]
 
 
+@pytest.mark.parametrize(
+    ("encoding", "line"), [("ascii", '{"prompt": "\\u00fc"}\n'), ("utf-8", '{"prompt": "\u00fc"}\n')]
+)
+def test_json_lines_lose_nothing_where_stdout_has_few_characters(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, line: str
+) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace", write_through=True)
+    monkeypatch.setattr(sys, "stdout", out)
+    cli_generate.print_record({"prompt": "\u00fc"})
+    assert out.buffer.getvalue().decode(encoding) == line  # type: ignore[attr-defined]
+
+
+def test_settings_stored_with_a_model_count(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = small_model().generation_config
+    monkeypatch.setattr(stored, "generation_mode", "hogwild", raising=False)
+    monkeypatch.setattr(stored, "parallel_config", {"num_workers": 3}, raising=False)
+    calls = model("a", "b", "c")
+    assert cli.main([option for option in WORKERS if option != "--raw"]) == 0
+    rest = "x" * 13
+    assert capsys.readouterr().out == f"Alice 1: a{rest}\n\nBob 1: b{rest}\n\nCarol 1: c{rest}\n"
+    assert "3 assistants, Alice, Bob, Carol" in Tokenizer().decode(calls[0]["input_ids"][0].tolist())
+
+
 def test_stats_go_to_stderr(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model(*STEPS)
     assert cli.main([*WORKERS, "--stats"]) == 0
@@ -195,6 +221,19 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         cli_generate.write_whole(tmp_path / "run.json", "a" * 10**6 + "\ud800")
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     assert (tmp_path / "run.json").read_text() == "before"
+
+
+def test_what_a_link_leads_to_is_written_and_what_is_no_file_stays_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run.json").symlink_to(tmp_path / "other.json")
+    cli_generate.write_whole(tmp_path / "run.json", "text")
+    assert (tmp_path / "run.json").is_symlink()
+    assert (tmp_path / "other.json").read_text() == "text"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDWR)
+    cli_generate.write_whole(tmp_path / "pipe", "text")
+    assert (tmp_path / "pipe").is_fifo()
+    assert os.read(reader, 99) == b"text"
+    os.close(reader)
 
 
 # How it stops

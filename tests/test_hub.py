@@ -117,6 +117,16 @@ def test_an_export_may_be_repeated(model: Any, tmp_path: Path) -> None:
     assert written(tmp_path) == HogwildConfig(num_workers=4)
 
 
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o770])
+def test_a_folder_keeps_who_may_read_it(mode: int, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there").chmod(mode)
+    (tmp_path / "plain").mkdir()
+    for folder, expected in (("there", mode), ("new", (tmp_path / "plain").stat().st_mode & 0o777)):
+        export(HogwildConfig(), tmp_path / folder)
+        assert (tmp_path / folder).stat().st_mode & 0o777 == expected
+
+
 # What is refused
 
 
@@ -125,12 +135,12 @@ def test_a_folder_with_something_else_is_left_alone(model: Any, tmp_path: Path) 
     for folder, foreign in (("saved", "config.json"), ("notes", "notes.txt"), ("code", GENERATE)):
         path = tmp_path / folder / foreign
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("mine")
+        path.write_bytes(b"mine\xff")
         before = names(tmp_path / folder)
         with pytest.raises(FileExistsError, match=f"holds files of something else.*{re.escape(foreign)}"):
             export(model, tmp_path / folder)
         assert names(tmp_path / folder) == before
-        assert path.read_text() == "mine"
+        assert path.read_bytes() == b"mine\xff"
     with pytest.raises(FileExistsError, match=r"notes.txt is a file"):
         export(model, tmp_path / "notes" / "notes.txt")
 

@@ -48,8 +48,8 @@ def test_space_around_a_text_is_not_printed_and_space_inside_it_is() -> None:
 def test_terminal_commands_of_the_model_are_not_passed_on_to_a_terminal() -> None:
     out = io.StringIO()
     out.isatty = lambda: True  # type: ignore[method-assign]
-    printer = RowPrinter(out, [""], TOKENIZER)
+    printer = RowPrinter(out, ["\x1b[1m"], TOKENIZER)
     printer.begin(0, 0)
     printer.write(0, "a\x1b[2Jb\tc\n\x9bd")
     printer.end()
-    assert out.getvalue() == "a\ufffd[2Jb\tc\n\ufffdd\n"
+    assert out.getvalue() == "\ufffd[1m\na\ufffd[2Jb\tc\n\ufffdd\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,14 @@ import tiny
 import torch
 from talks import begin, scripted, state
 from transformers import LogitsProcessor, TextStreamer
-from workers import TOKENIZER
+from workers import TOKENIZER, small_model
 
 import hf_parallel
 from hf_parallel import HogwildSession
 from hf_parallel.cache.arena import Arena
 from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.graph import DecodeGraphs
 from hf_parallel.generation.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -219,6 +221,24 @@ def test_settings_that_a_session_cannot_honour_are_refused(settings: dict[str, A
     begin().step()
 
 
+@pytest.mark.parametrize(
+    ("prompt", "error", "said"),
+    [
+        (torch.tensor([5, 6, 7]), ValueError, r"input_ids must have the shape \[rows, length\], got \[3\]"),
+        (torch.tensor([[0.5]]), ValueError, "input_ids must hold token ids"),
+        ({"input_ids": [[5, 6]]}, TypeError, "input_ids must be a torch.Tensor, got list"),
+        ({"tokens": torch.tensor([[5]])}, ValueError, r"prompt must hold input_ids, got \['tokens'\]"),
+        (torch.tensor([[5], [6]]), ValueError, "a session has one prompt"),
+        (None, ValueError, "task must be a non-empty string or a chat"),
+        ("", ValueError, "task must be a non-empty string or a chat"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_is_no_prompt_is_refused(prompt: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        HogwildSession(small_model(), TOKENIZER, prompt)
+
+
 def test_a_streamer_of_one_row_allows_one_worker() -> None:
     session = begin(num_workers=1, streamer=TextStreamer(TOKENIZER))
     with pytest.raises(ValueError, match="streamer must be a ParallelStreamer"):
@@ -249,7 +269,10 @@ def test_a_closed_session_gives_its_memory_back_and_does_nothing() -> None:
 
     with begin(streamer=Listener()) as session:
         session.run(3)
+        session._run.loop.graphs = DecodeGraphs(session._run.run.cache)
+        graphs = weakref.ref(session._run.loop.graphs)
     assert ended == [True]
+    assert graphs() is None
     assert not session._run.run.cache.blocks
     for change in (session.step, session.add_worker, session.finish, lambda: session.inject("Alice", "Hi.")):
         with pytest.raises(RuntimeError, match="has been closed"):

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import dense
+import numpy as np
 import pytest
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
-from talks import begin, logits_of, some_life, state
+from talks import PROMPT, WORDY, begin, logits_of, some_life, state
 from transformers import GenerationConfig, LogitsProcessor
 from workers import TOKENIZER, small_model
 
@@ -72,6 +73,54 @@ def test_settings_of_generate_and_of_the_mode_come_back(tmp_path: Path) -> None:
     other.run()
     session.run()
     assert state(other)[:-1] == state(session)[:-1]
+
+
+def test_what_was_switched_off_stays_off(tmp_path: Path) -> None:
+    model = copy.deepcopy(small_model())
+    model.generation_config.eos_token_id = list(range(33, 127))
+    session = begin(model, eos_token_id=None)
+    session.run(4)
+    session.save(tmp_path / "session.json")
+    other = load(tmp_path / "session.json", model)
+    for one in (session, other):
+        one.run(8)
+        assert one.passes == 12
+    assert state(other)[:-1] == state(session)[:-1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_length": 30, "eos_token_id": [ord("e"), ord("a")]},
+        {"min_new_tokens": 9, "eos_token_id": (ord("e"), ord("a"))},
+        {"seed": np.int64(3), "max_new_tokens": np.int64(30)},
+        {"seed": (np.int64(3), 4)},
+    ],
+    ids=str,
+)
+def test_numbers_and_lists_of_all_kinds_come_back(tmp_path: Path, settings: dict[str, Any]) -> None:
+    session = begin(**settings)
+    session.run(4)
+    session.save(tmp_path / "session.json")
+    other = load(tmp_path / "session.json")
+    for one in (session, other):
+        one.run(8)
+    assert state(other)[:-1] == state(session)[:-1]
+
+
+def test_a_padded_prompt_is_what_it_says(tmp_path: Path) -> None:
+    ids, mask = tiny.left_pad([PROMPT[0, :5], PROMPT[0]])
+    padded = {"input_ids": ids[:1], "attention_mask": mask[:1], "position_ids": (mask.cumsum(-1) - 1)[:1]}
+    settings = {**WORDY, "max_new_tokens": 20}
+    session = HogwildSession(small_model(), TOKENIZER, padded, **settings)
+    plain = HogwildSession(small_model(), TOKENIZER, PROMPT[:, :5], **settings)
+    session.run(4)
+    session.save(tmp_path / "session.json")
+    other = load(tmp_path / "session.json")
+    plain.run(4)
+    for one in (session, other, plain):
+        one.run()
+    assert state(other)[:-1] == state(session)[:-1] == state(plain)[:-1]
 
 
 def test_what_the_model_prefers_meanwhile_does_not_matter(tmp_path: Path) -> None:
@@ -161,7 +210,7 @@ def test_a_part_of_a_file_is_refused(saved: Path, tmp_path: Path, share: float) 
 
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
-    for content in (b"\xff\xfe\x00", b"[1, 2]", b'"text"', b'{"format": "something else"}', b"null"):
+    for content in (b"\xff\xfe\x00", b"[1, 2]", b'"text"', b'{"format": "something else"}', b"null", b"[" * 10**5):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="other.json is no saved session"):
             load(path)
@@ -198,6 +247,8 @@ def test_another_model_is_refused(saved: Path) -> None:
     other = hf_parallel.enable(copy.deepcopy(tiny.build("llama", seed=1)))
     with pytest.raises(ValueError, match="was saved with another model, or with other weights"):
         load(saved, other)
+    with pytest.raises(TypeError, match=r"model must be a transformers.PreTrainedModel, got str"):
+        load(saved, "llama")
 
 
 class Other(AsciiTokenizer):

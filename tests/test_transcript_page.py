@@ -69,7 +69,7 @@ def test_names_titles_and_prompts_are_text_too() -> None:
     bad = '"><img src=x>'
     run = write("a", "b", prompts=["<i>&amp;"], worker_names=[bad, "b"]).to_dict(TOKENIZER)
     run |= {"model": "</title><img src=x>", "mode": "<img>"}
-    run["manner"] |= {"across": bad, "unit": bad}
+    run["manner"] |= {"across": bad, "unit": bad, "x><img src=x": "y"}
     page = Page(render(run))
     assert "img" not in {tag for tag, _ in page.tags}
     assert "<i>&amp;" in page.text
@@ -158,6 +158,7 @@ def first_card(run: dict[str, Any]) -> dict[str, Any]:
         (lambda run: first_card(run).update(pieces=[[99, "a", "m"]]), "damaged"),
         (lambda run: first_card(run).pop("given"), "damaged"),
         (lambda run: run["sections"].append(None), "damaged"),
+        (lambda run: run["stats"].update(kv_bytes="many"), "damaged"),
         (lambda run: run["sections"][0].update(notes=[["a"]]), "damaged"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The journal of a session: what happened in it, in order, so that it can be told again; and the file that it is in."""
+"""The journal of a session: what happened in it, in order, so that it can be told again; and how files are written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 FORMAT = "hf_parallel.HogwildSession"
 VERSION = 1
@@ -21,10 +22,18 @@ def write_journal(path: str | Path, told: dict[str, Any]) -> None:
     """
     for name, value in told.items():
         check_plain(name, value)
-    path = Path(path)
-    unfinished = path.with_name(path.name + ".unfinished")
+    write_whole(path, json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(told), **told}))
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a file that is there whole or not at all. What is no file, such as a pipe, is written to as it is."""
+    path = Path(path).resolve()  # not the link is replaced, but what it leads to
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")  # others may be writing it too
     try:
-        unfinished.write_text(json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(told), **told}))
+        unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -42,7 +51,7 @@ def read_journal(path: str | Path) -> dict[str, Any]:
     """
     try:
         told = json.loads(Path(path).read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no saved session, or a part of one: {error}") from error
     if not isinstance(told, dict) or told.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is no saved session: it must be a JSON object whose 'format' is {FORMAT!r}")

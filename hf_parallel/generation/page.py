@@ -18,7 +18,7 @@ from string import Template
 from typing import Any
 
 from .record import COMPUTED, HOTSPOT, REPLAYED
-from .transcript import check_run
+from .transcript import Manner, check_run
 
 FEW_COLUMNS = 2
 """So many stay side by side on a narrow screen; more stand one below the other there."""
@@ -64,7 +64,7 @@ def render(run: Mapping[str, Any]) -> str:
     for number, section in enumerate(run["sections"], start=1):
         heading = f"<h2>Prompt {number}</h2>" if several else ""
         parts.append(_section(section, run["manner"], heading))
-    manner = " ".join(f'data-{name}="{_escape(word)}"' for name, word in run["manner"].items())
+    manner = " ".join(f'data-{name}="{_escape(run["manner"][name])}"' for name in Manner._fields)
     body = f"<div {manner}>" + "\n".join(parts) + "</div>"
     return Template(_file("page.html")).substitute(
         title=title, body=body, script=script, script_hash=f"sha256-{digest}"

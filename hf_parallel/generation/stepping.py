@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import MaxTimeCriteria
+from transformers import GenerationConfig, MaxTimeCriteria
 
+from .arguments import check_inputs
 from .call import GenerationCall
 from .checkpoint import Checkpoint
 from .config import is_int
@@ -30,8 +31,8 @@ RETOLD_TOGETHER = 256
 """Passes of a journal that are computed in one go, unless their tokens are more than a prefill takes."""
 
 _LENGTHS = ("max_new_tokens", "max_length")
-_UNSAVED = ("max_length", "min_length", "generation_mode", "parallel_config", "transformers_version")
-"""What a prepared GenerationConfig holds that follows from the rest, or is kept elsewhere."""
+_UNSAVED = ("max_length", "max_new_tokens", "transformers_version")
+"""What a prepared GenerationConfig holds that follows from the rest, or from what is kept elsewhere."""
 
 
 def open_run(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any]) -> SteppedRun:
@@ -155,14 +156,13 @@ class SteppedRun:
             For settings that are no plain data, and with `output_scores` or `output_logits`.
         """
         call, config = self.loop.call, self.run.config
-        generation = {
-            name: value
-            for name, value in call.generation_config.to_dict().items()
-            if value is not None and name not in _UNSAVED and not name.startswith("_")
-        }
-        generation.setdefault("max_new_tokens", call.max_new_tokens)
-        settings = {name: getattr(config, name) for name in config.fields() if name not in config.not_stored}
-        settings |= {name: list(value) for name, value in settings.items() if isinstance(value, tuple)}
+        known = [name for name in vars(GenerationConfig()) if not name.startswith("_") and name not in _UNSAVED]
+        held = call.generation_config.to_dict()
+        generation = {name: _plain(held.get(name)) for name in known}
+        generation["max_new_tokens"] = call.max_new_tokens
+        if generation["min_new_tokens"] is not None:
+            del generation["min_length"]
+        settings = {name: _plain(getattr(config, name)) for name in config.fields() if name not in config.not_stored}
         for name, value in {**generation, **settings}.items():
             check_plain(name, value)
             if name in ("output_scores", "output_logits") and value:
@@ -237,6 +237,13 @@ class SteppedRun:
         self.problem.settle()
 
 
+def _plain(value: Any) -> Any:
+    """Tuples as lists, and NumPy's integers as Python's."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return int(value) if is_int(value) else value
+
+
 def _check_config(config: Any) -> None:
     if not isinstance(config, HogwildConfig):
         raise ValueError(f"a HogwildSession has the generation_mode 'hogwild', got {config.mode!r}")
@@ -258,11 +265,18 @@ def _check_call(call: GenerationCall) -> None:
 
 def _read(prompt: Any, tokenizer: Any, config: HogwildConfig) -> dict[str, Any]:
     """Arguments of `generate` that hold the prompt."""
-    if isinstance(prompt, torch.Tensor):
-        return {"input_ids": prompt}
-    if isinstance(prompt, Mapping):
-        return dict(prompt)
-    return hogwild_prompt(prompt, tokenizer, config)
+    if not isinstance(prompt, torch.Tensor | Mapping):
+        return hogwild_prompt(prompt, tokenizer, config)
+    given: dict[str, Any] = {"input_ids": prompt} if isinstance(prompt, torch.Tensor) else dict(prompt)
+    if given.get("input_ids") is None:
+        raise ValueError(f"prompt must hold input_ids, got {sorted(given)}")
+    check_inputs(given)
+    mask = given.get("attention_mask")
+    if mask is not None and len(mask) == 1 and mask[0, -1]:  # padding says nothing to a row that is alone
+        seen = mask[0].bool()
+        held = [name for name in ("input_ids", "attention_mask", "position_ids") if given.get(name) is not None]
+        given |= {name: given[name][:, seen] for name in held}
+    return given
 
 
 def _set_length(model: Any, settings: dict[str, Any]) -> None:

@@ -214,6 +214,7 @@ def check_run(run: Any) -> Mapping[str, Any]:
         words = [run["mode"], *(run["manner"][name] for name in Manner._fields)]
         _expect(all(isinstance(word, str) for word in words) and isinstance(run["passes"], int))
         _expect(isinstance(run["settings"], Mapping) and isinstance(run["stats"], Mapping | None))
+        _expect(isinstance((run["stats"] or {}).get("kv_bytes", 0), int))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"a transcript that is damaged: {type(error).__name__} {error}") from error
     return run
