@@ -24,7 +24,7 @@ from .generation.config import make_config, unknown_setting
 from .generation.journal import write_whole
 from .generation.mixin import take_parallel_config
 from .generation.page import render as page_of
-from .generation.prompts import render, rules_of
+from .generation.prompts import encode_task, rules_of
 from .generation.recalling import RecallingConfig
 from .pipelines import what_is_told
 from .presets import SAMPLING, SMALL_MODEL, SMALL_MODEL_TASK
@@ -345,9 +345,7 @@ def _encoded(prompt: str, tokenizer: Any, config: ParallelConfig | None, options
         return tokenizer(prompt, return_tensors="pt").input_ids
     if getattr(config, "collaboration_prompt", None) == SMALL_MODEL["collaboration_prompt"]:
         prompt = SMALL_MODEL_TASK.format(task=prompt)
-    text = render((None if config is None else rules_of(config)) or "", prompt, tokenizer)
-    special = not getattr(tokenizer, "chat_template", None)  # a template has written them
-    return tokenizer(text, return_tensors="pt", add_special_tokens=special).input_ids
+    return encode_task(None if config is None else rules_of(config), prompt, tokenizer)["input_ids"]
 
 
 def _cost(output: ParallelOutput) -> str:

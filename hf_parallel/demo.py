@@ -228,7 +228,7 @@ def show_next_steps(console: Console) -> None:
     model.generate(**inputs, generation_mode="shared_prefix",
                    num_return_sequences=16, do_sample=True)
 
-README.md            both modes and all their settings
+README.md            all modes and their settings
 make bench           the same comparison in full, with continuous batching
 make demo ARGS='--task "Write a song about the sea."'
 make demo ARGS="--model Qwen/Qwen3-0.6B"

@@ -1,9 +1,12 @@
-"""Where this package keeps what it makes for the user. Knows nothing else; every floor may ask."""
+"""Where this package keeps what it makes for the user, and how files are written. Every floor may ask."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 
 def cache_folder() -> Path:
@@ -11,3 +14,14 @@ def cache_folder() -> Path:
     if own := os.environ.get("HF_PARALLEL_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_parallel"
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a file to write that takes the place of `path` when all is written, and is gone when that fails."""
+    unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")  # others may be writing it too
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

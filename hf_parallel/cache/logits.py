@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 
+from ..folders import whole_file
 from .remembered import Distribution, Remembered
 
 STATE_BYTES = 400
@@ -210,7 +210,6 @@ class LogitsCache:
 
     def save(self, path: str | Path) -> None:
         """Write all states to a safetensors file, which appears whole or not at all."""
-        path = Path(path)
         with self._lock:
             tensors: dict[str, torch.Tensor] = {}
             keys = []
@@ -218,12 +217,8 @@ class LogitsCache:
                 tensors |= {f"{number}.{name}": tensor for name, tensor in _flatten(root).items()}
                 keys.append(key)
             metadata = {"format": _FORMAT, "keys": json.dumps(keys), "top_k": json.dumps(self.top_k)}
-        unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")  # others may be writing it too
-        try:
+        with whole_file(Path(path)) as unfinished:
             save_file(tensors, unfinished, metadata)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path, max_bytes: int = 1 << 30) -> LogitsCache:

@@ -6,7 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+
+from ..folders import whole_file
 
 FORMAT = "hf_parallel.HogwildSession"
 VERSION = 1
@@ -31,12 +32,8 @@ def write_whole(path: str | Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")  # others may be writing it too
-    try:
+    with whole_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def read_journal(path: str | Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def hogwild_prompt(
         `input_ids` and `attention_mask`, `int64 [1, length]`, for `model.generate(**prompt, ...)`.
     """
     config = _config(HogwildConfig, task, tokenizer, config, settings)
-    return _encoded(rules_of(config), task, tokenizer)
+    return encode_task(rules_of(config), task, tokenizer)
 
 
 def pdos_prompt(
@@ -75,7 +75,7 @@ def pdos_prompt(
         `input_ids` and `attention_mask`, `int64 [1, length]`, for `model.generate(**prompt, ...)`.
     """
     config = _config(PDOSConfig, task, tokenizer, config, settings)
-    return _encoded(rules_of(config), task, tokenizer)
+    return encode_task(rules_of(config), task, tokenizer)
 
 
 def chain_of_draft_prompt(
@@ -105,7 +105,7 @@ def chain_of_draft_prompt(
     _check(task, tokenizer)
     check_int("max_words", max_words, at_least=1)
     check_template("rules", rules, max_words=max_words)
-    return _encoded(rules.format(max_words=max_words), task, tokenizer)
+    return encode_task(rules.format(max_words=max_words), task, tokenizer)
 
 
 def rules_of(config: ParallelConfig) -> str | None:
@@ -167,7 +167,8 @@ def _config(cls: type[C], task: Any, tokenizer: Any, config: C | None, settings:
     return cls(**settings) if config is None else config
 
 
-def _encoded(rules: str | None, task: str | Chat, tokenizer: Any) -> dict[str, torch.Tensor]:
+def encode_task(rules: str | None, task: str | Chat, tokenizer: Any) -> dict[str, torch.Tensor]:
+    """What `render` gives as `input_ids` and `attention_mask`, `int64 [1, length]`; no rules: the task alone."""
     text = render(rules or "", task, tokenizer)
     encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not getattr(tokenizer, "chat_template", None))
     return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..cache.logits import LogitsCache
 from .shared_prefix import SharedPrefixConfig
 
 
@@ -27,12 +26,6 @@ class ResampleConfig(SharedPrefixConfig):
     """
 
     mode: ClassVar[str] = "resample"
-
-    def validate(self) -> None:
-        """Check every setting; see `ParallelConfig.validate`."""
-        super().validate()
-        if self.logits_cache is not None and not isinstance(self.logits_cache, LogitsCache):
-            raise ValueError(f"logits_cache must be a LogitsCache, got {type(self.logits_cache).__name__}")
 
     def run(self, call: Any) -> Any:
         """As `shared_prefix`, over a LogitsCache."""
