@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from consoles import a_pipe, a_terminal, printed
 from rich.text import Text
 
 import hf_parallel
@@ -23,20 +23,6 @@ from hf_parallel.live import ABOVE, LiveColumns, LiveLines, LiveView, live_view
 from hf_parallel.measure import StepClock, dense_bytes, long_prompt
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
-
-
-def a_terminal(width: int = 80, height: int = 24) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, highlight=False)
-
-
-def a_pipe() -> Console:
-    return Console(file=io.StringIO(), force_terminal=False, width=80)
-
-
-def printed(console: Console) -> str:
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return file.getvalue()
 
 
 def drawn(view: LiveColumns, height: int | None = None) -> list[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import re
 
 import pytest
 import tiny
 import torch
-from rich.console import Console
+from consoles import a_pipe, a_terminal, printed
 from rich.text import Text
 from stories import tell
 from talks import SHORT, scripted
@@ -23,20 +22,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 STORY = "Now. ####A:......\n####B:......\n####%%%%"
 PROMPT = tiny.make_prompts([9], seed=4)[0][None]
-
-
-def a_terminal(width: int = 80, height: int = 24) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, highlight=False)
-
-
-def a_pipe() -> Console:
-    return Console(file=io.StringIO(), force_terminal=False, width=80)
-
-
-def printed(console: Console) -> str:
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return file.getvalue()
 
 
 def drawn(view: LiveView, height: int | None = None) -> list[str]:
