@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import random
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -39,6 +37,7 @@ import hf_parallel
 from hf_parallel.cache.logits import LogitsCache, State
 
 from .__main__ import DTYPES, RESULTS, load, machine
+from .cache_stress import Stress
 
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
 NUCLEUS = 0.9
@@ -49,8 +48,6 @@ TARGETS = {"stepwise": 1.8, "hotspot": 2.5}
 OVERHEAD = ("cold", "no hits")
 OVERHEAD_TARGET = 1.05
 """What a cache that does not help may cost: seconds by those without one."""
-THREADS = 8
-"""Threads of the stress test."""
 PROMPT = (
     "Use each of the numbers {numbers} exactly once, with + - * / and brackets, to get 24. "
     "Think step by step and write down every step."
@@ -61,7 +58,8 @@ PROMPT = (
 class Measured:
     """Samples of one way at one setting, those replayed whole left out."""
 
-    seconds: list[float] = field(default_factory=list)
+    seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+    """By puzzle and sample."""
     replayed: list[int] = field(default_factory=list)
     whole: int = 0
 
@@ -70,13 +68,17 @@ class Measured:
 class ResampleBenchmark:
     """Settings and run.
 
+    Beside means and medians of tokens per second and of speed-ups over no cache, a way's figures hold those of
+    `over_single_path`: the speed-up over a cache of one path, of samples with the same seed, which began one after the
+    other, and the standard error of that.
+
     Parameters
     ----------
     puzzles, samples, length : int
         Samples are those of one state, the first decode included; `length` are the tokens of each.
     temperatures : tuple of float
     plain_samples : int
-        Samples that are timed without a cache, where all cost the same.
+        Samples that are timed without a cache, where all cost the same; fewer than `samples`.
     overhead_rounds : int
         Calls of each kind of which the overhead is the median.
     """
@@ -97,7 +99,7 @@ class ResampleBenchmark:
                 for number, numbers in enumerate(itertools.islice(solvable(), self.puzzles)):
                     tell(f"top_p {top_p}, temperature {temperature}, puzzle {number + 1} of {self.puzzles}")
                     ids = encode(tokenizer, numbers).to(model.device)
-                    self._sample(model, ids, {"temperature": temperature, "top_p": top_p}, measured)
+                    self._sample(model, ids, number, {"temperature": temperature, "top_p": top_p}, measured)
                 results.append({"top_p": top_p, "temperature": temperature} | self._summary(measured))
         tell("what a cache costs that does not help")
         return {
@@ -108,13 +110,17 @@ class ResampleBenchmark:
             "overhead": self._overhead(model, tokenizer),
         }
 
-    def _sample(self, model: Any, ids: torch.Tensor, settings: dict[str, float], into: dict[str, Measured]) -> None:
-        """Sample one state in all ways, which take turns so that a machine's noise hits all alike."""
+    def _sample(
+        self, model: Any, ids: torch.Tensor, puzzle: int, settings: dict[str, float], into: dict[str, Measured]
+    ) -> None:
+        """Sample one state in all ways, which take turns, another first each time, so that noise hits all alike."""
         caches = {way: LogitsCache(1 << 32) for way in WAYS if way != "none"}
         held = {way: hf_parallel.SharedPrefixCache(device=model.device) for way in WAYS}
+        plain = {seed * (self.samples - 1) // self.plain_samples + 1 for seed in range(self.plain_samples)}
         for seed in range(self.samples):
-            for way in WAYS:
-                if way == "none" and seed > self.plain_samples:
+            turn = seed % len(WAYS)
+            for way in (*WAYS[turn:], *WAYS[:turn]):
+                if way == "none" and seed and seed not in plain:
                     continue
                 cache = caches.get(way)
                 more = {"replay": "hotspot"} if way == "hotspot" else {}
@@ -126,7 +132,7 @@ class ResampleBenchmark:
                 if seed and output.stats.replayed_tokens == self.length:
                     into[way].whole += 1
                 elif seed:
-                    into[way].seconds.append(seconds)
+                    into[way].seconds[puzzle, seed] = seconds
                     into[way].replayed.append(output.stats.replayed_tokens)
 
     def _time(self, model: Any, ids: torch.Tensor, cache: LogitsCache | None, **settings: Any) -> tuple[float, Any]:
@@ -166,17 +172,22 @@ class ResampleBenchmark:
         return {"ratios": ratios, "seconds": seconds}
 
     def _summary(self, measured: dict[str, Measured]) -> dict[str, Any]:
-        plain = statistics.median(measured["none"].seconds)
+        plain = statistics.median(measured["none"].seconds.values())
+        single = measured["single path"].seconds
         summary: dict[str, Any] = {}
         for way, of in measured.items():
-            rates = [self.length / seconds for seconds in of.seconds]
+            seconds = of.seconds.values()
+            rates = [self.length / took for took in seconds]
+            pairs = [single[sample] / took for sample, took in of.seconds.items() if sample in single]
             summary[way] = {
-                "samples": len(of.seconds),
+                "samples": len(rates),
                 "replayed_whole": of.whole,
                 "mean_tokens_per_second": statistics.mean(rates) if rates else None,
                 "median_tokens_per_second": statistics.median(rates) if rates else None,
-                "speed_up": statistics.mean(plain / seconds for seconds in of.seconds) if rates else None,
-                "median_speed_up": statistics.median(plain / seconds for seconds in of.seconds) if rates else None,
+                "speed_up": statistics.mean(plain / took for took in seconds) if rates else None,
+                "median_speed_up": statistics.median(plain / took for took in seconds) if rates else None,
+                "over_single_path": statistics.mean(pairs) if pairs else None,
+                "standard_error": statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else None,
                 "hit_ratio": statistics.mean(of.replayed) / self.length if rates else None,
             }
         return summary
@@ -199,96 +210,6 @@ def below_single_path(results: list[dict[str, Any]]) -> list[tuple[str, float, f
         for way in TARGETS
         if (result[way]["speed_up"] or float("inf")) <= (result["single path"]["speed_up"] or 0.0)
     ]
-
-
-@dataclass(eq=False)
-class Stress:
-    """Threads that read and write one cache, and check every answer.
-
-    Parameters
-    ----------
-    seconds : float
-    max_bytes : int
-        Of the cache: where it is too small for all states, some are dropped all the time.
-
-    Attributes
-    ----------
-    cache : LogitsCache
-    reads, writes, wrong, most_bytes : int
-        Reads that were answered, states that were written, answers that were not those of the state, and the most that
-        the cache has held.
-    lost : int
-        States that were written and not there, at once or, where there was room for all, in the end.
-    """
-
-    seconds: float
-    max_bytes: int
-    reads: int = 0
-    writes: int = 0
-    wrong: int = 0
-    lost: int = 0
-    most_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        self.cache = LogitsCache(self.max_bytes)
-        self._written: set[tuple[int, ...]] = set()
-        self._lock = threading.Lock()
-
-    def run(self) -> dict[str, Any]:
-        """Run the threads; returns what goes into the JSON."""
-        end = time.perf_counter() + self.seconds
-        threads = [threading.Thread(target=self._work, args=(number, end)) for number in range(THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self.most_bytes < self.max_bytes / 2:
-            self.lost += self._missing()
-        names = ("max_bytes", "most_bytes", "reads", "writes", "wrong", "lost")
-        figures = {name: getattr(self, name) for name in names}
-        counts = {"states": len(self._written), "operations": self.reads + self.writes}
-        return {"threads": THREADS, "seconds": self.seconds} | counts | figures
-
-    def _work(self, number: int, end: float) -> None:
-        choose = random.Random(number)
-        reads = writes = wrong = lost = most = 0
-        written = set()
-        while time.perf_counter() < end:
-            with self.cache.cursors() as cursors:
-                tokens: tuple[int, ...] = (1, 2)
-                cursors.start(number, "model", tokens)
-                for token in choose.choices(range(4), k=8):
-                    true = logits_of(tokens)
-                    if not cursors.known(number):
-                        writes += cursors.remember(number, true)
-                    if cursors.known(number):
-                        found = cursors.logits(number)
-                        reads += 1
-                        lost += found is None
-                        wrong += found is not None and not torch.equal(found, true)
-                        written.add(tokens)
-                    cursors.follow(number, token)
-                    tokens = (*tokens, token)
-                    most = max(most, self.cache.num_bytes)
-        with self._lock:
-            self.reads, self.writes = self.reads + reads, self.writes + writes
-            self.wrong, self.lost = self.wrong + wrong, self.lost + lost
-            self.most_bytes = max(self.most_bytes, most)
-            self._written |= written
-
-    def _missing(self) -> int:
-        """States that were written and are not there."""
-        missing = 0
-        with self.cache.cursors() as cursors:
-            for tokens in self._written:
-                cursors.start(0, "model", tokens)
-                missing += not cursors.known(0)
-        return missing
-
-
-def logits_of(tokens: tuple[int, ...]) -> torch.Tensor:
-    """Logits `float32 [64]` that no other tokens have."""
-    return torch.full((64,), float(hash(tokens) % (1 << 24)))
 
 
 def keep_last_path(cache: LogitsCache) -> None:
@@ -366,7 +287,11 @@ def show(console: Console, report: dict[str, Any]) -> None:
         asked = f", asked for at least {TARGETS[way]}" if way in TARGETS else ""
         console.print(f"{way}: mean speed-up {'-' if value is None else format(value, '.2f')}{asked}")
     for way, top_p, temperature in report["below_single_path"]:
-        console.print(f"{way}: no faster than a single path at top_p {top_p} and temperature {temperature}")
+        row = next(r for r in report["results"] if (r["top_p"], r["temperature"]) == (top_p, temperature))[way]
+        console.print(
+            f"{way}: no faster than a single path at top_p {top_p} and temperature {temperature} (seed by seed "
+            f"{row['over_single_path']} times, standard error {row['standard_error']})"
+        )
     for way, ratio in report["overhead"]["ratios"].items():
         console.print(
             f"seconds with a cache that does not help ({way}): {ratio:.3f}, at most {OVERHEAD_TARGET} asked for"

@@ -15,9 +15,10 @@ import torch
 from rich.console import Console
 
 import hf_parallel
-from benchmarks import resample
+from benchmarks import cache_stress, resample
+from benchmarks.cache_stress import Stress
 from benchmarks.hotspots import decode
-from benchmarks.resample import WAYS, Stress, below_single_path, makes, show, solvable
+from benchmarks.resample import WAYS, below_single_path, makes, show, solvable
 from hf_parallel import Hotspot
 from hf_parallel.generation.replay import uncertainty_of
 
@@ -90,7 +91,7 @@ def test_threads_lose_nothing_and_get_no_wrong_answer(report: dict[str, Any]) ->
 
 def test_stress_sees_what_is_wrong_and_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     stress = Stress(0.1, 1 << 30)
-    monkeypatch.setattr(resample, "logits_of", lambda tokens: torch.rand(64))
+    monkeypatch.setattr(cache_stress, "logits_of", lambda tokens: torch.rand(64))
     assert stress.run()["wrong"] > 0
     monkeypatch.undo()
     stress = Stress(0.1, 1 << 30)
