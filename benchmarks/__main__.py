@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -39,14 +40,9 @@ TARGETS = (
 def main() -> int:
     """Run the benchmarks; returns the exit status."""
     options = _parse()
-    transformers.logging.set_verbosity_error()
-    if options.threads:
-        torch.set_num_threads(options.threads)
     console = Console(highlight=False)
-    model, tokenizer = load(options)
-    hf_parallel.enable(model)
-    name = options.model or "SmolLM2-135M-Instruct"
-    report: dict[str, Any] = {"machine": machine(model), "model": name, "quick": options.quick}
+    model, tokenizer = set_up(options)
+    report = about(model, options) | {"quick": options.quick}
     parts = benchmarks(options)
     calls = sum(part.calls for part in parts.values())
     with Bar(console, calls) as bar:
@@ -54,14 +50,45 @@ def main() -> int:
             ids = long_prompt(tokenizer, part.prompt).to(model.device)
             given = (model, tokenizer, ids, bar) if name == "hogwild" else (model, ids, bar)
             report[name] = {"settings": asdict(part)} | part.run(*given)
-    report["machine"]["load_average_after"] = load_average()
     report["targets"] = targets(report)
-    path = options.output or default_path(options)
+    path = options.output or new_path(options.device.replace(":", ""), options.quick)
+    finish(console, report, path, show)
+    return 0
+
+
+def set_up(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The model that is measured, enabled, and its tokenizer."""
+    transformers.logging.set_verbosity_error()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    model, tokenizer = load(options)
+    return hf_parallel.enable(model), tokenizer
+
+
+def about(model: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """What a report begins with."""
+    return {"machine": machine(model), "model": options.model or "SmolLM2-135M-Instruct"}
+
+
+def new_path(kind: str, quick: bool = False) -> Path:
+    """A file of its own for each run."""
+    return RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}-{kind}{'-quick' if quick else ''}.json"
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """Write a report, and how busy the machine is by now."""
+    report["machine"]["load_average_after"] = load_average()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def finish(
+    console: Console, report: dict[str, Any], path: Path, show: Callable[[Console, dict[str, Any]], None]
+) -> None:
+    """Write a report and show it."""
+    write(report, path)
     show(console, report)
     console.print(f"\nWritten to {path}", soft_wrap=True)
-    return 0
 
 
 def benchmarks(options: argparse.Namespace) -> dict[str, Any]:
@@ -127,12 +154,6 @@ def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
             value = report[part]["ratios"][name]
             found.append({"part": part, "what": words, "value": value, "at_most": limit, "met": value <= limit})
     return found
-
-
-def default_path(options: argparse.Namespace) -> Path:
-    """A file of its own for each run."""
-    kind = f"{options.device.replace(':', '')}{'-quick' if options.quick else ''}"
-    return RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}-{kind}.json"
 
 
 def show(console: Console, report: dict[str, Any]) -> None:
@@ -204,14 +225,19 @@ def number(way: dict[str, Any], name: str, factor: float, form: str) -> str:
     return format(way[name] * factor, form) if name in way else ""
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs, measures nothing")
-    parser.add_argument("--only", choices=("shared_prefix", "hogwild"), help="one of the benchmarks")
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What `set_up` looks at."""
     parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
     parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="default: float32")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs, measures nothing")
+    parser.add_argument("--only", choices=("shared_prefix", "hogwild"), help="one of the benchmarks")
+    add_model_options(parser)
     parser.add_argument("--prompt", type=int, metavar="N", help="tokens of the prompt (2048)")
     parser.add_argument("--rows", type=int, metavar="N", help="completions of the shared prefix (16)")
     parser.add_argument("--new-tokens", type=int, metavar="N", help="tokens per completion (16)")

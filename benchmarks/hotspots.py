@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
-import hf_parallel
 from hf_parallel import Hotspot
 from hf_parallel.generation.replay import uncertainty_of
 
-from .__main__ import DTYPES, load
+from .__main__ import add_model_options, set_up
 from .resample import encode, solvable
 
 
@@ -88,16 +86,12 @@ def main() -> int:
     """Decode, draw and print the answer; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hotspots", description=__doc__.splitlines()[0])
     parser.add_argument("picture", type=Path, help="the file to draw, such as docs/hotspots.png")
-    parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
-    parser.add_argument("--device", default="cpu", help="default: cpu")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="default: float32")
+    add_model_options(parser)
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--length", type=int, default=100, help="tokens at most (default: 100)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    model, tokenizer = load(options)
-    hf_parallel.enable(model)
+    model, tokenizer = set_up(options)
     ids = encode(tokenizer, next(solvable())).to(model.device)
     settings = {"temperature": options.temperature, "max_new_tokens": options.length, "seed": options.seed, "top_k": 0}
     policy = Hotspot()

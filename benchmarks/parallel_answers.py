@@ -19,29 +19,25 @@ number of parts is fixed. Coaching is on for the embedded model and in the third
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 
-import hf_parallel
 from hf_parallel import CHAIN_OF_DRAFT, GenerationStats, PDOSConfig, PDOSOutput, chain_of_draft_prompt, pdos_prompt
 from hf_parallel.evaluation import TASKS, ArithmeticProblem, PlanningProblem, RetrievalProblem
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.vocabulary import Vocabulary, tokens_of, vocabulary_of
 from hf_parallel.measure import StepClock, dense_bytes
 
-from .__main__ import DTYPES, RESULTS, load, load_average, machine, table_of
+from .__main__ import about, add_model_options, finish, new_path, set_up, table_of
 
 Tell = Callable[[str], None]
 AnyProblem = RetrievalProblem | ArithmeticProblem | PlanningProblem
@@ -401,40 +397,26 @@ def benchmarks(options: argparse.Namespace) -> tuple[TasksBenchmark, BranchesBen
 def main() -> int:
     """Run the benchmark; returns the exit status."""
     options = _parse()
-    transformers.logging.set_verbosity_error()
-    if options.threads:
-        torch.set_num_threads(options.threads)
     console = Console(highlight=False)
-    model, tokenizer = load(options)
-    hf_parallel.enable(model)
+    model, tokenizer = set_up(options)
     tasks, branches = benchmarks(options)
     tell = partial(console.print, markup=False)
-    name = options.model or "SmolLM2-135M-Instruct"
     settings = {"tasks": asdict(tasks), "branches": asdict(branches)}
-    report: dict[str, Any] = {"machine": machine(model), "model": name, "quick": options.quick, "settings": settings}
+    report = about(model, options) | {"quick": options.quick, "settings": settings}
     if not options.quick:
         tell("warm-up")
         replace(tasks, tasks=tasks.tasks[:1], problems=1, new_tokens=WARM_UP_TOKENS).run(model, tokenizer, tell)
     report |= tasks.run(model, tokenizer, tell)
     report["branches"] = branches.run(model, tokenizer, tell)
     report["targets"] = targets(report["branches"])
-    report["machine"]["load_average_after"] = load_average()
-    kind = f"parallel-answers{'-quick' if options.quick else ''}"
-    path = options.output or RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}-{kind}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    show(console, report)
-    console.print(f"\nWritten to {path}", soft_wrap=True)
+    finish(console, report, options.output or new_path("parallel-answers", options.quick), show)
     return 0
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel_answers", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs, measures nothing")
-    parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
-    parser.add_argument("--device", default="cpu", help="default: cpu")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="default: float32")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    add_model_options(parser)
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), help="default: all; with --quick: planning")
     parser.add_argument("--problems", type=int, metavar="N", help="of each task (2)")
     parser.add_argument("--new-tokens", type=int, metavar="N", help="of an answer at most (320)")

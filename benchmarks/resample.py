@@ -1,42 +1,40 @@
 """Samples from a state that was visited before: with a LogitsCache and without (Hive, section 8.2).
 
 `python -m benchmarks.resample --help`. The protocol is the paper's: a Game of 24 puzzle is decoded once, then sampled
-again and again from the same state at a fixed length; samples that were replayed whole are left out. All ways hold the
-prompt's keys and values in the same SharedPrefixCache; they differ in what they remember of the logits:
+again and again from the same state at a fixed length (the end of an answer does not count); samples that were replayed
+whole are left out. All ways hold keys and values in a SharedPrefixCache; they differ in what they remember of logits:
 
 - `none`: nothing;
 - `single path`: the sequence that was decoded last, as in the paper;
 - `stepwise`, `hotspot`: every continuation that was ever taken.
 
 Then what a cache costs where it does not help: `cold` is a new one at each call, `no hits` is full of other states. On
-request eight threads read and write one cache for a while (`--stress`).
+request eight threads read and write one cache for a while (`--stress`). The report is written anew after each puzzle.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
 import hf_parallel
 from hf_parallel.cache.logits import LogitsCache, State
 
-from .__main__ import DTYPES, RESULTS, load, machine
+from .__main__ import about, add_model_options, finish, new_path, set_up, write
 from .cache_stress import Stress
 
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -90,25 +88,32 @@ class ResampleBenchmark:
     plain_samples: int = 4
     overhead_rounds: int = 7
 
-    def run(self, model: Any, tokenizer: Any, tell: Callable[[str], None]) -> dict[str, Any]:
-        """Measure all ways in turns; returns what goes into the JSON."""
-        results = []
-        for top_p in (1.0, NUCLEUS):
-            for temperature in self.temperatures:
-                measured = {way: Measured() for way in WAYS}
-                for number, numbers in enumerate(itertools.islice(solvable(), self.puzzles)):
-                    tell(f"top_p {top_p}, temperature {temperature}, puzzle {number + 1} of {self.puzzles}")
-                    ids = encode(tokenizer, numbers).to(model.device)
-                    self._sample(model, ids, number, {"temperature": temperature, "top_p": top_p}, measured)
-                results.append({"top_p": top_p, "temperature": temperature} | self._summary(measured))
+    def run(self, model: Any, tokenizer: Any, tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+        """Measure all ways in turns; after each puzzle yields what goes into the JSON so far."""
+        with endless(model):
+            yield from self._run(model, tokenizer, tell)
+
+    def _run(self, model: Any, tokenizer: Any, tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
         tell("what a cache costs that does not help")
-        return {
-            "settings": asdict(self),
-            "results": results,
-            "speed_up": mean_speed_ups(results),
-            "below_single_path": below_single_path(results),
-            "overhead": self._overhead(model, tokenizer),
-        }
+        overhead = self._overhead(model, tokenizer)
+        settings = [(top_p, temperature) for top_p in (1.0, NUCLEUS) for temperature in self.temperatures]
+        measured: list[dict[str, Measured]] = [{way: Measured() for way in WAYS} for _ in settings]
+        for number, numbers in enumerate(itertools.islice(solvable(), self.puzzles)):
+            ids = encode(tokenizer, numbers).to(model.device)
+            for (top_p, temperature), into in zip(settings, measured, strict=True):
+                tell(f"puzzle {number + 1} of {self.puzzles}, top_p {top_p}, temperature {temperature}")
+                self._sample(model, ids, number, {"temperature": temperature, "top_p": top_p}, into)
+            results = [
+                {"top_p": top_p, "temperature": temperature} | self._summary(of)
+                for (top_p, temperature), of in zip(settings, measured, strict=True)
+            ]
+            yield {
+                "settings": asdict(replace(self, puzzles=number + 1)),
+                "results": results,
+                "speed_up": mean_speed_ups(results),
+                "below_single_path": below_single_path(results),
+                "overhead": overhead,
+            }
 
     def _sample(
         self, model: Any, ids: torch.Tensor, puzzle: int, settings: dict[str, float], into: dict[str, Measured]
@@ -142,11 +147,9 @@ class ResampleBenchmark:
             ids,
             generation_mode="shared_prefix" if cache is None else "resample",
             logits_cache=cache,
-            keep_completions=False,
             do_sample=True,
             top_k=0,
             max_new_tokens=self.length,
-            min_new_tokens=self.length,
             pad_token_id=0,
             return_dict_in_generate=True,
             **settings,
@@ -191,6 +194,17 @@ class ResampleBenchmark:
                 "hit_ratio": statistics.mean(of.replayed) / self.length if rates else None,
             }
         return summary
+
+
+@contextmanager
+def endless(model: Any) -> Iterator[None]:
+    """Let a model's answers go on behind their ends."""
+    config = model.generation_config
+    ends, config.eos_token_id = config.eos_token_id, None
+    try:
+        yield
+    finally:
+        config.eos_token_id = ends
 
 
 def mean_speed_ups(results: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -332,10 +346,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 def main() -> int:
     """Run the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.resample", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
-    parser.add_argument("--device", default="cpu", help="default: cpu")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="default: float32")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    add_model_options(parser)
     parser.add_argument("--puzzles", type=int, default=2)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=100)
@@ -346,28 +357,21 @@ def main() -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="of the JSON (default: one in benchmarks/results)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the speed-ups too")
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    if options.threads:
-        torch.set_num_threads(options.threads)
     console = Console(highlight=False)
-    model, tokenizer = load(options)
-    hf_parallel.enable(model)
+    model, tokenizer = set_up(options)
     benchmark = ResampleBenchmark(
         options.puzzles, options.samples, options.length, overhead_rounds=options.overhead_rounds
     )
-    report = {"machine": machine(model)} | benchmark.run(
-        model, tokenizer, lambda what: console.print(what, markup=False)
-    )
+    report, path = about(model, options), options.output or new_path("resample")
     if options.stress:
         console.print("stress")
         report["stress"] = [Stress(options.stress, max_bytes).run() for max_bytes in (1 << 30, 1 << 18)]
-    path = options.output or RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}-resample.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    show(console, report)
+    for found in benchmark.run(model, tokenizer, partial(console.print, markup=False)):
+        report |= found
+        write(report, path)
+    finish(console, report, path, show)
     if options.plot:
         plot(report, options.plot)
-    console.print(f"\nWritten to {path}", soft_wrap=True)
     return 0
 
 

@@ -1,7 +1,7 @@
 """The command line, `hf-parallel`: demo, generate, bench, view, env. Every command has `--help`.
 
-Errors are one line on stderr and exit status 2 (`--debug`: the traceback). Ctrl-C prints what was written so far and
-leaves with 130; a reader of a pipe who has gone is no error.
+Errors are one line on stderr and exit status 2 (`--debug`: the traceback). Ctrl-C prints and keeps what was written so
+far and leaves with 130; a reader of a pipe who has gone is no error.
 """
 
 from __future__ import annotations
@@ -245,6 +245,7 @@ def _add_generate(commands: Any, debug: argparse.ArgumentParser) -> None:
     add("prompts", nargs="*", metavar="PROMPT", help="a prompt; -: read one from stdin, as without any")
     add("--file", action="append", type=Path, default=[], metavar="FILE", help="a file that holds a prompt")
     add("--lines", action="store_true", help="every line of a file, or of stdin, is a prompt")
+    add("--batch-size", type=int, default=8, metavar="N", help="prompts that are answered at a time (8)")
     add("--raw", action="store_true", help="prompts as they are: no chat template, no words of the mode")
     add = parser.add_argument_group("model and mode").add_argument
     add("--model", metavar="ID_OR_PATH", help="of the Hub or a folder (default: the embedded SmolLM2-135M-Instruct)")
@@ -265,12 +266,14 @@ def _add_generate(commands: Any, debug: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("generation").add_argument
     for name, kind, words in GENERATION_OPTIONS:
         add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=words)
-    add("--sample", action="store_true", default=None, help="draw tokens (implied by temperature, top-p and top-k)")
+    words = "draw tokens (implied by temperature, top-p, top-k and their like, by --set too)"
+    add("--sample", action="store_true", default=None, help=words)
     add("--greedy", action="store_true", help="take the likeliest tokens")
     add("--seed", type=int, metavar="N", help="of the sampling")
     add = parser.add_argument_group("output").add_argument
     add("--format", default="text", choices=FORMATS, help="text as it is written; an object per answer; a live view")
-    add("-o", "--output", type=Path, metavar="FILE", help="keep the run, for `hf-parallel view` (or the page: .html)")
+    words = "keep the run: .json for `hf-parallel view`, .html or .htm for the page itself"
+    add("-o", "--output", type=Path, metavar="FILE", help=words)
     add("--stats", action="store_true", help="what it cost, on stderr")
     parser.set_defaults(run=generate)
 

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from .cache.logits import LogitsCache
 from .embedded import MODEL_NAME, load_embedded_model
-from .generation import MODES, HogwildConfig, HogwildOutput, ParallelConfig, ParallelOutput, enable
-from .generation.config import make_config, unknown_setting
+from .generation import (
+    MODES,
+    GenerationStats,
+    HogwildConfig,
+    ParallelConfig,
+    SelfConsistencyConfig,
+    SkeletonOfThoughtConfig,
+    enable,
+)
+from .generation.config import is_int, make_config, unknown_setting
 from .generation.journal import write_whole
 from .generation.mixin import take_parallel_config
+from .generation.noise import mix
 from .generation.page import render as page_of
 from .generation.prompts import encode_task, rules_of
 from .generation.recalling import RecallingConfig
-from .pipelines import what_is_told
+from .interruptible import InterruptibleCall
 from .presets import SAMPLING, SMALL_MODEL, SMALL_MODEL_TASK
 from .printing import RowPrinter, StepPrinter
 from .probed import enable_embedded
@@ -43,8 +52,11 @@ GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("repetition_penalty", float, "above 1: repeat less"),
 )
 """Settings of `generate` that have an option: name, type, help."""
-_DRAWING = ("temperature", "top_p", "top_k")
+_DRAWING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings of `generate` that have a sense only where tokens are drawn."""
 _WRITTEN_OUT = {"True": True, "False": False, "None": None}
+_WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {".json": json.dumps, ".html": page_of, ".htm": page_of}
+"""How a run is written, by the suffix of its file."""
 _HEADING = 72
 """Characters of a prompt that head its answer where there are several."""
 
@@ -67,94 +79,94 @@ def generate(options: argparse.Namespace) -> int:
     if config is not None:  # settings that are stored with the model count too
         asked = {"generation_mode": config.mode, "parallel_config": config}
         config = take_parallel_config(model.generation_config, asked)
-    inputs = encode(prompts, tokenizer, config, options)
-    arguments = {
-        **{name: tensor.to(model.device) for name, tensor in inputs.items()},
-        **settings,
-        "tokenizer": tokenizer,
-        "return_dict_in_generate": True,
-    }
-    if config is not None:
         (enable if options.model else enable_embedded)(model)
-        arguments |= {"generation_mode": config.mode, "parallel_config": config}
     elif options.seed is not None:
         torch.manual_seed(options.seed)
-    run = _watch if options.format == "live" else _print
-    output = run(options, model, tokenizer, prompts, config, arguments)
-    if output is None:
-        return 130
-    if options.stats and isinstance(output, ParallelOutput):
-        print(_cost(output), file=sys.stderr)
-    if options.output is not None:
-        told = output.to_dict(tokenizer) | {"model": options.model or MODEL_NAME}
-        write_whole(options.output, page_of(told) if options.output.suffix == ".html" else json.dumps(told))
+    settings["return_dict_in_generate"] = True
+    show = _watch if options.format == "live" else _print
+    stats: list[GenerationStats] = []
+    runs: list[dict[str, Any]] = []
+    for number, begin in enumerate(range(0, len(prompts), options.batch_size)):
+        batch = prompts[begin : begin + options.batch_size]
+        inputs = {name: tensor.to(model.device) for name, tensor in encode(batch, tokenizer, config, options).items()}
+        call = InterruptibleCall(model, tokenizer, _of_batch(config, number), {**inputs, **settings})
+        headings = [f"== {' '.join(prompt.split())[:_HEADING]}" for prompt in batch] if len(prompts) > 1 else [""]
+        if number and options.format == "text":
+            print()
+        show(options, call, batch, headings)
+        stats += [call.stats] if call.stats is not None else []
+        runs += [call.to_dict()] if options.output is not None and call.has_written else []
+        if call.interrupted:
+            break
+    total = _total(stats) if stats else None
+    if options.stats and total is not None:
+        print(_cost(total), file=sys.stderr)
+    if options.stats and call.interrupted and config is not None:
+        print(f"interrupted after {call.progress}", file=sys.stderr)
+    if runs:
+        _keep(options, runs, total)
     if options.logits_cache is not None and isinstance(config, RecallingConfig):
         config.logits_cache.save(options.logits_cache)
-    return 0
+    return 130 if call.interrupted else 0
 
 
-def _print(
-    options: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    config: ParallelConfig | None,
-    arguments: dict[str, Any],
-) -> Any:
-    """Print answers as they are written, or as JSON lines; returns the output, None after Ctrl-C."""
-    answers = arguments.get("num_return_sequences") or 1
-    headings = [f"== {' '.join(prompt.split())[:_HEADING]}" for prompt in prompts] if len(prompts) > 1 else [""]
+def _of_batch(config: ParallelConfig | None, number: int) -> ParallelConfig | None:
+    """The config of a batch: one seed would let each batch draw what the first one drew."""
+    if config is None or number == 0 or not is_int(config.seed):
+        return config
+    return make_config(config.mode, {"seed": mix(config.seed, number)}, config)
+
+
+def _keep(options: argparse.Namespace, runs: Sequence[dict[str, Any]], stats: GenerationStats | None) -> None:
+    """Write the runs of all batches as one."""
+    told = {
+        **runs[-1],  # says whether it was interrupted
+        **runs[0],
+        "stats": None if stats is None else stats.to_dict(),
+        "passes": sum(run["passes"] for run in runs),
+        "sections": [section for run in runs for section in run["sections"]],
+        "model": options.model or MODEL_NAME,
+    }
+    write_whole(options.output, _WRITERS[options.output.suffix.lower()](told))
+
+
+def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: Sequence[str], headings: list[str]) -> None:
+    """Print answers as they are written, or as JSON lines."""
+    config, answers = call.config, call.arguments.get("num_return_sequences") or 1
     out = StringIO() if options.format == "jsonl" else sys.stdout
     printer: RowPrinter | StepPrinter
-    if isinstance(config, HogwildConfig):
-        printer = StepPrinter(out, headings, config.num_workers * answers)
+    if isinstance(config, HogwildConfig | SelfConsistencyConfig | SkeletonOfThoughtConfig):
+        printer = StepPrinter(out, headings, config, answers)
     else:
-        ends = model.generation_config.eos_token_id
+        ends = call.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
-        printer = RowPrinter(out, headings, tokenizer, answers, ends)
-    try:
-        output = model.generate(**arguments, streamer=printer)
-    except KeyboardInterrupt:
+        printer = RowPrinter(out, headings, call.tokenizer, answers, ends)
+    call.run(printer)
+    if call.interrupted:
         printer.finish()
-        if options.format == "jsonl":
-            for number, prompt in enumerate(prompts):
-                print_record({"prompt": prompt, "texts": printer.texts(number), "interrupted": True})
-        return None
     if options.format == "jsonl":
-        for record in records(output, prompts, tokenizer, arguments["input_ids"].shape[1]):
+        for record in call.records(prompts):
             print_record(record)
     else:
-        for answer in getattr(output, "answers", None) or ():
+        for answer in getattr(call.output, "answers", None) or ():
             if answer is not None:
                 printer.line(f"Answer: {answer}")
-    return output
 
 
 def print_record(record: dict[str, Any]) -> None:
     """Print an object as a line of JSON, in characters that whoever reads it can have."""
     readable = (sys.stdout.encoding or "").lower().startswith("utf")
-    print(json.dumps(record, ensure_ascii=not readable))
+    print(json.dumps(record, ensure_ascii=not readable), flush=True)
 
 
-def _watch(
-    options: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    config: ParallelConfig | None,
-    arguments: dict[str, Any],
-) -> Any:
-    """Show rows side by side while they are written; returns the output, None after Ctrl-C."""
+def _watch(options: argparse.Namespace, call: InterruptibleCall, prompts: Sequence[str], headings: list[str]) -> None:
+    """Show rows side by side while they are written."""
     from .demo import make_console
     from .live import live_view
 
-    assert config is not None, "a live view of no mode has been refused"
-    console = make_console()
-    try:
-        with live_view(config, console, tokenizer) as view, view.watching(model):
-            return model.generate(**arguments, streamer=view)
-    except KeyboardInterrupt:
-        return None
+    assert call.config is not None, "a live view of no mode has been refused"
+    with live_view(call.config, make_console(), call.tokenizer) as view, view.watching(call.model):
+        call.run(view)
 
 
 def describe(mode: str) -> str:
@@ -173,26 +185,6 @@ def _default(field: dataclasses.Field[Any]) -> str:
     return repr(value)
 
 
-def records(output: Any, prompts: Sequence[str], tokenizer: Any, begin: int) -> Iterator[dict[str, Any]]:
-    """An object per answer: prompt, text, and what the mode tells of it, under the names of the pipeline.
-
-    Parameters
-    ----------
-    output : ModelOutput
-    prompts : sequence of str
-    tokenizer
-    begin : int
-        Tokens of a row that are its prompt's.
-    """
-    told = list(what_is_told(output)) if isinstance(output, ParallelOutput) else [{} for _ in output.sequences]
-    for number, more in enumerate(told):
-        if isinstance(output, HogwildOutput):
-            text = more["transcripts"]
-        else:
-            text = tokenizer.decode(output.sequences[number, begin:], skip_special_tokens=True)
-        yield {"prompt": prompts[number * len(prompts) // len(told)], "generated_text": text, **more}
-
-
 def read_prompts(options: argparse.Namespace) -> list[str]:
     """The prompts of arguments, files and stdin.
 
@@ -209,18 +201,21 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
         elif sys.stdin.isatty():
             raise ValueError('give a prompt: hf-parallel generate "Plan a picnic." (or --file, or text on stdin)')
         else:
-            texts += _split(sys.stdin.read(), options.lines)
+            texts += _split(sys.stdin.read(), options.lines, "stdin")
     for path in options.file:
         try:
-            texts += _split(path.read_text(encoding="utf-8"), options.lines)
+            texts += _split(path.read_text(encoding="utf-8"), options.lines, path)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is no text in UTF-8: {error}") from error
-    if not texts or not all(text.strip() for text in texts):
+    if not all(text.strip() for text in texts):
         raise ValueError(f"a prompt must not be empty, got {texts!r}")
     return texts
 
 
-def _split(text: str, lines: bool) -> list[str]:
+def _split(text: str, lines: bool, source: str | Path) -> list[str]:
+    """The prompts of a file or of stdin: all of its text, or each of its lines."""
+    if not text.strip():
+        raise ValueError(f"there is no prompt in {source}: it is {'blank' if text else 'empty'}")
     return [line for line in text.split("\n") if line.strip()] if lines else [text.rstrip("\n")]
 
 
@@ -236,6 +231,7 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
     preset = options.model is None and not options.no_preset
     settings: dict[str, Any] = {**SAMPLING} if preset and options.mode in ("hogwild", "self_consistency") else {}
     given = {} if options.seed is None else {"seed": options.seed}
+    asked: dict[str, Any] = {}  # of `generate`
     for text in options.set:
         name, _, value = text.partition("=")
         if not _:
@@ -243,12 +239,12 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
         if cls is not None and name in cls.fields() and name not in cls.not_stored:
             given[name] = parse(value, getattr(cls, name, None))
         elif name in GENERATION_SETTINGS:
-            settings[name] = parse(value, getattr(GenerationConfig(), name))
+            asked[name] = parse(value, getattr(GenerationConfig(), name))
         elif cls is None:
             raise ValueError(f"generate has no setting {name!r} (got {value!r})")
         else:
             raise unknown_setting(cls, name, value, GENERATION_SETTINGS)
-    settings |= _generation_options(options)
+    settings |= asked | _generation_options(options, asked)
     if settings.get("max_length") is None:
         settings.setdefault("max_new_tokens", 256)
     if not settings.get("do_sample", True):
@@ -260,17 +256,18 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
     return make_config(cls.mode, given, SMALL_MODEL if preset and options.mode == "hogwild" else None), settings
 
 
-def _generation_options(options: argparse.Namespace) -> dict[str, Any]:
-    """What options say of the arguments of `generate`."""
+def _generation_options(options: argparse.Namespace, asked: dict[str, Any]) -> dict[str, Any]:
+    """What options say of the arguments of `generate`, and whether they or those `asked` for by --set draw tokens."""
     names = [name for name, _, _ in GENERATION_OPTIONS]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    drawing = [f"--{name.replace('_', '-')}" for name in _DRAWING if name in given] + ["--sample"] * bool(
-        options.sample
-    )
-    if options.greedy and drawing:
-        raise ValueError(f"--greedy draws no tokens, so it cannot be combined with {', '.join(drawing)}")
-    if options.greedy or drawing:
-        given["do_sample"] = not options.greedy
+    drawing = [f"--{name.replace('_', '-')}" for name in _DRAWING if name in given]
+    drawing += [f"--set {name}" for name in _DRAWING if asked.get(name) is not None]
+    drawing += ["--sample"] * bool(options.sample)
+    greedy = "--greedy" if options.greedy else "" if asked.get("do_sample", True) else "--set do_sample=False"
+    if greedy and drawing:
+        raise ValueError(f"{greedy} draws no tokens, so it cannot be combined with {', '.join(drawing)}")
+    if greedy or drawing:
+        given["do_sample"] = not greedy
     return given
 
 
@@ -310,6 +307,10 @@ def _check(options: argparse.Namespace, prompts: Sequence[str]) -> None:
             raise ValueError(f"{option} {path} is a folder; name a file in it")
         if path is not None and not path.resolve().parent.is_dir():
             raise ValueError(f"{option} {path}: there is no folder {path.resolve().parent}")
+    if options.output is not None and options.output.suffix.lower() not in _WRITERS:
+        raise ValueError(f"-o {options.output} must end in .json, or in .html or .htm for the page")
+    if options.batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
     if options.format == "live":
         if importlib.util.find_spec("rich") is None:
             raise ValueError("--format live needs rich, which is not installed: pip install rich")
@@ -348,10 +349,16 @@ def _encoded(prompt: str, tokenizer: Any, config: ParallelConfig | None, options
     return encode_task(None if config is None else rules_of(config), prompt, tokenizer)["input_ids"]
 
 
-def _cost(output: ParallelOutput) -> str:
-    """What a call cost, in a line."""
-    of = output.stats
-    assert of is not None, "every mode counts"
+def _total(stats: Sequence[GenerationStats]) -> GenerationStats:
+    """What several calls cost together; of memory, what the largest of them took."""
+    told = [of.to_dict() for of in stats]
+    columns = {name: [of[name] for of in told] for name in told[0]}
+    largest = {name: max(column) for name, column in columns.items() if name.endswith("_bytes")}
+    return GenerationStats(**{name: sum(column) for name, column in columns.items()} | largest)
+
+
+def _cost(of: GenerationStats) -> str:
+    """What calls cost, in a line."""
     replayed = f" ({of.replayed_tokens} replayed)" if of.replayed_tokens else ""
     return (
         f"{of.forward_passes} forward passes, {of.decoded_tokens} tokens written{replayed}, {of.prefilled_tokens} "

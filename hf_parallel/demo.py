@@ -232,6 +232,7 @@ README.md            all modes and their settings
 make bench           the same comparison in full, with continuous batching
 make demo ARGS='--task "Write a song about the sea."'
 make demo ARGS="--model Qwen/Qwen3-0.6B"
+.venv/bin/hf-parallel generate --mode hogwild --format live "Plan a day in Rome."
 """,
         soft_wrap=True,
     )

@@ -1,12 +1,17 @@
-"""Where this package keeps what it makes for the user, and how files are written. Every floor may ask."""
+"""Where this package keeps what it makes for the user, and how files are written and read. Every floor may ask."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
+
+import transformers
+
+_logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
@@ -25,3 +30,11 @@ def whole_file(path: Path) -> Iterator[Path]:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def warn_of_version(path: str | Path, version: str) -> None:
+    """Say that a file was saved under another version of transformers, if it was."""
+    now = transformers.__version__
+    if version != now:
+        message = "%s was saved under transformers %s, this is %s: logits may differ in their last bits"
+        _logger.warning(message, path, version, now)

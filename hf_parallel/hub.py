@@ -7,6 +7,7 @@ any model that is told `custom_generate=`. Here that file only names the mode an
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,9 @@ from pprint import pformat
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub import CommitInfo, HfApi, metadata_load, metadata_save
 from transformers import PreTrainedModel
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from .generation import MODES, ParallelConfig, enable
 from .generation.config import make_config
@@ -29,8 +31,16 @@ REQUIREMENTS = "custom_generate/requirements.txt"
 CARD = "README.md"
 MARK = '"""Written by hf_parallel.hub: '
 """How `generate.py` begins; a folder that holds another one is not written to."""
+CARD_MARK = "<!-- Written by hf_parallel.hub: "
+"""Stands in the README of an export; one without it is not overwritten on the Hub."""
+TAG = "custom_generate"
+"""By which the Hub finds such repositories."""
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
+"""The files of a model's weights, whole or in shards."""
 ANY_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The model of an example where none is exported."""
+_logger = logging.getLogger(__name__)
+
 _CODE = '''{mark}generation_mode={mode!r} with the settings below."""
 
 from hf_parallel.hub import generate_as
@@ -46,8 +56,10 @@ def generate(*inputs, model, **arguments):
 _CARD = """---
 library_name: transformers
 tags:
-- custom_generate
+- {tag}
 ---
+
+{mark}a later push writes this file anew, unless this line is gone. -->
 
 # `generate` in the mode `{mode}`
 
@@ -129,6 +141,10 @@ def push_to_hub(
 ) -> CommitInfo:
     """Send to the Hub what `export` writes.
 
+    A README that no export has written stays as it is and gets the tag `custom_generate`; so does one whose line with
+    the mark of an export has been taken out. Where weights are sent, those of an earlier push that they do not replace
+    are deleted.
+
     Parameters
     ----------
     model_or_config, tokenizer
@@ -159,7 +175,14 @@ def push_to_hub(
         _write(Path(room), repo_id, model_or_config, config, tokenizer)
         url = api.create_repo(repo_id, private=private, exist_ok=True)
         _write_card(Path(room), url.repo_id, model_or_config, config, tokenizer)  # with the user's name
-        return api.upload_folder(repo_id=url.repo_id, folder_path=room, commit_message=commit_message)
+        _keep_card(api, url.repo_id, Path(room) / CARD)
+        weights = [path for pattern in WEIGHTS for path in Path(room).glob(pattern)]
+        return api.upload_folder(
+            repo_id=url.repo_id,
+            folder_path=room,
+            commit_message=commit_message,
+            delete_patterns=list(WEIGHTS) if weights else None,
+        )
 
 
 def generate_as(
@@ -254,6 +277,8 @@ def _write_card(folder: Path, name: str, given: Any, config: ParallelConfig, tok
     if rules_of(config) is not None:
         about += f" `hf_parallel.{config.mode}_prompt` wraps a task as the mode wants it."
     card = _CARD.format(
+        tag=TAG,
+        mark=CARD_MARK,
         mode=config.mode,
         does=(type(config).__doc__ or "").split("\n")[0],
         about=about,
@@ -261,6 +286,31 @@ def _write_card(folder: Path, name: str, given: Any, config: ParallelConfig, tok
         settings=json.dumps(config.stored(), indent=2, ensure_ascii=False),
     )
     (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def _keep_card(api: HfApi, repo_id: str, card: Path) -> None:
+    """Put a README that is on the Hub already, and no export's, in the place of the new one."""
+    if not api.file_exists(repo_id, CARD):
+        return
+    there = Path(api.hf_hub_download(repo_id, CARD))
+    if CARD_MARK.encode() in there.read_bytes():
+        return
+    shutil.copyfile(there, card)
+    try:
+        _tag(card)
+    except (ValueError, YAMLError) as error:
+        _logger.warning("the README of %s is left as it is, without the tag %r: %s", repo_id, TAG, error)
+        card.unlink()
+
+
+def _tag(card: Path) -> None:
+    """Give a README the tag, if it has it not."""
+    data = metadata_load(card) or {}
+    tags = data.get("tags") or []
+    if not isinstance(tags, list):
+        raise ValueError(f"its tags must be a list, got {tags!r}")
+    if TAG not in tags:
+        metadata_save(card, {**data, "tags": [*tags, TAG]})
 
 
 def _example(name: str, model: PreTrainedModel | None, config: ParallelConfig, tokenizer: Any) -> str:

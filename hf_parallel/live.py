@@ -6,9 +6,10 @@ Streamers for a mode, one prompt at a time. They need rich: pip install 'hf_para
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.box import ROUNDED
@@ -19,9 +20,9 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from .cache import BlockCache
-from .generation import HogwildConfig, ParallelConfig, SelfConsistencyConfig
-from .generation.stepping import COMMON
+from .generation import HogwildConfig, ParallelConfig
 from .generation.text import GrowingText
+from .printing import printable, row_name
 
 COLORS = ("cyan", "magenta", "yellow", "blue", "green", "red")
 FRAME_SECONDS = 0.08
@@ -36,6 +37,10 @@ FRAME_HEIGHT = 5
 """Lines of the picture that are not the text of its rows."""
 ABOVE = 8
 """Lines of the terminal that are left to what was printed before the picture."""
+_PUT_BY_PASS = ("hogwild", "resample", "shared_prefix")
+"""Modes that hand each pass's tokens to a streamer; others do when tokens are final."""
+_clean = partial(printable, kept="\n", instead=" ")
+"""A text for columns, in which a tab has no certain width."""
 
 
 @dataclass
@@ -62,27 +67,6 @@ class ShownRow:
         return self.steps[-1]
 
 
-def _worker(config: Any, row: int) -> str:
-    if row < 0:
-        return COMMON
-    return config.names[row] if row < len(config.names) else f"Worker {row + 1}"
-
-
-def _answer(config: Any, row: int) -> str:
-    count = config.num_answers if isinstance(config, SelfConsistencyConfig) else row + 1
-    return f"Answer {row + 1}" if row < count else "Conclusion"
-
-
-_NAMES: dict[str, Callable[[Any, int], str]] = {
-    "hogwild": _worker,
-    "pdos": lambda config, row: f"Branch {row}" if row else "Answer",
-    "skeleton_of_thought": lambda config, row: f"Point {row}" if row else "Outline",
-}
-"""What a mode's rows are called, of one prompt; see `ParallelStreamer.write_row` for their numbers."""
-_PUT_BY_PASS = ("hogwild", "resample", "shared_prefix")
-"""Modes that hand each pass's tokens to a streamer; others do when tokens are final."""
-
-
 class LiveView:
     """Keeps account of what the rows of a mode write. A context manager, and a `ParallelStreamer`.
 
@@ -101,7 +85,7 @@ class LiveView:
         names = config.names if isinstance(config, HogwildConfig) else []
         self.rows = {number: ShownRow(name) for number, name in enumerate(names)}
         self.passes = self.tokens = self.kv_tokens = 0
-        self._texts: list[GrowingText] = []  # of rows that come as tokens
+        self.written: list[GrowingText] = []  # of rows that come as tokens
         self._first: tuple[float, int] | None = None  # time of the first tokens, and how many they were
         self._last = 0.0
 
@@ -160,16 +144,16 @@ class LiveView:
 
     def _put_tokens(self, tokens: list[Any], are_prompts: bool) -> None:
         if are_prompts:
-            self._texts = [GrowingText(self.tokenizer) for _ in tokens if self.tokenizer is not None]
-            self.rows = {number: ShownRow(_answer(self.config, number)) for number in range(len(self._texts))}
+            self.written = [GrowingText(self.tokenizer) for _ in tokens if self.tokenizer is not None]
+            self.rows = {number: ShownRow(row_name(self.config, number)) for number in range(len(self.written))}
             self._special = set(getattr(self.tokenizer, "all_special_ids", ()))
             return
         self._count(sum(not row.done for row in self.rows.values()) if self.rows else len(tokens))
-        for (number, row), text, token in zip(self.rows.items(), self._texts, tokens, strict=False):
+        for (number, row), text, token in zip(self.rows.items(), self.written, tokens, strict=False):
             if token in self._special:
                 self.write_row(number, "", "end")
             elif not row.done:
-                row.last.text += _printable(text.add([token]))
+                row.last.text += _clean(text.add([token]))
         self.changed()
 
     def _count(self, tokens: int) -> None:
@@ -180,13 +164,13 @@ class LiveView:
     def write_row(self, row: int, text: str, event: str) -> None:
         """Take what a row wrote; events as in `ParallelStreamer`."""
         if row not in self.rows:
-            self.rows[row] = ShownRow(_NAMES.get(self.config.mode, _answer)(self.config, row))
+            self.rows[row] = ShownRow(row_name(self.config, row))
         shown = self.rows[row]
         if event == "begin":
             shown.done = False
-            shown.steps.append(ShownStep(_printable(self._without_prefix(shown, text))))
+            shown.steps.append(ShownStep(_clean(self._without_prefix(shown, text))))
         elif event in ("token", "inject"):
-            shown.last.text += _printable(text)
+            shown.last.text += _clean(text)
             self.changed()
         elif event == "step":
             self._end_step(shown)
@@ -338,8 +322,3 @@ def live_view(config: ParallelConfig, console: Console, tokenizer: Any = None) -
     columns = config.num_workers if isinstance(config, HogwildConfig) else 2
     room = console.width >= MIN_WIDTH * columns and console.height >= MIN_HEIGHT
     return (LiveColumns if console.is_interactive and room else LiveLines)(config, console, tokenizer)
-
-
-def _printable(text: str) -> str:
-    """A text without what a terminal would take for commands."""
-    return "".join(char if char.isprintable() or char == "\n" else " " for char in text)

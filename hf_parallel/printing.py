@@ -1,6 +1,7 @@
 """What many rows write, printed as if one spoke after the other: for pipes, files and plain terminals.
 
-One text has the floor and is printed as it grows; the others wait, finished ones first. Streamers for `generate`.
+One text has the floor and is printed as it grows; the others wait, finished ones first. Streamers for `generate`. What
+rows are called, and what of a text a terminal may be shown, is said here for the live view too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,58 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from .generation import HogwildConfig, ParallelConfig, SelfConsistencyConfig
+from .generation.stepping import COMMON
 from .generation.text import GrowingText
+
+
+def _worker(config: Any, row: int) -> str:
+    if row < 0:
+        return COMMON
+    return config.names[row] if row < len(config.names) else f"Worker {row + 1}"
+
+
+def _answer(config: Any, row: int) -> str:
+    count = config.num_answers if isinstance(config, SelfConsistencyConfig) else row + 1
+    return f"Answer {row + 1}" if row < count else "Conclusion"
+
+
+_NAMES: dict[str, Callable[[Any, int], str]] = {
+    "hogwild": _worker,
+    "pdos": lambda config, row: f"Branch {row}" if row else "Answer",
+    "skeleton_of_thought": lambda config, row: f"Point {row}" if row else "Outline",
+}
+"""What a mode's rows are called; others are answers."""
+
+
+def row_name(config: ParallelConfig, row: int) -> str:
+    """What a row is called where there is one prompt; see `ParallelStreamer.write_row` for its number."""
+    return _NAMES.get(config.mode, _answer)(config, row)
+
+
+def place_of(config: ParallelConfig, row: int, prompts: int) -> tuple[int, int]:
+    """Which of several prompts a row that writes text belongs to, and its number if that were the only one."""
+    if isinstance(config, HogwildConfig):
+        return divmod(row, config.num_workers)
+    if isinstance(config, SelfConsistencyConfig):
+        answers = prompts * config.num_answers
+        return divmod(row, config.num_answers) if row < answers else (row - answers, config.num_answers)
+    number, prompt = divmod(row, prompts)
+    return prompt, number
+
+
+def printable(text: str, kept: str = "\n\t", instead: str = "\ufffd") -> str:
+    """A text without what a terminal would take for commands.
+
+    Parameters
+    ----------
+    text : str
+    kept : str
+        Characters that stay though they are no printable ones.
+    instead : str
+        Takes the place of each of the others.
+    """
+    return "".join(char if char.isprintable() or char in kept else instead for char in text)
 
 
 @dataclass(eq=False)
@@ -31,7 +83,14 @@ class Floor:
     out : text file
     headings : sequence of str
         One per group of texts, printed before it; a group is printed before the next one. Empty: no heading.
+
+    Attributes
+    ----------
+    written : sequence of GrowingText
+        What each row wrote, where rows come as tokens.
     """
+
+    written: Sequence[GrowingText] = ()
 
     def __init__(self, out: TextIO, headings: Sequence[str]) -> None:
         self.out, self.headings = out, headings
@@ -39,7 +98,7 @@ class Floor:
         self._waiting: list[_Speech] = []  # those that have not begun to be printed, finished ones first
         self._speaker: _Speech | None = None
         self._group: int | None = None
-        self._clean: Callable[[str], str] = _printable if out.isatty() else str
+        self._clean: Callable[[str], str] = printable if out.isatty() else str
 
     def begin(self, name: Hashable, group: int, heading: str = "") -> None:
         """Begin the text `name` of a group."""
@@ -71,10 +130,6 @@ class Floor:
             if not speech.closed:
                 self.close(name)
         self.line("")
-
-    def texts(self, group: int) -> list[str]:
-        """What a group's texts are so far."""
-        return [speech.text for speech in self._speeches.values() if speech.group == group]
 
     def line(self, text: str) -> None:
         """Print a line of its own, or end one that is not ended."""
@@ -137,20 +192,20 @@ class RowPrinter(Floor):
         super().__init__(out, headings)
         self.ends, self.skipped = set(ends), set(getattr(tokenizer, "all_special_ids", ()))
         self.rows = rows
-        self._texts = [GrowingText(tokenizer) for _ in range(len(headings) * rows)]
+        self.written = [GrowingText(tokenizer) for _ in range(len(headings) * rows)]
         self._ended: set[int] = set()
 
     def put(self, value: Any) -> None:
         """Take the prompts `[rows, length]`, then each pass's tokens `[rows]`."""
         if value.ndim > 1:
-            for row in range(len(self._texts)):
+            for row in range(len(self.written)):
                 self.begin(row, row // self.rows, f"[{row % self.rows + 1} of {self.rows}]" if self.rows > 1 else "")
             return
         for row, token in enumerate(value.tolist()):
             if row in self._ended:
                 continue
             if token not in self.skipped:
-                self.write(row, self._texts[row].add([token]))
+                self.write(row, self.written[row].add([token]))
             if token in self.ends:
                 self._ended.add(row)
                 self.close(row)
@@ -161,38 +216,45 @@ class RowPrinter(Floor):
 
 
 class StepPrinter(Floor):
-    """Prints the steps of workers, which begin with their names.
+    """Prints what rows write where a mode tells it as text: steps of workers, answers, points of an outline.
 
     Parameters
     ----------
     out, headings
         See `Floor`; there is a group per prompt.
-    rows : int
-        Workers per prompt.
+    config : ParallelConfig
+        That of the call.
+    answers : int
+        Sequences per prompt (`num_return_sequences`).
     """
 
-    def __init__(self, out: TextIO, headings: Sequence[str], rows: int) -> None:
+    def __init__(self, out: TextIO, headings: Sequence[str], config: ParallelConfig, answers: int = 1) -> None:
         super().__init__(out, headings)
-        self.rows = rows
+        self.config, self.answers = config, answers
         self._steps: dict[int, int] = {}
 
     def put(self, value: Any) -> None:
         """Tokens are of no interest here."""
 
     def write_row(self, row: int, text: str, event: str) -> None:
-        """Take what a worker wrote; events as in `ParallelStreamer`."""
+        """Take what a row wrote; events as in `ParallelStreamer`."""
         if event == "begin":
             self._steps[row] = self._steps.get(row, 0) + 1
-            self.begin((row, self._steps[row]), row // self.rows)
+            sequence, number = place_of(self.config, row, len(self.headings) * self.answers)
+            self.begin((row, self._steps[row]), sequence // self.answers, self._heading(row, sequence, number, text))
         self.write((row, self._steps[row]), text)
         if event in ("step", "end") and not self._speeches[row, self._steps[row]].closed:
             self.close((row, self._steps[row]))
 
+    def _heading(self, row: int, sequence: int, number: int, text: str) -> str:
+        """What a text is called, unless it begins with its author's name."""
+        if isinstance(self.config, HogwildConfig):
+            return ""
+        name = row_name(self.config, number)
+        if self._steps[row] > 1:  # the row of an outline goes on behind its points, or answers without any
+            name = "Conclusion" if text else "Answer"
+        return f"[{sequence % self.answers + 1} of {self.answers}, {name}]" if self.answers > 1 else f"[{name}]"
+
     def end(self) -> None:
         """Print the rest."""
         self.finish()
-
-
-def _printable(text: str) -> str:
-    """A text without what a terminal would take for commands."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)

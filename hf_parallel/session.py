@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TextStreamer
 
+from .folders import warn_of_version
 from .generation.arguments import encode
 from .generation.call import vocabulary_size
 from .generation.config import check_int, is_int
 from .generation.fingerprint import fingerprint
 from .generation.hogwild import HogwildConfig, HogwildOutput, default_name
 from .generation.journal import read_journal, write_journal
-from .generation.mixin import enable
+from .generation.mixin import ParallelGenerationMixin, enable
 from .generation.outputs import GenerationStats
 from .generation.stepping import COMMON, open_run
 from .generation.worker import Step, Worker
@@ -37,7 +38,8 @@ class HogwildSession:
     Parameters
     ----------
     model : PreTrainedModel
-        Is enabled, if it is not. Between steps it is free for others; its weights must stay as they are.
+        Is enabled, if it is not. Between steps it is free for others; it must stay enabled, its weights as they are and
+        where they are.
     tokenizer
     prompt : str, list of messages, mapping or int64 [1, length]
         A task, or messages of a chat, which `hogwild_prompt` wraps; or `input_ids` that are taken as they are, alone or
@@ -72,6 +74,7 @@ class HogwildSession:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, prompt: Any, **settings: Any) -> None:
         self._model: Any = enable(model)
+        self._place = model.device, model.dtype
         self._run = open_run(model, tokenizer, prompt, settings)
         self._call, self.config = self._run.loop.call, self._run.run.config
         self._over = ""
@@ -162,6 +165,13 @@ class HogwildSession:
         -------
         dict of str to str
             As `step`, of all of them.
+
+        Raises
+        ------
+        RuntimeError
+            If the model has been disabled: enable it, and go on.
+        ValueError
+            If its weights have changed, or been moved to another device or dtype.
         """
         if passes is not None:
             check_int("passes", passes, at_least=0)
@@ -273,9 +283,14 @@ class HogwildSession:
         Raises
         ------
         ValueError
-            If a worker has that name, or it is `common`, or the streamer takes one row only.
+            If a worker has that name, or it is `common`, or the streamer takes one row only; and when `max_new_tokens`
+            or the model's positions are spent, so that it could write nothing.
         """
         with self._alone(), self._changing():
+            if self.passes >= self._call.max_new_tokens:
+                raise ValueError(f"no pass is left for a worker: max_new_tokens={self._call.max_new_tokens} is spent")
+            if self._run.problem.is_full():
+                raise ValueError("no room is left for a worker: the model's positions are used up")
             if name is None:
                 had = {worker.name for worker in self._run.run.workers}
                 number = len(had)
@@ -324,7 +339,7 @@ class HogwildSession:
         Raises
         ------
         ValueError
-            For settings that are no plain data, and with `output_scores` or `output_logits`.
+            For settings that are no plain data, with `output_scores` or `output_logits`, and if weights are offloaded.
         """
         with self._alone():
             self._check_open()
@@ -344,7 +359,8 @@ class HogwildSession:
         """Go on with a session that was saved, as if it had never been interrupted.
 
         Keys and values are computed from the tokens, many passes at a time, each token seeing what it saw then; so the
-        logits are those of before, up to rounding, and the same seed draws the same tokens.
+        logits are those of before, up to rounding, and the same seed draws the same tokens. A file of another
+        version of transformers, which may round in another way, gives a warning.
 
         Parameters
         ----------
@@ -364,7 +380,8 @@ class HogwildSession:
             processors or criteria that are not given.
         """
         told = read_journal(path)
-        if told["model"] != fingerprint(enable(model)):
+        warn_of_version(path, told["transformers"])
+        if told["model"] != fingerprint(enable(model), "HogwildSession.load"):
             raise ValueError(f"{path} was saved with another model, or with other weights, adapters or dtype of it")
         session = cls(
             model,
@@ -389,6 +406,7 @@ class HogwildSession:
     @contextmanager
     def _at_work(self) -> Iterator[None]:
         """Hold the model, and compute with it."""
+        self._check_model()
         with torch.no_grad(), self._model._claimed(self.config, self.config.run), self._run.loop.running():
             try:
                 self._run.run.cache.claim(self._model)
@@ -418,6 +436,14 @@ class HogwildSession:
         self._check_open()
         with self._run.changing():
             yield
+
+    def _check_model(self) -> None:
+        now = self._model.device, self._model.dtype
+        if not isinstance(self._model, ParallelGenerationMixin):
+            raise RuntimeError("the model is not enabled any more: hf_parallel.enable(model) lets this session go on")
+        if now != self._place:
+            began, came = ("{} in {}".format(*place) for place in (self._place, now))
+            raise ValueError(f"the model was on {began} when this session began, now it is on {came}: move it back")
 
     def _check_open(self) -> None:
         if self._over:

@@ -82,6 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
                 item = json.loads(line)
                 if item["key"] == "file":
                     files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
+                elif item["key"] == "deletedFile":
+                    del files[item["value"]["path"]]
             self.server.repositories[name].append(files)
             commit = self._commit(name)
             url = f"{self.server.endpoint}/{name}/commit/{commit}"
@@ -109,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
                 for file, data in files
                 if file.startswith(inside)
             ]
-            if tree:
+            if tree or not inside:
                 self._tell(tree)
             else:
                 self._missing("EntryNotFound")

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaModel, StaticCache, TextStreamer
 
 import hf_parallel
-from hf_parallel import BlockCache, SharedPrefixCache, UnsupportedModelError
+from hf_parallel import BlockCache, LogitsCache, SharedPrefixCache, UnsupportedModelError
 
 
 class OwnError(RuntimeError):
@@ -84,6 +84,9 @@ CACHES = [
     _cache("returned by another model", ValueError, "another model", _with_cache(_returned_by_another)),
     _cache("of the model before it became bfloat16", ValueError, "float32", _cast_after_filling),
     _cache("any cache for hogwild", ValueError, "past_key_values", _with_cache(_filled, "hogwild")),
+    *[_cache(f"max_bytes={value!r}", ValueError, "max_bytes must be", lambda _, n=value: SharedPrefixCache(max_bytes=n))
+      for value in (0, -1, 2.5, "1 GB", True)],
+    _cache("a pickled LogitsCache", TypeError, "save(path) writes it", lambda _: pickle.dumps(LogitsCache())),
     _cache("of another model, reset", None, "", _with_cache(_reset_by_another)),
     _cache("used by hogwild", None, "", _with_cache(_hogwild_cache)),
     _cache("used before for the same", None, "", _with_cache(_filled)),

@@ -14,6 +14,7 @@ import tiny
 import torch
 from rich.console import Console
 
+import benchmarks.__main__
 import hf_parallel
 from benchmarks import cache_stress, resample
 from benchmarks.cache_stress import Stress
@@ -45,9 +46,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = tiny.build("llama")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["resample", *options, "--stress", "0.5", "--output", str(path)])
-        patch.setattr(resample, "load", lambda options: (model, Chat()))
+        patch.setattr(benchmarks.__main__, "load", lambda options: (model, Chat()))
         try:
             assert resample.main() == 0
+            assert model.generation_config.eos_token_id == tiny.EOS
         finally:
             hf_parallel.disable(model)
     return json.loads(path.read_text(), parse_constant=pytest.fail)

@@ -43,6 +43,26 @@ def test_without_a_prompt_stdin_is_read_line_by_line_if_asked_to(monkeypatch: py
     assert cli_generate.read_prompts(options("--lines")) == ["one", "two\x0c\u2028three"]
 
 
+@pytest.mark.parametrize("lines", [[], ["--lines"]])
+@pytest.mark.parametrize(("text", "state"), [("", "empty"), (" \n\n", "blank")])
+@pytest.mark.parametrize("source", ["stdin", "prompts.txt"])
+def test_a_file_without_a_prompt_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    source: str,
+    text: str,
+    state: str,
+    lines: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    Path("prompts.txt").write_text(text)
+    arguments = [] if source == "stdin" else ["a prompt", "--file", source]
+    assert cli.main(["generate", *arguments, *lines]) == 2
+    assert capsys.readouterr() == ("", f"hf-parallel: error: there is no prompt in {source}: it is {state}\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -55,10 +75,14 @@ def test_without_a_prompt_stdin_is_read_line_by_line_if_asked_to(monkeypatch: py
         (["x", "--set", "logits_cache=1"], "'hogwild' has no setting 'logits_cache'"),
         (["x", "--mode", "generate", "--set", "layout=combined"], "generate has no setting 'layout'"),
         (["x", "--greedy", "--temperature", "0.5"], "--greedy draws no tokens, so it cannot be combined with --temp"),
+        (["x", "--greedy", "--set", "top_k=5"], "--greedy draws no tokens, so it cannot be combined with --set top_k"),
+        (["x", "--set", "do_sample=false", "--top-p", "0.5"], "--set do_sample=False draws no tokens, so it cannot be"),
         (["x", "--mode", "pdos", "--logits-cache", "f"], "--logits-cache needs a mode that remembers logits, got pdos"),
         (["x", "--mode", "generate", "-o", "run.json"], "-o keeps the run of a mode, and --mode generate is none"),
         (["x", "-o", "/nowhere/run.json"], "-o /nowhere/run.json: there is no folder /nowhere"),
         (["x", "-o", "/"], "-o / is a folder"),
+        (["x", "-o", "run.txt"], "-o run.txt must end in .json, or in .html or .htm for the page"),
+        (["x", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["x", "--logits-cache", "/nowhere/logits"], "--logits-cache /nowhere/logits: there is no folder /nowhere"),
         (["x", "y", "--format", "live"], "--format live shows one prompt in a mode, got 2"),
         (["x", "--file", "/nowhere"], "No such file or directory: '/nowhere'"),
@@ -115,6 +139,13 @@ def test_greedy_leaves_no_setting_of_drawing_behind() -> None:
     _, settings = cli_generate.read_settings(options("x", "--greedy"))
     assert settings["do_sample"] is False
     assert not {"temperature", "top_p", "top_k"} & settings.keys()
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+def test_what_has_a_sense_in_sampling_alone_asks_for_it(name: str) -> None:
+    for arguments in (["--no-preset"], ["--mode", "shared_prefix"], ["--mode", "generate"]):
+        _, settings = cli_generate.read_settings(options("x", *arguments, "--set", f"{name}=0.7"))
+        assert (settings["do_sample"], settings[name]) == (True, 0.7)
 
 
 def test_settings_of_generate_can_be_set_too() -> None:

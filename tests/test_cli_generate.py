@@ -5,79 +5,36 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import re
-import select
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from ascii_tokenizer import SPECIAL, AsciiTokenizer
-from transformers import BatchEncoding
-from workers import SETTINGS, Scripted, small_model
+from commands import STEPS, WORKERS, Tokenizer, given, in_a_terminal, interrupt, loading
+from test_skeleton_of_thought import TEXTS as OUTLINE
+from workers import small_model
 
 from hf_parallel import LogitsCache, cli, cli_generate
-from hf_parallel.printing import StepPrinter
+from hf_parallel.live import LiveView
+from hf_parallel.printing import RowPrinter, StepPrinter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS = ("Ann.\n\nTwo.", "Bo is slow.\n\nx")
-"""What two workers write."""
-
-
-class Tokenizer(AsciiTokenizer):
-    """With what the command line asks of a tokenizer besides."""
-
-    all_special_ids, pad_token_id = list(SPECIAL), tiny.PAD
-    chat_template = None
-
-    def __call__(self, text: str, add_special_tokens: bool = True, return_tensors: str | None = None) -> Any:
-        tokens = super().__call__(text, add_special_tokens)["input_ids"]
-        encoded = {"input_ids": tokens, "attention_mask": [1] * len(tokens)}
-        return BatchEncoding(encoded, tensor_type=return_tensors, prepend_batch_axis=return_tensors is not None)
+VOTE = [
+    *("generate", "P", "--raw", "--mode", "self_consistency", "--no-preset", "--sample"),
+    *("--set", "num_answers=2"),
+]
+SKELETON = ["generate", "P", "--raw", "--mode", "skeleton_of_thought", *given(OUTLINE)]
 
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Let the command line load a tiny model whose rows write scripts; returns the calls of `generate`."""
-    loaded = small_model()
-
-    def use(*scripts: Any, finisher: str = "") -> list[dict[str, Any]]:
-        calls: list[dict[str, Any]] = []
-
-        def generate(**arguments: Any) -> Any:
-            calls.append(arguments)
-            processors = [Scripted(scripts, finisher)] if scripts else []
-            return type(loaded).generate(loaded, logits_processor=processors, **arguments)
-
-        monkeypatch.setattr(loaded, "generate", generate, raising=False)
-        monkeypatch.setattr(cli_generate, "load", lambda options: (loaded, Tokenizer()))
-        return calls
-
-    return use
-
-
-def given(settings: dict[str, Any]) -> list[str]:
-    """Settings as options."""
-    return [f"--set={name}={json.dumps(value)}" for name, value in settings.items() if name != "tokenizer"]
-
-
-WORKERS = [
-    "generate",
-    "P",
-    "--raw",
-    "--greedy",
-    "--no-preset",
-    "--max-new-tokens",
-    "14",
-    *given(SETTINGS | {"finisher_tokens": 0}),
-]
+    return loading(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +74,27 @@ def test_completions_are_numbered_under_their_prompts(model: Any, capsys: pytest
     arguments = ["P", "Q?", "--raw", "--mode", "shared_prefix", "--sample", "--num-return-sequences", "2"]
     assert cli.main(["generate", *arguments, "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out == "== P\n[1 of 2]\na\n\n[2 of 2]\nbbb\n\n== Q?\n[1 of 2]\ncc\n\n[2 of 2]\nddx\n"
+
+
+def test_answers_of_a_vote_are_printed_with_their_names(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model(["\\boxed{4}", tiny.EOS], ["\\boxed{5}", tiny.EOS])
+    assert cli.main(VOTE) == 0
+    assert capsys.readouterr().out == "[Answer 1]\n\\boxed{4}\n\n[Answer 2]\n\\boxed{5}\nAnswer: 4\n"
+
+
+@pytest.mark.parametrize(
+    ("outline", "printed"),
+    [
+        ([" a\n2. b", tiny.EOS], "1. a\n2. b\n\n[Point 1]\n1. a:xx\n\n[Point 2]\n2. b:yy\n\n[Conclusion]\n[END]e\n"),
+        (["no", tiny.EOS], "1.no\n\n[Answer]\ne\n"),
+    ],
+)
+def test_outline_points_and_conclusion_are_printed_with_their_names(
+    model: Any, capsys: pytest.CaptureFixture[str], outline: list[Any], printed: str
+) -> None:
+    model(["xx", tiny.EOS], ["yy", tiny.EOS], finisher=[*outline, "e", tiny.EOS])
+    assert cli.main(SKELETON) == 0
+    assert capsys.readouterr().out == "[Outline]\n" + printed
 
 
 @pytest.mark.parametrize("mode", ["generate", "shared_prefix"])
@@ -182,6 +160,64 @@ def test_stats_go_to_stderr(model: Any, capsys: pytest.CaptureFixture[str]) -> N
     assert re.search(r"\d+ forward passes, 28 tokens written, \d+ given tokens computed", capsys.readouterr().err)
 
 
+# Batches
+
+SEVERAL = ["generate", "P", "QRS", "TU", "--raw", "--no-preset", "--max-new-tokens", "6"]
+
+
+@pytest.mark.parametrize("mode", ["shared_prefix", "hogwild"])
+def test_batches_change_no_greedy_token_and_nothing_that_is_printed(
+    model: Any, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    told = []
+    for size in (8, 2, 1):
+        calls = model()
+        assert cli.main([*SEVERAL, "--greedy", "--mode", mode, "--batch-size", str(size)]) == 0
+        assert len(calls) == -(-3 // size)
+        told.append(capsys.readouterr().out)
+    assert told[0].count("== ") == 3
+    assert told == told[:1] * 3
+
+
+def test_each_batch_is_printed_when_it_ends(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = model()
+    printed: list[tuple[str, int]] = []
+    monkeypatch.setattr(cli_generate, "print_record", lambda record: printed.append((record["prompt"], len(calls))))
+    assert cli.main([*SEVERAL, "--mode", "shared_prefix", "--format", "jsonl", "--batch-size", "2"]) == 0
+    assert printed == [("P", 1), ("QRS", 1), ("TU", 2)]
+
+
+def test_batches_draw_with_seeds_of_their_own(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for _ in range(2):
+        model()
+        arguments = ["P", "P", "--raw", "--mode", "shared_prefix", "--sample", "--seed", "3", "--max-new-tokens", "20"]
+        assert cli.main(["generate", *arguments, "--batch-size", "1", "--format", "jsonl"]) == 0
+        told.append([json.loads(line)["generated_text"] for line in capsys.readouterr().out.splitlines()])
+    assert told[0] == told[1]
+    assert told[0][0] != told[0][1]
+
+
+def test_batches_are_kept_as_one_run(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = [*SEVERAL, "--greedy", "--batch-size", "1", "--stats", "-o", str(tmp_path / "run.json")]
+    model()
+    assert cli.main([*arguments, "--set", "finisher_tokens=0"]) == 0
+    whole = json.loads((tmp_path / "run.json").read_text())
+    assert [section["prompt"] for section in whole["sections"]] == ["<bos>P", "<bos>QRS", "<bos>TU"]
+    assert whole["passes"] == 3 * 6
+    assert f"{whole['stats']['decoded_tokens']} tokens written" in capsys.readouterr().err
+    model()
+    interrupt(monkeypatch, after=10)  # in the second call: each has its prompt put, and six passes
+    assert cli.main([*arguments, "--set", "finisher_tokens=0"]) == 130
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["interrupted"] is True
+    assert run["sections"][0] == whole["sections"][0]
+    assert len(run["sections"]) == 2
+    assert re.fullmatch(r".* tokens written, (.|\n)*\ninterrupted after 3 .*\n", capsys.readouterr().err)
+
+
 # What is kept
 
 
@@ -239,39 +275,121 @@ def test_what_a_link_leads_to_is_written_and_what_is_no_file_stays_what_it_is(tm
 # How it stops
 
 
-def interrupting(model: Any, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Let Ctrl-C come after some passes."""
-    model(*STEPS)
-    put = StepPrinter.put
-    passes = iter(range(10**6))
-
-    def interrupted(printer: StepPrinter, value: Any) -> None:
-        if next(passes) == after:
-            raise KeyboardInterrupt
-        put(printer, value)
-
-    monkeypatch.setattr(StepPrinter, "put", interrupted)
-
-
 def test_an_interrupt_prints_what_was_written_so_far(
     model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    interrupting(model, monkeypatch, after=9)
-    assert cli.main(WORKERS) == 130
-    assert capsys.readouterr().out == "Alice 1: Ann.\n\nBob 1: Bo is sl\n\nAlice 2: Tw\n"
+    model(*STEPS)
+    interrupt(monkeypatch, after=9)
+    assert cli.main([*WORKERS, "--stats"]) == 130
+    said = capsys.readouterr()
+    assert said.out == "Alice 1: Ann.\n\nBob 1: Bo is sl\n\nAlice 2: Tw\n"
+    assert said.err == "interrupted after 9 decode passes, 16 tokens written\n"
 
 
-def test_an_interrupt_leaves_whole_json_lines(
+def test_json_lines_of_an_interrupted_call_have_the_names_of_a_finished_one(
     model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    interrupting(model, monkeypatch, after=9)
+    model(*STEPS[::-1])
+    assert cli.main([*WORKERS, "--format", "jsonl"]) == 0
+    finished = json.loads(capsys.readouterr().out)
+    model(*STEPS[::-1])
+    interrupt(monkeypatch, after=9)
     assert cli.main([*WORKERS, "--format", "jsonl"]) == 130
     record = json.loads(capsys.readouterr().out)
+    assert record.keys() - {"interrupted"} <= finished.keys()
     assert record == {
         "prompt": "P",
-        "texts": ["Alice 1: Ann.\n\n", "Bob 1: Bo is sl", "Alice 2: Tw"],
+        "generated_text": "Bob 1: Ann.\n\nAlice 1: Bo is sl\n\nBob 2: Tw",
+        "workers": ["Alice 1: Bo is sl", "Bob 1: Ann.\n\nBob 2: Tw"],
         "interrupted": True,
     }
+
+
+@pytest.mark.parametrize("mode", ["generate", "shared_prefix"])
+def test_an_interrupt_leaves_a_json_line_per_answer(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    model("aaaa", ["b", tiny.EOS], "cccc", "dddd")
+    interrupt(monkeypatch, 4, RowPrinter)
+    arguments = ["P", "Q", "--raw", "--mode", mode, "--sample", "--num-return-sequences", "2", "--format", "jsonl"]
+    assert cli.main(["generate", *arguments]) == 130
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(record["prompt"], record["generated_text"]) for record in records] == [
+        ("P", "aaa"),
+        ("P", "b"),
+        ("Q", "ccc"),
+        ("Q", "ddd"),
+    ]
+    assert all(record.keys() == {"prompt", "generated_text", "interrupted"} for record in records)
+
+
+def test_an_interrupted_vote_has_the_answers_so_far(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model(["\\boxed{4}", tiny.EOS], ["\\boxed{5}", tiny.EOS])
+    interrupt(monkeypatch, 20, StepPrinter, "write_row")
+    assert cli.main([*VOTE, "--format", "jsonl"]) == 130
+    assert json.loads(capsys.readouterr().out)["texts"] == ["\\boxed{4}", "\\boxed{5}"]
+
+
+@pytest.mark.parametrize(("form", "streamer"), [("text", StepPrinter), ("jsonl", StepPrinter), ("live", LiveView)])
+def test_an_interrupted_run_is_kept_and_viewed(
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    form: str,
+    streamer: Any,
+) -> None:
+    run, page = tmp_path / "run.json", tmp_path / "run.htm"
+    for output in (run, page):
+        model(*STEPS)
+        with monkeypatch.context() as patch:
+            interrupt(patch, 9, streamer)
+            assert cli.main([*WORKERS, "--format", form, "-o", str(output)]) == 130
+    told = json.loads(run.read_text())
+    assert told["interrupted"] is True
+    (section,) = told["sections"]
+    assert section["columns"] == ["Alice", "Bob"]
+    cards = [(card["column"], card["begin"], card["end"], card["ended"]) for card in section["cards"]]
+    assert cards == [(0, 0, 6, "step"), (1, 0, 8, ""), (0, 6, 8, "")]
+    assert cli.main(["view", str(run), "-o", "-"]) == 0
+    for text in (capsys.readouterr().out, page.read_text()):
+        assert "into the history after pass 6" in text
+        assert "Interrupted" in text
+
+
+def test_completions_of_an_interrupted_run_are_kept(
+    model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model("aaaa", "bbbb")
+    interrupt(monkeypatch, 3, RowPrinter)
+    arguments = ["P", "--raw", "--mode", "shared_prefix", "--sample", "--num-return-sequences", "2"]
+    assert cli.main(["generate", *arguments, "-o", str(tmp_path / "run.json")]) == 130
+    (section,) = json.loads((tmp_path / "run.json").read_text())["sections"]
+    assert (section["prompt"], section["columns"]) == ("<bos>P", ["completion 1", "completion 2"])
+    assert [[piece[1] for piece in card["pieces"]] for card in section["cards"]] == [["a", "a"], ["b", "b"]]
+
+
+def test_an_interrupt_before_the_first_token_leaves_an_earlier_run_alone(
+    model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "run.json").write_text("earlier")
+    for arguments, streamer in ((VOTE, StepPrinter), (["generate", "P", "--mode", "shared_prefix"], RowPrinter)):
+        model()
+        interrupt(monkeypatch, 0, streamer)
+        assert cli.main([*arguments, "-o", str(tmp_path / "run.json")]) == 130
+    assert (tmp_path / "run.json").read_text() == "earlier"
+
+
+def test_logits_that_were_remembered_before_an_interrupt_are_saved(
+    model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model("a" * 9)
+    interrupt(monkeypatch, 4, RowPrinter)
+    arguments = ["P", "--raw", "--mode", "resample", "--logits-cache", str(tmp_path / "logits")]
+    assert cli.main(["generate", *arguments]) == 130
+    assert len(LogitsCache.load(tmp_path / "logits")) >= 3
 
 
 def test_an_interrupt_while_the_model_loads_says_nothing(
@@ -293,42 +411,16 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert (piped.stdout, piped.stderr) == ("1\n", "")
 
 
-def in_a_terminal(arguments: list[str], until: str, timeout: float = 120) -> tuple[str, int]:
-    """Run a command in a terminal, and press Ctrl-C when it has shown something; what it wrote, and its status."""
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30", "OMP_NUM_THREADS": "1"}
-    environment = {name: value for name, value in environment.items() if name not in ("NO_COLOR", "CI")}
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "hf_parallel.cli", *arguments]
-    process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
-    )
-    os.close(theirs)
-    text, pressed, end = "", False, time.monotonic() + timeout
-    while time.monotonic() < end:
-        if select.select([ours], [], [], 1.0)[0]:
-            try:
-                read = os.read(ours, 65536)
-            except OSError:  # the other end is closed
-                break
-            text += read.decode(errors="replace")
-        if not pressed and re.search(until, text):
-            pressed = True
-            process.send_signal(signal.SIGINT)
-    os.close(ours)
-    return text, process.wait(timeout=30)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["live", "text"])
-def test_an_interrupt_leaves_a_terminal_as_it_was(form: str, embedded: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize(("form", "until"), [("live", r"\d\d passes"), ("text", r"Alice: \w+ \w+")])
+def test_an_interrupt_leaves_a_terminal_as_it_was(form: str, until: str, embedded: tuple[Any, Any]) -> None:
     """The real program, on the embedded model: cursor, colours, what was written, and the status."""
-    text, status = in_a_terminal(
-        ["generate", "Plan a picnic.", "--format", form, "--seed", "2"], r"Alice(.|\n)*Bob(.|\n)*sandwich"
-    )
+    text, status = in_a_terminal(["generate", "Plan a picnic.", "--format", form, "--seed", "2"], until)
     assert status == 130, text
     assert "Traceback" not in text
     hidden, shown = text.rfind("\x1b[?25l"), text.rfind("\x1b[?25h")
     assert (shown > hidden) if form == "live" else "\x1b[" not in text
-    assert "sandwich" in text[max(shown, 0) :]
+    assert re.search(until, text[max(shown, 0) :])
+    assert re.search(r"Alice(.|\n)*Bob", text[max(shown, 0) :])
     colours = re.findall(r"\x1b\[([\d;]*)m", text)
     assert not colours or colours[-1] == "0"

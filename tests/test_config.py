@@ -346,7 +346,7 @@ def test_what_lives_in_this_process_is_passed_on_but_not_stored(tmp_path: Path) 
     cache = LogitsCache()
     config = SharedPrefixConfig(logits_cache=cache, seed=3)
     assert make_config("shared_prefix", config).logits_cache is cache  # type: ignore[attr-defined]
-    assert copy.deepcopy(config).logits_cache is cache
+    assert copy.deepcopy(config).logits_cache is copy.copy(cache) is cache
     assert config.to_dict() == {"seed": 3}
     stored = GenerationConfig(max_new_tokens=9)
     stored.parallel_config = config.to_dict()

@@ -184,7 +184,7 @@ def test_columns_need_room() -> None:
 
 def test_view_shows_what_hogwild_wrote_and_holds(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
-    config = HogwildConfig(seed=2, **demo.SMALL_MODEL)
+    config = HogwildConfig(seed=3, **demo.SMALL_MODEL)
     view = LiveColumns(config, a_terminal())
     hf_parallel.enable(model)
     try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+import transformers
 from torch import nn
 
 import hf_parallel
@@ -83,6 +85,31 @@ def test_autocast_gives_another_name() -> None:
     assert fingerprint(model) in names
 
 
+def test_an_upgrade_of_transformers_keeps_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build("llama")
+    name = fingerprint(model)
+    monkeypatch.setattr(transformers.configuration_utils, "__version__", "5.99.0")
+    assert model.config.to_dict()["transformers_version"] == "5.99.0"
+    assert fingerprint(model) == name
+
+
+def test_a_logits_cache_of_another_transformers_is_told_and_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+    given = {"do_sample": True, "seed": 0, "max_new_tokens": 8, "return_dict_in_generate": True}
+    before = model.generate(PROMPT, generation_mode="shared_prefix", logits_cache=(cache := LogitsCache()), **given)
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers, "__version__", "5.0.1")
+        cache.save(tmp_path / "cache")
+    loaded = LogitsCache.load(tmp_path / "cache")
+    said = f"cache was saved under transformers 5.0.1, this is {transformers.__version__}"
+    assert [said in record.getMessage() for record in caplog.records] == [True]
+    out = model.generate(PROMPT, generation_mode="shared_prefix", logits_cache=loaded, **given)
+    assert out.stats.forward_passes == 0
+    assert torch.equal(out.sequences, before.sequences)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int8])
 def test_every_value_counts_whatever_its_dtype(dtype: torch.dtype) -> None:
     model = copy.deepcopy(tiny.build("llama"))
@@ -97,5 +124,5 @@ def test_a_model_whose_weights_cannot_be_read_is_refused() -> None:
     model = copy.deepcopy(tiny.build("llama"))
     mlp = model.model.layers[1].mlp
     mlp.up_proj.weight = nn.Parameter(mlp.up_proj.weight.to("meta"))
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight is offloaded"):
+    with pytest.raises(ValueError, match=r"logits_cache tells models .*layers\.1\.mlp\.up_proj\.weight is offloaded"):
         fingerprint(model)

@@ -23,7 +23,7 @@ import hf_parallel
 from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, PDOSConfig, SharedPrefixConfig
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import make_config
-from hf_parallel.hub import CARD, GENERATE, REQUIREMENTS, export, generate_as
+from hf_parallel.hub import CARD, CARD_MARK, GENERATE, REQUIREMENTS, export, generate_as
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {"num_workers": 3, "layout": "interleaved", "collaboration_prompt": "{names}: \"talk\"\n```'''\\"}
@@ -351,6 +351,58 @@ def test_the_example_of_every_mode_runs(
     export(model, tmp_path, tokenizer=tokenizer)
     exec(compile(example((tmp_path / CARD).read_text(encoding="utf-8")), CARD, "exec"), {})
     assert "Plan a day" in capsys.readouterr().out
+
+
+PUSH = """
+import logging
+import sys
+from functools import partial
+import hf_parallel
+from transformers import AutoModelForCausalLM
+
+logging.basicConfig(stream=sys.stdout)
+folder, *others = sys.argv[1:]
+for name in (*others, "somebody/settings"):
+    hf_parallel.hub.push_to_hub(hf_parallel.HogwildConfig(), name)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+hf_parallel.hub.push_to_hub(model, "somebody/whole")
+model.save_pretrained = partial(model.save_pretrained, max_shard_size="50KB")
+hf_parallel.hub.push_to_hub(model, "somebody/shards")
+"""
+CARDS = {
+    "---\na: 1\ntags: [mine]\n---\n# Mine\n": "---\na: 1\ntags:\n- mine\n- custom_generate\n---\n# Mine\n",
+    "# Mine\n": "---\ntags:\n- custom_generate\n---\n# Mine\n",
+    "---\ntags: [ mine, custom_generate ] # both\n---\n# Mine\n": None,
+    "---\ntags: [mine\n---\n# Mine\n": None,
+    "---\ntags: mine\n---\n# Mine\n": None,
+}
+"""READMEs that people wrote, and what a push makes of them; None: they stay as they are."""
+EARLIER = {"model.safetensors", "model.safetensors.index.json", "model-00001-of-00009.safetensors", "notes.safetensors"}
+
+
+def test_a_push_keeps_what_is_not_an_exports_and_deletes_weights_that_it_replaces(model: Any, tmp_path: Path) -> None:
+    folder = str(export(model, tmp_path / "exported"))
+    cards = {f"somebody/card-{number}": card for number, card in enumerate(CARDS)}
+    with running_hub() as hub:
+        hub.repositories |= {name: [{CARD: card.encode()}] for name, card in cards.items()}
+        for name in ("settings", "whole", "shards"):
+            hub.repositories[f"somebody/{name}"] = [dict.fromkeys(EARLIER, b"old") | {CARD: CARD_MARK.encode()}]
+        said = run(PUSH, hub, tmp_path, folder, *cards)
+        assert re.findall("README of (.*) is left as it is", said) == [*cards][-2:]
+        for name, card in cards.items():
+            assert hub.files(name)[CARD].decode() == (CARDS[card] or card)
+            assert set(hub.files(name)) == OF_CONFIG
+        settings, whole, shards = (hub.files(f"somebody/{name}") for name in ("settings", "whole", "shards"))
+        assert {len(commits) for commits in hub.repositories.values()} == {2}
+    for files in (settings, whole, shards):
+        assert files[CARD].decode().startswith("---\nlibrary_name: transformers")
+    assert set(settings) == OF_CONFIG | EARLIER
+    assert set(whole) == OF_MODEL | {"notes.safetensors"}
+    index = "model.safetensors.index.json"
+    parts = set(json.loads(shards[index])["weight_map"].values())
+    assert len(parts) > 1
+    assert set(shards) == OF_MODEL - {"model.safetensors"} | {index, *parts, "notes.safetensors"}
+    assert b"old" not in {whole["model.safetensors"], shards[index]}
 
 
 def test_nothing_is_sent_where_nothing_can_be_exported() -> None:

@@ -28,9 +28,9 @@ def model() -> PreTrainedModel:
     return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
 
 
-def generate(model: Any, cache: SharedPrefixCache | None, **settings: Any) -> Any:
+def generate(model: Any, cache: SharedPrefixCache | None, ids: torch.Tensor = IDS, **settings: Any) -> Any:
     settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True} | settings
-    return model.generate(IDS, generation_mode="shared_prefix", past_key_values=cache, **settings)
+    return model.generate(ids, generation_mode="shared_prefix", past_key_values=cache, **settings)
 
 
 @pytest.fixture
@@ -65,6 +65,32 @@ def test_an_empty_cache_holds_no_memory_and_serves_another_model(
     cache.reset()
     model.to(torch.bfloat16)
     assert torch.equal(generate(model, cache).sequences, generate(model, None).sequences)
+
+
+@pytest.mark.parametrize("common", [0, 12], ids=["apart", "alike"])
+def test_a_budget_bounds_what_is_kept_from_call_to_call(common: int, model: PreTrainedModel) -> None:
+    """What was used longest ago goes; a prompt that every other call asks for stays."""
+    system, new = tiny.make_prompts([common], seed=6)[0], 6
+    prompts = [
+        torch.cat((system, torch.tensor([10 + i]), prompt)) for i, prompt in enumerate(tiny.make_prompts([17] * 9))
+    ]
+    per_token = generate(model, None).past_key_values.arena.bytes_per_token
+    whole, cache = SharedPrefixCache(), SharedPrefixCache(max_bytes=80 * per_token)
+    favourite, *others = prompts
+
+    def prefilled(prompt: torch.Tensor) -> list[int]:
+        """Tokens computed of a prompt, with a budget and without."""
+        outputs = [generate(model, held, ids=prompt[None], max_new_tokens=new) for held in (cache, whole)]
+        assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+        assert cache.kv_bytes <= (80 + len(prompt) + new) * per_token
+        return [output.stats.prefilled_tokens for output in outputs]
+
+    prefilled(favourite)
+    for other in others:
+        prefilled(other)
+        assert prefilled(favourite) == [1, 1]
+    assert prefilled(others[-1]) == [1, 1]
+    assert prefilled(others[0]) == [18, 1]
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_title_tokens": 3,
     },
     "resample": {},
-    "self_consistency": {"num_answers": 3, "do_sample": True, "seed": 5, "answer_pattern": "[a-z]"},
+    "self_consistency": {"num_answers": 3, "do_sample": True, "seed": 7, "answer_pattern": "[a-z]"},
     "skeleton_of_thought": {"outline_prompt": "List:\n", "min_points": 1},
 }
 HELPERS = {"hogwild": hf_parallel.hogwild_prompt, "pdos": hf_parallel.pdos_prompt}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
 from workers import TOKENIZER
 
-from hf_parallel.printing import Floor, RowPrinter
+from hf_parallel import HogwildConfig, ParallelConfig, PDOSConfig, SelfConsistencyConfig, SkeletonOfThoughtConfig
+from hf_parallel.printing import Floor, RowPrinter, StepPrinter, place_of, printable, row_name
 
 
 def spoken(*events: Any, headings: tuple[str, ...] = ("",)) -> str:
@@ -53,3 +55,61 @@ def test_terminal_commands_of_the_model_are_not_passed_on_to_a_terminal() -> Non
     printer.write(0, "a\x1b[2Jb\tc\n\x9bd")
     printer.end()
     assert out.getvalue() == "\ufffd[1m\na\ufffd[2Jb\tc\n\ufffdd\n"
+
+
+def test_what_a_terminal_takes_for_commands_is_replaced() -> None:
+    assert printable("a\tb\n\x1b[m\x85") == "a\tb\n\ufffd[m\ufffd"
+    assert printable("a\tb\n\x1b[m\x85", kept="\n", instead=" ") == "a b\n [m "
+
+
+def heard(config: ParallelConfig, *events: tuple[int, str, str], answers: int = 1, headings: Any = ("",)) -> str:
+    """What has been printed when rows have written, before the end."""
+    out = io.StringIO()
+    printer = StepPrinter(out, headings, config, answers)
+    for event in events:
+        printer.write_row(*event)
+    return out.getvalue()
+
+
+def test_answers_of_a_vote_are_printed_while_they_are_written() -> None:
+    config = SelfConsistencyConfig(num_answers=2, vote="final")
+    begun = [(0, "", "begin"), (0, "one", "token"), (1, "", "begin"), (1, "two", "token")]
+    assert heard(config, *begun) == "[Answer 1]\none"
+    ended = [*begun, (0, "", "end"), (1, "", "end"), (2, "So ", "begin"), (2, "2", "token")]
+    assert heard(config, *ended) == "[Answer 1]\none\n\n[Answer 2]\ntwo\n\n[Conclusion]\nSo 2"
+
+
+def test_points_are_printed_when_they_end_and_the_conclusion_behind_them() -> None:
+    outline = [(0, "1.", "begin"), (0, " a", "token"), (0, "", "end")]
+    points = [(1, "1. a:", "begin"), (2, "2. b:", "begin"), (3, "3. c:", "begin"), (3, "", "end")]
+    printed = "[Outline]\n1. a\n\n[Point 1]\n1. a:"
+    assert heard(SkeletonOfThoughtConfig(), *outline, *points) == printed
+    printed += "\n\n[Point 3]\n3. c:\n\n[Point 2]\n2. b:\n\n[Conclusion]\nAll:"
+    rest = [(1, "", "end"), (2, "", "end"), (0, "All:", "begin")]
+    assert heard(SkeletonOfThoughtConfig(), *outline, *points, *rest) == printed
+
+
+def test_answers_of_several_sequences_say_whose_they_are() -> None:
+    events = [(row, f"text {row}", "begin") for row in range(4)] + [(row, "", "end") for row in range(4)]
+    assert heard(SelfConsistencyConfig(num_answers=1), *events, answers=2, headings=("== P", "== Q")) == (
+        "== P\n[1 of 2, Answer 1]\ntext 0\n\n[2 of 2, Answer 1]\ntext 1\n\n"
+        "== Q\n[1 of 2, Answer 1]\ntext 2\n\n[2 of 2, Answer 1]\ntext 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "row", "place", "name"),
+    [
+        (HogwildConfig(num_workers=3), 4, (1, 1), "Bob"),
+        (SelfConsistencyConfig(num_answers=3), 5, (1, 2), "Answer 3"),
+        (SelfConsistencyConfig(num_answers=3), 7, (1, 3), "Conclusion"),
+        (SkeletonOfThoughtConfig(), 1, (1, 0), "Outline"),
+        (SkeletonOfThoughtConfig(), 4, (0, 2), "Point 2"),
+        (PDOSConfig(), 3, (1, 1), "Branch 1"),
+    ],
+)
+def test_rows_of_two_prompts_have_places_and_names(
+    config: ParallelConfig, row: int, place: tuple[int, int], name: str
+) -> None:
+    assert place_of(config, row, 2) == place
+    assert row_name(config, place[1]) == name

@@ -405,6 +405,17 @@ def test_workers_that_come_draw_tokens_of_their_own() -> None:
     assert len(set(written)) == 3
 
 
+def test_a_worker_that_went_before_it_finished_a_step_keeps_its_name() -> None:
+    session = scripted("One", "Uno", worker_names=["Ann", "Ben"])
+    session.add_worker("Zoe")
+    session.step()
+    session.remove_worker("Ben")
+    session.remove_worker("Zoe")
+    out = session.output()
+    assert out.names == [["Ann", "Ben", "Zoe"]]
+    assert out.to_dict()["sections"][0]["columns"] == ["Ann", "Ben", "Zoe"]
+
+
 def test_a_transcript_tells_who_was_there_and_what_was_said_to_them() -> None:
     session = scripted("One", "Uno")
     session.run(2)

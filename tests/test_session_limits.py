@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import weakref
@@ -192,6 +193,18 @@ def test_a_layout_without_a_history_says_so() -> None:
         session.forget(0)
 
 
+def test_nobody_comes_who_could_write_nothing() -> None:
+    session = begin(max_new_tokens=5)
+    session.run(4)
+    session.add_worker()
+    session.run()
+    before = state(session)
+    with pytest.raises(ValueError, match="no pass is left for a worker: max_new_tokens=5 is spent"):
+        session.add_worker()
+    assert state(session) == before
+    assert session.step() == {}
+
+
 def test_a_worker_that_has_ended_is_told_nothing() -> None:
     session = scripted("A" + chr(tiny.EOS), "Uno", eos_token_id=tiny.EOS)
     session.run(3)
@@ -253,6 +266,37 @@ def test_weights_that_change_are_noticed() -> None:
         model.lm_head.weight.add_(1.0)
     with pytest.raises(ValueError, match="weights of the model have changed"):
         session.step()
+
+
+def test_a_model_that_was_moved_is_noticed() -> None:
+    model = copy.deepcopy(small_model())
+    session, quiet = begin(model), begin()
+    session.run(3)
+    before = state(session)
+    model.to(torch.float64)
+    with pytest.raises(ValueError, match=r"on cpu in torch.float32 when .* began, now it is on cpu in torch.float64"):
+        session.step()
+    assert state(session) == before
+    model.to(torch.float32)
+    session.run(5)
+    quiet.run(8)
+    assert state(session) == state(quiet)
+
+
+def test_a_session_waits_for_its_model_to_be_enabled_again() -> None:
+    model = copy.deepcopy(small_model())
+    session, quiet = begin(model), begin()
+    session.run(3)
+    before = state(session)
+    hf_parallel.disable(model)
+    for use in (session.step, session.finish):
+        with pytest.raises(RuntimeError, match=r"not enabled any more: hf_parallel\.enable\(model\)"):
+            use()
+    assert state(session) == before
+    hf_parallel.enable(model)
+    session.run(5)
+    quiet.run(8)
+    assert state(session) == state(quiet)
 
 
 # Around it

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import transformers
 from ascii_tokenizer import AsciiTokenizer
 from talks import PROMPT, WORDY, begin, logits_of, some_life, state
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessor
 from workers import TOKENIZER, small_model
 
@@ -136,8 +138,28 @@ def test_what_the_model_prefers_meanwhile_does_not_matter(tmp_path: Path) -> Non
     assert state(other)[:-1] == state(session)[:-1]
 
 
+def test_another_version_of_transformers_is_told_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = begin()
+    session.run(6)
+    with monkeypatch.context() as patch:
+        for module in (transformers, transformers.configuration_utils):
+            patch.setattr(module, "__version__", "5.0.1")
+        session.save(tmp_path / "session.json")
+    other = load(tmp_path / "session.json")
+    said = f"session.json was saved under transformers 5.0.1, this is {transformers.__version__}"
+    assert [said in record.getMessage() for record in caplog.records] == [True]
+    for one in (session, other):
+        one.run(8)
+    assert state(other)[:-1] == state(session)[:-1]
+    other.save(tmp_path / "session.json")
+    load(tmp_path / "session.json")
+    assert len(caplog.records) == 1
+
+
 def test_passes_are_computed_many_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = begin(max_new_tokens=90)
+    session = begin(max_new_tokens=500)
     session.run(60)
     session.save(tmp_path / "session.json")
     assert load(tmp_path / "session.json").stats.forward_passes == 2  # the prompt, and all passes
@@ -290,6 +312,17 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
         begin(output_scores=True).save(tmp_path / "session.json")
     with pytest.raises(ValueError, match="eos_token_id cannot be saved: it must be plain data"):
         begin(eos_token_id=torch.tensor([5])).save(tmp_path / "session.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_offloaded_weights_are_refused_in_the_name_of_who_asked(saved: Path, tmp_path: Path) -> None:
+    model = copy.deepcopy(small_model())
+    session = begin(model)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.to("meta"))
+    asked = {"save": lambda: session.save(tmp_path / "session.json"), "load": lambda: load(saved, model)}
+    for name, ask in asked.items():
+        with pytest.raises(ValueError, match=rf"HogwildSession\.{name} tells models .* lm_head\.weight is offloaded"):
+            ask()
     assert not list(tmp_path.iterdir())
 
 

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from stories import answer, tell
-from transformers import TextIteratorStreamer, TextStreamer
+from transformers import LogitsProcessor, TextIteratorStreamer, TextStreamer
 from workers import SETTINGS, TOKENIZER, small_model, write
 
 import hf_parallel
@@ -164,6 +164,57 @@ def test_the_iterator_serves_one_call_after_another() -> None:
     for _ in range(2):
         write("One.", "Uno.", streamer=streamer)
         assert [piece.text for piece in streamer if piece.event == "begin"] == ["Alice 1: ", "Bob 1: "]
+
+
+class Breaks(LogitsProcessor):
+    """Fails at the third token."""
+
+    keeps_rows = False
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise RuntimeError("the third token")
+        return scores
+
+
+def assert_raised_here(streamer: ParallelIteratorStreamer, error: type[Exception], says: str, **settings: Any) -> None:
+    """What `generate` raises in a thread of its own ends the iteration, which raises it too."""
+
+    def fail() -> None:
+        with pytest.raises(error, match=says):
+            small_model().generate(PROMPT, streamer=streamer, **settings)
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    with pytest.raises(error, match=says):
+        list(streamer)
+    thread.join()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_iterator_raises_what_ends_the_call(mode: str) -> None:
+    streamer = ParallelIteratorStreamer(timeout=60)
+    settings = {**SAMPLED, **MODES[mode], "generation_mode": mode, "logits_processor": [Breaks()]}
+    assert_raised_here(streamer, RuntimeError, "the third token", **settings)
+    write("One.", "Uno.", streamer=streamer)
+    assert [piece.text for piece in streamer if piece.event == "begin"] == ["Alice 1: ", "Bob 1: "]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"generation_mode": "hogwild", "num_workers": 0}, "num_workers must be"),
+        ({"generation_mode": "hogwild"}, "tokenizer"),
+        ({"generation_mode": "magic"}, "generation_mode must be"),
+        ({"num_workers": 2}, "num_workers"),
+    ],
+)
+def test_the_iterator_raises_what_is_wrong_with_the_arguments(settings: dict[str, Any], says: str) -> None:
+    assert_raised_here(ParallelIteratorStreamer(timeout=60), ValueError, says, **settings)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, True, "soon", float("nan")])

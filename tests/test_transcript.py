@@ -68,7 +68,9 @@ def test_steps_that_moved_are_told_from_those_left_unfinished() -> None:
 
 
 def test_each_prompt_has_a_section_of_its_own() -> None:
-    sections = write("a", "b", "c", "d", prompts=["P", "QQ"]).to_dict(Tokenizer())["sections"]
+    out = write("a", "b", "c", "d", prompts=["P", "QQ"])
+    assert out.names == [["Alice", "Bob"]] * 2
+    sections = out.to_dict(Tokenizer())["sections"]
     assert [[told(card) for card in section["cards"]] for section in sections] == [["a", "b"], ["c", "d"]]
     assert [(section["prompt"], section["prompt_tokens"]) for section in sections] == [("P", 1), ("QQ", 2)]
 

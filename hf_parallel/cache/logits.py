@@ -10,19 +10,21 @@ from __future__ import annotations
 import heapq
 import json
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 
-from ..folders import whole_file
+from ..folders import warn_of_version, whole_file
 from .remembered import Distribution, Remembered
 
 STATE_BYTES = 400
@@ -40,7 +42,7 @@ class State:
     """
 
     token: int
-    parent: State | None
+    above: InitVar[State | None]
     children: dict[int, State] = field(default_factory=dict)
     logits: Remembered | None = None
     distribution: Distribution | None = None
@@ -49,6 +51,14 @@ class State:
     pins: int = 0
     alive: bool = True
     offered: bool = False
+
+    def __post_init__(self, above: State | None) -> None:
+        self._parent = None if above is None else weakref.ref(above)
+
+    @property
+    def parent(self) -> State | None:
+        """The state that is one token shorter; it does not live for this one, so a cache that goes takes all along."""
+        return None if self._parent is None else self._parent()
 
     @property
     def num_bytes(self) -> int:
@@ -91,9 +101,23 @@ class LogitsCache:
         self._leaves: list[tuple[int, int, State]] = []  # heap by use; entries may be out of date
         self._lock = threading.RLock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LogitsCache:
+    def __copy__(self) -> LogitsCache:
         """Itself: settings are copied by `generate`, and what they name is meant to be shared."""
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LogitsCache:
+        """Itself, as `__copy__`."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled, as threads may be using it.
+
+        Raises
+        ------
+        TypeError
+            That says what to do instead.
+        """
+        raise TypeError("a LogitsCache cannot be pickled: save(path) writes it, LogitsCache.load(path) reads it")
 
     def __len__(self) -> int:
         """States that have logits."""
@@ -216,13 +240,17 @@ class LogitsCache:
             for number, (key, root) in enumerate(self._roots.items()):
                 tensors |= {f"{number}.{name}": tensor for name, tensor in _flatten(root).items()}
                 keys.append(key)
-            metadata = {"format": _FORMAT, "keys": json.dumps(keys), "top_k": json.dumps(self.top_k)}
+            metadata = {"format": _FORMAT, "transformers": transformers.__version__}
+            metadata |= {"keys": json.dumps(keys), "top_k": json.dumps(self.top_k)}
         with whole_file(Path(path)) as unfinished:
             save_file(tensors, unfinished, metadata)
 
     @classmethod
     def load(cls, path: str | Path, max_bytes: int = 1 << 30) -> LogitsCache:
         """Read what `save` wrote; if it is more than `max_bytes`, the states that were used least are left out.
+
+        A file that was saved under another version of transformers, whose logits may differ in their last bits, gives a
+        warning.
 
         Raises
         ------
@@ -235,6 +263,7 @@ class LogitsCache:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != _FORMAT:
                     raise ValueError(f"its format is {metadata.get('format')!r}")
+                warn_of_version(path, metadata["transformers"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             cache.top_k = cls(max_bytes, json.loads(metadata["top_k"])).top_k
             for number, key in enumerate(json.loads(metadata["keys"])):

@@ -22,12 +22,16 @@ from .layout import Block
 
 @dataclass(eq=False)
 class Node:
-    """A run of `tokens` below `parent`; `block` holds their keys and values once they have been prefilled."""
+    """A run of `tokens` below `parent`; `block` holds their keys and values once they have been prefilled.
+
+    `used` is the number of the last call that had to do with it; what is below it was used no later.
+    """
 
     tokens: np.ndarray
     parent: Node | None = None
     block: Block | None = None
     children: dict[int, list[Node]] = field(default_factory=dict)  # by their first token; completions may begin alike
+    used: int = 0
 
     @property
     def alike(self) -> list[Node]:
@@ -95,6 +99,15 @@ class SharedPrefixCache(BlockCache):
     Keep it and pass it again as `past_key_values`: whatever the new prompts share with anything in the tree, prompts
     and completions alike, is not computed again.
 
+    Parameters
+    ----------
+    rotary, device
+        See `BlockCache`; neither is needed.
+    max_bytes : int, optional
+        Keys and values that are kept from call to call. When a call begins, what earlier ones used longest ago goes
+        first, completions before what they follow from; what the call itself reads and writes comes on top. Default:
+        all are kept, until `reset()`.
+
     Examples
     --------
     >>> cache = hf_parallel.SharedPrefixCache()
@@ -103,14 +116,21 @@ class SharedPrefixCache(BlockCache):
     """
 
     def __init__(
-        self, rotary: Mapping[int, RotarySpec | None] | None = None, device: torch.device | str | None = None
+        self,
+        rotary: Mapping[int, RotarySpec | None] | None = None,
+        device: torch.device | str | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         super().__init__(rotary, device)
+        if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1):
+            raise ValueError(f"max_bytes must be a positive int or None, got {max_bytes!r}")
+        self.max_bytes = max_bytes
+        self._calls = 0
         self.root = Node(np.empty(0, np.int64))
         self._filled_by: Weights | None = None
 
     def claim(self, model: nn.Module) -> None:
-        """Say which model fills the cache from now on.
+        """Begin a call: say which model fills the cache from now on, and forget what is more than `max_bytes`.
 
         Raises
         ------
@@ -123,6 +143,8 @@ class SharedPrefixCache(BlockCache):
             if not self._filled_by.unchanged():
                 raise ValueError("past_key_values was filled before the model's weights changed: reset() it first")
         self._filled_by = Weights(model)
+        self._calls += 1
+        self._evict()
 
     def insert(self, tokens: np.ndarray, below: Node | None = None) -> Node:
         """Find or make the leaf whose path spells `tokens`, sharing all that the tree has of them.
@@ -140,11 +162,12 @@ class SharedPrefixCache(BlockCache):
             if child is None:
                 return self.add(node, rest)
             node, rest = child if shared == len(child.tokens) else self._split(child, shared), rest[shared:]
+            node.used = self._calls
         return node
 
     def add(self, parent: Node, tokens: np.ndarray) -> Node:
         """Append a node below `parent`, without looking for what is alike."""
-        node = Node(np.asarray(tokens, np.int64), parent)
+        node = Node(np.asarray(tokens, np.int64), parent, used=self._calls)
         parent.children.setdefault(int(node.tokens[0]), []).append(node)
         return node
 
@@ -191,6 +214,18 @@ class SharedPrefixCache(BlockCache):
         """Forget everything."""
         super().reset()
         self.root = Node(np.empty(0, np.int64))
+
+    def _evict(self) -> None:
+        """Forget what was used longest ago, ends before what leads to them, until no more than `max_bytes` is held."""
+        if self.max_bytes is None:
+            return
+        held, per_token = self.kv_bytes, self.arena.bytes_per_token
+        children_first = [*self.nodes()][::-1]
+        for node in sorted(children_first, key=lambda node: node.used):
+            if held <= self.max_bytes:
+                return
+            held -= 0 if node.block is None else node.block.length * per_token
+            self._remove(node)
 
     def _remove(self, node: Node) -> None:
         for child in node.below():

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 
 from ..attention import Capabilities, UnsupportedModelError
@@ -89,6 +89,28 @@ class GenerationCall:
         write = getattr(self.streamer, "write_row", None)
         if write is not None:
             write(row, text, event)
+
+
+class OfPrompts(LogitsProcessor):
+    """Asks a processor that tells rows by their numbers as if they were prompts, each of which has several rows.
+
+    Parameters
+    ----------
+    processor : LogitsProcessor
+        One that remembers nothing of what it was asked.
+    num_prompts : int
+    """
+
+    def __init__(self, processor: LogitsProcessor, num_prompts: int) -> None:
+        self.processor, self.num_prompts = processor, num_prompts
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[rows, vocabulary]` of all rows, those of a prompt one behind the other."""
+        processed, each = torch.empty_like(scores), len(scores) // self.num_prompts
+        for place in range(each):
+            rows = slice(place, None, each)  # one of every prompt
+            processed[rows] = self.processor(input_ids[rows], scores[rows])
+        return processed
 
 
 def make_call(

@@ -32,9 +32,9 @@ class ParallelConfig:
     Parameters
     ----------
     seed : int, torch.Generator or a list of either, optional
-        Source of each row's randomness. One int gives every row a generator of its own, made from the int and the
-        row's number, so that a row's tokens do not depend on its batch. A list gives one per row. Default: PyTorch's
-        global generator, drawn from as `generate` does.
+        Source of each row's randomness. One int gives every row noise of its own, made from the int and the row's
+        number, so that a row's tokens do not depend on its batch, nor on the kind of device. A list gives one per row.
+        Default: PyTorch's global generator, drawn from as `generate` does.
     cuda_graph : bool
         Whether decode steps on a GPU are captured as CUDA graphs: costs memory, saves the time between kernels.
     """

@@ -13,11 +13,19 @@ SAMPLES = 8
 """Values of each weight that are looked at."""
 
 
-def fingerprint(model: PreTrainedModel) -> str:
+def fingerprint(model: PreTrainedModel, asker: str = "logits_cache") -> str:
     """A name for what a model computes.
 
     Evenly spaced values of every parameter and buffer go into it, so that training, merging or switching an adapter
-    gives another one; a change to none of those values does not. Adapters of PEFT count as they are switched now.
+    gives another one; a change to none of those values does not. Adapters of PEFT count as they are switched now. The
+    version of transformers does not count, though another one may compute logits that differ in their last bits; fields
+    that it adds to a config do.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    asker : str
+        Who needs the name, for the error.
 
     Raises
     ------
@@ -25,6 +33,7 @@ def fingerprint(model: PreTrainedModel) -> str:
         If a weight cannot be read because it is offloaded.
     """
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+    config.pop("transformers_version", None)
     kind = model.device.type
     computes = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     told = [type(model).__name__, config, computes, _adapters(model)]
@@ -32,7 +41,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
-            raise ValueError(f"logits_cache tells models by their weights, but {name} is offloaded (meta device)")
+            raise ValueError(f"{asker} tells models by their weights, but {name} is offloaded (meta device)")
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         flat = tensor.detach().reshape(-1)
         step = max(1, len(flat) // SAMPLES)

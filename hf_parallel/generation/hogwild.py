@@ -19,6 +19,7 @@ from transformers import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     StoppingCriteriaList,
     TextStreamer,
 )
@@ -28,7 +29,7 @@ from ..attention import UnsupportedModelError
 from ..cache.hogwild import LAYOUTS, HogwildCache
 from .answers import BOXED, check_pattern, find_answer
 from .arguments import encode
-from .call import GenerationCall, vocabulary_size
+from .call import GenerationCall, OfPrompts, vocabulary_size
 from .config import check_choice, check_int, check_template, check_text, check_texts
 from .decode import DecodeLoop
 from .outputs import ParallelOutput
@@ -99,6 +100,13 @@ class HogwildConfig(RecallingConfig):
 
     Notes
     -----
+    What all workers of a problem write is read together, so that it may use up the model's positions
+    (`max_position_embeddings`) long before `max_new_tokens` is over. Then they stop, which is logged once, and the
+    finisher still has room. Only where prompt and `max_new_tokens` alone are more than the model has, workers go on
+    behind its last position, as `generate` does.
+
+    `prefix_allowed_tokens_fn` is told the number of the problem, whichever worker it is asked for.
+
     With a `logits_cache` a problem replays for as long as it is remembered what follows for all workers that still
     write. Its passes are computed when it leaves what is remembered, all of them in one forward pass.
     """
@@ -165,6 +173,11 @@ class HogwildConfig(RecallingConfig):
             return list(self.worker_names)
         return [default_name(i) for i in range(self.num_workers)]
 
+    @property
+    def late_prefixes(self) -> list[str]:
+        """What a late step of each worker begins with, as long as it gets and with every digit."""
+        return [self.step_prefix.format(name=name, step=1234567890) for name in self.names]
+
     def run(self, call: GenerationCall) -> Any:
         """Prefill problems and headers, let the workers write, ask for an answer where none came."""
         run = self.open(call)
@@ -184,7 +197,7 @@ class HogwildConfig(RecallingConfig):
         cache = HogwildCache(call.capabilities.rotary, device=call.input_ids.device)
         cache.claim(call.model)
         workers: list[Worker] = []
-        call = _counting_passes(call, workers)
+        call = _for_workers(call, workers)
         room = min(2 * call.max_new_tokens, TABLE_ROOM)
         table = TokenTable(call.input_ids.repeat_interleave(self.num_workers, dim=0), call.pad_token_id, room)
         # The budget is counted in forward passes; a length in tokens would count headers too.
@@ -213,9 +226,8 @@ class HogwildConfig(RecallingConfig):
 
     def _check_call(self, call: GenerationCall) -> None:
         vocabulary = vocabulary_size(call.model)
-        steps = [self.step_prefix.format(name=name, step=1234567890) for name in self.names]
         headers = (self.history_header, self.others_header, self.own_header, self.step_gap)
-        for text in (*headers, *steps, self.separator, self.redundancy_prompt, self.finisher_prompt):
+        for text in (*headers, *self.late_prefixes, self.separator, self.redundancy_prompt, self.finisher_prompt):
             if text and max(encode(call.tokenizer, text), default=0) >= vocabulary:
                 raise ValueError(f"tokenizer gives tokens outside the model's vocabulary of {vocabulary} for {text!r}")
         if call.capabilities.rotary is None:
@@ -285,6 +297,7 @@ class HogwildRun:
             "transcripts": [transcript(steps) for steps in history],
             "answers": [problem.answer for problem in self.problems],
             "conclusions": [problem.conclusion for problem in self.problems],
+            "names": [[worker.name for worker in problem.workers] for problem in self.problems],
         }
 
 
@@ -307,14 +320,16 @@ class _CountingPasses(LogitsProcessor):
         return self.processor(input_ids[:, :1].expand(-1, length), scores)
 
 
-def _counting_passes(call: GenerationCall, workers: Sequence[Worker]) -> GenerationCall:
-    """Let limits on the length count forward passes, as `max_new_tokens` does."""
-    length = call.input_ids.shape[1]
-    processors = [
-        _CountingPasses(processor, length, workers) if isinstance(processor, _COUNTING) else processor
-        for processor in call.logits_processor
-    ]
-    return replace(call, logits_processor=LogitsProcessorList(processors))
+def _for_workers(call: GenerationCall, workers: Sequence[Worker]) -> GenerationCall:
+    """Let limits on the length count forward passes, as `max_new_tokens` does, and tell workers by their problem."""
+    length, processors = call.input_ids.shape[1], LogitsProcessorList()
+    for processor in call.logits_processor:
+        if isinstance(processor, _COUNTING):
+            processor = _CountingPasses(processor, length, workers)
+        elif isinstance(processor, PrefixConstrainedLogitsProcessor):
+            processor = OfPrompts(processor, call.num_rows)
+        processors.append(processor)
+    return replace(call, logits_processor=processors)
 
 
 def _begin(loop: DecodeLoop, rows: Sequence[Row], settle: Callable[[], None]) -> torch.Tensor:
@@ -348,6 +363,8 @@ class HogwildOutput(ParallelOutput):
         Per problem the final answer.
     conclusions : list of str
         Per problem what the early finisher wrote, its prompt included; empty where it was not needed.
+    names : list per problem of list of str
+        The workers in the order in which they came, those that a session has removed included.
     scores, logits : tuple of [batch * num_workers, vocabulary], optional
         One per token that a worker generated; `sequences` hold headers too, so the two do not stand side by side.
     """
@@ -357,6 +374,7 @@ class HogwildOutput(ParallelOutput):
     transcripts: list[str] | None = None
     answers: list[str | None] | None = None
     conclusions: list[str] | None = None
+    names: list[list[str]] | None = None
 
     def place(self, row: int) -> tuple[int, int | None]:
         """See `ParallelOutput.place`."""
@@ -364,8 +382,7 @@ class HogwildOutput(ParallelOutput):
 
     def columns(self, prompt: int) -> list[str]:
         """The names of the workers."""
-        names = {step.worker: step.name for step in (self.history or ())[prompt]}
-        return [names.get(number, default_name(number)) for number in range(1 + max(names, default=-1))]
+        return list((self.names or ())[prompt])
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """The answer, and what the early finisher wrote."""

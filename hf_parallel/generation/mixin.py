@@ -20,6 +20,7 @@ from .arguments import check_generation_config, check_helpers, check_inputs, che
 from .call import GenerationCall, make_call
 from .config import MODES, ParallelConfig, make_config, unknown_setting
 from .record import Record
+from .streaming import telling
 
 _ARGUMENTS = ("inputs", "generation_config")
 _REFUSED_ARGUMENTS = (
@@ -84,18 +85,19 @@ class ParallelGenerationMixin:
         ValueError
             For unknown or contradictory settings, and for what the mode cannot honour.
         """
-        self._check_free()
-        for name, value in zip(_ARGUMENTS, args, strict=False):
-            if name in kwargs:
-                raise TypeError(f"generate() got {name} both by position and by name")
-            kwargs[name] = value
-        args = args[len(_ARGUMENTS) :]
-        config = self._take_parallel_config(kwargs)
-        if config is None:
-            return self._generate(kwargs, args)
-        if args:
-            raise ValueError("with a generation_mode, arguments behind generation_config are given by name")
-        return self._hand_over(config, kwargs, config.run)
+        with telling(kwargs.get("streamer")):
+            self._check_free()
+            for name, value in zip(_ARGUMENTS, args, strict=False):
+                if name in kwargs:
+                    raise TypeError(f"generate() got {name} both by position and by name")
+                kwargs[name] = value
+            args = args[len(_ARGUMENTS) :]
+            config = self._take_parallel_config(kwargs)
+            if config is None:
+                return self._generate(kwargs, args)
+            if args:
+                raise ValueError("with a generation_mode, arguments behind generation_config are given by name")
+            return self._hand_over(config, kwargs, config.run)
 
     @torch.no_grad()
     def _prepare_call(self, config: ParallelConfig, kwargs: dict[str, Any]) -> GenerationCall:

@@ -17,7 +17,7 @@ from transformers import (
 
 from ..kernels import to_device
 from .call import GenerationCall
-from .noise import make_noise
+from .noise import draw, make_noise
 
 _KNOWS_ROWS = (
     "EncoderNoRepeatNGramLogitsProcessor",
@@ -133,7 +133,7 @@ class Sampler:
         self.do_sample = bool(config.do_sample)
         self._draws: dict[int, int] = {}  # tokens that each row has had from here
         self.rows: Sequence[int] = ()  # those that a token is being chosen for
-        self.noise = make_noise(seed, self.num_rows, table.ids.device)
+        self.noise = make_noise(seed, self.num_rows)
         self.processes_all = any(_may_keep_rows(processor) for processor in self.processors)
         self.judges_all = any(_may_keep_rows(criterion) for criterion in criteria)
         wanted = config.return_dict_in_generate
@@ -302,11 +302,7 @@ class Sampler:
             return weights.argmax(dim=-1)
         if self.noise is None:
             return torch.multinomial(weights, num_samples=1).squeeze(1)
-        draws = [
-            torch.multinomial(shares, 1, generator=self.noise[row].next())
-            for row, shares in zip(rows, weights, strict=True)
-        ]
-        return torch.cat(draws)
+        return draw(weights, [self.noise[row] for row in rows])
 
     def _ended(self, rows: Sequence[int]) -> torch.Tensor:
         scores = None if self.scores is None else tuple(self.scores)  # what `generate` gives to criteria

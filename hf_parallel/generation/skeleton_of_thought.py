@@ -124,7 +124,7 @@ class SkeletonOfThoughtConfig(RecallingConfig):
         """Write all outlines, then all points, then all conclusions."""
         self._check_call(call)
         cache, stats = tree_of(call), GenerationStats()
-        noise = make_noise(self.seed, call.num_rows, call.input_ids.device)
+        noise = make_noise(self.seed, call.num_rows)
         drafts = [Draft(self, call, row, None if noise is None else noise[row]) for row in range(call.num_rows)]
         stages = ((Draft.begin, None), (Draft.go_on, self.point_workers), (Draft.conclude, None))
         for asked, workers in stages:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from transformers import GenerationConfig, MaxTimeCriteria
 
 from .arguments import check_inputs
@@ -153,7 +154,7 @@ class SteppedRun:
         Raises
         ------
         ValueError
-            For settings that are no plain data, and with `output_scores` or `output_logits`.
+            For settings that are no plain data, with `output_scores` or `output_logits`, and if weights are offloaded.
         """
         call, config = self.loop.call, self.run.config
         known = [name for name in vars(GenerationConfig()) if not name.startswith("_") and name not in _UNSAVED]
@@ -168,7 +169,8 @@ class SteppedRun:
             if name in ("output_scores", "output_logits") and value:
                 raise ValueError(f"a session with {name} cannot be saved: they are not kept")
         return {
-            "model": fingerprint(call.model),
+            "model": fingerprint(call.model, "HogwildSession.save"),
+            "transformers": transformers.__version__,
             "prompt": call.prompts[0].tolist(),
             "settings": settings,
             "generation": generation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from queue import Queue
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -15,7 +16,8 @@ import torch
 class ParallelStreamer(Protocol):
     """Pass an object with these methods as `streamer=`.
 
-    transformers' own streamers work too where a call has one row.
+    transformers' own streamers work too where a call has one row. One that also has a method `fail(error)` is told the
+    error with which a call of `generate` ends, be it that of a wrong argument.
     """
 
     def put(self, value: Any) -> None:
@@ -51,12 +53,16 @@ class ParallelIteratorStreamer:
     ----------
     timeout : float, optional
         Seconds to wait for the next text; then `queue.Empty` is raised. Default: as long as it takes, which is for ever
-        if `generate` fails in its thread.
+        if the other thread never calls `generate`.
 
     Raises
     ------
     ValueError
         If `timeout` is no positive number.
+
+    Notes
+    -----
+    The iteration raises what `generate` raises in its thread, also before anything is written.
 
     Examples
     --------
@@ -71,7 +77,7 @@ class ParallelIteratorStreamer:
         if timeout is not None and (not isinstance(timeout, Real) or isinstance(timeout, bool) or not timeout > 0):
             raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
         self.timeout = timeout
-        self._texts: Queue[RowText | None] = Queue()
+        self._texts: Queue[RowText | BaseException | None] = Queue()
 
     def put(self, value: Any) -> None:
         """Tokens are of no interest here, their texts come by `write_row`."""
@@ -84,14 +90,32 @@ class ParallelIteratorStreamer:
         """Called when all is written: the iteration ends. Another call may be streamed then."""
         self._texts.put(None)
 
+    def fail(self, error: BaseException) -> None:
+        """Called when the call has failed: the iteration raises the error. Another call may be streamed then."""
+        self._texts.put(error)
+
     def __iter__(self) -> Iterator[RowText]:
         return self
 
     def __next__(self) -> RowText:
         text = self._texts.get(timeout=self.timeout)
+        if isinstance(text, BaseException):
+            raise text
         if text is None:
             raise StopIteration
         return text
+
+
+@contextmanager
+def telling(streamer: Any) -> Iterator[None]:
+    """Tell a streamer that wants to know (see `ParallelStreamer`) if what happens inside fails."""
+    try:
+        yield
+    except BaseException as error:
+        fail = getattr(streamer, "fail", None)
+        if callable(fail):
+            fail(error)
+        raise
 
 
 class FinalTokens:

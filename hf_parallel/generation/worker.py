@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from transformers import MaxTimeCriteria
@@ -19,6 +21,8 @@ from .text import GrowingText, ends_step
 
 if TYPE_CHECKING:
     from .hogwild import HogwildConfig
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -105,7 +109,7 @@ class Worker(Row):
         self.pending = [] if is_eos else [token]
         complete = ends_step(self.own, added, config.separator, config.sentence_ends, config.code_fence)
         stopped = problem.stopped(self)
-        if ended or stopped or self.passes >= problem.call.max_new_tokens:
+        if ended or stopped or self.passes >= problem.call.max_new_tokens or problem.is_full():
             ended = is_eos or (ended and not problem.timed_out())
             self.leave(finished=ended or complete or (stopped and self.answered))
             return False
@@ -170,9 +174,14 @@ class Problem(Group):
         self._owed: list[tuple[Block, list[int]]] = []
         self._shown: set[Block] = set()  # headers that have been owed
         self._owe_headers()
+        self._positions = _positions(call, index)
+        longest = max(map(len, map(self.encode, config.late_prefixes)))
+        self._spare = 1 + longest + len(self.encode(config.separator)) + lengths[-1]  # of a worker in a pass, at most
+        self._once = len(self.encode(config.redundancy_prompt + config.finisher_prompt)) + config.finisher_tokens
         self.workers: list[Worker] = []
         for number, name in enumerate(config.names):
             self._begin(Worker(index * config.num_workers + number, (), problem=self, number=number, name=name))
+        self._check_room()
 
     def _begin(self, worker: Worker) -> None:
         self.workers.append(worker)
@@ -269,6 +278,30 @@ class Problem(Group):
             self._checked = self.generated
         return due
 
+    def _check_room(self) -> None:
+        """Raise a `ValueError` unless the model has positions for the first token of every worker."""
+        if self._positions is not None and self.length + len(self.workers) > self._positions:
+            raise ValueError(
+                f"prompt, headers and what steps begin with are {self.length} tokens, which leaves no room for "
+                f"{len(self.workers)} workers in the model's {self._positions} positions (max_position_embeddings)"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens that there are to be read: prompt, headers, and what has been written."""
+        written = [step.tokens for step in self.history]
+        written += [worker.current.tokens for worker in self.workers if not worker.left]
+        return len(self.call.prompts[self.index]) + sum(map(len, (*self.headers, *written)))
+
+    def is_full(self) -> bool:
+        """Whether what is read might pass the model's positions if all wrote on; says so once."""
+        if self._positions is None:
+            return False
+        full = self.length + len(self.workers) * self._spare + self._once > self._positions
+        if full:
+            _say_full(self._positions)
+        return full
+
     def look_for_answer(self, worker: Worker) -> bool:
         """Whether the worker has just completed a final answer, which becomes the problem's if it is the first."""
         answer = self.config.find_answer(worker.own)
@@ -324,3 +357,15 @@ class Finisher(Row):
         owed = self.problem.owed_segments()
         own = Segment([*self.problem.space.everything(), self.block], len(self.pending))
         return [*owed, (own, self.pending)]
+
+
+def _positions(call: GenerationCall, row: int) -> int | None:
+    """Positions of the model that a problem must do with; None where the caller asks for rows that are longer."""
+    positions = getattr(call.model.config.get_text_config(), "max_position_embeddings", None)
+    asked = len(call.prompts[row]) + call.max_new_tokens
+    return None if positions is None or asked > positions else positions
+
+
+@lru_cache
+def _say_full(positions: int) -> None:
+    _logger.warning("workers stop: what they have written together uses up the model's %d positions", positions)
