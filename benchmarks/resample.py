@@ -1,8 +1,8 @@
 """Samples from a state that was visited before: with a LogitsCache and without (Hive, section 8.2).
 
 `python -m benchmarks.resample --help`. The protocol is the paper's: a Game of 24 puzzle is decoded once, then sampled
-again and again from the same state at a fixed length (the end of an answer does not count); samples that were replayed
-whole are left out. All ways hold keys and values in a SharedPrefixCache; they differ in what they remember of logits:
+again and again from the same state at a fixed length; samples that were replayed whole are left out. All ways hold keys
+and values in a SharedPrefixCache; they differ in what they remember of the logits:
 
 - `none`: nothing;
 - `single path`: the sequence that was decoded last, as in the paper;
@@ -20,7 +20,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import cache, partial
@@ -90,10 +89,6 @@ class ResampleBenchmark:
 
     def run(self, model: Any, tokenizer: Any, tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
         """Measure all ways in turns; after each puzzle yields what goes into the JSON so far."""
-        with endless(model):
-            yield from self._run(model, tokenizer, tell)
-
-    def _run(self, model: Any, tokenizer: Any, tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
         tell("what a cache costs that does not help")
         overhead = self._overhead(model, tokenizer)
         settings = [(top_p, temperature) for top_p in (1.0, NUCLEUS) for temperature in self.temperatures]
@@ -150,6 +145,7 @@ class ResampleBenchmark:
             do_sample=True,
             top_k=0,
             max_new_tokens=self.length,
+            min_new_tokens=self.length,
             pad_token_id=0,
             return_dict_in_generate=True,
             **settings,
@@ -194,17 +190,6 @@ class ResampleBenchmark:
                 "hit_ratio": statistics.mean(of.replayed) / self.length if rates else None,
             }
         return summary
-
-
-@contextmanager
-def endless(model: Any) -> Iterator[None]:
-    """Let a model's answers go on behind their ends."""
-    config = model.generation_config
-    ends, config.eos_token_id = config.eos_token_id, None
-    try:
-        yield
-    finally:
-        config.eos_token_id = ends
 
 
 def mean_speed_ups(results: list[dict[str, Any]]) -> dict[str, float | None]:

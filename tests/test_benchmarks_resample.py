@@ -49,7 +49,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setattr(benchmarks.__main__, "load", lambda options: (model, Chat()))
         try:
             assert resample.main() == 0
-            assert model.generation_config.eos_token_id == tiny.EOS
         finally:
             hf_parallel.disable(model)
     return json.loads(path.read_text(), parse_constant=pytest.fail)
