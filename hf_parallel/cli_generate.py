@@ -7,10 +7,12 @@ import dataclasses
 import importlib.util
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -73,8 +75,8 @@ def generate(options: argparse.Namespace) -> int:
         print(describe(options.mode))
         return 0
     prompts = read_prompts(options)
-    config, settings = read_settings(options)
     _check(options, prompts)
+    config, settings = read_settings(options)
     model, tokenizer = load(options)
     if config is not None:  # settings that are stored with the model count too
         asked = {"generation_mode": config.mode, "parallel_config": config}
@@ -167,6 +169,7 @@ def _watch(options: argparse.Namespace, call: InterruptibleCall, prompts: Sequen
     assert call.config is not None, "a live view of no mode has been refused"
     with live_view(call.config, make_console(), call.tokenizer) as view, view.watching(call.model):
         call.run(view)
+        view.interrupted = call.interrupted
 
 
 def describe(mode: str) -> str:
@@ -191,9 +194,9 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     Raises
     ------
     ValueError
-        If there is none, or an empty one.
+        If there is none, or an empty one, or one that is no text.
     """
-    texts = []
+    texts: list[str] = []
     given = options.prompts or ([] if options.file else ["-"])
     for prompt in given:
         if prompt != "-":
@@ -201,19 +204,25 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
         elif sys.stdin.isatty():
             raise ValueError('give a prompt: hf-parallel generate "Plan a picnic." (or --file, or text on stdin)')
         else:
-            texts += _split(sys.stdin.read(), options.lines, "stdin")
+            texts += _read(None, options.lines)
     for path in options.file:
-        try:
-            texts += _split(path.read_text(encoding="utf-8"), options.lines, path)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+        texts += _read(path, options.lines)
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:  # bytes of an argument, or of stdin, that are none
+        raise ValueError(f"a prompt is no text in UTF-8: {error}") from error
     if not all(text.strip() for text in texts):
         raise ValueError(f"a prompt must not be empty, got {texts!r}")
     return texts
 
 
-def _split(text: str, lines: bool, source: str | Path) -> list[str]:
-    """The prompts of a file or of stdin: all of its text, or each of its lines."""
+def _read(path: Path | None, lines: bool) -> list[str]:
+    """The prompts of a file, or of stdin: all of its text, or each of its lines."""
+    source = path or "stdin"
+    try:
+        text = sys.stdin.read() if path is None else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is no text in UTF-8: {error}") from error
     if not text.strip():
         raise ValueError(f"there is no prompt in {source}: it is {'blank' if text else 'empty'}")
     return [line for line in text.split("\n") if line.strip()] if lines else [text.rstrip("\n")]
@@ -232,10 +241,15 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
     settings: dict[str, Any] = {**SAMPLING} if preset and options.mode in ("hogwild", "self_consistency") else {}
     given = {} if options.seed is None else {"seed": options.seed}
     asked: dict[str, Any] = {}  # of `generate`
+    named = _settings_with_options(options)
     for text in options.set:
         name, _, value = text.partition("=")
         if not _:
             raise ValueError(f"--set must be NAME=VALUE, got {text!r}")
+        if name in named:
+            raise ValueError(f"--set {name} and {named[name]} are one setting, give one of them")
+        if cls is not None and name == "logits_cache" and name in cls.fields():
+            raise ValueError(f"--set cannot hold logits (got {text!r}); use --logits-cache FILE")
         if cls is not None and name in cls.fields() and name not in cls.not_stored:
             given[name] = parse(value, getattr(cls, name, None))
         elif name in GENERATION_SETTINGS:
@@ -254,6 +268,15 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
     if cls is None:
         return None, settings
     return make_config(cls.mode, given, SMALL_MODEL if preset and options.mode == "hogwild" else None), settings
+
+
+def _settings_with_options(options: argparse.Namespace) -> dict[str, str]:
+    """Settings that options give, and which."""
+    names = [*(name for name, _, _ in GENERATION_OPTIONS), "seed"]
+    named = {name: f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None}
+    if options.greedy or options.sample:
+        named["do_sample"] = "--greedy" if options.greedy else "--sample"
+    return named
 
 
 def _generation_options(options: argparse.Namespace, asked: dict[str, Any]) -> dict[str, Any]:
@@ -307,15 +330,41 @@ def _check(options: argparse.Namespace, prompts: Sequence[str]) -> None:
             raise ValueError(f"{option} {path} is a folder; name a file in it")
         if path is not None and not path.resolve().parent.is_dir():
             raise ValueError(f"{option} {path}: there is no folder {path.resolve().parent}")
+        if path is not None and (path.is_file() or not path.exists()):  # a pipe is not replaced
+            _check_folder(option, path)
     if options.output is not None and options.output.suffix.lower() not in _WRITERS:
         raise ValueError(f"-o {options.output} must end in .json, or in .html or .htm for the page")
     if options.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
+    if options.lines and options.prompts and "-" not in options.prompts and not options.file:
+        raise ValueError("--lines splits files and stdin, and the prompts are arguments")
+    if options.stats and options.mode == PLAIN:
+        raise ValueError(f"--stats tells what a mode cost, and --mode {PLAIN} is none")
+    _check_model(options)
     if options.format == "live":
         if importlib.util.find_spec("rich") is None:
             raise ValueError("--format live needs rich, which is not installed: pip install rich")
         if options.mode == PLAIN or len(prompts) > 1:
             raise ValueError(f"--format live shows one prompt in a mode, got {len(prompts)} and --mode {options.mode}")
+
+
+def _check_folder(option: str, path: Path) -> None:
+    """Raise an error if no file can be made where an option wants one."""
+    try:
+        TemporaryFile(dir=path.resolve().parent).close()
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
+
+
+def _check_model(options: argparse.Namespace) -> None:
+    """Raise an error for a folder or a device that is not there."""
+    name = options.model or ""
+    if name.startswith((os.sep, ".", "~")) and not Path(name).is_dir():
+        raise ValueError(f"--model {name}: no such folder")
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:  # what comes behind the first line helps those who build torch
+        raise ValueError(f"--device {options.device}: {str(error).partition(chr(10))[0]}") from error
 
 
 def load(options: argparse.Namespace) -> tuple[Any, Any]:

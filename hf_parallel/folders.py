@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Iterator
@@ -23,7 +24,15 @@ def cache_folder() -> Path:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give a file to write that takes the place of `path` when all is written, and is gone when that fails."""
+    """Give a file to write that takes the place of `path` when all is written, and is gone when that fails.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no folder that could hold it.
+    """
+    if not path.parent.is_dir():  # before a writer names the file that is not finished
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")  # others may be writing it too
     try:
         yield unfinished

@@ -318,6 +318,12 @@ def _example(name: str, model: PreTrainedModel | None, config: ParallelConfig, t
     weights = name if model is not None else ANY_MODEL
     words = name if tokenizer is not None else getattr(model, "name_or_path", "") or weights
     trust = ", trust_remote_code=True" if model is not None else ""
+    task = '"Plan a day in Rome for six friends."'
+    inputs = f'tokenizer({task}, return_tensors="pt")'
+    helped = rules_of(config) is not None
+    if helped:
+        settings = [f"{name}={value!r}" for name, value in config.stored().items()]
+        inputs = f"hf_parallel.{config.mode}_prompt({', '.join([task, 'tokenizer', *settings])})"
     arguments = ["max_new_tokens=64", "tokenizer=tokenizer"]
     if getattr(config, "levels", None) is None:  # they hold the prompts
         arguments.insert(0, "**inputs")
@@ -332,11 +338,11 @@ def _example(name: str, model: PreTrainedModel | None, config: ParallelConfig, t
         "",
         f"model = AutoModelForCausalLM.from_pretrained({json.dumps(weights)}{trust})",
         f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(words)})",
-        'inputs = tokenizer("Plan a day in Rome for six friends.", return_tensors="pt")',
+        f"inputs = {inputs}",
         "output = model.generate(",
         *(f"    {argument}," for argument in arguments),
         ")",
         "for row in output:",
         "    print(tokenizer.decode(row, skip_special_tokens=True))",
     ]
-    return "\n".join(["import hf_parallel"] * (config.mode == "resample") + lines)
+    return "\n".join(["import hf_parallel"] * (helped or config.mode == "resample") + lines)

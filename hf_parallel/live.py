@@ -58,6 +58,7 @@ class ShownRow:
     name: str
     steps: list[ShownStep] = field(default_factory=list)
     done: bool = False
+    interrupted: bool = False
 
     @property
     def last(self) -> ShownStep:
@@ -78,10 +79,16 @@ class LiveView:
     tokenizer : optional
         Gives text to the tokens of modes that write none themselves (`shared_prefix`, `resample`); without it their
         rows are not shown.
+
+    Attributes
+    ----------
+    interrupted : bool
+        Whether the call ended before its rows did: set by who caught what ended it, or by leaving with an exception.
     """
 
     def __init__(self, config: ParallelConfig, console: Console, tokenizer: Any = None) -> None:
         self.config, self.console, self.tokenizer = config, console, tokenizer
+        self.interrupted = False
         names = config.names if isinstance(config, HogwildConfig) else []
         self.rows = {number: ShownRow(name) for number, name in enumerate(names)}
         self.passes = self.tokens = self.kv_tokens = 0
@@ -92,8 +99,8 @@ class LiveView:
     def __enter__(self) -> LiveView:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        pass
+    def __exit__(self, kind: type[BaseException] | None = None, *exception: object) -> None:
+        self.interrupted |= kind is not None
 
     @contextmanager
     def watching(self, model: PreTrainedModel) -> Iterator[None]:
@@ -213,9 +220,19 @@ class LiveLines(LiveView):
         """Print the step; what a branch wrote was printed when it ended."""
         if row.done and step.ended is not None:
             return
+        self._print(row, f"(step {len(row.steps)}, pass {step.ended})" if step.ended else "(end)")
+
+    def __exit__(self, *exception: Any) -> None:
+        """Print what rows had begun, if they were interrupted."""
+        super().__exit__(*exception)
+        for row in self.rows.values() if self.interrupted else ():
+            if not row.done and row.last.ended is None and row.last.text.strip():
+                self._print(row, "(interrupted)")
+
+    def _print(self, row: ShownRow, mark: str) -> None:
+        """Print a row's last step."""
         width = max(len(other.name) for other in self.rows.values())
-        mark = f"(step {len(row.steps)}, pass {step.ended})" if step.ended else "(end)"
-        lines = [line for line in step.text.strip().splitlines() if line.strip()] or [""]
+        lines = [line for line in row.last.text.strip().splitlines() if line.strip()] or [""]
         for line in (*lines[:-1], f"{lines[-1]}  {mark}"):
             self.console.print(Text(f"{row.name:<{width}} | {line}"), soft_wrap=True)
 
@@ -237,10 +254,11 @@ class LiveColumns(LiveView):
         self._draw()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
         self._live.stop()
         for row in self.rows.values():
-            row.done = True
+            row.interrupted, row.done = self.interrupted and not row.done, True
         self.console.print(self.picture())
 
     def changed(self, now: bool = False) -> None:
@@ -268,7 +286,7 @@ class LiveColumns(LiveView):
     def _table(self, rows: Sequence[tuple[int, ShownRow]], height: int | None) -> Table:
         table = Table(box=ROUNDED, expand=True, border_style="dim")
         for number, row in rows:
-            state = "done" if row.done else self._state(row)
+            state = ("interrupted" if row.interrupted else "done") if row.done else self._state(row)
             color = COLORS[number % len(COLORS)]
             table.add_column(Text.assemble((row.name, f"bold {color}"), (f", {state}", color)), ratio=1)
         table.add_row(*(Column(row, self.passes, height) for _, row in rows))

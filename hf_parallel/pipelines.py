@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import GeneratorType
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.pipelines.text_generation import Chat, ReturnType, TextGenerationPipeline
+from transformers.utils.chat_template_utils import is_valid_message
 
 # By their full names: `save_pretrained` puts a copy of this file beside the model, where it is loaded from.
 from hf_parallel.generation import HogwildOutput, ParallelConfig, ParallelOutput, enable
@@ -45,8 +48,8 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
     Notes
     -----
     A list is one batch, hence one call of `generate` that computes what its prompts share once; `batch_size` cuts it.
-    Datasets and generators go one by one unless `batch_size` is given. Defaults are those of `generate`, but for
-    `max_new_tokens`, which is 256 where neither the caller nor the model says.
+    Datasets, their columns and generators go one by one unless `batch_size` is given. Defaults are those of `generate`,
+    but for `max_new_tokens`, which is 256 where neither the caller nor the model says.
 
     Each prompt gives a list of dictionaries of plain data, which `json` can write: one for each returned sequence,
     `generated_text` first (or `generated_token_ids` with `return_tensors=True`). Beside it stands what the mode's
@@ -66,7 +69,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
     UnsupportedModelError
         If block attention cannot serve the model.
     ValueError
-        For unknown or contradictory settings of the mode.
+        For unknown or contradictory settings of the mode, and for what is neither a prompt nor holds prompts.
     """
 
     _default_generation_config = GenerationConfig(max_new_tokens=256)
@@ -84,10 +87,14 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         super().__init__(model, *args, **kwargs)
 
     def __call__(self, text_inputs: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Complete prompts: strings, chats, lists, datasets or generators of either; see the class."""
+        """Complete prompts: strings, chats, lists, columns, datasets or generators of either; see the class."""
         config = self._take_config(kwargs)
-        if config is not None and isinstance(text_inputs, list):
-            kwargs.setdefault("batch_size", self._batch_size or len(text_inputs) or None)
+        text_inputs = _as_inputs(text_inputs)
+        if isinstance(text_inputs, list):
+            if not text_inputs:
+                return []
+            if config is not None:
+                kwargs.setdefault("batch_size", self._batch_size or len(text_inputs))
         return super().__call__(text_inputs, parallel_config=config, **kwargs)
 
     def _take_config(self, kwargs: dict[str, Any]) -> ParallelConfig | None:
@@ -124,12 +131,15 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         **kwargs: Any,
     ) -> Any:
         """Text or chat into tokens, through the mode's prompt helper."""
-        if isinstance(prompt_text, list | tuple):  # a chat out of a dataset
-            prompt_text = Chat(prompt_text)  # type: ignore[arg-type]
+        if isinstance(prompt_text, list | tuple) and prompt_text and all(map(is_valid_message, prompt_text)):
+            prompt_text = Chat(prompt_text)  # type: ignore[arg-type] # out of a dataset
+        if not isinstance(prompt_text, str | Chat):
+            raise _not_taken(prompt_text)
         rules = None if parallel_config is None or not prompt_helper else rules_of(parallel_config)
         if rules is None:
             return super().preprocess(prompt_text, **kwargs)
-        task, template = prompt_text, {}
+        task: Any = prompt_text
+        template: dict[str, Any] = {}
         if isinstance(prompt_text, Chat):
             task = prompt_text.messages
             template = {name: kwargs.pop(name, None) for name in ("tools", "documents", "continue_final_message")}
@@ -163,6 +173,38 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
             pairs = zip(rows, told, strict=True)
             records = [_transcript(written, answer["transcripts"], prompt, **kwargs) for written, answer in pairs]
         return [{**record, **answer} for record, answer in zip(records, told, strict=True)]
+
+
+class _Rows(Dataset):
+    """A sequence, such as a column of a `datasets.Dataset`, as a dataset that the stock pipeline knows as one."""
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+def _as_inputs(given: Any) -> Any:
+    """What a call was given, as something that the stock pipeline takes."""
+    if isinstance(given, tuple):
+        return list(given)
+    if isinstance(given, str | Chat | list | Dataset | GeneratorType):
+        return given
+    if isinstance(given, Sequence) and not isinstance(given, bytes):
+        return _Rows(given)
+    raise _not_taken(given)
+
+
+def _not_taken(given: Any) -> ValueError:
+    return ValueError(
+        "prompts must be a string, a chat of messages with role and content, or a list, a column, a dataset or a "
+        "generator of either; of a dataset whose rows are dictionaries, give one column: dataset['text'], or "
+        f"KeyDataset(dataset, 'text') of transformers.pipelines.pt_utils. Got {given!r}"
+    )
 
 
 class _Keeping:

@@ -247,13 +247,14 @@ class StepPrinter(Floor):
             self.close((row, self._steps[row]))
 
     def _heading(self, row: int, sequence: int, number: int, text: str) -> str:
-        """What a text is called, unless it begins with its author's name."""
+        """What a text is called, and which answer it is of; steps of workers begin with their author's name."""
+        which = f"{sequence % self.answers + 1} of {self.answers}" if self.answers > 1 else ""
         if isinstance(self.config, HogwildConfig):
-            return ""
+            return f"[{which}]" if which else ""
         name = row_name(self.config, number)
         if self._steps[row] > 1:  # the row of an outline goes on behind its points, or answers without any
             name = "Conclusion" if text else "Answer"
-        return f"[{sequence % self.answers + 1} of {self.answers}, {name}]" if self.answers > 1 else f"[{name}]"
+        return f"[{which}, {name}]" if which else f"[{name}]"
 
     def end(self) -> None:
         """Print the rest."""

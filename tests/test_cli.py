@@ -72,7 +72,7 @@ def test_a_file_without_a_prompt_is_named(
         (["x", "--set", "num_workers=0"], "num_workers must be an int of at least 1, got 0"),
         (["x", "--set", "num_workers=two"], "num_workers must be an int of at least 1, got 'two'"),
         (["x", "--set", "num_workers"], "--set must be NAME=VALUE, got 'num_workers'"),
-        (["x", "--set", "logits_cache=1"], "'hogwild' has no setting 'logits_cache'"),
+        (["x", "--set", "logits_cache=1"], "--set cannot hold logits (got 'logits_cache=1'); use --logits-cache FILE"),
         (["x", "--mode", "generate", "--set", "layout=combined"], "generate has no setting 'layout'"),
         (["x", "--greedy", "--temperature", "0.5"], "--greedy draws no tokens, so it cannot be combined with --temp"),
         (["x", "--greedy", "--set", "top_k=5"], "--greedy draws no tokens, so it cannot be combined with --set top_k"),
@@ -86,6 +86,21 @@ def test_a_file_without_a_prompt_is_named(
         (["x", "--logits-cache", "/nowhere/logits"], "--logits-cache /nowhere/logits: there is no folder /nowhere"),
         (["x", "y", "--format", "live"], "--format live shows one prompt in a mode, got 2"),
         (["x", "--file", "/nowhere"], "No such file or directory: '/nowhere'"),
+        (["x", "-o", "/proc/run.json"], "-o /proc/run.json cannot be written: "),
+        (["x", "--mode", "resample", "--logits-cache", "/proc/l"], "--logits-cache /proc/l cannot be written: "),
+        (["x", "--mode", "resample", "--logits-cache", "/"], "--logits-cache / is a folder"),
+        (["x", "--temperature", "0.9", "--set", "temperature=0.1"], "--set temperature and --temperature are one set"),
+        (["x", "--seed", "1", "--set", "seed=2"], "--set seed and --seed are one setting"),
+        (["x", "--greedy", "--set", "do_sample=true"], "--set do_sample and --greedy are one setting"),
+        (["x", "--sample", "--set", "do_sample=true"], "--set do_sample and --sample are one setting"),
+        (["x", "\udcff"], "a prompt is no text in UTF-8: "),
+        (["x", "--device", "nope"], "--device nope: "),
+        (["x", "--device", "cuda:99"], "--device cuda:99: "),
+        (["x", "--model", "./nothere"], "--model ./nothere: no such folder"),
+        (["x", "--model", "/nowhere"], "--model /nowhere: no such folder"),
+        (["x", "--model", "~nobody/model"], "--model ~nobody/model: no such folder"),
+        (["x", "--lines"], "--lines splits files and stdin, and the prompts are arguments"),
+        (["x", "--stats", "--mode", "generate"], "--stats tells what a mode cost, and --mode generate is none"),
     ],
 )  # fmt: skip
 def test_bad_options_are_one_line_before_a_model_is_loaded(
@@ -99,6 +114,29 @@ def test_bad_options_are_one_line_before_a_model_is_loaded(
     assert said.err.startswith("hf-parallel: error: ")
     assert said.err.count("\n") == 1
     assert said.out == ""
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_logits_are_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "logits").write_text("damaged")
+    arguments = ["--mode", "resample", "--logits-cache", str(tmp_path / "logits"), "-o", "/proc/run.json"]
+    assert cli.main(["generate", "x", *arguments]) == 2
+    assert "-o /proc/run.json cannot be written" in capsys.readouterr().err
+
+
+def test_trying_whether_an_output_can_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    arguments = ["x", "--mode", "resample", "-o", str(tmp_path / "run.json"), "--logits-cache", str(tmp_path / "l")]
+    cli_generate._check(options(*arguments), ["x"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_bytes_of_stdin_that_are_no_text_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    assert cli.main(["generate"]) == 2
+    assert "error: stdin is no text in UTF-8: " in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

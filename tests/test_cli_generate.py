@@ -359,6 +359,16 @@ def test_an_interrupted_run_is_kept_and_viewed(
         assert "Interrupted" in text
 
 
+def test_an_interrupted_live_view_shows_what_was_written(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model(*STEPS)
+    interrupt(monkeypatch, 9, LiveView)
+    assert cli.main([*WORKERS, "--format", "live"]) == 130
+    said = capsys.readouterr().out
+    assert re.search(r"^Alice \| Tw  \(interrupted\)\nBob   \| Bo is sl  \(interrupted\)\n", said, re.MULTILINE)
+
+
 def test_completions_of_an_interrupted_run_are_kept(
     model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

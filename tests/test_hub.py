@@ -23,6 +23,7 @@ import hf_parallel
 from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, PDOSConfig, SharedPrefixConfig
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import make_config
+from hf_parallel.generation.prompts import rules_of
 from hf_parallel.hub import CARD, CARD_MARK, GENERATE, REQUIREMENTS, export, generate_as
 
 ROOT = Path(__file__).parents[1]
@@ -327,6 +328,7 @@ def test_a_model_that_was_sent_and_loaded_generates_as_before(model: Any, tokeni
         examples[1] = examples[1].replace(hf_parallel.hub.ANY_MODEL, "somebody/with-model")
         printed = run(LOAD, hub, tmp_path, folder, str(tmp_path), *examples).splitlines()
     assert sum(line.startswith("Plan a day in Rome") for line in printed) == 3 + 2
+    assert printed.count('Alice, Bob, Carol: "talk"') == 3
     found = json.loads(printed[-1])
     assert found[folder] == found["somebody/with-model"] == ["hogwild", SETTINGS, expected]
     plain = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
@@ -338,7 +340,7 @@ def test_a_model_that_was_sent_and_loaded_generates_as_before(model: Any, tokeni
 
 def example(card: str) -> str:
     """The code of a README."""
-    (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", card, flags=re.DOTALL | re.MULTILINE)
     return code
 
 
@@ -350,7 +352,9 @@ def test_the_example_of_every_mode_runs(
     model.generation_config.generation_mode, model.generation_config.parallel_config = mode, config
     export(model, tmp_path, tokenizer=tokenizer)
     exec(compile(example((tmp_path / CARD).read_text(encoding="utf-8")), CARD, "exec"), {})
-    assert "Plan a day" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Plan a day" in printed
+    assert (rules_of(config) or "") in printed
 
 
 PUSH = """

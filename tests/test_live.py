@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 import pytest
 import tiny
 import torch
 from consoles import a_pipe, a_terminal, printed
+from rich.console import Console
 from rich.text import Text
 from stories import tell
 from talks import SHORT, scripted
@@ -178,6 +180,32 @@ def test_the_final_picture_has_all_rows_below_each_other() -> None:
     final = said[said.rindex("Branch 1,") :] if "Branch 1," in said else said
     assert all(f"text of {branch}" in final for branch in range(1, 11))
     assert max(Text(re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", line)).cell_len for line in final.splitlines()) <= 80
+
+
+def half_written(console: Console, error: type[BaseException] | None, told: bool) -> str:
+    """What is shown when a call ends while Bob writes; Alice is done, and has no open step."""
+    with suppress(KeyboardInterrupt), live_view(HogwildConfig(), console) as view:
+        for row, text in enumerate(("Ann.", "two\nlines")):
+            view.write_row(row, text, "token")
+        view.write_row(0, "", "step")
+        view.write_row(0, "", "end")
+        view.interrupted = told
+        if error is not None:
+            raise error
+    return printed(console)
+
+
+@pytest.mark.parametrize(("error", "told"), [(KeyboardInterrupt, False), (None, True)])
+def test_an_interrupt_shows_what_rows_had_begun(error: type[BaseException] | None, told: bool) -> None:
+    assert half_written(a_pipe(), error, told).splitlines()[1:] == ["Bob   | two", "Bob   | lines  (interrupted)"]
+    picture = half_written(a_terminal(), error, told)
+    final = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", picture[picture.rindex("Alice") :])
+    assert "Alice, done" in final
+    assert "Bob, interrupted" in final
+
+
+def test_a_view_that_is_left_without_an_interrupt_speaks_of_none() -> None:
+    assert all("interrupted" not in half_written(console, None, told=False) for console in (a_pipe(), a_terminal()))
 
 
 def test_branches_need_room_for_two() -> None:

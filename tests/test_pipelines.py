@@ -153,28 +153,56 @@ def _generator(rows: list[Any]) -> Iterator[Any]:
     yield from rows
 
 
-def _datasets(rows: list[Any]) -> Any:
-    return KeyDataset(datasets.Dataset(pyarrow.table({"text": rows}), fingerprint="rows"), "text")
+def _dataset(rows: list[Any]) -> Any:
+    return datasets.Dataset(pyarrow.table({"text": rows}), fingerprint="rows")
 
 
-def _column(rows: list[Any]) -> Dataset:
-    return KeyDataset(Rows([{"text": row} for row in rows]), "text")
+def _keyed(rows: list[Any]) -> Any:
+    return KeyDataset(_dataset(rows), "text")
 
 
-@pytest.mark.parametrize("source", [Rows, _column, _generator, _datasets])
+def _column(rows: list[Any]) -> Any:
+    return _dataset(rows)["text"]
+
+
+@pytest.mark.parametrize("source", [Rows, _generator, _keyed, _column])
 @pytest.mark.parametrize("batch_size", [None, 2])
 @pytest.mark.parametrize("prompts", [PROMPTS, [CHAT[1:], CHAT[:2], CHAT]], ids=["strings", "chats"])
 def test_a_dataset_gives_the_tokens_of_generate_batch_by_batch(
-    source: Callable[..., Any],
-    batch_size: int | None,
-    prompts: Any,
-    model: Any,
-    tokenizer: Any,
+    source: Callable[..., Any], batch_size: int | None, prompts: Any, model: Any, tokenizer: Any
 ) -> None:
     pipe = make(model, tokenizer, **settings_of("hogwild"))
     cuts = [prompts[i : i + (batch_size or 1)] for i in range(0, 3, batch_size or 1)]
     expected = [row for cut in cuts for row in generated(model, tokenizer, "hogwild", cut)]
     assert tokens_of(pipe(source(prompts), batch_size=batch_size, return_tensors=True)) == expected
+
+
+def test_columns_go_one_by_one_tuples_at_once(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = make(model, tokenizer, generation_mode="shared_prefix", max_new_tokens=4)
+    calls = count_calls(model, monkeypatch)
+    results = pipe(_column(PROMPTS))
+    assert (len(results), calls) == (3, [])
+    assert len(list(results)) == len(pipe(tuple(PROMPTS))) == 3
+    assert calls == [1, 1, 1, 3]
+    assert pipe(tuple(CHAT))[0]["generated_text"] == pipe(CHAT)[0]["generated_text"]
+
+
+def test_no_prompts_give_no_results(model: Any, tokenizer: Any) -> None:
+    pipe = make(model, tokenizer, generation_mode="hogwild")
+    assert pipe([]) == pipe((), generation_mode=None) == list(pipe(_column([]))) == list(pipe(Rows([]))) == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, 3, b"Oslo", {"text": "Oslo"}, _dataset(PROMPTS), [[]], [None], ["Oslo", [3]], [{"text": "Oslo"}]],
+)
+@pytest.mark.parametrize("mode", [None, "hogwild"])
+def test_what_holds_no_prompts_is_refused(mode: str | None, given: Any, model: Any, tokenizer: Any) -> None:
+    pipe = make(model, tokenizer, generation_mode=mode)
+    with pytest.raises(ValueError, match=r"prompts must be a string, .*KeyDataset\(dataset, 'text'\)"):
+        pipe(given)
+    with pytest.raises(ValueError, match=r"prompts must be a string, .*dataset\['text'\]"):
+        list(pipe(Rows([given])))
 
 
 def test_a_list_shares_what_its_prompts_have_in_common(model: Any, tokenizer: Any) -> None:
@@ -382,22 +410,20 @@ def test_num_workers_belongs_to_the_data_loader_where_the_mode_has_none(model: A
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "named"),
+    ("given", "named"),
     [
-        ({"generation_mode": "fast"}, ValueError, "generation_mode must be one of"),
-        ({"generation_mode": "hogwild", "num_workers": 0}, ValueError, "num_workers must be an int of at least 1"),
-        ({"parallel_config": {"num_workers": 2}}, ValueError, "without a generation_mode"),
-        ({"generation_mode": "hogwild", "prompt_helper": "no"}, ValueError, "prompt_helper must be True or False"),
-        ({"generation_mode": "hogwild", "num_worker": 2}, ValueError, "did you mean 'num_workers'"),
+        ({"generation_mode": "fast"}, "generation_mode must be one of"),
+        ({"generation_mode": "hogwild", "num_workers": 0}, "num_workers must be an int of at least 1"),
+        ({"parallel_config": {"num_workers": 2}}, "without a generation_mode"),
+        ({"generation_mode": "hogwild", "prompt_helper": "no"}, "prompt_helper must be True or False"),
+        ({"generation_mode": "hogwild", "num_worker": 2}, "did you mean 'num_workers'"),
     ],
 )
-def test_bad_settings_are_refused_and_leave_all_usable(
-    given: dict[str, Any], error: type[Exception], named: str, model: Any, tokenizer: Any
-) -> None:
+def test_bad_settings_are_refused_and_leave_all_usable(given: Any, named: str, model: Any, tokenizer: Any) -> None:
     pipe = make(model, tokenizer, max_new_tokens=4)
-    with pytest.raises(error, match=named):
+    with pytest.raises(ValueError, match=named):
         pipe(PROMPTS[0], **given)
-    with pytest.raises(error, match=named):
+    with pytest.raises(ValueError, match=named):
         make(model, tokenizer, max_new_tokens=4, **given)(PROMPTS[0])
     assert pipe(PROMPTS[0], generation_mode="hogwild", num_workers=2)[0]["workers"]
 

@@ -97,6 +97,14 @@ def test_answers_of_several_sequences_say_whose_they_are() -> None:
     )
 
 
+def test_steps_of_several_answers_say_which_they_are_of() -> None:
+    config = HogwildConfig()
+    events = [(row, f"text {row}", "begin") for row in range(4)] + [(row, "", "end") for row in range(4)]
+    printed = "[1 of 2]\ntext 0\n\n[1 of 2]\ntext 1\n\n[2 of 2]\ntext 2\n\n[2 of 2]\ntext 3"
+    assert heard(config, *events, answers=2) == printed
+    assert "[" not in heard(config, *events[:1])
+
+
 @pytest.mark.parametrize(
     ("config", "row", "place", "name"),
     [

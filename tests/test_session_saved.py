@@ -77,6 +77,30 @@ def test_settings_of_generate_and_of_the_mode_come_back(tmp_path: Path) -> None:
     assert state(other)[:-1] == state(session)[:-1]
 
 
+def test_a_page_tells_of_a_loaded_session_what_it_told_before(tmp_path: Path) -> None:
+    session = begin()
+    session.run(12)
+    session.inject("common", "So.")
+    session.forget(0)
+    session.remove_worker("Bob")
+    told = session.output().to_dict()
+    assert "layout" not in told["settings"]
+    for _ in range(2):
+        session.save(tmp_path / "session.json")
+        session = load(tmp_path / "session.json")
+        again = session.output().to_dict()
+        assert again["settings"] == told["settings"]
+        assert again["sections"] == told["sections"]
+
+
+def test_a_folder_that_is_not_there_is_named_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "session.json"
+    for save in (begin().save, hf_parallel.LogitsCache().save):
+        with pytest.raises(FileNotFoundError) as raised:
+            save(path)
+        assert raised.value.filename == str(path)
+
+
 def test_what_was_switched_off_stays_off(tmp_path: Path) -> None:
     model = copy.deepcopy(small_model())
     model.generation_config.eos_token_id = list(range(33, 127))

@@ -219,6 +219,21 @@ def test_what_somebody_else_says_is_told_as_given() -> None:
     assert (mine.begin, mine.end, common.begin, common.end) == (0, 2, 2, 2)
 
 
+def test_what_was_forgotten_or_left_with_its_worker_says_when() -> None:
+    """Alice 1 is forgotten, then her third step, which is the second that is left; then she goes."""
+    record = Record(mode="hogwild")
+    for at, text, event in ((0, "1: ", "begin"), (1, "a", "token"), (1, "", "step"), (1, "2: ", "begin"),
+                            (2, "b", "token"), (2, "", "step"), (2, "0", "forget"), (2, "3: ", "begin"),
+                            (3, "c", "token"), (3, "", "step"), (4, "1", "forget"), (4, "4: ", "begin"),
+                            (5, "d", "token"), (6, "", "leave"), (6, "", "end")):  # fmt: skip
+        record.passes = at
+        record.write(0, text, event)
+    (cards,) = written_cards(record, lambda row: (0, row)).values()
+    assert [(card.ended, card.gone) for card in cards] == [("step", 2), ("step", None), ("step", 4), ("end", 6)]
+    (cards,) = written_cards(record, lambda row: (0, row), steps_stay=False).values()
+    assert [card.gone for card in cards] == [2, 6, 4, 6]
+
+
 def test_what_is_said_to_all_while_others_write_has_a_column_of_its_own() -> None:
     """In turn: a trunk before and behind its branches. Not in turn: a remark at pass 2 of 4."""
     lane, trunk, behind, remark = Card(0, 1, 4), Card(None, 0, 1), Card(None, 4, 6), Card(None, 2, 2)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import tiny
 from stories import tell
+from talks import scripted
 from workers import TOKENIZER, write
 
 from hf_parallel import LogitsCache
@@ -130,6 +131,38 @@ def test_colours_are_explained_where_they_are_used() -> None:
     assert '<span data-p="1" data-o="r">a</span>' in again
 
 
+def changed_session() -> Any:
+    """Alice ends a step at pass 4, Bob at pass 7; hers is forgotten behind 7, Bob goes behind 8; 10 passes."""
+    session = scripted("A.\n\nB", "U no.\n\n")
+    session.run(7)
+    session.forget(0)
+    session.inject("common", "Hm.")
+    session.run(1)
+    session.remove_worker("Bob")
+    session.forget(1)
+    session.run(2)
+    return session
+
+
+def test_a_step_that_went_says_when() -> None:
+    text = Page(changed_session().output().to_html()).text
+    for told in ("4, forgotten after pass 7", "7, forgotten after pass 8", "unfinished, left after pass 8"):
+        assert told in text
+    session = scripted("A.\n\nB", "U.\n\nV", layout="contiguous")
+    session.run(5)
+    session.remove_worker("Bob")
+    text = Page(session.output().to_html()).text
+    assert text.count("left after pass 5") == 2
+    assert text.count("unfinished, left after pass 5") == 1
+
+
+def test_a_transcript_of_before_does_not_tell_what_went() -> None:
+    run = write(ALICE, BOB).to_dict()
+    for card in run["sections"][0]["cards"]:
+        del card["gone"]
+    assert "after pass 6" in render(run)
+
+
 # What is read from a file
 
 
@@ -157,6 +190,8 @@ def first_card(run: dict[str, Any]) -> dict[str, Any]:
         (lambda run: first_card(run).update(pieces=[[1, 2, "m"]]), "damaged"),
         (lambda run: first_card(run).update(pieces=[[99, "a", "m"]]), "damaged"),
         (lambda run: first_card(run).pop("given"), "damaged"),
+        (lambda run: first_card(run).update(gone="x"), "damaged"),
+        (lambda run: first_card(run).update(gone=0), "damaged"),
         (lambda run: run["sections"].append(None), "damaged"),
         (lambda run: run["stats"].update(kv_bytes="many"), "damaged"),
         (lambda run: run["sections"][0].update(notes=[["a"]]), "damaged"),
@@ -231,6 +266,27 @@ def test_who_could_read_what_at_a_pass_is_shown(
     assert ["unseen" in card for card in classes(dom)] == unseen
     assert "After pass 8, Bob can read the prompt, what it wrote itself" in Page(dom).text
     assert says in Page(dom).text
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ("#pass=6&as=1", "Bob can read the prompt, what it wrote itself, 1 finished step of others and what Alice has"),
+        ("#pass=7", "Alice and Bob are writing. In the history: Bob 1 \u00b7 common 1."),
+        ("#pass=7&as=0", "what it wrote itself, 2 finished steps of others and what Bob has written so far."),
+        ("#pass=10&as=0", "Alice can read the prompt, what it wrote itself and 1 finished step of others."),
+        ("#pass=10", "Alice has not ended. In the history: Bob 1."),
+    ],
+)
+def test_what_went_is_read_no_more(browse: Callable[..., str], state: str, says: str) -> None:
+    assert says in Page(browse(changed_session().output().to_html(), state)).text
+
+
+def test_what_went_is_shown_as_unseen_and_a_session_that_is_over_as_written(browse: Callable[..., str]) -> None:
+    session = changed_session()
+    dom = browse(session.output().to_html(), "#pass=10&as=0")
+    assert ["unseen" in card for card in classes(dom)] == [True, False, False, True, True]
+    assert "After pass 10: all is written." in Page(browse(session.finish().to_html())).text
 
 
 def test_a_branch_reads_the_trunk_and_itself_and_the_trunk_reads_joined_branches(browse: Callable[..., str]) -> None:

@@ -122,7 +122,7 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
                 raise ValueError(f"{record.mode} knows tokens alone: give the tokenizer that turns them into text")
             return completed_sections(record, self.sequences.tolist(), tokenizer)
         sections, manner = [], self.manner(record)
-        for prompt, cards in sorted(written_cards(record, self.place).items()):
+        for prompt, cards in sorted(written_cards(record, self.place, steps_stay=bool(manner.past)).items()):
             tokens = record.prompts[prompt]
             names, count = self.columns(prompt), 1 + max((card.column or 0 for card in cards), default=0)
             names = [*names, *(f"{manner.unit} {number + 1}" for number in range(len(names), count))]

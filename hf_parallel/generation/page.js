@@ -9,26 +9,30 @@ function play(section) {
   const pieces = find("[data-p]"), ticks = find(".tick");
   const {sight, unit, done, past} = section.parentElement.dataset;
   const cards = find(".card").map(element => {
-    const {c, b, e, s, n, who} = element.dataset;
-    return {element, column: c === "" ? null : +c, begin: +b, end: e === "" ? null : +e, how: s, name: n, who};
+    const {c, b, e, g, s, n, who} = element.dataset;
+    const number = value => value === "" ? null : +value;
+    return {element, column: number(c), begin: +b, end: number(e), gone: number(g), how: s, name: n, who};
   });
   const across = cards.filter(card => card.column === null);
   const isDone = (card, pass) => card.end !== null && card.end <= pass && (card.how === done || card.how === "join");
+  const isThere = (card, pass) => card.begin <= pass && (card.gone === null || card.gone > pass);
   const joined = (card, pass) => across.some(other => other.begin >= card.end && other.begin <= pass);
 
   function sees(viewer, card, pass) {
+    if (!isThere(card, pass)) return viewer === "all";
     if (viewer === card.column || (card.column === null && viewer !== "all")) return true;
     if (viewer === null) return isDone(card, pass) && joined(card, pass);
     return sight === "live" || (sight === "ended" && isDone(card, pass));
   }
 
   function say(viewer, pass, there) {
-    const writing = there.filter(card => pass < last && card.end !== null && card.end > pass).sort((a, b) => a.column - b.column);
+    const writing = there.filter(card => pass < last ? card.end !== null && card.end > pass : card.how === "").sort((a, b) => a.column - b.column);
     const finished = there.filter(card => isDone(card, pass) && card.column !== null);
     const at = pass === 0 ? "Before the first pass" : `After pass ${pass}`;
     if (viewer === "all") {
-      const who = [...new Set(writing.map(card => card.who))];
-      const now = who.length ? `${listed(who)} ${who.length === 1 ? "is" : "are"} writing` : pass < last ? "nobody is writing" : "all is written";
+      const who = [...new Set(writing.map(card => card.who))], one = who.length === 1;
+      const does = pass < last ? one ? "is writing" : "are writing" : one ? "has not ended" : "have not ended";
+      const now = who.length ? `${listed(who)} ${does}` : pass < last ? "nobody is writing" : "all is written";
       const moved = past ? finished.sort((a, b) => a.end - b.end).map(card => card.name).join(" \u00b7 ") : "";
       return `${at}: ${now}. ` + (moved ? `In the ${past}: ${moved}.` : `${plural(finished.length, unit)} finished.`);
     }
@@ -37,7 +41,7 @@ function play(section) {
     const parts = ["the prompt", "what it wrote itself"];
     if (seen.length) parts.push(`${plural(seen.length, "finished " + unit)} of others`);
     if (live.length) parts.push(`what ${listed([...new Set(live.map(card => card.who))])} ${live.length === 1 ? "has" : "have"} written so far`);
-    if (viewer !== null && across.some(card => card.begin < pass)) parts.push("what is written across all columns");
+    if (viewer !== null && across.some(card => card.begin < pass && isThere(card, pass))) parts.push("what is written across all columns");
     return `${at}, ${view.selectedOptions[0].text} can read ${listed(parts)}.`;
   }
 
@@ -54,7 +58,7 @@ function play(section) {
       card.element.classList.toggle("unseen", begun && viewer !== "all" && !sees(viewer, card, pass));
     }
     for (const tick of ticks) tick.classList.toggle("now", +tick.dataset.from <= pass && pass < +tick.dataset.to);
-    section.querySelector(".says").textContent = say(viewer, pass, cards.filter(card => card.begin <= pass));
+    section.querySelector(".says").textContent = say(viewer, pass, cards.filter(card => isThere(card, pass)));
   }
 
   const go = pass => { slide.value = pass; show(); };

@@ -121,13 +121,14 @@ def _section(section: Mapping[str, Any], manner: Mapping[str, str], heading: str
 
 
 def _stretches(cards: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """The rows of the grid: passes between which no card begins or ends.
+    """The rows of the grid: passes between which no card begins, ends or goes.
 
     What took no pass, such as text that was given, has a row of its own before those that took some. The last row is
     what comes after the last pass.
     """
     spans = [(card["begin"], _end(card)) for card in cards]
-    places = sorted({0, *(at for span in spans for at in span)})
+    gone = [card["gone"] for card in cards if card.get("gone") is not None]
+    places = sorted({0, *gone, *(at for span in spans for at in span)})
     empty = {begin for begin, end in spans if begin == end}
     return sorted([*zip(places, places[1:], strict=False), *((at, at) for at in empty), (places[-1], places[-1] + 1)])
 
@@ -192,7 +193,8 @@ def _cards(
             who, kind, place = names[column], "card", str(column + 2)
             name = f"{who} {numbers[column]}"
         style = f"grid-row:{top} / {bottom};grid-column:{place};--h:{HUES[(column or 0) % len(HUES)]}"
-        data = {"c": "" if column is None else column, "b": begin, "e": _or_empty(card["end"]), "s": card["ended"]}
+        data = {"c": _or_empty(column), "b": begin, "e": _or_empty(card["end"]), "s": card["ended"]}
+        data["g"] = _or_empty(card.get("gone"))
         told = " ".join(f'data-{key}="{_escape(value)}"' for key, value in {**data, "n": name, "who": who}.items())
         when = f"pass {end}" if end <= begin + 1 else f"{begin + 1}\u2013{end}"
         yield (
@@ -220,9 +222,14 @@ def _text(card: Mapping[str, Any]) -> str:
 
 
 def _footer(card: Mapping[str, Any], manner: Mapping[str, str]) -> str:
-    if card["ended"] not in (manner["done"], "join"):
-        return "<footer>unfinished</footer>"
-    return f"<footer>into the {_escape(manner['past'])} after pass {_end(card)}</footer>" if manner["past"] else ""
+    done, gone, told = card["ended"] in (manner["done"], "join"), card.get("gone"), []
+    if not done:
+        told.append("unfinished")
+    elif manner["past"]:
+        told.append(f"into the {_escape(manner['past'])} after pass {_end(card)}")
+    if gone is not None:  # what is finished is forgotten where there is a history that it could leave
+        told.append(f"{'forgotten' if done and manner['past'] else 'left'} after pass {gone}")
+    return f"<footer>{', '.join(told)}</footer>" if told else ""
 
 
 def _escape(value: Any) -> str:

@@ -13,7 +13,11 @@ COMPUTED, REPLAYED, HOTSPOT = "m", "r", "h"
 
 
 class Event(NamedTuple):
-    """What a row wrote, as a `ParallelStreamer` is told it; `forward_pass` counts decode passes, 0 is before them."""
+    """What a row wrote, as a `ParallelStreamer` is told it; `forward_pass` counts decode passes, 0 is before them.
+
+    Two events come from sessions alone, and no streamer hears of them: `forget` (a finished step of the row leaves the
+    history; `text` is its place among those that the row has there) and `leave` (the row's worker is removed).
+    """
 
     forward_pass: int
     row: int
@@ -55,7 +59,7 @@ class Record:
     origins: dict[int, str] = field(default_factory=dict)
 
     def write(self, row: int, text: str, event: str) -> None:
-        """Keep what a row wrote; events as in `ParallelStreamer`."""
+        """Keep what a row wrote, or what became of it; see `Event`."""
         self.events.append(Event(self.passes, row, text, event))
 
     def came_from(self, origins: Mapping[int, Sequence[str]], rows: Mapping[int, int] | None = None) -> None:

@@ -119,6 +119,9 @@ class SteppedRun:
     def forget(self, place: int) -> None:
         """Forget a finished step, counted from the first that is left."""
         self.journal.append({"forget": place})
+        *before, step = self.problem.finished[: place + 1]
+        own = sum(other.worker == step.worker for other in before)
+        self.loop.call.record.write(step.worker, str(own), "forget")
         self.problem.forget(place)
 
     def add_worker(self, name: str) -> None:
@@ -132,6 +135,7 @@ class SteppedRun:
     def remove_worker(self, worker: Worker) -> None:
         """Let a worker go, and what it is writing with it."""
         self.journal.append({"remove": worker.number})
+        self.loop.call.record.write(worker.index, "", "leave")
         self.writing = [other for other in self.writing if other is not worker]
         self.problem.remove_worker(worker)
 
@@ -173,6 +177,7 @@ class SteppedRun:
             "transformers": transformers.__version__,
             "prompt": call.prompts[0].tolist(),
             "settings": settings,
+            "given": list(call.record.settings),
             "generation": generation,
             "helpers": self._helpers,
             "journal": self.journal,
@@ -205,6 +210,8 @@ class SteppedRun:
         """
         if self._helpers != kept["helpers"]:
             raise ValueError(f"{kept['helpers']} decided on tokens, now {self._helpers}")
+        record, given = self.loop.call.record, kept.get("given", kept["settings"])  # an older file does not tell them
+        record.settings = {name: value for name, value in record.settings.items() if name in given}
         for event in kept["journal"]:
             if "pass" in event:
                 self._retake(event["pass"])

@@ -43,6 +43,8 @@ class Card:
         Text that it began with.
     pieces : list of (int, str, str)
         What each token added: the pass that wrote it, its text, and where it comes from.
+    gone : int or None
+        The decode pass behind which nobody reads it any more: it was forgotten, or left with its worker.
     """
 
     column: int | None
@@ -51,6 +53,7 @@ class Card:
     ended: str = ""
     given: str = ""
     pieces: list[tuple[int, str, str]] = field(default_factory=list)
+    gone: int | None = None
 
 
 class Manner(NamedTuple):
@@ -92,16 +95,18 @@ class Section:
     notes: list[tuple[str, str]] = field(default_factory=list)
 
 
-def written_cards(record: Record, place: Place) -> dict[int, list[Card]]:
-    """The cards of each prompt, from the events of a call."""
+def written_cards(record: Record, place: Place, steps_stay: bool = True) -> dict[int, list[Card]]:
+    """The cards of each prompt, from the events of a call; `steps_stay`: finished ones do when their worker leaves."""
     origins = {row: iter(letters) for row, letters in record.origins.items()}
     found: dict[int, list[Card]] = {}
     open_cards: dict[int, Card] = {}
+    of_rows: dict[int, list[Card]] = {}
 
     def begin(row: int, at: int, text: str = "") -> Card:
         prompt, column = place(row)
         card = open_cards[row] = Card(column, at, given=text)
         found.setdefault(prompt, []).append(card)
+        of_rows.setdefault(row, []).append(card)
         return card
 
     for at, row, text, event in record.events:
@@ -112,6 +117,12 @@ def written_cards(record: Record, place: Place) -> dict[int, list[Card]]:
             if card is not None:
                 card.ended = event
                 del open_cards[row]
+        elif event in ("forget", "leave"):
+            there = [card for card in of_rows.get(row, []) if card.gone is None]
+            steps = [card for card in there if card.ended == "step"]
+            left = [card for card in there if not (steps_stay and card.ended == "step")]
+            for card in [steps[int(text)]] if event == "forget" else left:
+                card.gone = at
         else:
             before = max(at - 1, 0) if event == "token" else at
             card = card or begin(row, before)
@@ -231,6 +242,8 @@ def _check_section(section: Any) -> None:
         column, begin, end = card["column"], card["begin"], card["end"]
         _expect(column is None or (isinstance(column, int) and 0 <= column < len(names)))
         _expect(isinstance(begin, int) and (end is None or (isinstance(end, int) and end >= begin >= 0)))
+        gone = card.get("gone")  # an older transcript does not tell it
+        _expect(gone is None or (isinstance(gone, int) and gone >= (begin if end is None else end)))
         _expect(isinstance(card["given"], str) and isinstance(card["ended"], str))
         for at, text, origin in card["pieces"]:
             _expect(isinstance(at, int) and begin <= at <= end and isinstance(text, str) and isinstance(origin, str))
