@@ -101,7 +101,13 @@ def in_a_terminal(arguments: list[str], until: str, timeout: float = 120) -> tup
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "hf_parallel.cli", *arguments]
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in the background ignore it
     )
     os.close(theirs)
     text, pressed, end = "", False, time.monotonic() + timeout
