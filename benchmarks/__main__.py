@@ -234,7 +234,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="hf-parallel bench", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs, measures nothing")
     parser.add_argument("--only", choices=("shared_prefix", "hogwild"), help="one of the benchmarks")
     add_model_options(parser)

@@ -24,7 +24,8 @@ import transformers
 
 import hf_parallel
 
-from .cli_generate import FORMATS, GENERATION_OPTIONS, PLAIN, generate
+from .cli_generate import FORMATS, generate
+from .cli_settings import GENERATION_OPTIONS, PLAIN
 from .folders import cache_folder
 from .generation import MODES
 from .generation.page import render
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, others = parser.parse_known_args(arguments)
     if others and not options.passes_on:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if sys.stdout is None:  # closed by who called, as by >&-
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     transformers.logging.set_verbosity_error()
@@ -74,10 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = options.run(others if options.passes_on else options)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        return 130
+        status = 130
     except BrokenPipeError:  # the reader of a pipe, such as head, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        status = 1
     except Exception as error:
         if options.debug:
             raise
@@ -85,8 +87,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "" if isinstance(error, CommandError | ValueError | OSError | ImportError) else f"{type(error).__name__}: "
         )
         print(f"hf-parallel: error: {kind}{' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        status = 2
+    finally:
+        _drop_the_rest()
     return status
+
+
+def _drop_the_rest() -> None:
+    """Give up what stdout does not take, or the interpreter would try once more when it ends, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_demo(arguments: Sequence[str]) -> int:
@@ -124,15 +136,19 @@ def benchmark_names() -> list[str]:
 
 def run_view(options: argparse.Namespace) -> int:
     """`hf-parallel view`: a run as a page of HTML."""
+    piped = options.run_file == Path("-")
+    source = "stdin" if piped else options.run_file
+    target = options.output or (Path("-") if piped else options.run_file.with_suffix(".html"))
+    if options.open and target == Path("-"):
+        raise CommandError("--open needs a file to open; name one with -o")
     try:
-        run = json.loads(options.run_file.read_text(encoding="utf-8"))
+        run = json.loads(sys.stdin.read() if piped else options.run_file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # a wrong encoding, or lists in lists without end
-        raise CommandError(f"{options.run_file} is no JSON: {error}") from error
+        raise CommandError(f"{source} is no JSON: {error}") from error
     try:
         page = render(run)
     except ValueError as error:
-        raise CommandError(f"{options.run_file}: {error}") from error
-    target = options.output or options.run_file.with_suffix(".html")
+        raise CommandError(f"{source}: {error}") from error
     if target == Path("-"):
         print(page)
         return 0
@@ -215,8 +231,9 @@ def make_parser() -> argparse.ArgumentParser:
         description="Turn a run that `generate -o run.json` wrote into one page of HTML that needs nothing else.",
         parents=[debug],
     )
-    view.add_argument("run_file", metavar="run.json", type=Path, help="what `generate -o` wrote")
-    view.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (run.html; -: stdout)")
+    view.add_argument("run_file", metavar="run.json", type=Path, help="what `generate -o` wrote; -: stdin")
+    words = "the page (run.html; -: stdout, as for stdin)"
+    view.add_argument("-o", "--output", type=Path, metavar="FILE", help=words)
     view.add_argument("--open", action="store_true", help="open it in the browser")
     view.set_defaults(run=run_view)
     env = commands.add_parser(
@@ -243,7 +260,7 @@ def _add_generate(commands: Any, debug: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument_group("prompts").add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a prompt; -: read one from stdin, as without any")
-    add("--file", action="append", type=Path, default=[], metavar="FILE", help="a file that holds a prompt")
+    add("--file", action="append", type=Path, default=[], metavar="FILE", help="a file that holds a prompt; -: stdin")
     add("--lines", action="store_true", help="every line of a file, or of stdin, is a prompt")
     add("--batch-size", type=int, default=8, metavar="N", help="prompts that are answered at a time (8)")
     add("--raw", action="store_true", help="prompts as they are: no chat template, no words of the mode")

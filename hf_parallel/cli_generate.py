@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
-import inspect
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .cache.logits import LogitsCache
+from .cli_settings import PLAIN, describe, read_settings
 from .embedded import MODEL_NAME, load_embedded_model
 from .generation import (
-    MODES,
     GenerationStats,
     HogwildConfig,
     ParallelConfig,
@@ -30,7 +30,7 @@ from .generation import (
     SkeletonOfThoughtConfig,
     enable,
 )
-from .generation.config import is_int, make_config, unknown_setting
+from .generation.config import is_int, make_config
 from .generation.journal import write_whole
 from .generation.mixin import take_parallel_config
 from .generation.noise import mix
@@ -38,25 +38,11 @@ from .generation.page import render as page_of
 from .generation.prompts import encode_task, rules_of
 from .generation.recalling import RecallingConfig
 from .interruptible import InterruptibleCall
-from .presets import SAMPLING, SMALL_MODEL, SMALL_MODEL_TASK
-from .printing import RowPrinter, StepPrinter
+from .presets import SMALL_MODEL, SMALL_MODEL_TASK
+from .printing import Floor, RowPrinter, StepPrinter
 from .probed import enable_embedded
 
-PLAIN = "generate"
-"""Stands for no mode: what `generate` does by itself."""
 FORMATS = ("text", "jsonl", "live")
-GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
-    ("max_new_tokens", int, "tokens of an answer; of a worker in hogwild (256)"),
-    ("num_return_sequences", int, "answers per prompt (1)"),
-    ("temperature", float, "of the sampling"),
-    ("top_p", float, "sample from the likeliest tokens that have this probability together"),
-    ("top_k", int, "sample from so many of the likeliest tokens"),
-    ("repetition_penalty", float, "above 1: repeat less"),
-)
-"""Settings of `generate` that have an option: name, type, help."""
-_DRAWING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Settings of `generate` that have a sense only where tokens are drawn."""
-_WRITTEN_OUT = {"True": True, "False": False, "None": None}
 _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {".json": json.dumps, ".html": page_of, ".htm": page_of}
 """How a run is written, by the suffix of its file."""
 _HEADING = 72
@@ -85,30 +71,27 @@ def generate(options: argparse.Namespace) -> int:
     elif options.seed is not None:
         torch.manual_seed(options.seed)
     settings["return_dict_in_generate"] = True
-    show = _watch if options.format == "live" else _print
     stats: list[GenerationStats] = []
     runs: list[dict[str, Any]] = []
-    for number, begin in enumerate(range(0, len(prompts), options.batch_size)):
-        batch = prompts[begin : begin + options.batch_size]
-        inputs = {name: tensor.to(model.device) for name, tensor in encode(batch, tokenizer, config, options).items()}
-        call = InterruptibleCall(model, tokenizer, _of_batch(config, number), {**inputs, **settings})
-        headings = [f"== {' '.join(prompt.split())[:_HEADING]}" for prompt in batch] if len(prompts) > 1 else [""]
-        if number and options.format == "text":
-            print()
-        show(options, call, batch, headings)
-        stats += [call.stats] if call.stats is not None else []
-        runs += [call.to_dict()] if options.output is not None and call.has_written else []
-        if call.interrupted:
-            break
-    total = _total(stats) if stats else None
-    if options.stats and total is not None:
-        print(_cost(total), file=sys.stderr)
+    with ExitStack() as at_end:  # also if a later batch fails, or nobody reads what is printed any more
+        at_end.callback(_keep, options, runs, stats)
+        at_end.callback(_keep_logits, options, config)
+        for number, begin in enumerate(range(0, len(prompts), options.batch_size)):
+            batch = prompts[begin : begin + options.batch_size]
+            inputs = encode(batch, tokenizer, config, options)
+            inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+            call = InterruptibleCall(model, tokenizer, _of_batch(config, number), {**inputs, **settings})
+            try:
+                _show(options, call, batch, number, len(prompts) > 1)
+            finally:
+                stats += [call.stats] if call.stats is not None else []
+                runs += [call.to_dict()] if options.output is not None and call.has_written else []
+            if call.interrupted:
+                break
+    if options.stats and stats:
+        print(_cost(_total(stats)), file=sys.stderr)
     if options.stats and call.interrupted and config is not None:
         print(f"interrupted after {call.progress}", file=sys.stderr)
-    if runs:
-        _keep(options, runs, total)
-    if options.logits_cache is not None and isinstance(config, RecallingConfig):
-        config.logits_cache.save(options.logits_cache)
     return 130 if call.interrupted else 0
 
 
@@ -119,17 +102,36 @@ def _of_batch(config: ParallelConfig | None, number: int) -> ParallelConfig | No
     return make_config(config.mode, {"seed": mix(config.seed, number)}, config)
 
 
-def _keep(options: argparse.Namespace, runs: Sequence[dict[str, Any]], stats: GenerationStats | None) -> None:
-    """Write the runs of all batches as one."""
+def _keep(options: argparse.Namespace, runs: Sequence[dict[str, Any]], stats: Sequence[GenerationStats]) -> None:
+    """Write the runs of all batches as one, if there are any."""
+    if not runs:
+        return
     told = {
         **runs[-1],  # says whether it was interrupted
         **runs[0],
-        "stats": None if stats is None else stats.to_dict(),
+        "stats": _total(stats).to_dict() if stats else None,
         "passes": sum(run["passes"] for run in runs),
         "sections": [section for run in runs for section in run["sections"]],
         "model": options.model or MODEL_NAME,
     }
     write_whole(options.output, _WRITERS[options.output.suffix.lower()](told))
+
+
+def _keep_logits(options: argparse.Namespace, config: ParallelConfig | None) -> None:
+    """Write what the cache of logits remembers, if that is anything."""
+    if options.logits_cache is not None and isinstance(config, RecallingConfig) and len(config.logits_cache):
+        config.logits_cache.save(options.logits_cache)
+
+
+def _show(options: argparse.Namespace, call: InterruptibleCall, batch: Sequence[str], number: int, many: bool) -> None:
+    """Run a call, and show its answers; where there are `many` prompts, each under its heading."""
+    headings = [f"== {' '.join(prompt.split())[:_HEADING]}" if many else "" for prompt in batch]
+    if options.format == "live":
+        _watch(call)
+        return
+    if number and options.format == "text":
+        print()
+    _print(options, call, batch, headings)
 
 
 def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: Sequence[str], headings: list[str]) -> None:
@@ -150,9 +152,22 @@ def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: Sequen
         for record in call.records(prompts):
             print_record(record)
     else:
-        for answer in getattr(call.output, "answers", None) or ():
-            if answer is not None:
-                printer.line(f"Answer: {answer}")
+        _print_answers(printer, getattr(call.output, "answers", None) or (), headings)
+
+
+def _print_answers(printer: Floor, found: Sequence[str | None], headings: Sequence[str]) -> None:
+    """Print the answers that were found, by prompt: they are known when all prompts have been printed."""
+    each = len(found) // len(headings)
+    for number, heading in enumerate(headings):
+        answers = [
+            f"[{place} of {each}] Answer: {answer}" if each > 1 else f"Answer: {answer}"
+            for place, answer in enumerate(found[number * each :][:each], start=1)
+            if answer is not None
+        ]
+        if answers and len(headings) > 1:
+            printer.line(f"\n{heading}")
+        for answer in answers:
+            printer.line(answer)
 
 
 def print_record(record: dict[str, Any]) -> None:
@@ -161,7 +176,7 @@ def print_record(record: dict[str, Any]) -> None:
     print(json.dumps(record, ensure_ascii=not readable), flush=True)
 
 
-def _watch(options: argparse.Namespace, call: InterruptibleCall, prompts: Sequence[str], headings: list[str]) -> None:
+def _watch(call: InterruptibleCall) -> None:
     """Show rows side by side while they are written."""
     from .demo import make_console
     from .live import live_view
@@ -170,22 +185,6 @@ def _watch(options: argparse.Namespace, call: InterruptibleCall, prompts: Sequen
     with live_view(call.config, make_console(), call.tokenizer) as view, view.watching(call.model):
         call.run(view)
         view.interrupted = call.interrupted
-
-
-def describe(mode: str) -> str:
-    """What a mode does, and what its settings mean and are by default."""
-    if mode not in MODES:
-        return "No mode: what `generate` of transformers does. Its settings: " + ", ".join(GENERATION_SETTINGS)
-    cls = MODES[mode]
-    classes = [of for of in cls.__mro__ if dataclasses.is_dataclass(of) and of is not object]
-    texts = [inspect.cleandoc(of.__doc__ or "") for of in classes]
-    defaults = [f"{field.name} = {_default(field)}" for field in dataclasses.fields(cls) if field.name in cls.fields()]
-    return "\n\n".join([*texts, "Defaults\n--------\n" + "\n".join(defaults)])
-
-
-def _default(field: dataclasses.Field[Any]) -> str:
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return repr(value)
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
@@ -201,12 +200,10 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     for prompt in given:
         if prompt != "-":
             texts.append(prompt)
-        elif sys.stdin.isatty():
-            raise ValueError('give a prompt: hf-parallel generate "Plan a picnic." (or --file, or text on stdin)')
         else:
             texts += _read(None, options.lines)
     for path in options.file:
-        texts += _read(path, options.lines)
+        texts += _read(None if path == Path("-") else path, options.lines)
     try:
         "".join(texts).encode()
     except UnicodeEncodeError as error:  # bytes of an argument, or of stdin, that are none
@@ -218,6 +215,8 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
 
 def _read(path: Path | None, lines: bool) -> list[str]:
     """The prompts of a file, or of stdin: all of its text, or each of its lines."""
+    if path is None and sys.stdin.isatty():
+        raise ValueError('give a prompt: hf-parallel generate "Plan a picnic." (or --file, or text on stdin)')
     source = path or "stdin"
     try:
         text = sys.stdin.read() if path is None else path.read_text(encoding="utf-8")
@@ -226,99 +225,6 @@ def _read(path: Path | None, lines: bool) -> list[str]:
     if not text.strip():
         raise ValueError(f"there is no prompt in {source}: it is {'blank' if text else 'empty'}")
     return [line for line in text.split("\n") if line.strip()] if lines else [text.rstrip("\n")]
-
-
-def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, dict[str, Any]]:
-    """The mode's config, None without a mode, and the arguments of `generate`.
-
-    Raises
-    ------
-    ValueError
-        Naming the setting, what was given and what is allowed.
-    """
-    cls = MODES.get(options.mode)
-    preset = options.model is None and not options.no_preset
-    settings: dict[str, Any] = {**SAMPLING} if preset and options.mode in ("hogwild", "self_consistency") else {}
-    given = {} if options.seed is None else {"seed": options.seed}
-    asked: dict[str, Any] = {}  # of `generate`
-    named = _settings_with_options(options)
-    for text in options.set:
-        name, _, value = text.partition("=")
-        if not _:
-            raise ValueError(f"--set must be NAME=VALUE, got {text!r}")
-        if name in named:
-            raise ValueError(f"--set {name} and {named[name]} are one setting, give one of them")
-        if cls is not None and name == "logits_cache" and name in cls.fields():
-            raise ValueError(f"--set cannot hold logits (got {text!r}); use --logits-cache FILE")
-        if cls is not None and name in cls.fields() and name not in cls.not_stored:
-            given[name] = parse(value, getattr(cls, name, None))
-        elif name in GENERATION_SETTINGS:
-            asked[name] = parse(value, getattr(GenerationConfig(), name))
-        elif cls is None:
-            raise ValueError(f"generate has no setting {name!r} (got {value!r})")
-        else:
-            raise unknown_setting(cls, name, value, GENERATION_SETTINGS)
-    settings |= asked | _generation_options(options, asked)
-    if settings.get("max_length") is None:
-        settings.setdefault("max_new_tokens", 256)
-    if not settings.get("do_sample", True):
-        settings = {name: value for name, value in settings.items() if name not in _DRAWING}
-    if options.logits_cache is not None or options.mode == "resample":
-        given["logits_cache"] = _logits_cache(options.logits_cache, cls)
-    if cls is None:
-        return None, settings
-    return make_config(cls.mode, given, SMALL_MODEL if preset and options.mode == "hogwild" else None), settings
-
-
-def _settings_with_options(options: argparse.Namespace) -> dict[str, str]:
-    """Settings that options give, and which."""
-    names = [*(name for name, _, _ in GENERATION_OPTIONS), "seed"]
-    named = {name: f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None}
-    if options.greedy or options.sample:
-        named["do_sample"] = "--greedy" if options.greedy else "--sample"
-    return named
-
-
-def _generation_options(options: argparse.Namespace, asked: dict[str, Any]) -> dict[str, Any]:
-    """What options say of the arguments of `generate`, and whether they or those `asked` for by --set draw tokens."""
-    names = [name for name, _, _ in GENERATION_OPTIONS]
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    drawing = [f"--{name.replace('_', '-')}" for name in _DRAWING if name in given]
-    drawing += [f"--set {name}" for name in _DRAWING if asked.get(name) is not None]
-    drawing += ["--sample"] * bool(options.sample)
-    greedy = "--greedy" if options.greedy else "" if asked.get("do_sample", True) else "--set do_sample=False"
-    if greedy and drawing:
-        raise ValueError(f"{greedy} draws no tokens, so it cannot be combined with {', '.join(drawing)}")
-    if greedy or drawing:
-        given["do_sample"] = not greedy
-    return given
-
-
-GENERATION_SETTINGS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-"""What `generate` itself can be set to."""
-
-
-def parse(text: str, default: Any) -> Any:
-    """The value of a setting: JSON, `True`, `False` or `None`, or plain text, which a setting that is text remains.
-
-    Parameters
-    ----------
-    text : str
-    default : Any
-        The setting's.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return _WRITTEN_OUT.get(text, text) if not isinstance(default, str) else text
-    return value if isinstance(value, str) or not isinstance(default, str) else text
-
-
-def _logits_cache(path: Path | None, cls: type[ParallelConfig] | None) -> LogitsCache:
-    """The cache that a file holds, or a new one."""
-    if cls is None or "logits_cache" not in cls.fields():
-        raise ValueError(f"--logits-cache needs a mode that remembers logits, got {PLAIN if cls is None else cls.mode}")
-    return LogitsCache.load(path) if path is not None and path.exists() else LogitsCache()
 
 
 def _check(options: argparse.Namespace, prompts: Sequence[str]) -> None:
@@ -367,12 +273,29 @@ def _check_model(options: argparse.Namespace) -> None:
         raise ValueError(f"--device {options.device}: {str(error).partition(chr(10))[0]}") from error
 
 
+def _check_hub(name: str) -> None:
+    """Raise an error, at once, for a model that can come from nowhere; `from_pretrained` would try for a minute."""
+    if try_to_load_from_cache(name, "config.json") is not None:
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except HfHubHTTPError:  # the Hub answers, and what it has to say is said when the model is loaded
+        return
+    except (HTTPError, OfflineModeIsEnabled) as error:
+        raise ValueError(
+            f"--model {name}: there is no such folder, nothing of it in the Hub's cache, and the Hub is out of reach: "
+            f"{error}"
+        ) from error
+
+
 def load(options: argparse.Namespace) -> tuple[Any, Any]:
     """The model and its tokenizer."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype: Any = getattr(torch, options.dtype, "auto")
     if options.model is None:
         return load_embedded_model(dtype=torch.float32 if dtype == "auto" else dtype, device=device)
+    if not Path(options.model).is_dir():
+        _check_hub(options.model)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     return model.to(device).eval(), tokenizer

@@ -244,7 +244,7 @@ def _remove(handles: list[Any]) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m hf_parallel.demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="hf-parallel demo", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes: some seconds in all")
     parser.add_argument("--model", metavar="ID_OR_PATH", help="a chat model (default: the embedded one)")
     parser.add_argument("--max-new-tokens", type=_positive, metavar="N", help="tokens that each worker writes (128)")

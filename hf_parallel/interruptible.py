@@ -1,4 +1,4 @@
-"""A call of `generate` that Ctrl-C may end, and what it tells then: the same as of a call that came to its end.
+"""A call of `generate` that Ctrl-C or an error may end, and what it tells then: as of a call that came to its end.
 
 A finished call has an output; an interrupted one has what its record and its streamer have kept.
 """
@@ -39,6 +39,7 @@ class InterruptibleCall:
     output : ModelOutput, optional
         None before the call has come to its end.
     interrupted : bool
+        Whether Ctrl-C or an error ended it before.
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: ParallelConfig | None, arguments: dict[str, Any]) -> None:
@@ -49,7 +50,10 @@ class InterruptibleCall:
         self._streamer: Any = None
 
     def run(self, streamer: Any) -> None:
-        """Generate, until all is written or Ctrl-C is pressed; `streamer` is a `Floor` or a `LiveView`."""
+        """Generate, until all is written or Ctrl-C is pressed; `streamer` is a `Floor` or a `LiveView`.
+
+        What else ends it goes on to the caller: errors of the model, and of the streamer's output.
+        """
         arguments = {**self.arguments, "tokenizer": self.tokenizer, "streamer": streamer}
         self._streamer = streamer
         try:
@@ -59,6 +63,9 @@ class InterruptibleCall:
                 self.output = self.model._hand_over(self.config, arguments, self._run)
         except KeyboardInterrupt:
             self.interrupted = True
+        except BaseException:
+            self.interrupted = True
+            raise
 
     def _run(self, call: GenerationCall) -> Any:
         assert self.config is not None, "there is a call only in a mode"
@@ -73,7 +80,9 @@ class InterruptibleCall:
     @property
     def has_written(self) -> bool:
         """Whether there is anything to tell."""
-        return not self.interrupted or any(text for text, _ in self._so_far())
+        if not self.interrupted:
+            return self.output is not None
+        return any(text for text, _ in self._so_far())
 
     @property
     def progress(self) -> str:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from rich.box import ROUNDED
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.table import Table
@@ -231,40 +232,86 @@ class LiveLines(LiveView):
 
     def _print(self, row: ShownRow, mark: str) -> None:
         """Print a row's last step."""
-        width = max(len(other.name) for other in self.rows.values())
         lines = [line for line in row.last.text.strip().splitlines() if line.strip()] or [""]
         for line in (*lines[:-1], f"{lines[-1]}  {mark}"):
-            self.console.print(Text(f"{row.name:<{width}} | {line}"), soft_wrap=True)
+            self.console.print(Text(f"{self._margin(row)}{line}"), soft_wrap=True)
+
+    def _margin(self, row: ShownRow) -> str:
+        """What a line of a row begins with."""
+        width = max(len(other.name) for other in self.rows.values())
+        return f"{row.name:<{width}} | "
 
 
-class LiveColumns(LiveView):
-    """A column per row that fills token by token; steps are marked as they move into what all have in common.
-
-    While rows write, the picture fits below what was printed before, and shows as many of them as there is room for,
-    those that still write first. What stays in the end is all of it.
-    """
+class LivePicture(LiveView):
+    """A picture that is drawn again and again while rows write, below what was printed before, and then taken away."""
 
     def __init__(self, config: ParallelConfig, console: Console, tokenizer: Any = None) -> None:
         super().__init__(config, console, tokenizer)
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
         self._shown = 0.0
 
-    def __enter__(self) -> LiveColumns:
+    def __enter__(self) -> LiveView:
         self._live.start()
         self._draw()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
         self._live.stop()
-        for row in self.rows.values():
-            row.interrupted, row.done = self.interrupted and not row.done, True
-        self.console.print(self.picture())
+        super().__exit__(*exception)
 
     def changed(self, now: bool = False) -> None:
         """Draw, unless that was done a moment ago."""
         if now or time.perf_counter() - self._shown >= FRAME_SECONDS:
             self._draw()
+
+    def frame(self) -> Group:
+        """The picture as it is now, no higher than the terminal."""
+        raise NotImplementedError
+
+    def _draw(self) -> None:
+        self._live.update(self.frame(), refresh=True)
+        self._shown = time.perf_counter()
+
+
+class LiveTails(LivePicture, LiveLines):
+    """A line per step that has ended, and below them for each row the end of what it is writing, one line each."""
+
+    def __exit__(self, *exception: Any) -> None:
+        """Leave the lines and the account."""
+        super().__exit__(*exception)
+        self.console.print(Text(self.summary, "bold"), soft_wrap=True)
+
+    def frame(self) -> Group:
+        """Rows that still write, as many as there is room for, and the account."""
+        writing = [row for row in self.rows.values() if not row.done][: max(self.console.height - 2, 1)]
+        tails = [Text(self._tail(row), "dim", no_wrap=True, overflow="crop") for row in writing]
+        return Group(*tails, Text(self.summary, style="bold", no_wrap=True, overflow="ellipsis"))
+
+    def _tail(self, row: ShownRow) -> str:
+        margin = self._margin(row)
+        room = max(self.console.width - cell_len(margin), 1)
+        text = "" if not row.steps or row.last.ended is not None else " ".join(row.last.text.split())[-room:]
+        while cell_len(text) > room:  # characters of two columns
+            text = text[1:]
+        return margin + text
+
+
+class LiveColumns(LivePicture):
+    """A column per row that fills token by token; steps are marked as they move into what all have in common.
+
+    While rows write, the picture fits below what was printed before, and shows as many of them as there is room for,
+    those that still write first. What stays in the end is all of it.
+    """
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for row in self.rows.values():
+            row.interrupted, row.done = self.interrupted and not row.done, True
+        self.console.print(self.picture())
+
+    def frame(self) -> Group:
+        """The picture at the height that leaves room for what was printed before."""
+        return self.picture(max(min(self.console.height - ABOVE, MAX_HEIGHT), MIN_HEIGHT - 1))
 
     def picture(self, height: int | None = None) -> Group:
         """The columns and below them the account, `height` lines high (None: as high as it takes)."""
@@ -296,11 +343,6 @@ class LiveColumns(LiveView):
         if not self.passes and not any(step.text for step in row.steps):
             return "reads the task"
         return f"step {len(row.steps)}" if isinstance(self.config, HogwildConfig) else "writes"
-
-    def _draw(self) -> None:
-        height = max(min(self.console.height - ABOVE, MAX_HEIGHT), MIN_HEIGHT - 1)
-        self._live.update(self.picture(height), refresh=True)
-        self._shown = time.perf_counter()
 
 
 class Column:
@@ -335,8 +377,12 @@ class Column:
 def live_view(config: ParallelConfig, console: Console, tokenizer: Any = None) -> LiveView:
     """Columns where the console is a terminal with room for them, lines elsewhere; see `LiveView`.
 
+    Lines are printed when steps end; in a terminal the end of what rows are writing is shown below them.
+
     Workers need a column each; of other rows two at least must fit.
     """
     columns = config.num_workers if isinstance(config, HogwildConfig) else 2
     room = console.width >= MIN_WIDTH * columns and console.height >= MIN_HEIGHT
-    return (LiveColumns if console.is_interactive and room else LiveLines)(config, console, tokenizer)
+    if not console.is_interactive:
+        return LiveLines(config, console, tokenizer)
+    return (LiveColumns if room else LiveTails)(config, console, tokenizer)

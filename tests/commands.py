@@ -81,17 +81,32 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any
     return use
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, streamer: Any = StepPrinter, method: str = "put") -> None:
-    """Let Ctrl-C come when a method of a streamer has been called so often."""
+def at(
+    monkeypatch: pytest.MonkeyPatch,
+    after: int,
+    happens: Callable[[], Any],
+    streamer: Any = StepPrinter,
+    method: str = "put",
+) -> None:
+    """Let something happen when a method of a streamer has been called so often."""
     plain = getattr(streamer, method)
     calls = iter(range(10**6))
 
-    def interrupted(self: Any, *arguments: Any) -> None:
+    def watched(self: Any, *arguments: Any) -> None:
         if next(calls) == after:
-            raise KeyboardInterrupt
+            happens()
         plain(self, *arguments)
 
-    monkeypatch.setattr(streamer, method, interrupted)
+    monkeypatch.setattr(streamer, method, watched)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, streamer: Any = StepPrinter, method: str = "put") -> None:
+    """Let Ctrl-C come when a method of a streamer has been called so often."""
+
+    def press() -> None:
+        raise KeyboardInterrupt
+
+    at(monkeypatch, after, press, streamer, method)
 
 
 def in_a_terminal(arguments: list[str], until: str, timeout: float = 120) -> tuple[str, int]:

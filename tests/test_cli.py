@@ -13,11 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import tiny
+from hub_server import running_hub
 
+import benchmarks.__main__
 import hf_parallel
-from hf_parallel import HogwildConfig, cli, cli_generate, probed
+from hf_parallel import HogwildConfig, cli, cli_generate, cli_settings, probed
 from hf_parallel.attention import capabilities
 from hf_parallel.generation import MODES
 from hf_parallel.measure import StepClock
@@ -36,6 +39,11 @@ def test_prompts_come_from_arguments_files_and_stdin(monkeypatch: pytest.MonkeyP
     (tmp_path / "file").write_text("from a\n\nfile\n")
     read = cli_generate.read_prompts(options("first", "-", "--file", str(tmp_path / "file")))
     assert read == ["first", "from\nstdin", "from a\n\nfile"]
+
+
+def test_a_file_called_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    assert cli_generate.read_prompts(options("first", "--file", "-", "--lines")) == ["first", "one", "two"]
 
 
 def test_without_a_prompt_stdin_is_read_line_by_line_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +109,14 @@ def test_a_file_without_a_prompt_is_named(
         (["x", "--model", "~nobody/model"], "--model ~nobody/model: no such folder"),
         (["x", "--lines"], "--lines splits files and stdin, and the prompts are arguments"),
         (["x", "--stats", "--mode", "generate"], "--stats tells what a mode cost, and --mode generate is none"),
+        (["x", "--temperature", "0"], "temperature=0.0 is refused by generate: "),
+        (["x", "--set", "temperature=warm"], "temperature must be a number, got 'warm'"),
+        (["x", "--top-p", "1.5"], "top_p=1.5 is refused by generate: "),
+        (["x", "--top-k", "-1"], "top_k must be an int of at least 0, got -1"),
+        (["x", "--max-new-tokens", "0"], "max_new_tokens must be an int of at least 1, got 0"),
+        (["x", "--mode", "generate", "--repetition-penalty", "-1"], "repetition_penalty=-1.0 is refused by generate: "),
+        (["x", "--greedy", "--num-return-sequences", "2"], "do not support `num_return_sequences`"),
+        (["--file", "-"], "give a prompt"),
     ],
 )  # fmt: skip
 def test_bad_options_are_one_line_before_a_model_is_loaded(
@@ -139,6 +155,34 @@ def test_bytes_of_stdin_that_are_no_text_are_named(
     assert "error: stdin is no text in UTF-8: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("network", [False, True])
+def test_a_model_that_is_nowhere_is_said_at_once(monkeypatch: pytest.MonkeyPatch, network: bool) -> None:
+    """Offline, and where nobody listens; `from_pretrained` is not asked, which would try for a minute."""
+    monkeypatch.setattr(cli_generate.AutoTokenizer, "from_pretrained", lambda name: pytest.fail("it was loaded"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", not network)
+    monkeypatch.setattr(cli_generate, "hf_hub_url", lambda *names: "http://127.0.0.1:9/config.json")
+    with pytest.raises(ValueError, match="--model nobody/nothing: there is no such folder, nothing of it in the Hub's"):
+        cli_generate.load(options("x", "--model", "nobody/nothing"))
+
+
+def test_a_hub_that_answers_has_its_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def from_pretrained(name: str) -> None:
+        asked.append(name)
+        raise OSError("what the Hub says")
+
+    monkeypatch.setattr(cli_generate.AutoTokenizer, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with running_hub() as hub:
+        hub.repositories["somebody/adapter"] = [{"adapter_config.json": b"{}"}]
+        monkeypatch.setattr(cli_generate, "hf_hub_url", lambda name, file: f"{hub.endpoint}/{name}/resolve/main/{file}")
+        for name in ("nobody/nothing", "somebody/adapter"):
+            with pytest.raises(OSError, match="what the Hub says"):
+                cli_generate.load(options("x", "--model", name))
+    assert asked == ["nobody/nothing", "somebody/adapter"]
+
+
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="num_workers must be"):
         cli.main(["generate", "x", "--debug", "--set", "num_workers=0"])
@@ -161,20 +205,20 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_values_are_json_or_text_which_a_text_remains(text: str, default: Any, value: Any) -> None:
-    assert cli_generate.parse(text, default) == value
+    assert cli_settings.parse(text, default) == value
 
 
 def test_options_go_before_the_preset_of_the_embedded_model() -> None:
-    config, settings = cli_generate.read_settings(options("x", "--temperature", "0.3", "--set", "step_prefix={name}> "))
+    config, settings = cli_settings.read_settings(options("x", "--temperature", "0.3", "--set", "step_prefix={name}> "))
     assert (config.step_prefix, config.own_header) == ("{name}> ", "\n\n")  # type: ignore[union-attr]
     assert (settings["temperature"], settings["do_sample"], settings["top_p"]) == (0.3, True, 0.9)
-    config, settings = cli_generate.read_settings(options("x", "--no-preset", "--seed", "7"))
+    config, settings = cli_settings.read_settings(options("x", "--no-preset", "--seed", "7"))
     assert config == HogwildConfig(seed=7)
     assert settings == {"max_new_tokens": 256}
 
 
 def test_greedy_leaves_no_setting_of_drawing_behind() -> None:
-    _, settings = cli_generate.read_settings(options("x", "--greedy"))
+    _, settings = cli_settings.read_settings(options("x", "--greedy"))
     assert settings["do_sample"] is False
     assert not {"temperature", "top_p", "top_k"} & settings.keys()
 
@@ -182,19 +226,19 @@ def test_greedy_leaves_no_setting_of_drawing_behind() -> None:
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
 def test_what_has_a_sense_in_sampling_alone_asks_for_it(name: str) -> None:
     for arguments in (["--no-preset"], ["--mode", "shared_prefix"], ["--mode", "generate"]):
-        _, settings = cli_generate.read_settings(options("x", *arguments, "--set", f"{name}=0.7"))
+        _, settings = cli_settings.read_settings(options("x", *arguments, "--set", f"{name}=0.7"))
         assert (settings["do_sample"], settings[name]) == (True, 0.7)
 
 
 def test_settings_of_generate_can_be_set_too() -> None:
-    _, settings = cli_generate.read_settings(
+    _, settings = cli_settings.read_settings(
         options("x", "--set", "no_repeat_ngram_size=4", "--set", 'stop_strings=["."]')
     )
     assert (settings["no_repeat_ngram_size"], settings["stop_strings"]) == (4, ["."])
 
 
 def test_a_length_of_prompt_and_answer_together_takes_the_place_of_the_default() -> None:
-    _, settings = cli_generate.read_settings(options("x", "--no-preset", "--set", "max_length=30"))
+    _, settings = cli_settings.read_settings(options("x", "--no-preset", "--set", "max_length=30"))
     assert settings == {"max_length": 30}
 
 
@@ -204,7 +248,7 @@ def test_every_mode_tells_its_settings(capsys: pytest.CaptureFixture[str], mode:
     told = capsys.readouterr().out
     names = MODES[mode].fields() if mode in MODES else ["temperature"]
     assert all(re.search(rf"\b{name}\b", told) for name in names)
-    assert cli_generate.describe(mode) == told.rstrip("\n")
+    assert cli_settings.describe(mode) == told.rstrip("\n")
 
 
 # The other commands
@@ -276,6 +320,17 @@ def test_the_demo_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_parallel.demo.main", lambda arguments: seen.append(arguments) or 0)
     assert cli.main(["demo", "--quick", "--task", "Sing a song."]) == 0
     assert seen == [["--quick", "--task", "Sing a song."]]
+
+
+@pytest.mark.parametrize("command", ["demo", "bench"])
+def test_help_of_other_programs_names_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [command, "--help"])
+    with pytest.raises(SystemExit) as left:
+        cli.main(["demo", "--help"]) if command == "demo" else benchmarks.__main__.main()
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: hf-parallel {command} [")
 
 
 @pytest.mark.parametrize(

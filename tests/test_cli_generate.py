@@ -16,7 +16,7 @@ import pytest
 import tiny
 from commands import STEPS, WORKERS, Tokenizer, given, in_a_terminal, interrupt, loading
 from test_skeleton_of_thought import TEXTS as OUTLINE
-from workers import small_model
+from workers import SETTINGS, small_model
 
 from hf_parallel import LogitsCache, cli, cli_generate
 from hf_parallel.live import LiveView
@@ -67,6 +67,14 @@ def test_an_answer_that_was_found_is_named(model: Any, capsys: pytest.CaptureFix
     model("a", "b", finisher="42}")
     assert cli.main([*WORKERS, "--max-new-tokens", "1", "--set", "finisher_tokens=3"]) == 0
     assert capsys.readouterr().out.endswith("\nAnswer: 42\n")
+
+
+def test_answers_to_several_prompts_are_told_apart(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model(*"abcdefgh", finisher="42}")
+    arguments = ["P", "Q?", "--raw", "--sample", "--no-preset", "--max-new-tokens", "1", "--num-return-sequences", "2"]
+    assert cli.main(["generate", *arguments, *given(SETTINGS | {"finisher_tokens": 3})]) == 0
+    found = "[1 of 2] Answer: 42\n[2 of 2] Answer: 42\n"
+    assert capsys.readouterr().out.endswith(f"\n\n== P\n{found}\n== Q?\n{found}")
 
 
 def test_completions_are_numbered_under_their_prompts(model: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from workers import TOKENIZER, small_model
 import hf_parallel
 from hf_parallel import HogwildConfig, ParallelStreamer, PDOSConfig, SelfConsistencyConfig, SharedPrefixConfig
 from hf_parallel.generation import MODES
-from hf_parallel.live import ABOVE, LiveColumns, LiveLines, LiveView, live_view
+from hf_parallel.live import ABOVE, LiveColumns, LiveLines, LiveTails, LiveView, live_view
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,7 +42,7 @@ def test_there_is_a_view_of_every_mode(mode: str) -> None:
     view = live_view(MODES[mode](), a_terminal())
     assert isinstance(view, LiveColumns)
     assert isinstance(view, ParallelStreamer)
-    assert isinstance(live_view(MODES[mode](), a_pipe()), LiveLines)
+    assert type(live_view(MODES[mode](), a_pipe())) is LiveLines
     assert drawn(view, 16)[-1] == "reading the task ..."
 
 
@@ -206,6 +206,37 @@ def test_an_interrupt_shows_what_rows_had_begun(error: type[BaseException] | Non
 
 def test_a_view_that_is_left_without_an_interrupt_speaks_of_none() -> None:
     assert all("interrupted" not in half_written(console, None, told=False) for console in (a_pipe(), a_terminal()))
+
+
+def test_a_terminal_too_narrow_for_columns_shows_the_end_of_what_rows_write() -> None:
+    view = live_view(HogwildConfig(), a_terminal(40, 5))
+    view.write_row(0, "one two\n" * 20, "token")
+    view.write_row(1, "\u77ed\u3044" * 20 + "e", "token")
+    assert isinstance(view, LiveTails)
+    lines = [Text("".join(piece.text for piece in line)) for line in view.console.render_lines(view.frame(), pad=False)]
+    assert re.fullmatch(r"Alice \| .* one two one two", lines[0].plain)
+    assert re.fullmatch("Bob   \\| [\u77ed\u3044]{15}e", lines[1].plain)
+    assert [line.cell_len for line in lines[:2]] == [40, 39]
+    for row in range(2, 9):
+        view.write_row(row, "more", "token")
+    assert len(view.console.render_lines(view.frame(), pad=False)) == 4
+    view.write_row(0, "", "step")
+    view.write_row(1, "", "end")
+    lines = ["".join(piece.text for piece in line) for line in view.console.render_lines(view.frame(), pad=False)]
+    assert [line.split("|")[0].strip() for line in lines[:2]] == ["Alice", "Worker 3"]
+    assert "one" not in lines[0]
+
+
+def test_what_stays_of_a_narrow_terminal_is_lines_and_the_account() -> None:
+    console = a_terminal(40)
+    picture = half_written(console, KeyboardInterrupt, told=False)
+    final = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", picture[picture.rindex("Bob   | two") :])
+    assert [line.strip() for line in final.splitlines() if line.strip()] == [
+        "Bob   | two",
+        "Bob   | lines  (interrupted)",
+        "reading the task ...",
+    ]
+    assert picture.rindex("\x1b[?25h") > picture.rindex("\x1b[?25l")
 
 
 def test_branches_need_room_for_two() -> None:

@@ -1,0 +1,170 @@
+"""`hf-parallel`: what is kept when nobody reads what is printed, when a disk is full, and when a later prompt fails."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import STEPS, WORKERS, at, loading
+
+from hf_parallel import LogitsCache, cli
+from hf_parallel.interruptible import InterruptibleCall
+from hf_parallel.live import LiveView
+from hf_parallel.printing import RowPrinter, StepPrinter
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOT = Path(__file__).resolve().parent.parent
+STREAMERS = {"text": StepPrinter, "jsonl": StepPrinter, "live": LiveView}
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    """Let the command line load a tiny model whose rows write scripts; returns the calls of `generate`."""
+    return loading(monkeypatch)
+
+
+@pytest.fixture(params=["closed", "full"])
+def pipe(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[], Any], int, str]]:
+    """A pipe, for stdout; what closes it or makes it a full disk; the exit status then, and what stderr says."""
+    read, write = os.pipe()
+    out = os.fdopen(write, "w")
+    if request.param == "closed":
+        yield out, lambda: os.close(read), 1, ""
+    else:
+        yield out, lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), write), 2, "No space left on device"
+        os.close(read)
+    out.close()  # fails while there is text that it has not been able to write
+
+
+def status_of(arguments: list[str]) -> int:
+    """The exit status of a command; rich leaves by itself where a pipe is closed."""
+    try:
+        return cli.main(arguments)
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+@pytest.mark.parametrize("form", STREAMERS)
+def test_a_run_is_kept_where_its_text_cannot_be_printed(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, form: str, pipe: Any
+) -> None:
+    out, breaks, status, said = pipe
+    monkeypatch.setattr(sys, "stdout", out)
+    model(*STEPS)
+    at(monkeypatch, 9, breaks, STREAMERS[form])
+    assert status_of([*WORKERS, "--format", form, "-o", str(tmp_path / "run.json")]) == status
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == bool(said)
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert ("interrupted" in told) == (form != "jsonl")  # whose lines are printed when all is written
+    (section,) = told["sections"]
+    written = ["".join(piece[1] for piece in card["pieces"]) for card in section["cards"]]
+    assert written[0].strip() == "Ann."
+
+
+def test_logits_are_kept_where_the_text_cannot_be_printed(
+    model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipe: Any
+) -> None:
+    out, breaks, status, _ = pipe
+    monkeypatch.setattr(sys, "stdout", out)
+    model("a" * 9)
+    at(monkeypatch, 4, breaks, RowPrinter)
+    arguments = ["P", "--raw", "--mode", "resample", "--logits-cache", str(tmp_path / "logits")]
+    assert cli.main(["generate", *arguments, "-o", str(tmp_path / "run.json")]) == status
+    assert len(LogitsCache.load(tmp_path / "logits")) >= 3
+    assert json.loads((tmp_path / "run.json").read_text())["interrupted"] is True
+
+
+def test_a_refused_call_leaves_earlier_files_alone(model: Any, capsys: Any, tmp_path: Path) -> None:
+    model()
+    (tmp_path / "run.json").write_text("earlier")
+    arguments = ["P", "--raw", "--mode", "resample", "--logits-cache", str(tmp_path / "logits"), "--set", "num_beams=2"]
+    assert cli.main(["generate", *arguments, "-o", str(tmp_path / "run.json")]) == 2
+    assert "num_beams=2 cannot be honoured" in capsys.readouterr().err
+    assert (tmp_path / "run.json").read_text() == "earlier"
+    assert not (tmp_path / "logits").exists()
+
+
+@pytest.mark.parametrize(("after", "kept"), [(7, 1), (10, 2)])
+def test_an_error_in_a_later_batch_leaves_what_came_before(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, after: int, kept: int
+) -> None:
+    """Each call has its prompt put, and six passes."""
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    arguments = ["P", "QRS", "TU", "--raw", "--no-preset", "--max-new-tokens", "6", "--greedy", "--batch-size", "1"]
+    arguments = ["generate", *arguments, "--set", "finisher_tokens=0", "-o", str(tmp_path / "run.json")]
+    model()
+    assert cli.main(arguments) == 0
+    whole = json.loads((tmp_path / "run.json").read_text())
+    model()
+    at(monkeypatch, after, fail)
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err == "hf-parallel: error: RuntimeError: no memory\n"
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert [section["prompt"] for section in run["sections"]] == ["<bos>P", "<bos>QRS"][:kept]
+    assert run["sections"][0] == whole["sections"][0]
+
+
+def test_a_call_that_never_ran_has_nothing_to_keep() -> None:
+    assert not InterruptibleCall(None, None, None, {}).has_written
+
+
+def test_what_cannot_be_printed_at_all_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any, pipe: Any) -> None:
+    out, breaks, status, said = pipe
+    monkeypatch.setattr(sys, "stdout", out)
+    breaks()
+    assert cli.main(["env"]) == status
+    assert said in capsys.readouterr().err
+
+
+def test_a_command_runs_without_any_stdout(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["env"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_is_viewed_from_stdin(model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    model(*STEPS)
+    assert cli.main([*WORKERS, "-o", "run.json"]) == 0
+    assert cli.main(["view", "run.json"]) == 0
+    page = Path("run.html").read_text()
+    capsys.readouterr()
+    for arguments in ([], ["-o", "page.html"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(Path("run.json").read_text()))
+        assert cli.main(["view", "-", *arguments]) == 0
+    assert capsys.readouterr().out == page + "\n"
+    assert Path("page.html").read_text() == page
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "run.html", "page.html"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [([], "stdin is no JSON: "), (["--open"], "--open needs a file to open")]
+)
+def test_what_comes_from_stdin_and_is_no_run_is_not_viewed(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("not json"))
+    assert cli.main(["view", "-", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_interrupt_while_torch_is_imported_says_nothing(tmp_path: Path) -> None:
+    """Here a torch that presses Ctrl-C when it is imported."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "hf_parallel_command", "env"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
