@@ -11,7 +11,10 @@ import torch
 
 from benchmarks.gpu_parts import graphs, models, run
 from benchmarks.gpu_parts.cases import attempt
+from hf_parallel.cache import BlockCache
+from hf_parallel.generation import graph
 from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.graph import DecodeGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,7 +59,26 @@ def test_logits_are_compared_while_rows_write_the_same() -> None:
         graphs.largest_difference([step * math.nan for step in expected], expected)
 
 
-def test_graphs_that_were_not_captured_on_a_gpu_are_a_failure() -> None:
+def test_rows_end_late_and_not_all_at_once() -> None:
+    torch.manual_seed(7)  # its model, left alone, would write one token over and over
+    stage = graphs.GraphStage()
+    compared = stage.check_rows(models.Models(torch.device("cpu"), torch.float32), "small", end=True)["compared"]
+    assert stage.rows * stage.steps // 2 < compared < stage.rows * stage.steps
+
+
+def test_graphs_that_were_not_captured_on_a_gpu_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells why, and where the capture failed."""
     ours = SimpleNamespace(sequences=SimpleNamespace(is_cuda=True), stats=SimpleNamespace(graph_bytes=0))
     with pytest.raises(RuntimeError, match="no decode step was captured"):
         graphs._figures(ours, ours)
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(graph, "record", fails)
+    monkeypatch.setattr(DecodeGraphs, "_replayable", lambda made: True)
+    step: Any = SimpleNamespace(position_ids=torch.zeros(1, dtype=torch.int64))
+    with graphs.reasons() as said:
+        assert not DecodeGraphs(BlockCache())._capture(lambda *_: torch.zeros(1), step, 1)
+    with pytest.raises(RuntimeError, match=r"(?s)captured: .*operation not permitted.*in fails"):
+        graphs._figures(ours, ours, said)

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from malformed_cases import TOKENIZER
+from test_shared_prefix import TokenCount
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
@@ -77,6 +78,18 @@ def test_results_are_the_same(generate: Callable[..., Any], sampled: bool, ends:
         assert ours.block.length == theirs.block.length
 
 
+def test_an_ended_row_is_in_one_more_pass_and_no_later(model: PreTrainedModel, generate: Callable[..., Any]) -> None:
+    settings: dict[str, Any] = {"eos_token_id": endings(generate), "pad_token_id": 0}
+    with TokenCount(model) as waiting:
+        generate(False, **settings)
+    with TokenCount(model) as ahead:
+        generate(True, **settings)
+    prompts, *steps = waiting.passes
+    assert len(set(steps)) > 2, "the rows end together"
+    assert len(steps) < NEW - 1, "a row does not end"
+    assert ahead.passes == [prompts, len(INPUT_IDS), *steps]
+
+
 def test_a_kept_cache_goes_on_from_the_right_tokens(generate: Callable[..., Any]) -> None:
     eos = endings(generate)
     cache = hf_parallel.SharedPrefixCache()
@@ -111,7 +124,7 @@ def test_a_processor_of_the_callers_own_is_waited_for(
 
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "synchronize")
 PATH = [
-    *(getattr(DecodeLoop, name) for name in ("_step_ahead", "_run", "_logits", "_take_back")),
+    *(getattr(DecodeLoop, name) for name in ("_step_ahead", "run", "_logits", "_take_back")),
     *(getattr(DecodeGraphs, name) for name in ("logits", "_goes_on", "_storage")),
     *(getattr(Sampler, name) for name in ("draw", "_process", "_processed", "_draw", "_ended", "_judged", "_record")),
     *(getattr(TokenTable, name) for name in ("append", "left_padded", "index")),

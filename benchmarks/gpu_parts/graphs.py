@@ -7,12 +7,16 @@ shows in the logits of a later step.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+
+from hf_parallel.generation import graph
 
 from .cases import Case
 from .correctness import worst
@@ -22,6 +26,9 @@ TOLERANCE = 1e-4
 """Absolute error allowed to a logit, whose spread is about 0.3: several hundred times what rounding leaves."""
 TAIL = 3
 """Tokens at the end of its prompt in which a row differs from the others."""
+PENALTY = 2.0
+"""Repetition penalty. Without it models with random weights come to write one token over and over: their logits change
+little from step to step, as they would if nothing was read anew, and no token is left for rows to end at."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,9 @@ class GraphStage:
         if end:
             ends = late_tokens(expected.sequences[:, self.prefix :])
             expected = self._generate(model, prompt, generation_mode=None, eos_token_id=ends)
-        ours = self._generate(model, prompt, generation_mode="shared_prefix", eos_token_id=ends or None)
-        return _figures(ours, expected, ends)
+        with reasons() as said:
+            ours = self._generate(model, prompt, generation_mode="shared_prefix", eos_token_id=ends or None)
+        return _figures(ours, expected, said, ends)
 
     def check_workers(self, models: Models, name: str) -> dict[str, Any]:
         """Hogwild! workers, whose finished steps move, against the same without graphs."""
@@ -78,11 +86,14 @@ class GraphStage:
         rare = min(sorted(set(text)), key=text.count)  # so that some steps end, but not every one
         settings |= {"separator": rare, "sentence_ends": sorted(set(text))}
         expected = self._generate(model, prompt, cuda_graph=False, **settings)
-        return _figures(self._generate(model, prompt, **settings), expected, together=True)
+        with reasons() as said:
+            ours = self._generate(model, prompt, **settings)
+        return _figures(ours, expected, said, together=True)
 
     def _generate(self, model: Any, prompt: torch.Tensor, **settings: Any) -> Any:
         common: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.steps, "pad_token_id": PAD}
-        return model.generate(prompt, return_dict_in_generate=True, output_logits=True, **common, **settings)
+        common |= {"repetition_penalty": PENALTY, "return_dict_in_generate": True, "output_scores": True}
+        return model.generate(prompt, **common, **settings)
 
 
 def late_tokens(written: torch.Tensor) -> list[int]:
@@ -91,10 +102,38 @@ def late_tokens(written: torch.Tensor) -> list[int]:
     return sorted(set(written.flatten().tolist()) - set(written[:, :half].flatten().tolist()))
 
 
-def _figures(ours: Any, expected: Any, ends: Sequence[int] = (), together: bool = False) -> dict[str, Any]:
+class _Hearer(logging.Handler):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message, with the traceback that it may have."""
+        self.said.append(self.format(record))
+
+
+@contextmanager
+def reasons() -> Iterator[list[str]]:
+    """Collects why decode steps inside the block were not captured, and where that failed."""
+    logger, hearer = logging.getLogger(graph.__name__), _Hearer()
+    level = logger.level
+    logger.addHandler(hearer)
+    logger.setLevel(logging.DEBUG)  # at which the traceback is told
+    try:
+        yield hearer.said
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(hearer)
+
+
+def _figures(
+    ours: Any, expected: Any, said: Sequence[str] = (), ends: Sequence[int] = (), together: bool = False
+) -> dict[str, Any]:
     if ours.sequences.is_cuda and not ours.stats.graph_bytes:
-        raise RuntimeError("no decode step was captured")
-    error, compared = largest_difference(ours.logits, expected.logits, ends, together)
+        raise RuntimeError(": ".join(["no decode step was captured", *said]))
+    error, compared = largest_difference(ours.scores, expected.scores, ends, together)
     return {
         "max_error": error,
         "tolerance": TOLERANCE,
@@ -107,12 +146,12 @@ def _figures(ours: Any, expected: Any, ends: Sequence[int] = (), together: bool 
 def largest_difference(
     ours: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], ends: Sequence[int] = (), together: bool = False
 ) -> tuple[float, int]:
-    """Largest difference of logits as long as rows have written the same, and how many of them were compared.
+    """Largest difference of scores as long as rows have written the same, and how many of them were compared.
 
     Parameters
     ----------
     ours, expected : sequence of [rows, vocabulary]
-        Logits of each step, from which the best token is taken.
+        Of each step, from which the best token is taken.
     ends : sequence of int
         Tokens behind which a row is not looked at.
     together : bool

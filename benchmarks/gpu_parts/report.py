@@ -95,6 +95,11 @@ def _other(name: str) -> Callable[[Figures], str]:
     return cell
 
 
+def _graph_megabytes(case: Figures) -> str:
+    """Memory of captured decode steps: 0 where none could be captured, so that other times were measured."""
+    return format(case["stats"]["graph_bytes"] * 1e-6, ".0f") if "stats" in case else ""
+
+
 def _error_status(case: Figures) -> str:
     return "" if case["ok"] else "WRONG"
 
@@ -151,6 +156,7 @@ COLUMNS: dict[str, Sequence[Column]] = {
         ("tokens/s", _number("tokens_per_second", form=".0f")),
         ("by floor", _number("by_floor")),
         ("steps", _text("steps")),
+        ("graphs, MB", _graph_megabytes),
     ),
 }
 """The columns of each stage's table."""

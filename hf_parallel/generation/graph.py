@@ -132,6 +132,7 @@ class DecodeGraphs:
             self.num_bytes = 0
             reason = error.__context__ or error  # the end of a capture fails too, and says less
             _logger.warning("decode steps are launched kernel by kernel, they could not be captured: %s", reason)
+            _logger.debug("where the capture failed", exc_info=reason)
             return False
         self._pool = recording.pool
         self.num_bytes += recording.num_bytes

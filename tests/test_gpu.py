@@ -1,0 +1,198 @@
+"""On a GPU: every backend gives what the oracle gives, and a call writes what it writes on the host.
+
+All of it needs a CUDA device. Layouts, problems and oracles are those of the tests without one and of
+`python -m benchmarks.gpu`, which goes through more sizes and measures them.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import HealthCheck, given, settings
+from scenes import Scene, scenes
+from test_hogwild import StepsEnd
+from test_shared_prefix import CLEAR, SOME, clear_batch, plainly, shared
+from transformers import PreTrainedModel
+from workers import SETTINGS
+
+import hf_parallel
+from benchmarks.gpu_parts.baselines import Cascade
+from benchmarks.gpu_parts.cases import Case
+from benchmarks.gpu_parts.correctness import TOLERANCE, CorrectnessStage, poisoned_memory
+from benchmarks.gpu_parts.layer import Features, Layer, shared_prefix
+from hf_parallel.cache.hogwild import LAYOUTS
+from hf_parallel.generation.noise import RowNoise, draw, waits
+from hf_parallel.kernels import BACKEND_VARIABLE, backends, block_attention, reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_thread")]
+
+DEVICE = torch.device("cuda")
+HALVES = ["float16", "bfloat16"]
+GRAPHS = pytest.mark.parametrize("cuda_graph", [False, True], ids=["launched", "graphs"])
+
+
+# Attention
+
+
+@pytest.fixture(params=["triton", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend that is asked for, if the machine has it."""
+    (found,) = (backend for backend in backends() if backend.name == request.param)
+    if not found.available:
+        pytest.skip(found.reason)
+    monkeypatch.setenv(BACKEND_VARIABLE, found.name)
+    return found.name
+
+
+def attend_on_device(scene: Scene, dtype: torch.dtype) -> torch.Tensor:
+    """What the backend that was asked for gives for a scene's last pass, with NaN in all memory that it allocates."""
+    plan, window = scene.forward.plan, scene.features.window
+
+    def attend(*states: Any, sinks: torch.Tensor | None, **rest: Any) -> torch.Tensor:
+        query, keys, values = (x.to(DEVICE) for x in states[:3])
+        sinks = None if sinks is None else sinks.to(DEVICE)
+        with poisoned_memory():
+            return block_attention(query, keys, values, plan, sinks=sinks, window=window, **rest).cpu()
+
+    return scene.attend(attend, dtype)
+
+
+def exactly(scene: Scene, dtype: torch.dtype) -> torch.Tensor:
+    """The oracle in float64, over the same rounded numbers."""
+
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *plan: Any, **rest: Any) -> torch.Tensor:
+        return reference.block_attention(query.double(), keys.double(), values.double(), *plan, **rest)
+
+    return scene.attend(attend, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))  # each compiles kernels of its own
+@given(scene=scenes())
+def test_backends_equal_the_oracle_on_any_layout(backend: str, dtype: str, scene: Scene) -> None:
+    kind = getattr(torch, dtype)
+    out, expected = attend_on_device(scene, kind), exactly(scene, kind)
+    torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(kind).eps, atol=TOLERANCE[dtype])
+
+
+def name_of(case: Case) -> str:
+    return " ".join(map(str, case.settings.values()))
+
+
+PROBLEMS = [*CorrectnessStage(head_dims=(128,), dtypes=tuple(HALVES)).cases(DEVICE)]
+
+
+@pytest.mark.parametrize("case", PROBLEMS, ids=name_of)
+def test_problems_of_the_benchmark_are_right(case: Case) -> None:
+    """By the backend that dispatch chooses: long prefills by FlashAttention, of the package where it is installed."""
+    figures = case.run()
+    assert figures["ok"], figures
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_flashinfers_cascade_gives_the_same(dtype: str) -> None:
+    """What the kernels are measured against computes the same problem."""
+    pytest.importorskip("flashinfer")
+    layer = Layer(Features(8, 2, 128, getattr(torch, dtype)), DEVICE)
+    segments = shared_prefix(layer, 48, [31, 31, 31])  # pages that are full once the step's tokens are in
+    layer.step(segments)
+    layer.fill()
+    cascade = Cascade(layer, segments[0].view[0], [segment.view[-1] for segment in segments])
+    for out in (layer.attend(), cascade.attend(layer.query)):
+        torch.testing.assert_close(out.double(), layer.oracle(), rtol=0, atol=TOLERANCE[dtype])
+
+
+# Whole calls, in float32
+
+
+@cache
+def on_host(name: str) -> PreTrainedModel:
+    return hf_parallel.enable(copy.deepcopy(tiny.build(name)))
+
+
+@cache
+def on_device(name: str) -> PreTrainedModel:
+    return hf_parallel.enable(copy.deepcopy(tiny.build(name)).to(DEVICE))
+
+
+def sent(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
+
+
+@GRAPHS
+@pytest.mark.parametrize("name", SOME)
+def test_greedy_shared_prefix_writes_what_generate_writes_on_the_host(name: str, cuda_graph: bool) -> None:
+    batch = clear_batch(name)
+    out = shared(on_device(name), **sent(batch.inputs), cuda_graph=cuda_graph)
+    assert torch.equal(out.sequences.cpu(), batch.expected)
+    assert out.stats is not None
+    assert bool(out.stats.graph_bytes) == cuda_graph
+
+
+@GRAPHS
+def test_rows_that_end_at_different_times_write_what_they_write_on_the_host(cuda_graph: bool) -> None:
+    batch = clear_batch("llama")
+    ends = [int(batch.new_tokens[0, 3]), int(batch.new_tokens[6, 8])]
+    expected = plainly(tiny.build("llama"), **batch.inputs, eos_token_id=ends).sequences
+    out = shared(on_device("llama"), **sent(batch.inputs), eos_token_id=ends, cuda_graph=cuda_graph)
+    assert torch.equal(out.sequences.cpu(), expected)
+
+
+def write_together(model: PreTrainedModel, ids: torch.Tensor, layout: str, **more: Any) -> Any:
+    """Three workers whose steps end now and then, at other times each."""
+    asked = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    asked |= {"num_workers": 3, "layout": layout, "finisher_tokens": 0, "logits_processor": [StepsEnd(4)]}
+    return model.generate(ids, generation_mode="hogwild", **(asked | SETTINGS | more))  # type: ignore[operator]
+
+
+@cache
+def clear_problem(layout: str) -> tuple[torch.Tensor, Any]:
+    """A prompt behind which every token of every worker wins clearly, and what the workers write on the host."""
+    for seed in range(20):
+        ids = tiny.make_prompts([17], seed=seed)[0][None]
+        out = write_together(on_host("llama"), ids, layout)
+        best = torch.stack(out.scores).topk(2).values
+        if (best[..., 0] - best[..., 1]).min() > CLEAR:
+            return ids, out
+    raise AssertionError(f"no clear problem for {layout} among 20")
+
+
+@GRAPHS
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_greedy_workers_write_what_they_write_on_the_host(layout: str, cuda_graph: bool) -> None:
+    ids, expected = clear_problem(layout)
+    out = write_together(on_device("llama"), ids.to(DEVICE), layout, cuda_graph=cuda_graph)
+    assert torch.equal(out.sequences.cpu(), expected.sequences)
+    assert out.history == expected.history
+    assert len({step.forward_pass for step in out.history[0]}) > 3, "few steps end"
+    assert bool(out.stats.graph_bytes) == cuda_graph
+
+
+# Randomness
+
+
+def test_noise_of_a_gpu_is_that_of_the_host() -> None:
+    keys, tokens = torch.arange(0, 2**62, 2**53)[:, None], torch.arange(5000)
+    ours = waits(keys.to(DEVICE), tokens.to(DEVICE)).cpu()
+    torch.testing.assert_close(ours, waits(keys, tokens), rtol=1e-5, atol=0)
+
+
+def test_the_same_shares_give_the_same_tokens_on_a_gpu_and_on_the_host() -> None:
+    shares = (2 * torch.randn(500, 5000)).softmax(dim=-1)
+    host, device = (draw(shares.to(at), [RowNoise(seed) for seed in range(500)]) for at in ("cpu", DEVICE))
+    assert torch.equal(device.cpu(), host)
+
+
+@GRAPHS
+def test_a_seeded_sample_on_a_gpu_is_that_of_the_host(cuda_graph: bool) -> None:
+    ids = tiny.make_prompts([17], seed=4)[0][None]
+    sampled = {"do_sample": True, "seed": 5, "temperature": 1.5, "num_return_sequences": 6}
+    expected = shared(on_host("llama"), ids, **sampled).sequences
+    out = shared(on_device("llama"), ids.to(DEVICE), **sampled, cuda_graph=cuda_graph)
+    assert len({tuple(row) for row in expected.tolist()}) == len(expected)
+    assert torch.equal(out.sequences.cpu(), expected)
