@@ -41,6 +41,16 @@ def whole_file(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a file that is there whole or not at all. What is no file, such as a pipe, is written to as it is."""
+    path = Path(path).resolve()  # not the link is replaced, but what it leads to
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    with whole_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
 def warn_of_version(path: str | Path, version: str) -> None:
     """Say that a file was saved under another version of transformers, if it was."""
     now = transformers.__version__

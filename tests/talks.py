@@ -61,7 +61,7 @@ def state(session: HogwildSession) -> Any:
     """All that can be seen of a session, and what its cache holds."""
     out = session.output()
     blocks, space = session._run.run.cache.blocks, session._run.problem.space
-    held = sum(block.length for block in blocks), len(blocks) - len(space.closing)
+    held = sum(block.length for block in blocks), len(blocks) - len(space.closing), session._run.problem.length
     cost = {name: value for name, value in asdict(session.stats).items() if "seconds" not in name}
     cost.pop("kv_bytes"), cost.pop("reserved_bytes")
     seen = (session.names, session.writing, session.passes, session.texts, session.history, session.answer)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from talks import SHORT, WORDY
+from talks import SHORT, WORDY, begin, some_life
 from transformers import LogitsProcessor
 from workers import SETTINGS, TOKENIZER, encode, small_model
 
@@ -17,6 +19,7 @@ from hf_parallel import HogwildSession, LogitsCache
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation import worker
 from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.worker import Problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,13 +76,13 @@ def test_a_budget_that_only_time_ends_takes_no_memory_beforehand() -> None:
 
 def test_every_forward_pass_is_in_the_seconds_of_prefill_or_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of the headers, and the one in which the finisher reads all that was written."""
-    pause, run = 0.05, DecodeLoop._run
+    pause, run = 0.05, DecodeLoop.run
 
     def slow(*given: Any) -> torch.Tensor:
         time.sleep(pause)
         return run(*given)
 
-    monkeypatch.setattr(DecodeLoop, "_run", slow)
+    monkeypatch.setattr(DecodeLoop, "run", slow)
     stats = generate(finisher_tokens=2).stats
     assert stats.prefill_seconds >= 3 * pause
     assert stats.prefill_seconds + stats.decode_seconds >= stats.forward_passes * pause
@@ -137,6 +140,39 @@ def test_a_session_without_a_length_ends_there_too(read: list[int]) -> None:
         assert session.passes < tiny.MAX_POSITIONS - len(LONG)
         session.finish()
     assert max(read) <= tiny.MAX_POSITIONS
+
+
+def to_be_read(problem: Problem) -> int:
+    """All that a problem holds, counted anew."""
+    written = [step.tokens for step in problem.history]
+    written += [one.current.tokens for one in problem.workers if not one.left]
+    return sum(map(len, (problem.call.prompts[0], *problem.headers, *written)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_there_is_to_read_is_counted_whatever_happens(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps end, are told and are forgotten, workers come, go and leave; also where it is told again from a file."""
+    session, path, counted = begin(layout=layout, max_new_tokens=60), tmp_path / "session", []
+    is_full = Problem.is_full
+
+    def noted(problem: Problem) -> bool:
+        counted.append((problem.length, to_be_read(problem)))
+        return is_full(problem)
+
+    monkeypatch.setattr(Problem, "is_full", noted)
+    some_life(session, random.Random(layout), changes=12)
+    session.save(path)
+    loaded = HogwildSession.load(path, small_model(), TOKENIZER)
+    assert loaded._run.problem.length == session._run.problem.length
+    for each in (session, loaded):
+        each.remove_worker(each.writing[0])
+        each.finish()
+        problem = each._run.problem
+        assert problem.length == to_be_read(problem)
+    assert len(counted) > 50
+    assert all(ours == true for ours, true in counted)
 
 
 def test_who_asks_for_rows_beyond_the_models_positions_gets_them(read: list[int]) -> None:

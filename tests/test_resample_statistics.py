@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_parallel
-from benchmarks.resample import keep_last_path
 from hf_parallel import LogitsCache, ReplayPolicy, Stepwise
 from hf_parallel.generation.fingerprint import fingerprint
 
@@ -110,7 +109,7 @@ def remembering(model: PreTrainedModel, reference: list[int], single_path: bool)
         settings = {"logits_cache": cache, "num_return_sequences": 8, "seed": 5}
         model.generate(PROMPT, generation_mode="resample", **SETTINGS, **settings)  # type: ignore[operator]
     else:
-        keep_last_path(cache)
+        cache.keep_last_path()
     return cache
 
 

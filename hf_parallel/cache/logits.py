@@ -144,6 +144,31 @@ class LogitsCache:
                 self._forget(state)
             self._roots, self._leaves, self.num_bytes = {}, [], 0
 
+    def keep_last_path(self) -> None:
+        """Forget all but the run of tokens that was visited last, of each model: what Hive's own cache holds.
+
+        For who has little memory, and whose next samples follow the last one. Calls that are running go on, and leave
+        nothing on states that were forgotten.
+        """
+        with self._lock:
+            states = list(self._states())
+            last: dict[str, State] = {}
+            for key, state in states:
+                if key not in last or state.used > last[key].used:
+                    last[key] = state
+            kept = set(last.values())
+            for _, state in reversed(states):  # children before their parents
+                state.children = {token: child for token, child in state.children.items() if child in kept}
+                if state.children:
+                    kept.add(state)
+                elif state not in kept:
+                    self.num_bytes -= state.num_bytes
+                    self._forget(state)
+            self._leaves = [entry for entry in self._leaves if entry[2].alive]
+            heapq.heapify(self._leaves)
+            for state in last.values():
+                self._offer(state)
+
     def children(self, state: State) -> list[State]:
         """The states that are one token longer, as they are now."""
         with self._lock:

@@ -273,21 +273,11 @@ def _check_lengths(call: GenerationCall, passages: Sequence[Passage]) -> None:
 # A call of a mode that has stages
 
 
-def check_tokenizer_given(kwargs: dict[str, Any], mode: str) -> None:
-    """Raise a `ValueError` unless the arguments of `generate` hold a tokenizer that encodes and decodes."""
-    tokenizer = kwargs.get("tokenizer")
-    if tokenizer is None:
-        raise ValueError(f"{mode} reads what was written: give generate(..., tokenizer=tokenizer)")
-    tokens = encode(tokenizer, "1")
-    if not isinstance(tokenizer.decode(tokens), str):
-        raise ValueError(f"tokenizer must be a tokenizer whose decode() returns a string, got {tokenizer!r}")
-
-
 def check_vocabulary(call: GenerationCall, texts: Sequence[str]) -> None:
     """Raise a `ValueError` unless the model can read the tokens of a mode's own texts."""
     vocabulary = vocabulary_size(call.model)
     for text in texts:
-        if max(encode(call.tokenizer, text), default=0) >= vocabulary:
+        if text and max(encode(call.tokenizer, text), default=0) >= vocabulary:
             raise ValueError(f"tokenizer gives tokens outside the model's vocabulary of {vocabulary} for {text!r}")
 
 
@@ -297,17 +287,6 @@ def refuse_what_counts_from_the_prompt(call: GenerationCall, mode: str) -> None:
         value = getattr(call.generation_config, name, None)
         if value not in (None, 0):
             raise ValueError(f"{name}={value!r} cannot be honoured by {mode}: its texts follow from prompts of its own")
-
-
-def tree_of(call: GenerationCall) -> SharedPrefixCache:
-    """The cache that the caller passed, or a new one."""
-    cache = call.past_key_values
-    if cache is None:
-        cache = SharedPrefixCache(device=call.input_ids.device)
-    if not isinstance(cache, SharedPrefixCache):
-        raise ValueError(f"past_key_values must be a SharedPrefixCache, got {type(cache).__name__}")
-    cache.claim(call.model)
-    return cache
 
 
 def give_back(

@@ -141,6 +141,19 @@ def check_tokenizer(tokenizer: Any) -> None:
         raise ValueError(f"tokenizer must be a tokenizer that encodes when called and has decode(), got {tokenizer!r}")
 
 
+def check_tokenizer_given(kwargs: Mapping[str, Any], mode: str, purpose: str = "reads what was written") -> None:
+    """Raise a `ValueError` unless the arguments of `generate` hold a tokenizer that encodes and decodes.
+
+    `purpose` is what the mode needs it for, as the error says it behind the mode's name.
+    """
+    tokenizer = kwargs.get("tokenizer")
+    if tokenizer is None:
+        raise ValueError(f"{mode} {purpose}: give generate(..., tokenizer=tokenizer)")
+    tokens = encode(tokenizer, "1")
+    if not isinstance(tokenizer.decode(tokens), str):
+        raise ValueError(f"tokenizer must be a tokenizer whose decode() returns a string, got {tokenizer!r}")
+
+
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Tokens of a text of the caller's own, without special ones.
 

@@ -107,12 +107,8 @@ class ParallelConfig:
         texts = {f.name for f in dataclasses.fields(self) if "Sequence[str]" in str(f.type)}  # a tuple or a list
         settings = {name: list(v) if name in texts and v is not None else v for name, v in self.to_dict().items()}
         for name, value in settings.items():
-            try:
-                found = json.loads(json.dumps(value))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{name}={value!r} cannot be stored: {error}") from error
-            if found != value:
-                raise ValueError(f"{name}={value!r} cannot be stored: JSON turns it into {found!r}")
+            if why := lost_in_json(value):
+                raise ValueError(f"{name}={value!r} cannot be stored: {why}")
         return settings
 
 
@@ -163,6 +159,15 @@ def unknown_setting(cls: type[ParallelConfig], name: Any, value: Any, others: It
     if owners:
         hint = f"it is one of {' and '.join(owners)}. {cls.mode}"
     return ValueError(f"{cls.mode!r} has no setting {name!r} (got {value!r}); {hint} has {cls.fields()}")
+
+
+def lost_in_json(value: Any) -> str:
+    """Why JSON does not give a value back as it is; empty if it does."""
+    try:
+        found = json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "" if found == value else f"JSON turns it into {found!r}"
 
 
 def is_int(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The journal of a session: what happened in it, in order, so that it can be told again; and how files are written."""
+"""The journal of a session: what happened in it, in order, so that it can be told again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..folders import whole_file
+from ..folders import write_whole
+from .config import lost_in_json
 
 FORMAT = "hf_parallel.HogwildSession"
 VERSION = 1
@@ -24,16 +25,6 @@ def write_journal(path: str | Path, told: dict[str, Any]) -> None:
     for name, value in told.items():
         check_plain(name, value)
     write_whole(path, json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(told), **told}))
-
-
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a file that is there whole or not at all. What is no file, such as a pipe, is written to as it is."""
-    path = Path(path).resolve()  # not the link is replaced, but what it leads to
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    with whole_file(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
 
 
 def read_journal(path: str | Path) -> dict[str, Any]:
@@ -62,11 +53,7 @@ def read_journal(path: str | Path) -> dict[str, Any]:
 
 def check_plain(name: str, value: Any) -> None:
     """Raise a `ValueError` unless a value comes back from JSON as it is."""
-    try:
-        same = json.loads(json.dumps(value)) == value
-    except (TypeError, ValueError):
-        same = False
-    if not same:
+    if lost_in_json(value):
         raise ValueError(f"{name} cannot be saved: it must be plain data, got {value!r}")
 
 

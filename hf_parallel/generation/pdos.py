@@ -27,7 +27,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..attention import UnsupportedModelError
 from ..cache.tree_branch import Tree, TreeBranchCache
-from .arguments import encode
+from .arguments import check_tokenizer_given
 from .blocks import ParallelBlock, Run, StageStats, Token
 from .branches import BranchRow, TrunkRow
 from .call import GenerationCall, vocabulary_size
@@ -156,12 +156,7 @@ class PDOSConfig(BlockFormat, ParallelConfig):
 
     def prepare(self, kwargs: dict[str, Any]) -> None:
         """Look whether the tokenizer works, and put the format behind the caller's own logits processors."""
-        tokenizer = kwargs.get("tokenizer")
-        if tokenizer is None:
-            raise ValueError("pdos reads text to find blocks and branches: give generate(..., tokenizer=tokenizer)")
-        tokens = encode(tokenizer, "a")
-        if not isinstance(tokenizer.decode(tokens), str):
-            raise ValueError(f"tokenizer must be a tokenizer whose decode() returns a string, got {tokenizer!r}")
+        check_tokenizer_given(kwargs, self.mode, "reads text to find blocks and branches")
         self._forcing = _Forcing()
         given = kwargs.get("logits_processor")
         if self.parallel_hint and (given is None or isinstance(given, list | tuple)):

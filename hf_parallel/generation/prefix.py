@@ -8,7 +8,25 @@ import torch
 
 from ..cache import Segment
 from ..cache.shared_prefix import Node, SharedPrefixCache
+from .call import GenerationCall
 from .decode import DecodeLoop
+
+
+def tree_of(call: GenerationCall) -> SharedPrefixCache:
+    """The cache that the caller passed, or a new one; it serves the call's model from now on.
+
+    Raises
+    ------
+    ValueError
+        If the caller's is of another kind, or was filled by another model.
+    """
+    cache = call.past_key_values
+    if cache is None:
+        cache = SharedPrefixCache(device=call.input_ids.device)
+    if not isinstance(cache, SharedPrefixCache):
+        raise ValueError(f"past_key_values must be a SharedPrefixCache, got {type(cache).__name__}")
+    cache.claim(call.model)
+    return cache
 
 
 def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> torch.Tensor:

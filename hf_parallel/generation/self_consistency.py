@@ -17,20 +17,19 @@ from .answers import (
     Passage,
     Stage,
     check_pattern,
-    check_tokenizer_given,
     check_vocabulary,
     find_answer,
     give_back,
     majority,
     normal_form,
     refuse_what_counts_from_the_prompt,
-    tree_of,
 )
-from .arguments import encode
+from .arguments import check_tokenizer_given, encode
 from .call import GenerationCall
 from .config import check_choice, check_int, check_template, check_text
 from .decode import DecodeLoop
 from .outputs import ParallelOutput
+from .prefix import tree_of
 from .recalling import RecallingConfig
 from .record import Record
 from .text import GrowingText

@@ -14,13 +14,16 @@ from .arguments import encode
 from .call import GenerationCall
 from .config import check_bool, is_int
 from .decode import DecodeLoop
-from .prefix import prefill_leaves
+from .prefix import prefill_leaves, tree_of
 from .recalling import RecallingConfig
 from .rows import Row
 from .sampling import TokenTable
 
 SUFFIX_ROOM = 512
-"""Tokens that a completion has room for at first; it grows beyond."""
+"""Tokens that a completion has room for at first, at most."""
+BATCH_ROOM = 1 << 16
+"""Tokens that all completions of a call have room for at first, unless that is less than `LEAST_ROOM` for each."""
+LEAST_ROOM = 64
 
 
 @dataclass
@@ -78,20 +81,15 @@ class SharedPrefixConfig(RecallingConfig):
 
     def run(self, call: GenerationCall) -> Any:
         """Prefill the tree once, then decode all rows over it."""
-        cache, kept = call.past_key_values, call.past_key_values is not None
-        if cache is None:
-            cache = SharedPrefixCache(device=call.input_ids.device)
         if self._paths and call.num_rows != len(self._paths):
             raise ValueError("with levels there is one row per leaf, but generation_config has num_return_sequences")
-        if not isinstance(cache, SharedPrefixCache):
-            raise ValueError(f"past_key_values must be a SharedPrefixCache, got {type(cache).__name__}")
-        cache.claim(call.model)
+        cache = tree_of(call)
         table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, SUFFIX_ROOM))
         loop = DecodeLoop(call, cache, table, seed=self.seed)
         with loop.running(), self.recalling(loop, call.prompts):
             self._decode(loop, cache)
         output = loop.output()
-        if not kept and isinstance(output, torch.Tensor):
+        if call.past_key_values is None and isinstance(output, torch.Tensor):
             cache.reset()
         return output
 
@@ -122,7 +120,7 @@ class SharedPrefixConfig(RecallingConfig):
             for leaf, tokens in zip(self._leaves(call, cache, [row.index for row in rows]), replayed, strict=True)
         ]
         logits = prefill_leaves(loop, cache, leaves)
-        room = min(call.max_length - min(begins) - 1, SUFFIX_ROOM)
+        room = first_room(call.max_length - min(begins) - 1, len(rows))
         for row, leaf, block in zip(rows, leaves, cache.new_blocks(len(rows), room), strict=True):
             block.base = leaf.start + len(leaf.tokens)
             row.view = [*cache.view(leaf), block]
@@ -144,6 +142,18 @@ class SharedPrefixConfig(RecallingConfig):
             cache.attach(leaf, completion.cpu().numpy(), block)
         else:
             cache.free(block)
+
+
+def first_room(longest: int, rows: int) -> int:
+    """Tokens that each of so many completions has room for at first; its room doubles whenever it is outgrown.
+
+    That is the `longest` that one may have, halved until it is little: completions that end early reserve little, and
+    those that write on end with room for the `longest` and no more.
+    """
+    room = longest
+    while room > SUFFIX_ROOM or (room > LEAST_ROOM and room * rows > BATCH_ROOM):
+        room = -(-room // 2)
+    return room
 
 
 def _leaf_paths(node: Any, tokenizer: Any, above: tuple[np.ndarray, ...] = ()) -> Iterator[tuple[np.ndarray, ...]]:

@@ -17,17 +17,16 @@ from .answers import (
     Passage,
     Stage,
     check_pattern,
-    check_tokenizer_given,
     check_vocabulary,
     give_back,
     refuse_what_counts_from_the_prompt,
-    tree_of,
 )
-from .arguments import encode
+from .arguments import check_tokenizer_given, encode
 from .call import GenerationCall
 from .config import check_int, check_template, check_text
 from .noise import RowNoise, make_noise
 from .outputs import GenerationStats, ParallelOutput
+from .prefix import tree_of
 from .recalling import RecallingConfig
 from .record import Record
 from .text import GrowingText

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -167,6 +167,7 @@ class Problem(Group):
         lengths = [len(tokens) for tokens in self.headers]
         self.space = cache.new_workspace(config.layout, cache.view(leaf), config.num_workers, lengths)
         self.history: list[Step] = []
+        self._recorded = 0  # tokens of the history
         self.answer: str | None = None
         self.conclusion = ""
         self.generated = 0
@@ -216,14 +217,14 @@ class Problem(Group):
         if not worker.left:
             worker.left = True
             self.show(worker, "", "end")
-        self.history = [step for step in self.history if step.worker != worker.number or step.forward_pass is not None]
+        self._keep_steps(lambda step: step.worker != worker.number or step.forward_pass is not None)
         self._disown(self.space.workers[worker.number])
         self.cache.remove_worker(self.space, worker.number)
 
     def tell_all(self, text: str, tokens: list[int], passes: int) -> None:
         """Put a step that no worker wrote into the history, after `passes` decode passes."""
         number = 1 + sum(step.worker < 0 for step in self.history)
-        self.history.append(Step(-1, "common", number, text, tokens, passes))
+        self._add_step(Step(-1, "common", number, text, tokens, passes))
         self.call.show(-1, text, "inject")
         self.call.show(-1, "", "step")
         self.given += len(tokens)
@@ -232,10 +233,19 @@ class Problem(Group):
     def forget(self, number: int) -> None:
         """Forget a finished step, counted from the first that is left."""
         forgotten = self.finished[number]
-        self.history = [step for step in self.history if step is not forgotten]
+        self._keep_steps(lambda step: step is not forgotten)
         if number >= len(self.space.steps):
             self._disown(self.space.closing[number - len(self.space.steps)])
         self.cache.forget_step(self.space, number)
+
+    def _add_step(self, step: Step) -> None:
+        self.history.append(step)
+        self._recorded += len(step.tokens)
+
+    def _keep_steps(self, wanted: Callable[[Step], bool]) -> None:
+        """Let all other steps leave the history."""
+        self.history = [step for step in self.history if wanted(step)]
+        self._recorded = sum(len(step.tokens) for step in self.history)
 
     @property
     def finished(self) -> list[Step]:
@@ -289,9 +299,9 @@ class Problem(Group):
     @property
     def length(self) -> int:
         """Tokens that there are to be read: prompt, headers, and what has been written."""
-        written = [step.tokens for step in self.history]
-        written += [worker.current.tokens for worker in self.workers if not worker.left]
-        return len(self.call.prompts[self.index]) + sum(map(len, (*self.headers, *written)))
+        unfinished = sum(len(worker.current.tokens) for worker in self.workers if not worker.left)
+        given = len(self.call.prompts[self.index]) + sum(map(len, self.headers))
+        return given + self._recorded + unfinished
 
     def is_full(self) -> bool:
         """Whether what is read might pass the model's positions if all wrote on; says so once."""
@@ -321,7 +331,7 @@ class Problem(Group):
 
     def record(self, worker: Worker, finished: bool) -> None:
         """Keep a worker's step as it stands."""
-        self.history.append(self.step_of(worker, finished))
+        self._add_step(self.step_of(worker, finished))
 
     @staticmethod
     def step_of(worker: Worker, finished: bool = False) -> Step:
