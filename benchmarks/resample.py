@@ -6,7 +6,7 @@ and values in a SharedPrefixCache; they differ in what they remember of the logi
 
 - `none`: nothing;
 - `single path`: the sequence that was decoded last, as in the paper;
-- `stepwise`, `hotspot`: every continuation that was ever taken.
+- `stepwise`, `hotspot`: every continuation that was ever taken, and drafts from them.
 
 Then what a cache costs where it does not help: `cold` is a new one at each call, `no hits` is full of other states. On
 request eight threads read and write one cache for a while (`--stress`). The report is written anew after each puzzle.
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_parallel
-from hf_parallel.cache.logits import LogitsCache, State
+from hf_parallel.cache.logits import LogitsCache
 
 from .__main__ import about, add_model_options, finish, new_path, set_up, write
 from .cache_stress import Stress
@@ -40,6 +40,8 @@ TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
 NUCLEUS = 0.9
 """`top_p` where it is on."""
 WAYS = ("none", "single path", "stepwise", "hotspot")
+MORE: dict[str, dict[str, Any]] = {"single path": {"draft_tokens": 0}, "hotspot": {"replay": "hotspot"}}
+"""Settings of a way; the paper's cache only replays."""
 TARGETS = {"stepwise": 1.8, "hotspot": 2.5}
 """Mean speed-up over no cache, averaged over the temperatures, that is asked for."""
 OVERHEAD = ("cold", "no hits")
@@ -116,19 +118,20 @@ class ResampleBenchmark:
         """Sample one state in all ways, which take turns, another first each time, so that noise hits all alike."""
         caches = {way: LogitsCache(1 << 32) for way in WAYS if way != "none"}
         held = {way: hf_parallel.SharedPrefixCache(device=model.device) for way in WAYS}
-        plain = {seed * (self.samples - 1) // self.plain_samples + 1 for seed in range(self.plain_samples)}
+        # Without a cache all samples cost the same, so few are timed, spread evenly over those behind the first decode.
+        plain = {1 + part * (self.samples - 1) // self.plain_samples for part in range(self.plain_samples)}
         for seed in range(self.samples):
             turn = seed % len(WAYS)
             for way in (*WAYS[turn:], *WAYS[:turn]):
-                if way == "none" and seed and seed not in plain:
+                if way == "none" and seed > 0 and seed not in plain:
                     continue
                 cache = caches.get(way)
-                more = {"replay": "hotspot"} if way == "hotspot" else {}
+                more: dict[str, Any] = MORE.get(way, {})
                 seconds, output = self._time(
                     model, ids, cache, past_key_values=held[way], seed=seed, **settings, **more
                 )
                 if way == "single path":
-                    keep_last_path(caches[way])
+                    caches[way].keep_last_path()
                 if seed and output.stats.replayed_tokens == self.length:
                     into[way].whole += 1
                 elif seed:
@@ -209,29 +212,6 @@ def below_single_path(results: list[dict[str, Any]]) -> list[tuple[str, float, f
         for way in TARGETS
         if (result[way]["speed_up"] or float("inf")) <= (result["single path"]["speed_up"] or 0.0)
     ]
-
-
-def keep_last_path(cache: LogitsCache) -> None:
-    """Forget all but the continuation that was taken last: what a cache of one path holds."""
-    with cache._lock:
-        for root in cache._roots.values():
-            state = root
-            while state.children:
-                last = max(state.children.values(), key=lambda child: child.used)
-                for token, child in list(state.children.items()):
-                    if child is not last:
-                        _drop(cache, child)
-                        del state.children[token]
-                state = last
-
-
-def _drop(cache: LogitsCache, state: State) -> None:
-    stack = [state]
-    while stack:
-        state = stack.pop()
-        state.alive = False
-        cache.num_bytes -= state.num_bytes
-        stack.extend(state.children.values())
 
 
 def solvable() -> Iterator[tuple[int, ...]]:

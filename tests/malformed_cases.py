@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tiny import PAD, VOCAB_SIZE, build, left_pad, make_prompts
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import CompileConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from hf_parallel import SharedPrefixConfig
 
@@ -222,6 +222,8 @@ REFUSED_ARGUMENTS = [
     *both("no cache", ValueError, "use_cache", use_cache=False),
     *both("attentions", ValueError, "output_attentions", output_attentions=True, return_dict_in_generate=True),
     shared("hidden states", ValueError, "output_hidden_states", output_hidden_states=True),
+    shared("multi-token prediction", ValueError, "use_mtp", use_mtp=True),
+    shared("a compiled model", ValueError, "compile_config", compile_config=CompileConfig()),
     shared("token healing", ValueError, "token_healing", token_healing=True, tokenizer=TOKENIZER),
     *both("several GPUs in step", ValueError, "synced_gpus", synced_gpus=True),
     shared("custom_generate from the Hub", ValueError, "custom_generate", custom_generate="someone/something"),

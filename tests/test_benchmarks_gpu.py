@@ -404,6 +404,12 @@ def test_tables_need_no_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().out.splitlines() == ["title", "         us", "rows    1.5", "r     10.25"]
 
 
+def test_a_table_shows_whether_decode_steps_were_captured() -> None:
+    cell = dict(report.COLUMNS["model"])["graphs, MB"]
+    stats = [{"stats": {"graph_bytes": size}} for size in (0, 52_000_000)]
+    assert [cell(case) for case in (*stats, {})] == ["0", "52", ""]
+
+
 def test_a_table_names_what_is_not_in_it(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [
         {"workers": 1, "tokens": 8, "seconds": 1e-6},

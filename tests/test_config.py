@@ -63,6 +63,7 @@ SHARED: dict[str, Any] = {
     "keep_completions": False,
     "replay": "hotspot",
     "prefetch": True,
+    "draft_tokens": 4,
 }
 EVERY_SETTING: dict[str, dict[str, Any]] = {
     "hogwild": {
@@ -70,6 +71,7 @@ EVERY_SETTING: dict[str, dict[str, Any]] = {
         "cuda_graph": False,
         "replay": "hotspot",
         "prefetch": False,
+        "draft_tokens": 0,
         "num_workers": 3,
         "layout": "interleaved",
         "worker_names": ["Ann", "Ben", "Cy"],
@@ -117,6 +119,7 @@ EVERY_SETTING: dict[str, dict[str, Any]] = {
         "cuda_graph": False,
         "replay": "hotspot",
         "prefetch": True,
+        "draft_tokens": 4,
         "num_answers": 3,
         "vote": "final",
         "answer_pattern": "= (\\d+)",
@@ -129,6 +132,7 @@ EVERY_SETTING: dict[str, dict[str, Any]] = {
         "cuda_graph": False,
         "replay": "hotspot",
         "prefetch": True,
+        "draft_tokens": 4,
         "outline_prompt": "Outline:\n",
         "outline_start": "* ",
         "point_pattern": "\\* (.+)",

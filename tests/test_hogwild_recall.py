@@ -357,14 +357,14 @@ def test_stats_say_what_was_computed() -> None:
 
 
 def test_no_second_is_counted_as_prefill_and_as_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, run = LogitsCache(), DecodeLoop._run
+    cache, run = LogitsCache(), DecodeLoop.run
     write(logits_cache=cache, max_new_tokens=10)
 
     def slow(*given: Any) -> torch.Tensor:
         time.sleep(0.03)
         return run(*given)
 
-    monkeypatch.setattr(DecodeLoop, "_run", slow)
+    monkeypatch.setattr(DecodeLoop, "run", slow)
     began = time.perf_counter()
     stats = write(logits_cache=cache).stats
     assert stats.prefill_seconds >= 2 * 0.03  # the prompts, and what was replayed

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from transformers import PreTrainedModel
+from stateful import Alternate, EndRow, FollowOthers
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
@@ -31,7 +32,8 @@ def model() -> Iterator[PreTrainedModel]:
 def sample(model: PreTrainedModel, mode: str = "resample", **settings: Any) -> Any:
     defaults: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "max_new_tokens": NEW, "seed": 0}
     defaults |= {"attention_mask": ATTENTION_MASK, "return_dict_in_generate": True, "pad_token_id": 0}
-    return model.generate(INPUT_IDS, generation_mode=mode, **(defaults | settings))  # type: ignore[operator]
+    defaults |= {"input_ids": INPUT_IDS}
+    return model.generate(generation_mode=mode, **(defaults | settings))  # type: ignore[operator]
 
 
 def test_a_first_run_gives_what_it_gives_without_a_cache(model: PreTrainedModel) -> None:
@@ -62,6 +64,26 @@ def test_other_samples_are_those_without_a_cache(model: PreTrainedModel, kept: b
         assert torch.equal(out.sequences, sample(model, "shared_prefix", **settings).sequences)
         replayed += out.stats.replayed_tokens
     assert replayed > 0
+
+
+HELPERS: dict[str, Any] = {
+    "a processor that counts": lambda: {"logits_processor": LogitsProcessorList([Alternate()])},
+    "a processor that looks at other rows": lambda: {"logits_processor": LogitsProcessorList([FollowOthers()])},
+    "a criterion that counts": lambda: {"stopping_criteria": StoppingCriteriaList([EndRow()])},
+}
+
+
+@pytest.mark.parametrize("prompts", [1, len(TAILS)])
+@pytest.mark.parametrize("kind", HELPERS)
+def test_helpers_with_a_memory_act_as_without_a_cache(model: PreTrainedModel, kind: str, prompts: int) -> None:
+    cache, replayed = LogitsCache(), 0
+    of = {"input_ids": INPUT_IDS[:prompts], "attention_mask": ATTENTION_MASK[:prompts], "temperature": 0.2}
+    for seed in (0, 1, 2, 0):
+        out = sample(model, logits_cache=cache, seed=seed, **HELPERS[kind](), **of)
+        plain = sample(model, "shared_prefix", seed=seed, **HELPERS[kind](), **of)
+        assert torch.equal(out.sequences, plain.sequences)
+        replayed += out.stats.replayed_tokens
+    assert replayed > out.stats.replayed_tokens == out.stats.decoded_tokens
 
 
 # Whose logits they are

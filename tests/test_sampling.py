@@ -10,8 +10,8 @@ import pytest
 import tiny
 import torch
 from malformed_cases import TOKENIZER
+from stateful import Alternate, EndRow, FollowOthers
 from transformers import (
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
@@ -179,31 +179,6 @@ def test_seeds_of_rows_and_a_generator_are_honoured(model: PreTrainedModel) -> N
 # Processors
 
 
-class Alternate(LogitsProcessor):
-    """Keeps state per row of the batch: a row may not write tokens of the parity that it wrote last."""
-
-    def __init__(self) -> None:
-        self.last: list[int] | None = None
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self.last is None:
-            self.last = [0] * len(input_ids)
-        assert len(self.last) == len(input_ids)
-        scores = scores.clone()
-        for row, parity in enumerate(self.last):
-            scores[row, parity::2] = float("-inf")
-        self.last = [1 - parity for parity in self.last]
-        return scores
-
-
-class FollowOthers(LogitsProcessor):
-    """Looks at the whole batch: what a row writes hangs on what the rows above it wrote last."""
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        shifts = input_ids[:, -1].cumsum(0).tolist()
-        return torch.stack([row.roll(shift) for row, shift in zip(scores, shifts, strict=True)])  # type: ignore[return-value]
-
-
 PROCESSED: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.7},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
@@ -261,17 +236,6 @@ def test_min_new_tokens(model: PreTrainedModel) -> None:
 
 
 # Criteria
-
-
-class EndRow(StoppingCriteria):
-    """Keeps state per row of the batch: row `i` ends after `i + 2` steps."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        self.steps += 1
-        return torch.tensor([self.steps >= row + 2 for row in range(len(input_ids))])  # type: ignore[return-value]
 
 
 class EndWhenSure(StoppingCriteria):

@@ -55,7 +55,7 @@ class Fails:
     [
         (Arena, "write", 0),
         (Arena, "write", 1),
-        (DecodeLoop, "_run", 0),
+        (DecodeLoop, "run", 0),
         (DecodeLoop, "take", 0),
         (Worker, "advance", 1),
         (HogwildCache, "end_step", 0),

@@ -5,10 +5,10 @@ A mode says what its rows bring next; everything else (passes, sampling, ending,
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -16,14 +16,15 @@ import torch
 from transformers import StoppingCriteriaList
 
 from ..attention import block_attention_enabled
-from ..cache import BlockCache, ForwardPass, Segment
+from ..cache import BlockCache, Segment
 from ..kernels import to_device
 from .call import GenerationCall
-from .graph import DecodeGraphs
+from .forward import ForwardPasses
 from .outputs import GenerationStats, ParallelOutput
 from .recall import Recall
 from .rows import Brought, Group, Part, Row
 from .sampling import Sampler, TokenTable
+from .trial import Trials
 
 PREFILL_CHUNK = 4096
 """New tokens per forward pass of a prefill, unless `prefill_chunk_size` says otherwise."""
@@ -35,7 +36,7 @@ RUNNING_AHEAD = ("cuda",)
 R = TypeVar("R", bound=Row)
 
 
-class DecodeLoop:
+class DecodeLoop(ForwardPasses):
     """Runs a model over a block cache for one call of `generate`.
 
     Parameters
@@ -69,17 +70,12 @@ class DecodeLoop:
         stats: GenerationStats | None = None,
         stream: bool = True,
     ) -> None:
-        self.call, self.cache, self.table = call, cache, table
-        self.stats = GenerationStats() if stats is None else stats
+        super().__init__(call, cache, GenerationStats() if stats is None else stats)
+        self.table = table
         self.streamer = call.streamer if stream and hasattr(call.streamer, "put") else None
         self.sampler = Sampler(call, table, call.stopping_criteria if criteria is None else criteria, seed)
         self.recall: Recall | None = None
         self._room = call.generation_config.prefill_chunk_size or PREFILL_CHUNK
-        self._keyword: dict[str, Any] = {"block_cache": cache} if call.capabilities.keyword else {}
-        self.device = table.ids.device
-        captures = call.cuda_graph and DecodeGraphs.serve(call.model, self.device)
-        self.graphs = DecodeGraphs(cache) if captures else None
-        self._keeps = "logits_to_keep" in inspect.signature(call.model.forward).parameters
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -159,11 +155,14 @@ class DecodeLoop:
         """
         began, prefilling = time.perf_counter(), self.stats.prefill_seconds
         active = list(rows)
-        plain = advance is None and settle is None and follow is None and self.recall is None
+        plain = advance is None and settle is None and follow is None
+        trials = self._trials() if plain else None
         while active:
             ahead: list[torch.Tensor] = []
-            going = self.take(active, logits, advance, ahead if plain else None)
+            going = self.take(active, logits, advance, ahead if plain and self.recall is None else None)
             before, active = active, going if follow is None else list(follow(going))
+            if trials is not None:
+                active = trials.take(active)
             if ahead:
                 logits = self._take_back(ahead[0], before, active)
             elif active:
@@ -260,6 +259,18 @@ class DecodeLoop:
             settle()
         return logits
 
+    def _trials(self) -> Trials | None:
+        """What computes drafts, if there are to be any."""
+        drafts = None if self.recall is None else self.recall.drafts()
+        if self.recall is None or drafts is None:
+            return None
+
+        def room(row: Row) -> int:
+            return self.call.max_length - self.table.lengths[row.index]
+
+        hand_out = partial(self._hand_out, advance=_advance)
+        return Trials(drafts, self.call, self.recall, self.cache, self.stats, room, self.compute, hand_out)
+
     def _leaves_out(self, part: Part) -> bool:
         """Whether it is remembered what follows a part, which is kept for later then."""
         if self.recall is None or part.group is None:
@@ -321,10 +332,10 @@ class DecodeLoop:
 
     def _run_all(self, passes: Sequence[Brought], ends: Sequence[int]) -> torch.Tensor:
         """One forward pass over passes that follow each other; returns the logits at `ends`, segments of the last."""
-        ids = [token for brought in passes for _, tokens in brought for token in tokens]
+        ids = self.packed([part for brought in passes for part in brought])
         first = sum(len(brought) for brought in passes[:-1])
         segments = [[segment for segment, _ in brought] for brought in passes]
-        return self._run(segments, to_device(ids, self.device), [first + end for end in ends])
+        return self.run(segments, ids, [first + end for end in ends])
 
     def _runs_ahead(self, rows: Sequence[Row]) -> bool:
         """Whether the next step may begin before its tokens are known here: nothing asks for them but the model."""
@@ -333,7 +344,7 @@ class DecodeLoop:
 
     def _step_ahead(self, rows: Sequence[Row], tokens: torch.Tensor) -> torch.Tensor:
         """The next step of all rows, those included that `tokens` will turn out to have ended."""
-        return self._run([[Segment(row.view, 1) for row in rows]], tokens, range(len(rows)))
+        return self.run([[Segment(row.view, 1) for row in rows]], tokens, range(len(rows)))
 
     def _take_back(self, logits: torch.Tensor, rows: Sequence[Row], going: Sequence[Row]) -> torch.Tensor:
         """Forget what rows that had ended brought to a step; returns the logits of those that go on."""
@@ -345,58 +356,6 @@ class DecodeLoop:
                 self.cache.truncate(row.view[-1], row.view[-1].length - 1)
         kept = [i for i, row in enumerate(rows) if row.index in stay]
         return logits.index_select(0, to_device(kept, logits.device))
-
-    def forward(self, brought: Sequence[tuple[Segment, Sequence[int]]], ends: Sequence[int]) -> torch.Tensor:
-        """One forward pass.
-
-        Parameters
-        ----------
-        brought : sequence of (Segment, tokens)
-        ends : sequence of int
-            Segments whose last token's logits are wanted.
-
-        Returns
-        -------
-        torch.Tensor
-            `[len(ends), vocabulary]`.
-        """
-        ids = to_device([token for _, tokens in brought for token in tokens], self.device)
-        return self._run([[segment for segment, _ in brought]], ids, ends)
-
-    def _run(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
-        """One forward pass over packed tokens `ids`, `int64 [T]` on the device, of one pass or several in a row."""
-        began = time.perf_counter()
-        try:
-            run = len(passes) > 1
-            forward = self.cache.prepare_run(passes) if run else self.cache.prepare(passes[0])
-            keep = None if len(ends) == len(ids) else [forward.last_tokens[end] for end in ends]
-            self.stats.plan_seconds += time.perf_counter() - began
-            logits = self._logits(forward, ids, keep)
-        except BaseException:
-            self.cache.rollback()
-            raise
-        self.cache.commit()
-        self.stats.forward_passes += 1
-        return logits
-
-    def _logits(self, forward: ForwardPass, ids: torch.Tensor, keep: list[int] | None) -> torch.Tensor:
-        """Logits of the tokens at `keep` (None: of all)."""
-        if self.graphs is not None and keep is None and forward.is_decode_step:
-            return self.graphs.logits(self._forward, forward, ids)
-        return self._forward(ids, forward.position_ids, None if keep is None else to_device(keep, self.device))
-
-    def _forward(self, ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the model over packed tokens of the prepared pass, `int64 [T]`."""
-        arguments = self._keyword if keep is None or not self._keeps else {**self._keyword, "logits_to_keep": keep}
-        output = self.call.model(
-            input_ids=ids[None],
-            position_ids=position_ids[None],
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-            **arguments,
-        )
-        return output.logits[0] if self._keeps or keep is None else output.logits[0].index_select(0, keep)
 
     def stream(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Give the new tokens of `rows` to the caller's streamer, as `generate` does; other rows show padding."""

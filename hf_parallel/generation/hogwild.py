@@ -27,9 +27,9 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..attention import UnsupportedModelError
 from ..cache.hogwild import LAYOUTS, HogwildCache
-from .answers import BOXED, check_pattern, find_answer
-from .arguments import encode
-from .call import GenerationCall, OfPrompts, vocabulary_size
+from .answers import BOXED, check_pattern, check_vocabulary, find_answer
+from .arguments import check_tokenizer_given
+from .call import GenerationCall, OfPrompts
 from .config import check_choice, check_int, check_template, check_text, check_texts
 from .decode import DecodeLoop
 from .outputs import ParallelOutput
@@ -143,6 +143,10 @@ class HogwildConfig(RecallingConfig):
         super().validate()
         if self.prefetch:
             raise ValueError("prefetch must be None or False for hogwild, whose workers wait for each other, got True")
+        if self.draft_tokens:
+            raise ValueError(
+                f"draft_tokens must be None or 0 for hogwild, whose workers bring none, got {self.draft_tokens}"
+            )
         check_int("num_workers", self.num_workers, at_least=1)
         check_choice("layout", self.layout, LAYOUTS)
         for name in ("history_header", "others_header", "own_header", "step_gap", "code_fence"):
@@ -211,12 +215,7 @@ class HogwildConfig(RecallingConfig):
 
     def prepare(self, kwargs: dict[str, Any]) -> None:
         """Look whether the tokenizer is there and works, before anything is prepared."""
-        tokenizer = kwargs.get("tokenizer")
-        if tokenizer is None:
-            raise ValueError("hogwild reads text to find the ends of steps: give generate(..., tokenizer=tokenizer)")
-        tokens = encode(tokenizer, self.separator)
-        if not isinstance(tokenizer.decode(tokens), str):
-            raise ValueError(f"tokenizer must be a tokenizer whose decode() returns a string, got {tokenizer!r}")
+        check_tokenizer_given(kwargs, self.mode, "reads text to find the ends of steps")
         streamer = kwargs.get("streamer")
         if isinstance(streamer, TextStreamer) and self.num_workers > 1:
             name = type(streamer).__name__
@@ -225,11 +224,9 @@ class HogwildConfig(RecallingConfig):
             )
 
     def _check_call(self, call: GenerationCall) -> None:
-        vocabulary = vocabulary_size(call.model)
         headers = (self.history_header, self.others_header, self.own_header, self.step_gap)
-        for text in (*headers, *self.late_prefixes, self.separator, self.redundancy_prompt, self.finisher_prompt):
-            if text and max(encode(call.tokenizer, text), default=0) >= vocabulary:
-                raise ValueError(f"tokenizer gives tokens outside the model's vocabulary of {vocabulary} for {text!r}")
+        texts = (*headers, *self.late_prefixes, self.separator, self.redundancy_prompt, self.finisher_prompt)
+        check_vocabulary(call, texts)
         if call.capabilities.rotary is None:
             raise UnsupportedModelError(f"hogwild turns keys to other positions: {call.capabilities.why_no_rotation}")
         if call.past_key_values is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerationMode
 
 from ..attention import Capabilities, capabilities
 from .arguments import check_generation_config, check_helpers, check_inputs, check_values
@@ -50,8 +51,12 @@ _REFUSED: dict[str, Any] = {
     "output_hidden_states": (None, False),
     "use_cache": (None, True),
     "token_healing": (None, False),
+    "use_mtp": (None, False),
+    "compile_config": (None,),
 }
 """Settings of `generate` that no mode can honour, with the values at which they ask for nothing."""
+_TAKEN_OVER = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+"""Ways of `generate` that lead to `_sample`, where a mode takes over."""
 _CLAIMING = threading.Lock()
 """Held while a call looks whether a model is free and takes it."""
 
@@ -193,6 +198,8 @@ class ParallelGenerationMixin:
             if value not in harmless:
                 allowed = " or ".join(map(repr, harmless))
                 raise ValueError(f"{name}={value!r} cannot be honoured by generation_mode={mode!r}; allowed: {allowed}")
+        if (asked := prepared.get_generation_mode()) not in _TAKEN_OVER:  # generate goes another way then
+            raise ValueError(f"these settings ask for {asked.value}, which generation_mode={mode!r} cannot honour")
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save as ever; a mode that `generation_config` names is there again after `from_pretrained`.

@@ -36,6 +36,11 @@ class RowNoise:
     def __init__(self, source: int | torch.Generator) -> None:
         self._source, self._count = source, 0
 
+    @property
+    def is_own(self) -> bool:
+        """Whether no other row draws from it."""
+        return not isinstance(self._source, torch.Generator)
+
     def next(self) -> int | torch.Generator:
         """Of the row's next draw: a key, which says what its noise is, or the caller's generator."""
         if isinstance(self._source, torch.Generator):

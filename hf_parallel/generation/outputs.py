@@ -29,6 +29,8 @@ class GenerationStats:
         Tokens that were generated, over all rows.
     replayed_tokens : int
         Generated tokens that needed no forward pass because their logits were remembered.
+    drafted_tokens, accepted_tokens : int
+        Tokens that were computed on trial (`draft_tokens`), and those of them that were generated then.
     kv_bytes : int
         Bytes of keys and values held at the end: unique tokens, once.
     reserved_bytes : int
@@ -46,6 +48,8 @@ class GenerationStats:
     reused_tokens: int = 0
     decoded_tokens: int = 0
     replayed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     kv_bytes: int = 0
     reserved_bytes: int = 0
     graph_bytes: int = 0

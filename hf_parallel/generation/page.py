@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from .record import COMPUTED, HOTSPOT, REPLAYED
+from .record import COMPUTED, DRAFTED, HOTSPOT, REPLAYED
 from .transcript import Manner, check_run
 
 FEW_COLUMNS = 2
@@ -29,7 +29,11 @@ PASS_HEIGHT, MOST_HEIGHT = 3, 240
 OPEN_PROMPT = 400
 """Characters up to which a prompt is shown without a click."""
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-_ORIGINS = {REPLAYED: "replayed: the logits were remembered, the model did not run", HOTSPOT: "drawn anew at a hotspot"}
+_ORIGINS = {
+    REPLAYED: "replayed: the logits were remembered, the model did not run",
+    HOTSPOT: "drawn anew at a hotspot",
+    DRAFTED: "drafted: computed in the pass of the token before it",
+}
 _SIGHTS = {
     "live": "columns read each other as they are written",
     "ended": "columns read each other's finished steps",

@@ -12,10 +12,11 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from ..cache.logits import LogitsCache, State
 from .call import GenerationCall
+from .drafts import LONGEST, Drafts
 from .fingerprint import fingerprint
 from .outputs import GenerationStats
-from .prefetch import Distributions, Prefetch
-from .record import COMPUTED, HOTSPOT, REPLAYED
+from .prefetch import HOST, Distributions, Prefetch
+from .record import COMPUTED, DRAFTED, HOTSPOT, REPLAYED
 from .replay import ReplayPolicy, uncertainty_at
 from .sampling import Sampler
 
@@ -68,6 +69,8 @@ class Recall:
     prefetch : bool, optional
         Whether the sampling work of later replays is done ahead while the model runs. Default: where the model runs on
         another device than the host.
+    draft_tokens : int, optional
+        See `RecallingConfig`.
 
     Raises
     ------
@@ -86,6 +89,7 @@ class Recall:
     sampler: Sampler
     stats: GenerationStats
     prefetch: bool | None = None
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._needed = _needed(self.cache, self.call)
@@ -113,6 +117,7 @@ class Recall:
                 self._cursors.start(row, self._key, prompt.tolist())
                 self._rows.add(row)
             starts = {self._cursors.state(row): self.sampler.table.lengths[row] for row in self._rows}
+            self._prompts = list(starts)
             with nullcontext() if self._prefetch is None else self._prefetch.ready(starts):
                 yield
 
@@ -134,13 +139,38 @@ class Recall:
             The rows that go on.
         """
         going, walking = set(rows), list(rows)
-        while walking := [row for row in walking if self.recognise([row])]:
+        while walking := self._walkers(walking):
             staying = list(take(walking, *self.choose(walking)))
             going -= set(walking) - set(staying)
             walking = staying
         if going and self._prefetch is not None:
             self._prefetch.start()
         return sorted(going)
+
+    def _walkers(self, rows: Sequence[int]) -> list[int]:
+        """The rows that take their next token from what is remembered, before the model runs.
+
+        Helpers that keep state per row see all rows at each step, as without a cache: these go together or not at all.
+        """
+        if self.sampler.in_step:
+            return list(rows) if rows and self.recognise(rows) else []
+        return [row for row in rows if self.recognise([row])]
+
+    def drafts(self) -> Drafts | None:
+        """Where to look up what rows may write next; None where that is not wanted, or would change what is drawn."""
+        most = self.draft_tokens
+        if most is None:
+            most = LONGEST if self.call.model.device.type in HOST else 0
+        if not (most and self.sampler.draws_apart):
+            return None
+        drafts = Drafts(self.cache, most)
+        for prompt in self._prompts:
+            drafts.read(prompt)
+        return drafts
+
+    def state(self, row: int) -> State:
+        """The state of all tokens that a row has."""
+        return self._cursors.state(row)
 
     def arrive(self, rows: Sequence[int], names: Sequence[int]) -> bool:
         """Let rows of a group come to states that hang on more than their own tokens; see `recognise`.
@@ -167,7 +197,9 @@ class Recall:
         self._recognised.update(rows)
         return True
 
-    def choose(self, rows: Sequence[int], logits: torch.Tensor | None = None) -> tuple[list[int], list[bool]]:
+    def choose(
+        self, rows: Sequence[int], logits: torch.Tensor | None = None, drafted: bool = False
+    ) -> tuple[list[int], list[bool]]:
         """Take the next token of each of `rows`, and remember what the model gave.
 
         Parameters
@@ -176,6 +208,8 @@ class Recall:
             Ascending.
         logits : [n, vocabulary], optional
             What the model gave for the n rows that were not recognised.
+        drafted : bool
+            Whether it gave that in the pass in which it gave what came before, too.
 
         Returns
         -------
@@ -197,7 +231,7 @@ class Recall:
             ended = self.sampler.accept(list(kept), list(kept.values()))
             chosen.update(zip(kept, zip(kept.values(), ended, strict=True), strict=True))
         for row in rows:
-            self._follow(row, chosen[row][0])
+            self._follow(row, chosen[row][0], drafted)
         self._recognised.difference_update(rows)
         return [chosen[row][0] for row in rows], [chosen[row][1] for row in rows]
 
@@ -233,11 +267,11 @@ class Recall:
             for i, kept in zip(new, given.cpu(), strict=True):
                 self._cursors.remember(rows[i], kept)
 
-    def _follow(self, row: int, token: int) -> None:
+    def _follow(self, row: int, token: int, drafted: bool) -> None:
         """Go on by the token that a row has taken."""
         if self._prefetch is not None and row not in self._recognised:
             self._prefetch.tell(self._cursors.state(row))
-        self.origins.setdefault(row, []).append(self._origin(row))
+        self.origins.setdefault(row, []).append(self._origin(row, drafted))
         self._cursors.follow(row, token)
         if row in self._recognised:
             self.stats.replayed_tokens += 1
@@ -245,10 +279,10 @@ class Recall:
             if row in self._routes:
                 self._routes[row].place += 1
 
-    def _origin(self, row: int) -> str:
+    def _origin(self, row: int, drafted: bool) -> str:
         """Where the token comes from that a row has taken: see `Record.origins`."""
         if row not in self._recognised:
-            return COMPUTED
+            return DRAFTED if drafted else COMPUTED
         route = self._routes.get(row)
         return HOTSPOT if route is not None and route.is_hotspot else REPLAYED
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-COMPUTED, REPLAYED, HOTSPOT = "m", "r", "h"
-"""Where a token comes from: the model ran, its logits were remembered, they were and it was drawn at a hotspot."""
+COMPUTED, DRAFTED, REPLAYED, HOTSPOT = "m", "d", "r", "h"
+"""Where a token comes from: the model ran, it ran once for this token and the one before, its logits were remembered,
+they were and it was drawn at a hotspot."""
 
 
 class Event(NamedTuple):
@@ -45,8 +46,9 @@ class Record:
     events : list of Event
         Empty in modes that write no text.
     origins : dict of int to str
-        For rows over a LogitsCache a letter for each of its new tokens: `m` (the model ran), `r` (replayed) or `h`
-        (replayed, and drawn anew at a hotspot).
+        For rows over a LogitsCache a letter for each of its new tokens: `m` (the model ran), `d` (it was a draft in the
+        pass that gave the token before, see `draft_tokens`), `r` (replayed) or `h` (replayed, and drawn anew at a
+        hotspot).
     """
 
     mode: str = ""

@@ -23,10 +23,10 @@ _KNOWS_ROWS = (
     "EncoderNoRepeatNGramLogitsProcessor",
     "EncoderRepetitionPenaltyLogitsProcessor",
     "PrefixConstrainedLogitsProcessor",
-    "SynthIDTextWatermarkLogitsProcessor",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
 )
 """Processors of Transformers that know the rows of the batch by their numbers."""
+_KEEPS_STATE = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
+"""And those that remember what they were asked before."""
 
 
 class TokenTable:
@@ -120,7 +120,9 @@ class Sampler:
     """Chooses the next token of each active row, and says which rows have ended.
 
     Processors and criteria that come with transformers see the active rows only, so that rows which have ended cost
-    nothing. Others may keep state per row of the batch, so they see the whole batch at every step, as under `generate`.
+    nothing. Others may keep state per row of the batch, so they see the whole batch at every step, as under `generate`,
+    unless they say `keeps_rows = False`. Where rows are of unequal length, criteria are asked about each by itself: one
+    may look at the length.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Sampler:
         self.noise = make_noise(seed, self.num_rows)
         self.processes_all = any(_may_keep_rows(processor) for processor in self.processors)
         self.judges_all = any(_may_keep_rows(criterion) for criterion in criteria)
+        self.in_step = any(_may_keep_state(helper) for helper in (*self.processors, *criteria))
         wanted = config.return_dict_in_generate
         self.scores: list[torch.Tensor] | None = [] if wanted and config.output_scores else None
         self.logits: list[torch.Tensor] | None = [] if wanted and config.output_logits else None
@@ -144,6 +147,12 @@ class Sampler:
     def stays_on_device(self) -> bool:
         """Whether tokens are drawn without code that was not written with Transformers, which may look at them."""
         return not (self.processes_all or self.judges_all)
+
+    @property
+    def draws_apart(self) -> bool:
+        """Whether rows may take several tokens while others take one: nothing hangs on what came between."""
+        own = not self.do_sample or (self.noise is not None and all(noise.is_own for noise in self.noise))
+        return not self.in_step and (own or self.num_rows == 1)
 
     @property
     def num_rows(self) -> int:
@@ -354,11 +363,16 @@ class Sampler:
 
 
 def _may_keep_rows(helper: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether a processor or a criterion may keep state per row of the batch.
+    """Whether a processor or a criterion may know rows by their numbers in the batch."""
+    return _may_keep_state(helper) or type(helper).__name__ in _KNOWS_ROWS
 
-    One of the caller's own that keeps none may say so: `keeps_rows = False`.
+
+def _may_keep_state(helper: LogitsProcessor | StoppingCriteria) -> bool:
+    """Whether a processor or a criterion may remember what it was asked before, for each row of the batch.
+
+    One of the caller's own that keeps nothing may say so: `keeps_rows = False`.
     """
     kind = type(helper)
     if not getattr(helper, "keeps_rows", not isinstance(helper, _PenaltyOfRows)):
         return False
-    return not kind.__module__.startswith("transformers.generation") or kind.__name__ in _KNOWS_ROWS
+    return not kind.__module__.startswith("transformers.generation") or kind.__name__ in _KEEPS_STATE

@@ -1,0 +1,269 @@
+"""Drafts: passes on trial change no token; what is brought along follows from what is remembered, where it pays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from malformed_cases import TOKENIZER
+from stateful import Alternate
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+import hf_parallel
+from hf_parallel import LogitsCache, SharedPrefixCache
+from hf_parallel.cache.logits import Cursors
+from hf_parallel.generation.drafts import LONGEST, MATCHES, SMALL_PASS, Drafts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NEW = 40
+SHARED, *TAILS = tiny.make_prompts([20, 4, 4, 9], seed=8)
+INPUT_IDS, ATTENTION_MASK = tiny.left_pad([torch.cat((SHARED, tail)) for tail in TAILS])
+WIDTH = INPUT_IDS.shape[1]
+
+
+class Round(LogitsProcessor):
+    """Makes a row go round in a few words, most of the time, as models do that say like things again."""
+
+    keeps_rows = False
+    words = torch.tensor([10, 30, 50, 20, 60, 40, 70, 25, 35])
+
+    def __init__(self, weight: float = 9.0) -> None:
+        self.following = torch.arange(tiny.VOCAB_SIZE) % len(self.words)
+        self.following[self.words] = (torch.arange(len(self.words)) + 1) % len(self.words)
+        self.weight = weight
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        likely = self.words[self.following[input_ids[:, -1]]]
+        return scores.scatter_add(1, likely[:, None], torch.full((len(scores), 1), self.weight))
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    yield hf_parallel.enable(tiny.build("llama"))
+    hf_parallel.disable(tiny.build("llama"))
+
+
+def write(model: PreTrainedModel, rows: int = len(TAILS), mode: str = "resample", **settings: Any) -> Any:
+    given: dict[str, Any] = {"attention_mask": ATTENTION_MASK[:rows], "max_new_tokens": NEW, "pad_token_id": 0}
+    given |= {"logits_processor": LogitsProcessorList([Round()])}
+    given |= {"do_sample": True, "temperature": 0.3, "return_dict_in_generate": True, "generation_mode": mode}
+    return model.generate(INPUT_IDS[:rows], **(given | settings))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(1, True), (3, False)], ids=["one row", "rows"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"do_sample": False, "temperature": None},
+        {"top_p": 0.8},
+        {"repetition_penalty": 1.05},
+        {"num_return_sequences": 2},
+        {"eos_token_id": [3, 5, 9, 11]},
+        {"replay": "hotspot"},
+    ],
+    ids=lambda settings: "-".join(settings) or "plain",
+)
+def test_drafts_change_no_token(model: PreTrainedModel, settings: dict[str, Any], rows: int, kept: bool) -> None:
+    caches = [LogitsCache(), LogitsCache()]
+    held = [SharedPrefixCache() if kept else None for _ in caches]
+    accepted = 0
+    for seed in range(3):
+        with_drafts, without = (
+            write(model, rows, logits_cache=cache, past_key_values=cells, seed=seed, draft_tokens=most, **settings)
+            for cache, cells, most in zip(caches, held, (None, 0), strict=True)
+        )
+        assert torch.equal(with_drafts.sequences, without.sequences)
+        assert without.stats.drafted_tokens == without.stats.accepted_tokens == 0
+        assert with_drafts.stats.forward_passes <= without.stats.forward_passes
+        assert with_drafts.stats.decoded_tokens == without.stats.decoded_tokens
+        accepted += with_drafts.stats.accepted_tokens
+    if "eos_token_id" not in settings:
+        assert accepted > 0
+
+
+def test_samples_are_those_of_plain_sampling(model: PreTrainedModel) -> None:
+    cache = LogitsCache()
+    for seed in range(3):
+        out = write(model, logits_cache=cache, seed=seed)
+        assert torch.equal(out.sequences, write(model, mode="shared_prefix", seed=seed).sequences)
+
+
+def test_what_was_not_drawn_leaves_no_keys_and_values(model: PreTrainedModel) -> None:
+    """A completion that drafts went through can be continued like another."""
+    cells, cache = SharedPrefixCache(), LogitsCache()
+    for seed in range(2):
+        out = write(model, 1, logits_cache=cache, past_key_values=cells, seed=seed)
+        assert 0 < out.stats.accepted_tokens < out.stats.drafted_tokens
+    longer = torch.cat((out.sequences, INPUT_IDS[:1, :3]), dim=1)
+    mask = torch.cat((ATTENTION_MASK[:1], torch.ones(1, NEW + 3, dtype=torch.long)), dim=1)
+    settings: dict[str, Any] = {"generation_mode": "shared_prefix", "max_new_tokens": 12, "pad_token_id": 0}
+    settings |= {"attention_mask": mask}
+    settings |= {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+    again = model.generate(longer, past_key_values=cells, **settings)  # type: ignore[operator]
+    fresh = model.generate(longer, **settings)  # type: ignore[operator]
+    assert again.stats.prefilled_tokens <= 4
+    assert torch.equal(again.sequences, fresh.sequences)
+    for one, other in zip(again.logits, fresh.logits, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_the_record_says_which_tokens_shared_a_pass(model: PreTrainedModel) -> None:
+    out = write(model, 1, logits_cache=LogitsCache(), seed=0)
+    origins = out.record.origins[0]
+    assert len(origins) == NEW
+    assert origins.count("d") == out.stats.accepted_tokens > 0
+    assert origins.count("m") == out.record.passes
+    (section,) = out.to_dict(TOKENIZER)["sections"]
+    assert section["cards"][0]["end"] == out.record.passes
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_no_row_is_longer_than_asked(model: PreTrainedModel, length: int) -> None:
+    cache = LogitsCache()
+    for seed in range(4):
+        out = write(model, logits_cache=cache, seed=seed, max_new_tokens=length)
+        assert out.sequences.shape[1] == WIDTH + length
+
+
+@pytest.mark.parametrize(
+    ("settings", "drafted"),
+    [
+        ({}, True),
+        ({"draft_tokens": 0}, False),
+        ({"logits_processor": LogitsProcessorList([Alternate()])}, False),
+        ({"seed": torch.Generator().manual_seed(3)}, False),
+        ({"seed": None}, False),
+        ({"seed": None, "do_sample": False, "temperature": None}, True),
+    ],
+    ids=["seed", "none", "a memory", "generator", "no seed", "greedy"],
+)
+def test_rows_draft_only_where_nothing_hangs_on_the_order_of_draws(
+    model: PreTrainedModel, settings: dict[str, Any], drafted: bool
+) -> None:
+    out = write(model, logits_cache=LogitsCache(), **({"seed": 0} | settings))
+    assert (out.stats.drafted_tokens > 0) == drafted
+
+
+def test_a_draft_is_never_longer_than_allowed(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    find = Drafts.find
+
+    def noting(self: Drafts, *args: Any) -> list[int]:
+        lengths.append(len(found := find(self, *args)))
+        return found
+
+    monkeypatch.setattr(Drafts, "find", noting)
+    write(model, 1, logits_cache=LogitsCache(), draft_tokens=2, seed=0)
+    assert max(lengths) == 2
+    lengths.clear()
+    write(model, 1, logits_cache=LogitsCache(), seed=0)
+    assert 2 < max(lengths) <= LONGEST
+
+
+# The look-up
+
+
+def standing(cache: LogitsCache, prompt: Sequence[int], *samples: Sequence[int]) -> Cursors:
+    """A cache that holds what rows 1, 2, ... wrote behind a prompt; row 0 stands at its end."""
+    cursors = Cursors(cache)
+    cursors.start(0, "model", prompt)
+    for row, sample in enumerate(samples, start=1):
+        cursors.start(row, "model", prompt)
+        for token in sample:
+            cursors.follow(row, token)
+    return cursors
+
+
+def follow(drafts: Drafts, cursors: Cursors, tokens: Sequence[int]) -> None:
+    for token in tokens:
+        drafts.find(0, cursors.state(0), 2, 100)
+        drafts.note(cursors.state(0))
+        cursors.follow(0, token)
+        drafts.see(0, cursors.state(0))
+
+
+def sure(drafts: Drafts) -> Drafts:
+    """As if all that was looked up had been drawn so far."""
+    for chance in drafts._chances.values():
+        chance.looked = chance.drawn = 1e6
+    return drafts
+
+
+def test_what_followed_the_same_tokens_follows_again() -> None:
+    cursors = standing(cache := LogitsCache(), [1, 2, 3, 4, 50, 51, 52], [9, 8, 7, 6, 5], [20, 21, 22, 23])
+    drafts = sure(Drafts(cache))
+    drafts.read(cursors.state(0))
+    follow(drafts, cursors, [9, 20, 21, 22])
+    assert drafts.find(0, cursors.state(0), 2, 100) == [23], "another sample"
+    follow(drafts, cursors, [1, 2, 3])
+    assert drafts.find(0, cursors.state(0), 2, 2) == [4, 50], "the prompt, as far as there is room"
+    follow(drafts, cursors, [30, 31, 32, 33, 30, 31, 32])
+    assert drafts.find(0, cursors.state(0), 2, 1) == [33], "what it wrote itself"
+    follow(drafts, cursors, [77, 78])
+    assert drafts.find(0, cursors.state(0), 2, 100) == [], "nothing of the kind"
+
+
+def test_more_tokens_alike_go_before_fewer_and_later_ones_before_earlier() -> None:
+    shared = [40, 41, 42, 43, 44]
+    samples = [[10, *shared, 1], [11, *shared[-3:], 2], [12, 80, 81, 82, 3], [13, 80, 81, 82, 4]]
+    cursors = standing(cache := LogitsCache(), [5, 6, 7], *samples)
+    drafts = sure(Drafts(cache))
+    drafts.read(cursors.state(0))
+    follow(drafts, cursors, [15, *shared])
+    assert drafts.find(0, cursors.state(0), 2, 1) == [1]
+    follow(drafts, cursors, [14, 80, 81, 82])
+    assert drafts.find(0, cursors.state(0), 2, 1) == [4]
+
+
+def test_drafts_are_given_up_where_they_are_not_drawn_and_taken_up_again() -> None:
+    words = [30, 31, 32, 33, 34, 35, 36, 37]
+    cursors = standing(cache := LogitsCache(), [1, 2, 3], words)
+    drafts = Drafts(cache)
+    drafts.read(cursors.state(0))
+
+    def offered(token: int) -> list[int]:
+        """A draft behind words that it knows; then the row writes `token`."""
+        follow(drafts, cursors, words[:3])
+        found = drafts.find(0, cursors.state(0), 1, 4)
+        cursors.follow(0, token)
+        drafts.see(0, cursors.state(0))
+        return found
+
+    assert [bool(offered(33)) for _ in range(60)][-1], "drawn each time"
+    assert not [offered(60 + i) for i in range(40)][-1], "never drawn"
+    assert [offered(33) for _ in range(60)][-1], "and drawn again, which is seen without computing any"
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5, 0.55, 0.8, 0.99])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 40])
+def test_the_length_of_a_draft_saves_most(chance: float, num_rows: int) -> None:
+    drafts = Drafts(LogitsCache())
+    for of in drafts._chances.values():
+        of.looked, of.drawn = 1000.0, 1000.0 * chance
+
+    def cost(tokens: int) -> float:
+        return 1.0 if tokens == 1 else 2 * max(tokens, SMALL_PASS) / SMALL_PASS
+
+    def saved(length: int) -> float:
+        served = sum(chance**step for step in range(1, length + 1))
+        return served * cost(num_rows) - (cost(num_rows * (1 + length)) - cost(num_rows))
+
+    length = drafts._worth(MATCHES[0], LONGEST, num_rows)
+    assert saved(length) == pytest.approx(max(saved(other) for other in range(LONGEST + 1)))
+    assert length or all(saved(other) <= 0 for other in range(LONGEST + 1))
+
+
+def test_states_beyond_a_number_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_parallel.generation.drafts.MOST_STATES", 30)
+    cursors = standing(cache := LogitsCache(), [1, 2, 3], *([first, *range(10, 30)] for first in range(50, 60)))
+    drafts = sure(Drafts(cache))
+    drafts.read(cursors.state(0))
+    read = {tokens[0] for tokens in itertools.chain(drafts._places) if len(tokens) == 8 and tokens[0] >= 50}
+    assert 59 in read, "what was visited last"
+    assert len(read) < 10
