@@ -23,7 +23,8 @@ from hf_parallel.generation import decode
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.graph import DecodeGraphs
 from hf_parallel.generation.sampling import Sampler, TokenTable
-from hf_parallel.kernels import AttentionPlan
+from hf_parallel.kernels import AttentionPlan, ToHost
+from hf_parallel.measure import StepClock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -120,6 +121,22 @@ def test_a_processor_of_the_callers_own_is_waited_for(
     assert len(calls) == 1  # the criterion for stop_strings comes with Transformers
 
 
+def test_tokens_are_on_their_way_before_the_next_step_is_begun(
+    generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device does what it is given in order: a copy behind the next step would arrive when that is done."""
+    events: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (events.append(name), function(*given))[1]
+
+    monkeypatch.setattr(ToHost, "__init__", noted("copies", ToHost.__init__))
+    monkeypatch.setattr(ToHost, "tolist", noted("reads", ToHost.tolist))
+    monkeypatch.setattr(DecodeLoop, "_step_ahead", noted("steps", DecodeLoop._step_ahead))
+    generate(True)
+    assert events == [*["copies", "steps", "reads"] * (NEW - 1), "copies", "reads"]
+
+
 # What would make the host wait for the device
 
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "synchronize")
@@ -170,6 +187,7 @@ def test_steps_ahead_ask_the_device_for_nothing(
         return inside
 
     monkeypatch.setattr(Sampler, "draw", watched(Sampler.draw))
-    monkeypatch.setattr(DecodeLoop, "_step_ahead", watched(DecodeLoop._step_ahead))
-    generate(True, **({"do_sample": True, "top_p": 0.9} if sampled else {}))
+    for name in ("_step_ahead", "stream"):  # the streamer is told while the next step is under way
+        monkeypatch.setattr(DecodeLoop, name, watched(getattr(DecodeLoop, name)))
+    generate(True, streamer=StepClock(), **({"do_sample": True, "top_p": 0.9} if sampled else {}))
     assert found == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -71,13 +72,13 @@ class GenerationCall:
         """Tokens that a row may still get."""
         return self.max_length - self.input_ids.shape[1]
 
-    @property
+    @cached_property
     def pad_token_id(self) -> int:
         """Token that fills rows which have ended."""
         pad = self.generation_config._pad_token_tensor  # type: ignore[attr-defined]
         return 0 if pad is None else int(pad)
 
-    @property
+    @cached_property
     def eos_token_ids(self) -> list[int]:
         """Tokens that end a row."""
         eos = self.generation_config._eos_token_tensor  # type: ignore[attr-defined]

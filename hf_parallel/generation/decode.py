@@ -185,9 +185,10 @@ class DecodeLoop(ForwardPasses):
             tokens, ended = self.recall.choose(indices, logits)
         else:
             drawn = self.sampler.draw(indices, logits)
+            fetched = self.sampler.fetch(*drawn)  # queued before the next step, or it would arrive behind it
             if ahead is not None and self._runs_ahead(rows):
                 ahead.append(self._step_ahead(rows, drawn[0]))
-            tokens, ended = self.sampler.read(*drawn)
+            tokens, ended = self.sampler.read(fetched)
         return self.give(rows, tokens, ended, advance)
 
     def give(
@@ -361,7 +362,7 @@ class DecodeLoop(ForwardPasses):
         """Give the new tokens of `rows` to the caller's streamer, as `generate` does; other rows show padding."""
         if self.streamer is None:
             return
-        shown = torch.full((len(self.table.lengths),), self.call.pad_token_id)
+        shown = torch.full((len(self.table.lengths),), self.table.pad_token_id)
         shown[list(rows)] = torch.tensor(tokens)
         self.streamer.put(shown)
 

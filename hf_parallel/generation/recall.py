@@ -225,8 +225,8 @@ class Recall:
         chosen: dict[int, tuple[int, bool]] = {}
         if drawing:
             of = [rows[i] for i in drawing]
-            drawn = self.sampler.read(*self.sampler.draw_from(of, weights[drawing] if kept else weights))
-            chosen.update(zip(of, zip(*drawn, strict=True), strict=True))
+            drawn = self.sampler.draw_from(of, weights[drawing] if kept else weights)
+            chosen.update(zip(of, zip(*self.sampler.read(self.sampler.fetch(*drawn)), strict=True), strict=True))
         if kept:
             ended = self.sampler.accept(list(kept), list(kept.values()))
             chosen.update(zip(kept, zip(kept.values(), ended, strict=True), strict=True))

@@ -15,7 +15,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from ..kernels import to_device
+from ..kernels import ToHost, to_device
 from .call import GenerationCall
 from .noise import draw, make_noise
 
@@ -193,7 +193,7 @@ class Sampler:
         -------
         (tokens, ended) : list of int, list of bool
         """
-        return self.read(*self.draw(rows, logits))
+        return self.read(self.fetch(*self.draw(rows, logits)))
 
     def draw(self, rows: Sequence[int], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As `choose`, but the tokens `int64 [len(rows)]` and whether they ended their rows stay on the device."""
@@ -235,9 +235,14 @@ class Sampler:
         return tokens, self._ended(rows)
 
     @staticmethod
-    def read(tokens: torch.Tensor, ended: torch.Tensor) -> tuple[list[int], list[bool]]:
-        """Fetch what was drawn: the one place at which a decode step waits for the device."""
-        numbers, flags = torch.stack((tokens, ended.to(tokens.dtype))).tolist()
+    def fetch(tokens: torch.Tensor, ended: torch.Tensor) -> ToHost:
+        """Begin to fetch what was drawn; what the device is given afterwards is not waited for by `read`."""
+        return ToHost(torch.stack((tokens, ended.to(tokens.dtype))))
+
+    @staticmethod
+    def read(fetched: ToHost) -> tuple[list[int], list[bool]]:
+        """What was drawn: the one place at which a decode step waits for the device."""
+        numbers, flags = fetched.tolist()
         return numbers, [flag != 0 for flag in flags]
 
     def accept(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:

@@ -3,7 +3,7 @@
 from .dispatch import BACKEND_VARIABLE, Backend, backends, block_attention, select_backend
 from .plan import AttentionPlan, Growth, PlanOnDevice
 from .rope import RotarySpec, rotate
-from .transfer import to_device
+from .transfer import ToHost, to_device
 
 __all__ = [
     "BACKEND_VARIABLE",
@@ -12,6 +12,7 @@ __all__ = [
     "Growth",
     "PlanOnDevice",
     "RotarySpec",
+    "ToHost",
     "backends",
     "block_attention",
     "rotate",

@@ -1,8 +1,9 @@
-"""Integers on their way from the host to a device."""
+"""Integers on their way between the host and a device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,3 +16,26 @@ def to_device(numbers: np.ndarray | Sequence[int], device: torch.device) -> torc
     """
     tensor = torch.as_tensor(numbers, dtype=torch.int64)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class ToHost:
+    """A tensor that is being copied to the host: reading it waits for what a GPU had been given until now, not longer.
+
+    Parameters
+    ----------
+    numbers : torch.Tensor
+        Of any shape and type; must not be written to before it has been read.
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers = numbers
+        self._arrived: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
+            self._arrived = torch.cuda.current_stream(numbers.device).record_event()
+
+    def tolist(self) -> list[Any]:
+        """The numbers, when they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._numbers.tolist()
