@@ -177,7 +177,8 @@ def test_a_reencoded_answer_is_read_as_plain_text(name: str, chunk: int | None) 
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk"), [("llama", None), *((name, 4) for name in SOME), *((name, None) for name in VARIANTS)]
+    ("name", "chunk"),
+    [*((name, 4) for name in SOME), *((name, None) for name in [*VARIANTS, "llama", "mixtral", "phi3", "stablelm"])],
 )
 def test_a_rotated_answer_is_what_was_read_branch_by_branch_turned_to_its_place(name: str, chunk: int | None) -> None:
     """Against an oracle that spells every branch out and knows of nothing but positions."""

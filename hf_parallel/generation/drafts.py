@@ -22,14 +22,16 @@ MOST_STATES = 4096
 SMALL_PASS = 16
 """Up to so many tokens a pass of several takes about as long as one of two, which is twice as long as for one: so
 measured on a host, in float32."""
+LEAST_GAIN = 0.2
+"""What a draft must save at least, in passes of one token: chances are not known that well."""
 _FORGETTING = 0.95
 
 
 @dataclass
 class _Chance:
-    """How often what was looked up has been drawn of late."""
+    """How often what was looked up has been drawn of late; seldom, as long as nobody knows."""
 
-    looked: float = 2.0
+    looked: float = 4.0
     drawn: float = 1.0
 
     def learn(self, drawn: bool) -> None:
@@ -123,7 +125,7 @@ class Drafts:
 
     def _worth(self, count: int, most: int, num_rows: int) -> int:
         """Tokens of a draft that save most time: passes that they make needless, less what they cost."""
-        saved, likely, best, length = 0.0, 1.0, 0.0, 0
+        saved, likely, best, length = 0.0, 1.0, LEAST_GAIN, 0
         for tokens in range(1, most + 1):
             likely *= self._chance(count + tokens - 1).value
             saved += likely * _cost(num_rows)
