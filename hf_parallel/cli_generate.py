@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .cli_settings import PLAIN, describe, read_settings
 from .embedded import MODEL_NAME, load_embedded_model
+from .folders import write_whole
 from .generation import (
     GenerationStats,
     HogwildConfig,
@@ -31,7 +32,6 @@ from .generation import (
     enable,
 )
 from .generation.config import is_int, make_config
-from .generation.journal import write_whole
 from .generation.mixin import take_parallel_config
 from .generation.noise import mix
 from .generation.page import render as page_of

@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 
 from . import attention
 from .attention import Capabilities
-from .folders import cache_folder
+from .folders import cache_folder, write_whole
 from .generation import enable
-from .generation.journal import write_whole
 from .kernels.rope import RotarySpec
 
 

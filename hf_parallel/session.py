@@ -203,7 +203,7 @@ class HogwildSession:
         return self._run.loop.output(HogwildOutput, **self._told)
 
     def close(self) -> None:
-        """Give the memory back. Nothing can be asked for afterwards."""
+        """Give the memory back. Nothing can be computed afterwards; what was written can still be read."""
         with self._alone():
             if not self._over and self._call.streamer is not None:
                 self._call.streamer.end()

@@ -285,7 +285,7 @@ def keep_mode(config: Any) -> None:
 def enable(model: PreTrainedModel, known: Capabilities | None = None) -> PreTrainedModel:
     """Give one model the `generation_mode` argument.
 
-    Finds out what block attention can do with the model by running it on one token. Idempotent; nothing global is
+    Finds out what block attention can do with the model by running it on a few tokens. Idempotent; nothing global is
     changed. `disable` undoes it.
 
     Parameters
