@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from .generation import HogwildConfig, ParallelConfig, SelfConsistencyConfig
+from .generation.hogwild import default_name
 from .generation.stepping import COMMON
 from .generation.text import GrowingText
 
@@ -18,7 +19,7 @@ from .generation.text import GrowingText
 def _worker(config: Any, row: int) -> str:
     if row < 0:
         return COMMON
-    return config.names[row] if row < len(config.names) else f"Worker {row + 1}"
+    return config.names[row] if row < len(config.names) else default_name(row)
 
 
 def _answer(config: Any, row: int) -> str:

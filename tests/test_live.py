@@ -143,9 +143,9 @@ def test_a_session_is_shown_with_what_is_told_and_who_comes() -> None:
         session.run(3)
         session.inject("Alice", " Why? ")
         session.inject("common", "It rains.")
-        session.add_worker("Worker 3")
+        session.add_worker("Carol")
         session.run(2)
-    assert texts(view) == {"Alice": "One Why? xx", "Bob": "Unoxx", "common": "It rains.\n\n", "Worker 3": "xx"}
+    assert texts(view) == {"Alice": "One Why? xx", "Bob": "Unoxx", "common": "It rains.\n\n", "Carol": "xx"}
     assert view.rows[-1].steps[0].ended == 3
 
 
@@ -223,7 +223,7 @@ def test_a_terminal_too_narrow_for_columns_shows_the_end_of_what_rows_write() ->
     view.write_row(0, "", "step")
     view.write_row(1, "", "end")
     lines = ["".join(piece.text for piece in line) for line in view.console.render_lines(view.frame(), pad=False)]
-    assert [line.split("|")[0].strip() for line in lines[:2]] == ["Alice", "Worker 3"]
+    assert [line.split("|")[0].strip() for line in lines[:2]] == ["Alice", "Carol"]
     assert "one" not in lines[0]
 
 

@@ -143,10 +143,6 @@ class HogwildConfig(RecallingConfig):
         super().validate()
         if self.prefetch:
             raise ValueError("prefetch must be None or False for hogwild, whose workers wait for each other, got True")
-        if self.draft_tokens:
-            raise ValueError(
-                f"draft_tokens must be None or 0 for hogwild, whose workers bring none, got {self.draft_tokens}"
-            )
         check_int("num_workers", self.num_workers, at_least=1)
         check_choice("layout", self.layout, LAYOUTS)
         for name in ("history_header", "others_header", "own_header", "step_gap", "code_fence"):

@@ -70,7 +70,7 @@ class Recall:
         Whether the sampling work of later replays is done ahead while the model runs. Default: where the model runs on
         another device than the host.
     draft_tokens : int, optional
-        See `RecallingConfig`.
+        See `SharedPrefixConfig`.
 
     Raises
     ------

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..cache.logits import LogitsCache
-from .config import ParallelConfig, check_int
+from .config import ParallelConfig
 from .decode import DecodeLoop
 from .recall import Recall
 from .replay import make_policy
@@ -31,11 +31,6 @@ class RecallingConfig(ParallelConfig):
         Whether the sampling work of later replays (`top_p` and the like, the uncertainty of hotspots) is done ahead in
         the background while the model decodes. It changes no sample. Default: where the model runs on another device
         than the host.
-    draft_tokens : int, optional
-        Tokens that a row may bring to a forward pass on trial, at most: where it writes again what the prompt has, or
-        an earlier sample of it, what followed there is computed along, and stays as far as it is drawn. It changes no
-        sample, and is left where it does not pay. 0: none. Default: 15 where the model runs on the host, else 0.
-        Workers of `hogwild` bring none, so that is an error there.
     """
 
     not_stored: ClassVar[tuple[str, ...]] = ("logits_cache",)
@@ -43,7 +38,6 @@ class RecallingConfig(ParallelConfig):
     logits_cache: Any = None
     replay: Any = "stepwise"
     prefetch: Any = None
-    draft_tokens: Any = None
 
     def validate(self) -> None:
         """Check every setting; see `ParallelConfig.validate`."""
@@ -53,11 +47,11 @@ class RecallingConfig(ParallelConfig):
         make_policy(self.replay)
         if self.prefetch is not None and not isinstance(self.prefetch, bool):
             raise ValueError(f"prefetch must be True, False or None, got {self.prefetch!r}")
-        if self.draft_tokens is not None:
-            check_int("draft_tokens", self.draft_tokens, at_least=0)
 
     @contextmanager
-    def recalling(self, loop: DecodeLoop, prompts: Sequence[np.ndarray] = ()) -> Iterator[None]:
+    def recalling(
+        self, loop: DecodeLoop, prompts: Sequence[np.ndarray] = (), draft_tokens: int | None = 0
+    ) -> Iterator[None]:
         """Let a loop replay and remember logits, if there is a cache for them.
 
         Parameters
@@ -65,13 +59,13 @@ class RecallingConfig(ParallelConfig):
         loop : DecodeLoop
         prompts : sequence of int64 arrays
             What rows 0, 1, ... follow from. Rows of groups need none, and nothing is prefetched for them.
+        draft_tokens : int, optional
+            See `SharedPrefixConfig`.
         """
         if self.logits_cache is None:
             yield
             return
         policy, prefetch = make_policy(self.replay), self.prefetch if len(prompts) else False
-        loop.recall = Recall(
-            self.logits_cache, policy, loop.call, loop.sampler, loop.stats, prefetch, self.draft_tokens
-        )
+        loop.recall = Recall(self.logits_cache, policy, loop.call, loop.sampler, loop.stats, prefetch, draft_tokens)
         with loop.recall.walking(prompts):
             yield

@@ -12,7 +12,7 @@ import torch
 from ..cache.shared_prefix import Node, SharedPrefixCache
 from .arguments import encode
 from .call import GenerationCall
-from .config import check_bool, is_int
+from .config import check_bool, check_int, is_int
 from .decode import DecodeLoop
 from .prefix import prefill_leaves, tree_of
 from .recalling import RecallingConfig
@@ -39,12 +39,18 @@ class SharedPrefixConfig(RecallingConfig):
         the rows of `input_ids` are found by themselves.
     keep_completions : bool
         Whether a cache that outlives the call holds the completions too, so that they can be continued.
+    draft_tokens : int, optional
+        With a `logits_cache`, tokens that a row may bring to a forward pass on trial, at most: where it writes again
+        what the prompt has, or an earlier sample of it, what followed there is computed along, and stays as far as it
+        is drawn. It changes no sample, and is left where it does not pay. 0: none. Default: 15 where the model runs on
+        the host, else 0.
     """
 
     mode: ClassVar[str] = "shared_prefix"
 
     levels: Any = None
     keep_completions: bool = True
+    draft_tokens: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,6 +60,8 @@ class SharedPrefixConfig(RecallingConfig):
         """Check every setting; see `ParallelConfig.validate`."""
         super().validate()
         check_bool("keep_completions", self.keep_completions)
+        if self.draft_tokens is not None:
+            check_int("draft_tokens", self.draft_tokens, at_least=0)
         if self.levels is not None and not isinstance(self.levels, list | tuple):
             raise ValueError(f"levels must be a nested list, got {type(self.levels).__name__}")
 
@@ -86,7 +94,7 @@ class SharedPrefixConfig(RecallingConfig):
         cache = tree_of(call)
         table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, SUFFIX_ROOM))
         loop = DecodeLoop(call, cache, table, seed=self.seed)
-        with loop.running(), self.recalling(loop, call.prompts):
+        with loop.running(), self.recalling(loop, call.prompts, self.draft_tokens):
             self._decode(loop, cache)
         output = loop.output()
         if call.past_key_values is None and isinstance(output, torch.Tensor):
