@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.cache.logits import Cursors
-from hf_parallel.generation.drafts import LEAST_GAIN, LONGEST, MATCHES, SMALL_PASS, Drafts
+from hf_parallel.generation.drafts import LEAST_GAIN, LONGEST, MATCHES, MOST_SETTINGS, SMALL_PASS, Drafts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -241,6 +241,23 @@ def test_drafts_are_given_up_where_they_are_not_drawn_and_taken_up_again() -> No
     assert [bool(offered(33)) for _ in range(60)][-1], "drawn each time"
     assert not [offered(60 + i) for i in range(40)][-1], "never drawn"
     assert [offered(33) for _ in range(60)][-1], "and drawn again, which is seen without computing any"
+
+
+def test_what_was_learned_is_known_to_the_next_call_with_the_same_settings() -> None:
+    cache, other = LogitsCache(), LogitsCache()
+    sure(Drafts(cache, settings="cold"))
+
+    def chances(of: LogitsCache, settings: str) -> set[float]:
+        return {chance.value for chance in Drafts(of, settings=settings)._chances.values()}
+
+    assert chances(cache, "cold") == {1.0}
+    assert chances(cache, "hot") == chances(other, "cold") == {0.25}
+    for number in range(MOST_SETTINGS - 2):
+        Drafts(cache, settings=number)
+    assert chances(cache, "cold") == {1.0}, "what is used stays"
+    for number in range(MOST_SETTINGS):
+        Drafts(cache, settings=-number)
+    assert chances(cache, "cold") == {0.25}
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.55, 0.8, 0.99])

@@ -9,7 +9,10 @@ equal.)
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from ..cache.logits import LogitsCache, State
 
@@ -24,6 +27,8 @@ SMALL_PASS = 16
 measured on a host, in float32."""
 LEAST_GAIN = 0.2
 """What a draft must save at least, in passes of one token: chances are not known that well."""
+MOST_SETTINGS = 64
+"""Settings of which chances are kept beside a cache, those that were used last."""
 _FORGETTING = 0.95
 
 
@@ -43,6 +48,10 @@ class _Chance:
         return self.drawn / self.looked
 
 
+_learning = threading.Lock()
+_learned: WeakKeyDictionary[LogitsCache, dict[Hashable, dict[int, _Chance]]] = WeakKeyDictionary()
+
+
 @dataclass(eq=False)
 class Drafts:
     """Looks up what rows may write next, and learns how often they do.
@@ -52,13 +61,23 @@ class Drafts:
     cache : LogitsCache
     most : int
         Tokens of a draft, at most.
+    settings : hashable, optional
+        What tokens are drawn by: what was learned of it over the same cache is known from the first token on.
     """
 
     cache: LogitsCache
     most: int = LONGEST
+    settings: Hashable = None
     _places: dict[tuple[int, ...], State] = field(default_factory=dict)
-    _chances: dict[int, _Chance] = field(default_factory=lambda: {count: _Chance() for count in MATCHES})
     _told: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # by row: tokens matched, what may follow
+
+    def __post_init__(self) -> None:
+        with _learning:
+            of_cache = _learned.setdefault(self.cache, {})
+            new = {count: _Chance() for count in MATCHES}
+            self._chances = of_cache[self.settings] = of_cache.pop(self.settings, new)  # the last in order now
+            if len(of_cache) > MOST_SETTINGS:
+                del of_cache[next(iter(of_cache))]
 
     def read(self, prompt: State) -> None:
         """Learn what there is in a prompt, and remembered below it."""

@@ -74,6 +74,8 @@ class Distributions:
     ----------
     kept : bool
         Whether any are kept.
+    settings : tuple
+        What they are made by: the device, and the processors with their settings.
     """
 
     cache: LogitsCache
@@ -87,7 +89,7 @@ class Distributions:
         pure = all(name in _OF_LOGITS or name in _OF_LENGTH for name in names)
         self.kept = self.sampler.do_sample and pure and not records and any(name in _CUTTING for name in names)
         self._looks_at_length = any(name in _OF_LENGTH for name in names)
-        self._settings = (str(self._device), *((name, _values(p)) for name, p in zip(names, processors, strict=True)))
+        self.settings = (str(self._device), *((name, _values(p)) for name, p in zip(names, processors, strict=True)))
 
     def of(self, rows: Sequence[int], states: Sequence[State]) -> torch.Tensor:
         """What the next tokens of `rows`, which stand on `states`, are drawn from; see `Sampler.weigh`."""
@@ -137,7 +139,7 @@ class Distributions:
         return found or self.keep(state, length, self.sampler.weigh_ahead(logits.spread(), length))
 
     def _made_by(self, length: int) -> tuple[Any, ...]:
-        return (*self._settings, length) if self._looks_at_length else self._settings
+        return (*self.settings, length) if self._looks_at_length else self.settings
 
 
 class Prefetch:

@@ -163,7 +163,7 @@ class Recall:
             most = LONGEST if self.call.model.device.type in HOST else 0
         if not (most and self.sampler.draws_apart):
             return None
-        drafts = Drafts(self.cache, most)
+        drafts = Drafts(self.cache, most, (self._key, self.policy.name, self._distributions.settings))
         for prompt in self._prompts:
             drafts.read(prompt)
         return drafts
