@@ -174,6 +174,10 @@ class LogitsCache:
         with self._lock:
             return list(state.children.values())
 
+    def taken_last(self, state: State) -> State | None:
+        """The state that is one token longer and was visited last of those."""
+        return max(self.children(state), key=lambda child: child.used, default=None)
+
     def _states(self) -> Iterator[tuple[str, State]]:
         """All states with the key of their model, parents first."""
         with self._lock:

@@ -262,15 +262,14 @@ class DecodeLoop(ForwardPasses):
 
     def _trials(self) -> Trials | None:
         """What computes drafts, if there are to be any."""
-        drafts = None if self.recall is None else self.recall.drafts()
-        if self.recall is None or drafts is None:
+        if self.recall is None or (drafts := self.recall.drafts()) is None:
             return None
-
-        def room(row: Row) -> int:
-            return self.call.max_length - self.table.lengths[row.index]
-
         hand_out = partial(self._hand_out, advance=_advance)
-        return Trials(drafts, self.call, self.recall, self.cache, self.stats, room, self.compute, hand_out)
+        return Trials(drafts, self.call, self.recall, self.cache, self.stats, self._left, self.forward, hand_out)
+
+    def _left(self, row: Row) -> int:
+        """Tokens that a row may still take."""
+        return self.call.max_length - self.table.lengths[row.index]
 
     def _leaves_out(self, part: Part) -> bool:
         """Whether it is remembered what follows a part, which is kept for later then."""
@@ -340,7 +339,7 @@ class DecodeLoop(ForwardPasses):
 
     def _runs_ahead(self, rows: Sequence[Row]) -> bool:
         """Whether the next step may begin before its tokens are known here: nothing asks for them but the model."""
-        more = any(self.table.lengths[row.index] < self.call.max_length for row in rows)
+        more = any(self._left(row) > 0 for row in rows)
         return self.device.type in RUNNING_AHEAD and more and self.sampler.stays_on_device
 
     def _step_ahead(self, rows: Sequence[Row], tokens: torch.Tensor) -> torch.Tensor:

@@ -135,10 +135,8 @@ class Drafts:
     def _following(self, place: State, room: int) -> list[int]:
         """What was taken last from a state on."""
         draft: list[int] = []
-        while len(draft) < room and (children := self.cache.children(place)):
-            place = max(children, key=lambda child: child.used)
-            if place.token < 0:
-                break
+        while len(draft) < room and (following := self.cache.taken_last(place)) is not None and following.token >= 0:
+            place = following
             draft.append(place.token)
         return draft
 

@@ -14,7 +14,6 @@ from ..kernels import to_device
 from .call import GenerationCall
 from .graph import DecodeGraphs
 from .outputs import GenerationStats
-from .rows import Brought
 
 
 class ForwardPasses:
@@ -36,25 +35,23 @@ class ForwardPasses:
         self.graphs = DecodeGraphs(cache) if captures else None
         self._keeps = "logits_to_keep" in inspect.signature(call.model.forward).parameters
 
-    def forward(self, brought: Sequence[tuple[Segment, Sequence[int]]], ends: Sequence[int]) -> torch.Tensor:
+    def forward(
+        self, brought: Sequence[tuple[Segment, Sequence[int]]], ends: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """One forward pass.
 
         Parameters
         ----------
         brought : sequence of (Segment, tokens)
-        ends : sequence of int
-            Segments whose last token's logits are wanted.
+        ends : sequence of int, optional
+            Segments whose last token's logits are wanted. Default: those of all tokens.
 
         Returns
         -------
         torch.Tensor
-            `[len(ends), vocabulary]`.
+            `[len(ends) or tokens, vocabulary]`.
         """
         return self.run([[segment for segment, _ in brought]], self.packed(brought), ends)
-
-    def compute(self, brought: Brought) -> torch.Tensor:
-        """As `forward`, with the logits of all tokens, `[tokens, vocabulary]`."""
-        return self.run([[segment for segment, _ in brought]], self.packed(brought), None)
 
     def packed(self, brought: Sequence[tuple[Segment, Sequence[int]]]) -> torch.Tensor:
         """The tokens of segments, as a pass takes them."""

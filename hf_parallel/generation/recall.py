@@ -314,8 +314,7 @@ def _last_taken(cache: LogitsCache, state: State) -> tuple[list[State], list[int
     Other threads may add to it and drop of it meanwhile.
     """
     states, tokens, uncertainty = [], [], []
-    while children := cache.children(state):
-        following = max(children, key=lambda child: child.used)
+    while (following := cache.taken_last(state)) is not None:
         logits = state.logits
         if logits is not None:
             states.append(state)

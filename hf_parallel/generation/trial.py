@@ -92,6 +92,7 @@ class Trials:
                 self.cache.truncate(row.view[-1], begins[i] + 1 + step)
                 self.stats.drafted_tokens += len(found[i])
                 self.stats.accepted_tokens += step
-                going += [i] * (row in staying)
+                if row in staying:
+                    going.append(i)
             trying, step = agreeing, step + 1
         return [rows[i] for i in sorted(going)]
