@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_parallel
+from hf_parallel.loading import load_model
 from hf_parallel.measure import long_prompt
 
 from .hogwild import HogwildBenchmark
@@ -61,7 +62,7 @@ def set_up(options: argparse.Namespace) -> tuple[Any, Any]:
     transformers.logging.set_verbosity_error()
     if options.threads:
         torch.set_num_threads(options.threads)
-    model, tokenizer = load(options)
+    model, tokenizer = load_model(options.model, getattr(torch, options.dtype), options.device)
     return hf_parallel.enable(model), tokenizer
 
 
@@ -104,15 +105,6 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Any]:
     )
     parts = {"shared_prefix": shared, "hogwild": replace(hogwild, **common)}
     return {name: part for name, part in parts.items() if options.only in (None, name)}
-
-
-def load(options: argparse.Namespace) -> tuple[Any, Any]:
-    """The embedded model or another one, on the device."""
-    dtype = getattr(torch, options.dtype)
-    if options.model is None:
-        return hf_parallel.load_embedded_model(dtype=dtype, device=options.device)
-    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
-    return model.to(options.device).eval(), transformers.AutoTokenizer.from_pretrained(options.model)
 
 
 def machine(model: Any) -> dict[str, Any]:

@@ -15,13 +15,10 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .cli_settings import PLAIN, describe, read_settings
-from .embedded import MODEL_NAME, load_embedded_model
+from .embedded import MODEL_NAME
 from .folders import write_whole
 from .generation import (
     GenerationStats,
@@ -38,6 +35,7 @@ from .generation.page import render as page_of
 from .generation.prompts import encode_task, rules_of
 from .generation.recalling import RecallingConfig
 from .interruptible import InterruptibleCall
+from .loading import load_model
 from .presets import SMALL_MODEL, SMALL_MODEL_TASK
 from .printing import Floor, RowPrinter, StepPrinter
 from .probed import enable_embedded
@@ -273,32 +271,10 @@ def _check_model(options: argparse.Namespace) -> None:
         raise ValueError(f"--device {options.device}: {str(error).partition(chr(10))[0]}") from error
 
 
-def _check_hub(name: str) -> None:
-    """Raise an error, at once, for a model that can come from nowhere; `from_pretrained` would try for a minute."""
-    if try_to_load_from_cache(name, "config.json") is not None:
-        return
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"))
-    except HfHubHTTPError:  # the Hub answers, and what it has to say is said when the model is loaded
-        return
-    except (HTTPError, OfflineModeIsEnabled) as error:
-        raise ValueError(
-            f"--model {name}: there is no such folder, nothing of it in the Hub's cache, and the Hub is out of reach: "
-            f"{error}"
-        ) from error
-
-
 def load(options: argparse.Namespace) -> tuple[Any, Any]:
     """The model and its tokenizer."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype: Any = getattr(torch, options.dtype, "auto")
-    if options.model is None:
-        return load_embedded_model(dtype=torch.float32 if dtype == "auto" else dtype, device=device)
-    if not Path(options.model).is_dir():
-        _check_hub(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
-    return model.to(device).eval(), tokenizer
+    return load_model(options.model, getattr(torch, options.dtype, None), device)
 
 
 def encode(

@@ -23,8 +23,9 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"The demo needs rich ({error}):\n    pip install rich gguf") from error
 
-from . import HogwildConfig, UnsupportedModelError, enable, hogwild_prompt, load_embedded_model
+from . import HogwildConfig, UnsupportedModelError, enable, hogwild_prompt
 from .live import live_view
+from .loading import load_model
 from .measure import StepClock, dense_bytes, long_prompt
 from .presets import SAMPLING, SMALL_MODEL, SMALL_MODEL_TASK
 
@@ -89,11 +90,7 @@ def load(name: str | None, console: Console) -> tuple[Any, Any]:
     """The embedded model, or any other by Hub id or path, enabled; float32, so that equal tokens can be expected."""
     try:
         with console.status(f"Loading {name or 'SmolLM2-135M-Instruct'} ..."):
-            if name is None:
-                model, tokenizer = load_embedded_model()
-            else:
-                tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-                model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+            model, tokenizer = load_model(name)
             return enable(model), tokenizer
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"{name or 'The embedded model'} cannot be used: {error}") from error

@@ -46,7 +46,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = tiny.build("llama")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["resample", *options, "--stress", "0.5", "--output", str(path)])
-        patch.setattr(benchmarks.__main__, "load", lambda options: (model, Chat()))
+        patch.setattr(benchmarks.__main__, "load_model", lambda *options: (model, Chat()))
         try:
             assert resample.main() == 0
         finally:

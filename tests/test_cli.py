@@ -13,10 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 import pytest
 import tiny
-from hub_server import running_hub
 
 import benchmarks.__main__
 import hf_parallel
@@ -153,34 +151,6 @@ def test_bytes_of_stdin_that_are_no_text_are_named(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
     assert cli.main(["generate"]) == 2
     assert "error: stdin is no text in UTF-8: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("network", [False, True])
-def test_a_model_that_is_nowhere_is_said_at_once(monkeypatch: pytest.MonkeyPatch, network: bool) -> None:
-    """Offline, and where nobody listens; `from_pretrained` is not asked, which would try for a minute."""
-    monkeypatch.setattr(cli_generate.AutoTokenizer, "from_pretrained", lambda name: pytest.fail("it was loaded"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", not network)
-    monkeypatch.setattr(cli_generate, "hf_hub_url", lambda *names: "http://127.0.0.1:9/config.json")
-    with pytest.raises(ValueError, match="--model nobody/nothing: there is no such folder, nothing of it in the Hub's"):
-        cli_generate.load(options("x", "--model", "nobody/nothing"))
-
-
-def test_a_hub_that_answers_has_its_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def from_pretrained(name: str) -> None:
-        asked.append(name)
-        raise OSError("what the Hub says")
-
-    monkeypatch.setattr(cli_generate.AutoTokenizer, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    with running_hub() as hub:
-        hub.repositories["somebody/adapter"] = [{"adapter_config.json": b"{}"}]
-        monkeypatch.setattr(cli_generate, "hf_hub_url", lambda name, file: f"{hub.endpoint}/{name}/resolve/main/{file}")
-        for name in ("nobody/nothing", "somebody/adapter"):
-            with pytest.raises(OSError, match="what the Hub says"):
-                cli_generate.load(options("x", "--model", name))
-    assert asked == ["nobody/nothing", "somebody/adapter"]
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,5 +392,5 @@ def test_the_first_token_comes_as_soon_as_that_of_generate(
         return -time.process_time() + run()
 
     seconds(ours)  # what is found out once
-    times = [(seconds(ours), seconds(plain)) for _ in range(3)]
-    assert min(of for of, _ in times) <= 1.2 * min(of for _, of in times)
+    ratios = [seconds(ours) / seconds(plain) for _ in range(4)]  # side by side: a machine's pace changes
+    assert min(ratios) <= 1.2, ratios

@@ -147,7 +147,7 @@ def test_workers_steps_that_move_need_no_new_capture_while_they_fit(graphs: Grap
 def test_storage_that_moved_is_captured_anew(
     graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_parallel.generation.shared_prefix.SUFFIX_ROOM", 1)
+    monkeypatch.setattr("hf_parallel.generation.prefix.SUFFIX_ROOM", 1)
     expected = generate(model, None).sequences
     assert torch.equal(generate(model).sequences, expected)
     assert 1 < len(graphs.captures) < NEW - 1
@@ -172,7 +172,7 @@ def test_a_failed_capture_is_said_once_and_costs_nothing_but_speed(
             raise RuntimeError("the capture has failed")
 
     monkeypatch.setattr(graph, "record", fail)
-    monkeypatch.setattr("hf_parallel.generation.shared_prefix.SUFFIX_ROOM", 1)
+    monkeypatch.setattr("hf_parallel.generation.prefix.SUFFIX_ROOM", 1)
     expected = generate(model, None).sequences
     out = generate(model)
     assert torch.equal(out.sequences, expected)

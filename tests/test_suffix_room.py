@@ -9,10 +9,11 @@ import pytest
 import tiny
 import torch
 from transformers import PreTrainedModel
+from workers import TOKENIZER
 
 import hf_parallel
-from hf_parallel.generation import shared_prefix
-from hf_parallel.generation.shared_prefix import BATCH_ROOM, LEAST_ROOM, SUFFIX_ROOM, first_room
+from hf_parallel.generation import prefix
+from hf_parallel.generation.prefix import BATCH_ROOM, LEAST_ROOM, SUFFIX_ROOM, first_room
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,11 +26,14 @@ def model() -> Iterator[PreTrainedModel]:
     hf_parallel.disable(tiny.build("llama"))
 
 
-def generate(model: PreTrainedModel, rows: int, **settings: Any) -> Any:
+def generate(model: PreTrainedModel, rows: int, mode: str = "shared_prefix", **settings: Any) -> Any:
+    if mode == "self_consistency":
+        settings |= {"tokenizer": TOKENIZER, "num_answers": rows}
+    else:
+        settings["num_return_sequences"] = rows
     return model.generate(  # type: ignore[operator]
         PROMPT,
-        generation_mode="shared_prefix",
-        num_return_sequences=rows,
+        generation_mode=mode,
         do_sample=True,
         seed=1,
         eos_token_id=None,
@@ -53,10 +57,11 @@ def test_a_few_short_completions_never_move() -> None:
     assert first_room(SUFFIX_ROOM, BATCH_ROOM // SUFFIX_ROOM) == SUFFIX_ROOM
 
 
-def test_many_completions_that_end_early_reserve_little(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("mode", ["shared_prefix", "self_consistency"])
+def test_many_completions_that_end_early_reserve_little(model: PreTrainedModel, mode: str) -> None:
     """Whatever they might have written."""
-    early = PROMPT.shape[1] + 3
-    stats = generate(model, 256, max_new_tokens=480, stopping_criteria=[lambda ids, _: ids.shape[1] >= early]).stats
+    early = [lambda ids, _: ids.shape[1] >= PROMPT.shape[1] + 3]
+    stats = generate(model, 256, mode, max_new_tokens=480, stopping_criteria=early).stats
     per_token = stats.kv_bytes / (PROMPT.shape[1] + 256 * 2)  # nobody reads the last ones
     assert stats.reserved_bytes <= (BATCH_ROOM + PROMPT.shape[1]) * per_token
 
@@ -66,8 +71,8 @@ def test_completions_that_write_on_reserve_what_they_hold(
 ) -> None:
     settings = {"max_new_tokens": 97, "min_new_tokens": 97}
     expected = generate(model, 16, **settings).sequences
-    monkeypatch.setattr(shared_prefix, "LEAST_ROOM", 4)
-    monkeypatch.setattr(shared_prefix, "BATCH_ROOM", 256)
+    monkeypatch.setattr(prefix, "LEAST_ROOM", 4)
+    monkeypatch.setattr(prefix, "BATCH_ROOM", 256)
     assert first_room(96, 16) == 12
     out = generate(model, 16, **settings)
     assert torch.equal(out.sequences, expected)

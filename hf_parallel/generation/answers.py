@@ -26,14 +26,12 @@ from .call import GenerationCall, vocabulary_size
 from .config import check_text
 from .decode import DecodeLoop
 from .outputs import GenerationStats, ParallelOutput
-from .prefix import prefill_leaves
+from .prefix import SUFFIX_ROOM, first_room, prefill_leaves
 from .recalling import RecallingConfig
 from .rows import Row
 from .sampling import TokenTable
 from .text import GrowingText
 
-TEXT_ROOM = 512
-"""Tokens that a text has room for at first; it grows beyond."""
 _BRACED = r"(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*"
 BOXED = rf"\\boxed\{{({_BRACED})\}}"
 """`\\boxed{answer}`, the answer's own braces balanced up to three deep."""
@@ -126,11 +124,13 @@ class Stage:
         self.config, self.call, self.cache, self.workers = config, call, cache, workers
         self.passages = [passage for group in groups for passage in group]
         _check_lengths(call, self.passages)
-        self.room = min(max(passage.max_new_tokens for passage in self.passages), TEXT_ROOM)
+        longest = max(passage.max_new_tokens for passage in self.passages)
+        at_once = sum(min(len(group), workers or len(group)) for group in groups)
+        self.room = first_room(longest - 1, at_once)
         ids = _left_padded(call, self.passages) if input_ids is None else input_ids
         # Budgets are counted per passage: prompts have other lengths than the call's.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
-        table = TokenTable(ids, call.pad_token_id, self.room)
+        table = TokenTable(ids, call.pad_token_id, min(longest, SUFFIX_ROOM))
         padding = torch.tensor([ids.shape[1] - len(passage.prompt) for passage in self.passages])
         self.loop = DecodeLoop(_with_padding(call, padding), cache, table, criteria, seed, stats, stream=False)
         number = count()
@@ -172,7 +172,7 @@ class Stage:
         for waiting, writing in zip(self._waiting, busy, strict=True):
             room = len(waiting) if self.workers is None else min(self.workers - writing, len(waiting))
             begun += [waiting.popleft() for _ in range(room)]
-        for writer, block in zip(begun, self.cache.new_blocks(len(begun), self.room - 1), strict=True):
+        for writer, block in zip(begun, self.cache.new_blocks(len(begun), self.room), strict=True):
             block.base = len(writer.read)
             writer.view, writer.pending = [*self.cache.view(writer.leaf), block], writer.read[-1:].tolist()
         return begun

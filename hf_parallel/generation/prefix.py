@@ -1,4 +1,4 @@
-"""Prompts into a tree of shared prefixes, each unique token computed once (Hydragen, section 3.3)."""
+"""Prompts into a tree of shared prefixes, each unique token computed once (Hydragen, section 3.3), and room below."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from ..cache import Segment
 from ..cache.shared_prefix import Node, SharedPrefixCache
 from .call import GenerationCall
 from .decode import DecodeLoop
+
+SUFFIX_ROOM = 512
+"""Tokens that a completion has room for at first, at most."""
+BATCH_ROOM = 1 << 16
+"""Tokens that all completions of a call have room for at first, unless that is less than `LEAST_ROOM` for each."""
+LEAST_ROOM = 64
 
 
 def tree_of(call: GenerationCall) -> SharedPrefixCache:
@@ -57,3 +63,15 @@ def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[
         raise
     loop.stats.reused_tokens += held
     return logits[torch.tensor([place[leaf] for leaf in leaves], device=logits.device)]
+
+
+def first_room(longest: int, rows: int) -> int:
+    """Tokens that each of so many completions has room for at first; its room doubles whenever it is outgrown.
+
+    That is the `longest` that one may have, halved until it is little: completions that end early reserve little, and
+    those that write on end with room for the `longest` and no more.
+    """
+    room = longest
+    while room > SUFFIX_ROOM or (room > LEAST_ROOM and room * rows > BATCH_ROOM):
+        room = -(-room // 2)
+    return room

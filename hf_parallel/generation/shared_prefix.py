@@ -14,16 +14,10 @@ from .arguments import encode
 from .call import GenerationCall
 from .config import check_bool, check_int, is_int
 from .decode import DecodeLoop
-from .prefix import prefill_leaves, tree_of
+from .prefix import SUFFIX_ROOM, first_room, prefill_leaves, tree_of
 from .recalling import RecallingConfig
 from .rows import Row
 from .sampling import TokenTable
-
-SUFFIX_ROOM = 512
-"""Tokens that a completion has room for at first, at most."""
-BATCH_ROOM = 1 << 16
-"""Tokens that all completions of a call have room for at first, unless that is less than `LEAST_ROOM` for each."""
-LEAST_ROOM = 64
 
 
 @dataclass
@@ -150,18 +144,6 @@ class SharedPrefixConfig(RecallingConfig):
             cache.attach(leaf, completion.cpu().numpy(), block)
         else:
             cache.free(block)
-
-
-def first_room(longest: int, rows: int) -> int:
-    """Tokens that each of so many completions has room for at first; its room doubles whenever it is outgrown.
-
-    That is the `longest` that one may have, halved until it is little: completions that end early reserve little, and
-    those that write on end with room for the `longest` and no more.
-    """
-    room = longest
-    while room > SUFFIX_ROOM or (room > LEAST_ROOM and room * rows > BATCH_ROOM):
-        room = -(-room // 2)
-    return room
 
 
 def _leaf_paths(node: Any, tokenizer: Any, above: tuple[np.ndarray, ...] = ()) -> Iterator[tuple[np.ndarray, ...]]:
