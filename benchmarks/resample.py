@@ -176,8 +176,9 @@ class ResampleBenchmark:
     def _summary(self, measured: dict[str, Measured]) -> dict[str, Any]:
         none, single = measured["none"].seconds, measured["single path"].seconds
         # Puzzles are measured half an hour apart, in which a machine's pace changes: each by its own samples.
+        puzzles = {puzzle for puzzle, _ in none}
         plain = {
-            puzzle: statistics.median(took for (of, _), took in none.items() if of == puzzle) for puzzle, _ in none
+            puzzle: statistics.median(took for (of, _), took in none.items() if of == puzzle) for puzzle in puzzles
         }
         summary: dict[str, Any] = {}
         for way, of in measured.items():

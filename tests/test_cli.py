@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import tiny
 
@@ -151,6 +152,18 @@ def test_bytes_of_stdin_that_are_no_text_are_named(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
     assert cli.main(["generate"]) == 2
     assert "error: stdin is no text in UTF-8: " in capsys.readouterr().err
+
+
+def test_a_model_that_is_nowhere_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert cli.main(["generate", "x", "--model", "nobody/nothing"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "hf-parallel: error: there is no folder 'nobody/nothing', nothing of it is in the Hub's cache"
+    )
+    assert said.count("\n") == 1
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,5 +405,5 @@ def test_the_first_token_comes_as_soon_as_that_of_generate(
         return -time.process_time() + run()
 
     seconds(ours)  # what is found out once
-    ratios = [seconds(ours) / seconds(plain) for _ in range(4)]  # side by side: a machine's pace changes
-    assert min(ratios) <= 1.2, ratios
+    times = [(seconds(ours), seconds(plain)) for _ in range(6)]  # enough for both to meet the machine's best pace
+    assert min(of for of, _ in times) <= 1.2 * min(of for _, of in times)
