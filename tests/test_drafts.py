@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.cache.logits import Cursors
-from hf_parallel.generation.drafts import LEAST_GAIN, LONGEST, MATCHES, MOST_SETTINGS, SMALL_PASS, Drafts
+from hf_parallel.generation.drafts import EACH_TOKEN, LEAST_GAIN, LONGEST, MATCHES, MOST_SETTINGS, SECOND_TOKEN, Drafts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -268,7 +268,7 @@ def test_the_length_of_a_draft_saves_most(chance: float, num_rows: int) -> None:
         of.looked, of.drawn = 1000.0, 1000.0 * chance
 
     def cost(tokens: int) -> float:
-        return 1.0 if tokens == 1 else 2 * max(tokens, SMALL_PASS) / SMALL_PASS
+        return 1.0 if tokens == 1 else 1.0 + SECOND_TOKEN + EACH_TOKEN * tokens
 
     def saved(length: int) -> float:
         served = sum(chance**step for step in range(1, length + 1))

@@ -18,6 +18,7 @@ from transformers import StoppingCriteriaList
 from ..attention import block_attention_enabled
 from ..cache import BlockCache, Segment
 from ..kernels import to_device
+from ..linear import linear_layers
 from .call import GenerationCall
 from .forward import ForwardPasses
 from .outputs import GenerationStats, ParallelOutput
@@ -79,8 +80,8 @@ class DecodeLoop(ForwardPasses):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Switch block attention on, for the time of a call."""
-        with block_attention_enabled(self.call.model, self.cache):
+        """Switch block attention on, and what else makes passes fast, for the time of a call."""
+        with block_attention_enabled(self.call.model, self.cache), linear_layers(self.call.model):
             yield
         self.stats.kv_bytes = self.cache.kv_bytes
         self.stats.reserved_bytes = self.cache.arena.reserved_bytes

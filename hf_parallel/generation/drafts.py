@@ -22,10 +22,10 @@ MATCHES = (8, 5, 3)
 """How many last tokens of a row may be looked up; the most that are found decide."""
 MOST_STATES = 4096
 """States below a prompt in which drafts are looked up, those that were visited last."""
-SMALL_PASS = 16
-"""Up to so many tokens a pass of several takes about as long as one of two, which is twice as long as for one: so
-measured on a host, in float32."""
-LEAST_GAIN = 0.2
+SECOND_TOKEN, EACH_TOKEN = 0.2, 1 / 45
+"""What a pass of several tokens takes more than one of a single token, and what each of its tokens adds, in passes of a
+single token: so measured on a host, in float32."""
+LEAST_GAIN = 0.1
 """What a draft must save at least, in passes of one token: chances are not known that well."""
 MOST_SETTINGS = 64
 """Settings of which chances are kept beside a cache, those that were used last."""
@@ -157,7 +157,7 @@ class Drafts:
 
 def _cost(tokens: int) -> float:
     """How long a pass takes, in passes of one token."""
-    return 1.0 if tokens == 1 else 2.0 * max(1.0, tokens / SMALL_PASS)
+    return 1.0 if tokens == 1 else 1.0 + SECOND_TOKEN + EACH_TOKEN * tokens
 
 
 def _last_tokens(state: State) -> tuple[int, ...]:

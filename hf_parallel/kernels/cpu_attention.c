@@ -17,6 +17,7 @@
 #define WIDEST 3  /* vectors of rows per task: 48 rows */
 #define NARROW 8  /* rows per block up to which dimensions go into the lanes */
 #define SHORT 8   /* lanes there: a head's size is a multiple of it */
+#define HIDDEN -1e30f /* score of a key that a row does not see: finite, as exp(-inf + inf) is not a number */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(64), aligned(64)));
@@ -49,6 +50,17 @@ INLINE vec exp_nonpositive(vec x) {
     return (vec)((ivec)(p * (vec)power) & alive);
 }
 
+/* Hides from rows the keys of a tile that lie outside their bounds [2][width], both counted from the task's first key. */
+INLINE void hide(int width, int64_t start, int count, const ivec *bounds, vec *scores) {
+    const vec hidden = splat(HIDDEN);
+    for (int i = 0; i < count; i++)
+        for (int w = 0; w < width; w++) {
+            const int32_t key = (int32_t)(start + i);
+            ivec seen = (bounds[w] <= key) & (bounds[width + w] > key);
+            scores[i * width + w] = (vec)(((ivec)scores[i * width + w] & seen) | ((ivec)hidden & ~seen));
+        }
+}
+
 /* Scores of `count` (at most UNROLL) keys with all rows: acc[j] = sum_d keys[j][d] * qt[d]. */
 INLINE void score(int width, int count, const vec *qt, const float *keys, int64_t dim, vec *scores) {
     vec acc[UNROLL][WIDEST];
@@ -63,9 +75,10 @@ INLINE void score(int width, int count, const vec *qt, const float *keys, int64_
         for (int w = 0; w < width; w++) scores[j * width + w] = acc[j][w];
 }
 
-/* One task: `width` vectors of rows over `num_keys` keys. Leaves the unscaled sums in ot [dim][width]. */
+/* One task: `width` vectors of rows over `num_keys` keys, or those between their bounds. Leaves the unscaled sums in
+ * ot [dim][width]; what a row leaves that sees none of the keys weighs nothing beside anything seen. */
 INLINE void attend_rows(int width, const vec *qt, const float *keys, const float *values, int64_t num_keys, int64_t dim,
-                        vec *ot, vec *best, vec *total) {
+                        const ivec *bounds, vec *ot, vec *best, vec *total) {
     vec scores[TILE * WIDEST];
     memset(ot, 0, sizeof(vec) * dim * width);
     for (int w = 0; w < width; w++) best[w] = splat(-INFINITY), total[w] = splat(0.0f);
@@ -81,6 +94,7 @@ INLINE void attend_rows(int width, const vec *qt, const float *keys, const float
             score(width, UNROLL, qt, k + j * dim, dim, scores + j * width);
         }
         for (; j < count; j++) score(width, 1, qt, k + j * dim, dim, scores + j * width);
+        if (bounds) hide(width, start, count, bounds, scores);
 
         for (int w = 0; w < width; w++) {
             vec peak = best[w];
@@ -124,7 +138,7 @@ typedef struct {
     int64_t key_offset, key_block, key_head;         /* in floats: of the first key, from block to block, head to head */
     int64_t value_offset, value_block, value_head;
     const int64_t *take;                             /* [N * M] query of each place, -1: none; NULL: in order */
-    const int64_t *lo, *hi;                          /* [N * M] visible keys, NULL: all; only where M is small */
+    const int64_t *lo, *hi;                          /* [N * M] visible keys, NULL: all */
     const float *cos, *sin;                          /* [N * M][half] turns, NULL: none */
     int64_t half, interleaved;
     int64_t repeats;                                 /* whether a query stands at several of the places */
@@ -197,6 +211,19 @@ static void merge_unit(const Layer *layer, const Call *call, vec *ot, int64_t un
     }
 }
 
+/* Which keys the rows of one task see, counted from its first one; NULL where all see all. */
+static const ivec *bounds_of(const Call *call, int64_t place, int64_t groups, int64_t from, int64_t first, int width,
+                             ivec *bounds) {
+    if (!call->lo) return NULL;
+    int32_t *lo = (int32_t *)bounds, *hi = lo + (int64_t)width * LANES;
+    for (int64_t r = 0; r < (int64_t)width * LANES; r++) {
+        const int64_t query = (from + r) / groups;
+        lo[r] = query < call->queries ? (int32_t)(call->lo[place + query] - first) : 0;
+        hi[r] = query < call->queries ? (int32_t)(call->hi[place + query] - first) : INT32_MAX;
+    }
+    return bounds;
+}
+
 /* A call whose blocks are met by many rows each, or of which there is one. Runs inside a parallel region. */
 static void attend_wide(const Layer *layer, const Call *call, vec *columns, int threads) {
     const int64_t dim = layer->dim, kv_heads = layer->kv_heads, groups = layer->heads / kv_heads;
@@ -230,9 +257,11 @@ static void attend_wide(const Layer *layer, const Call *call, vec *columns, int 
             layer->values + call->value_offset + block * call->value_block + head * call->value_head + first * dim;
         const vec *qt = columns + unit * dim * width;
         vec *ot = partial + task * per_task, *best = ot + dim * width, *total = best + width;
-        if (width == 1) attend_rows(1, qt, k, v, count, dim, ot, best, total);
-        else if (width == 2) attend_rows(2, qt, k, v, count, dim, ot, best, total);
-        else attend_rows(3, qt, k, v, count, dim, ot, best, total);
+        ivec room[2 * WIDEST];
+        const ivec *bounds = bounds_of(call, block * call->queries, groups, unit % tiles * span, first, width, room);
+        if (width == 1) attend_rows(1, qt, k, v, count, dim, bounds, ot, best, total);
+        else if (width == 2) attend_rows(2, qt, k, v, count, dim, bounds, ot, best, total);
+        else attend_rows(3, qt, k, v, count, dim, bounds, ot, best, total);
     }
 
 #pragma omp for schedule(static)

@@ -24,6 +24,9 @@ from .work import Place
 UNPACKED_QUERIES = 32
 """Queries per block from which packing grouped heads gains nothing over one product per head."""
 
+NATIVE_RUN = 32
+"""New tokens of one row up to which the compiled kernel computes what they see of each other."""
+
 MASK_ALIGNMENT = 16
 """Elements at whose multiples rows of a mask begin: PyTorch's memory-efficient attention refuses others on a GPU."""
 
@@ -92,12 +95,12 @@ def _bind_natively(
     turn: RotarySpec | None,
     query: torch.Tensor,
 ) -> native.Calls | None:
-    """A schedule as the compiled kernel takes it, or None where it does not serve all of it: long causal runs."""
+    """A schedule as the compiled kernel takes it, or None where it does not serve all of it: long runs of one row."""
     heads, kv_heads, key_dim, value_dim = shape
     for call in schedule.calls:
         rows = call.num_queries * heads // kv_heads
-        whole = call.lo is None or (call.num_blocks > 1 and rows <= native.NARROW_ROWS)
-        if call.causal or not whole or not native.serves(query.dtype, query.device, rows, key_dim, value_dim):
+        long = (call.causal or call.lo is not None) and call.num_queries > NATIVE_RUN
+        if long or not native.serves(query.dtype, query.device, rows, key_dim, value_dim):
             return None
     return native.Calls([_native_call(plan, call, kv_heads, key_dim, turn) for call in schedule.calls])
 
@@ -120,8 +123,11 @@ def _native_call(
     if turn is not None and delta.any():
         cos, sin = turn.tables(delta, torch.float32, torch.device("cpu"))
         fields |= {"cos": cos, "sin": sin, "half": cos.shape[-1], "interleaved": int(turn.interleaved)}
-    if call.lo is not None and call.hi is not None:
-        fields |= {"lo": torch.from_numpy(call.lo.reshape(-1)), "hi": torch.from_numpy(call.hi.reshape(-1))}
+    lo, hi = call.lo, call.hi
+    if call.causal:
+        lo, hi = np.zeros(call.num_queries, np.int64), np.arange(1, call.num_queries + 1)
+    if lo is not None and hi is not None:
+        fields |= {"lo": torch.from_numpy(lo.reshape(-1)), "hi": torch.from_numpy(hi.reshape(-1))}
     return fields
 
 
