@@ -160,6 +160,39 @@ def test_a_query_may_meet_several_blocks_of_one_call_and_one_block_several_times
         torch.set_num_threads(threads)
 
 
+@compiled
+@pytest.mark.parametrize("window", [None, 5, 640], ids=str)
+@pytest.mark.parametrize("tokens", [2, 3, 9, 15, 16, 17, 32])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (9, 3), (4, 4)])
+def test_short_runs_see_no_token_that_follows(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, tokens: int, window: int | None
+) -> None:
+    """Two rows with a prompt in common and a run each, of which one has tokens in front of it already."""
+    torch.manual_seed(tokens)
+    asked = []
+    attend = native.attend
+    monkeypatch.setattr(native, "attend", lambda q, *rest: asked.append(len(q)) or attend(q, *rest))
+    cache = BlockCache()
+    prompt, *own = cache.new_block(600), *cache.new_blocks(2, 600 + 2 * tokens, base=600)
+    segments = [
+        [Segment([prompt], 600)],
+        [Segment([prompt, own[0]], 70)],
+        [Segment([prompt, block], tokens) for block in own],
+    ]
+    for brought in segments:
+        forward = cache.prepare(brought)
+        new = torch.randn(2, kv_heads, forward.plan.num_queries, 64)
+        cache.arena.write(0, new[0], new[1], forward.plan)
+        cache.commit()
+    layer, query = cache.storage(0), torch.randn(2 * tokens, heads, 64) * 3
+    settings: dict[str, Any] = {"num_kv_heads": kv_heads, "scale": 0.125, "window": window}
+    out = torch_attention.block_attention(query, layer.keys, layer.values, forward.plan, **settings)
+    expected = reference.block_attention(query, layer.keys, layer.values, forward.plan, **settings)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    many = window == 640 and 2 * tokens > torch_attention.NATIVE_RUN  # queries of one block under a mask
+    assert asked == ([] if many else [2 * tokens])
+
+
 WITHOUT = """
 import sys; sys.path.insert(0, {tests!r})
 import torch
