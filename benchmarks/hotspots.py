@@ -1,7 +1,7 @@
 """Draws where hotspots fall in one answer (Hive, section 6.2, figure 7): `python -m benchmarks.hotspots --help`.
 
-A Game of 24 puzzle is decoded once; drawn are the scores of its steps (eq. 2 to 4) as shares of the highest one, the
-threshold, and the tokens that a replay would draw anew. Needs matplotlib (of the extra `eval`).
+A Game of 24 puzzle is decoded once; drawn are the scores of its steps (eq. 2 to 4), the threshold, and the tokens that
+a replay would draw anew. Needs matplotlib (of the extra `eval`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Answer:
     tokens : list of str
         The text of each.
     scores : float64 [n]
-        Shares of the highest one.
     hotspots : bool [n]
         Where a replay draws a token anew.
     """
@@ -54,8 +53,7 @@ def decode(model: Any, tokenizer: Any, ids: torch.Tensor, policy: Hotspot, **set
     )
     uncertainty = np.array([uncertainty_of(logits[0]) for logits in output.logits])
     tokens = [tokenizer.decode([token]) for token in output.sequences[0, ids.shape[1] :].tolist()]
-    scores = policy.scores(uncertainty)
-    return Answer(tokens, scores / scores.max(), policy.draws(uncertainty))
+    return Answer(tokens, policy.scores(uncertainty), policy.draws(uncertainty, 0))
 
 
 def draw(answer: Answer, threshold: float, path: Path) -> None:
@@ -72,7 +70,7 @@ def draw(answer: Answer, threshold: float, path: Path) -> None:
     for label, hot in zip(panel.get_xticklabels(), answer.hotspots, strict=True):
         label.set(color="tab:red" if hot else "dimgrey", weight="bold" if hot else "normal")
     panel.tick_params(axis="x", length=0)
-    panel.set(ylabel="entropy x (1 - top-1) x decay, normalised", xlim=(-1, len(steps)))
+    panel.set(ylabel="entropy x (1 - top-1) x decay", xlim=(-1, len(steps)))
     panel.set_title(f"{answer.hotspots.sum()} of {len(steps)} steps are hotspots", fontsize=10)
     panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

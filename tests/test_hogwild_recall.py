@@ -201,7 +201,7 @@ def test_a_worker_that_a_criterion_ends_is_not_taken_for_one_that_goes_on() -> N
 def test_hotspots_alone_are_drawn_where_the_policy_says_so() -> None:
     cache = LogitsCache()
     first = write(logits_cache=cache)
-    kept = write(logits_cache=cache, seed=5, replay=Hotspot(threshold=1.0))
+    kept = write(logits_cache=cache, seed=5, replay=Hotspot(threshold=1e9))
     assert_same(kept, first)
     assert kept.stats.forward_passes == 0
     drawn = write(logits_cache=cache, seed=5, replay=Hotspot(threshold=0.0))
@@ -210,7 +210,7 @@ def test_hotspots_alone_are_drawn_where_the_policy_says_so() -> None:
     assert_same(*some)
 
 
-@pytest.mark.parametrize("policy", [Hotspot(threshold=0.8), Hotspot(top_k=1)], ids=["threshold", "top_k"])
+@pytest.mark.parametrize("policy", [Hotspot(threshold=3.0), Hotspot(top_k=1)], ids=["threshold", "top_k"])
 def test_hotspots_replay_more_than_stepwise(policy: Hotspot) -> None:
     replayed = []
     for replay in ("stepwise", policy):

@@ -22,7 +22,8 @@ FLOORS = {
     "kernels": {"kernels", "folders"},
     "cache": {"kernels", "cache"},
     "attention": {"kernels", "cache"},
-    "generation": {"kernels", "cache", "attention", "generation"},
+    "linear": set(),
+    "generation": {"kernels", "cache", "attention", "linear", "generation"},
 }
 """What each floor may import of the package; what is not named here stands above and may import anything."""
 GROUND = {"folders"}

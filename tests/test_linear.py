@@ -78,8 +78,8 @@ def test_other_layers_are_left_alone() -> None:
         {
             "plain": nn.Linear(*WIDTHS),
             "small": nn.Linear(8, 8),
-            "bfloat16": nn.Linear(*WIDTHS, dtype=torch.bfloat16),
-            "float64": nn.Linear(*WIDTHS, dtype=torch.float64),
+            "in_bfloat16": nn.Linear(*WIDTHS, dtype=torch.bfloat16),
+            "in_float64": nn.Linear(*WIDTHS, dtype=torch.float64),
             "elsewhere": nn.Linear(*WIDTHS, device="meta"),
             "subclass": Doubled(*WIDTHS),
             "hooked": hooked,

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 12
 PROMPT = tiny.make_prompts([16], seed=8)[0][None]
-NOTHING = Hotspot(threshold=1.0)
+NOTHING = Hotspot(threshold=1e9)
 """Draws nothing: all that was taken before stays."""
 
 

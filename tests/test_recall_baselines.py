@@ -98,7 +98,7 @@ def test_what_was_replayed_is_kept_with_what_was_written_behind_it() -> None:
 
 
 def test_a_policy_that_draws_nothing_repeats_what_was_written_last() -> None:
-    cache, nothing = LogitsCache(), {"replay": Hotspot(threshold=1.0), "seed": 3}
+    cache, nothing = LogitsCache(), {"replay": Hotspot(threshold=1e9), "seed": 3}
     first, again = outline(logits_cache=cache), outline(logits_cache=cache, **nothing)
     assert_same(again, first)  # each of its texts follows from a prompt of its own
     first, again = (answer(logits_cache=cache, vote="majority", **more) for more in ({}, nothing))

@@ -34,8 +34,8 @@ Divergence = tuple[int, int]
 class EverySecond(ReplayPolicy):
     """Not lossless: keeps the remembered token at every second step."""
 
-    def draws(self, uncertainty: np.ndarray) -> np.ndarray:
-        return np.arange(len(uncertainty)) % 2 == 1
+    def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
+        return (start + np.arange(len(uncertainty))) % 2 == 1
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ class Recall:
         self._key = fingerprint(self.call.model)
         self.origins: dict[int, list[str]] = {}
         self._routes: dict[int, _Route] = {}
-        self._passed: dict[int, list[float]] = {}  # by row: uncertainty of the steps that it has replayed
+        self._replayed: dict[int, int] = {}  # tokens of each row
         self._rows: set[int] = set()  # those that stand on a state
         self._recognised: set[int] = set()  # those whose next token is chosen from what is remembered
         self._distributions = Distributions(self.cache, self.sampler)
@@ -272,18 +272,12 @@ class Recall:
         if self._prefetch is not None and row not in self._recognised:
             self._prefetch.tell(self._cursors.state(row))
         self.origins.setdefault(row, []).append(self._origin(row, drafted))
+        self._cursors.follow(row, token)
         if row in self._recognised:
             self.stats.replayed_tokens += 1
+            self._replayed[row] = self._replayed.get(row, 0) + 1
             if row in self._routes:
-                self._pass(row, self._routes[row])
-        self._cursors.follow(row, token)
-
-    def _pass(self, row: int, route: _Route) -> None:
-        """Note that a row has taken the step of its route at which it stands."""
-        state = self._cursors.state(row)
-        assert state.logits is not None, "what is replayed is known"
-        self._passed.setdefault(row, []).append(uncertainty_at(state, state.logits))
-        route.place += 1
+                self._routes[row].place += 1
 
     def _origin(self, row: int, drafted: bool) -> str:
         """Where the token comes from that a row has taken: see `Record.origins`."""
@@ -309,9 +303,8 @@ class Recall:
         state, route = self._cursors.state(row), self._routes.get(row)
         if route is None or not route.leads_over(state):
             states, tokens, uncertainty = _last_taken(self.cache, state)
-            passed = self._passed.get(row, [])
-            draws = np.asarray(self.policy.draws(np.array(passed + uncertainty)), dtype=bool)
-            route = self._routes[row] = _Route(states, tokens, draws[len(passed) :])
+            draws = self.policy.draws(np.array(uncertainty), self._replayed.get(row, 0))
+            route = self._routes[row] = _Route(states, tokens, np.asarray(draws, dtype=bool))
         return route
 
 

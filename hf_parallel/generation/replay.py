@@ -34,19 +34,20 @@ class ReplayPolicy:
         if cls.name:
             POLICIES[cls.name] = cls
 
-    def draws(self, uncertainty: np.ndarray) -> np.ndarray:
+    def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
         """Choose among the steps along a remembered continuation.
 
         Parameters
         ----------
         uncertainty : float64 [n]
-            `entropy * (1 - top-1 probability)` of each step, see `uncertainty_of`. The first is the one at which the
-            replay began: the steps that were replayed already come first.
+            `entropy * (1 - top-1 probability)` of each step, see `uncertainty_of`.
+        start : int
+            Steps that were replayed before the first of them.
 
         Returns
         -------
         bool [n]
-            True where a token is drawn; at steps that were replayed already it changes nothing.
+            True where a token is drawn.
         """
         raise NotImplementedError
 
@@ -58,7 +59,7 @@ class Stepwise(ReplayPolicy):
     name: ClassVar[str] = "stepwise"
     looks_ahead: ClassVar[bool] = False
 
-    def draws(self, uncertainty: np.ndarray) -> np.ndarray:
+    def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
         """See `ReplayPolicy.draws`."""
         return np.ones(len(uncertainty), dtype=bool)
 
@@ -73,8 +74,7 @@ class Hotspot(ReplayPolicy):
     Parameters
     ----------
     threshold : float
-        Steps are hotspots whose score is a higher share than this of the highest score along the continuation. Hive's
-        evaluation takes 0.6 of a normalised score (section 8.2, figure 7).
+        Steps with a higher score are hotspots. Hive's evaluation takes 0.6.
     top_k : int, optional
         Instead: the `top_k` steps with the highest scores.
     decay : float
@@ -90,19 +90,19 @@ class Hotspot(ReplayPolicy):
     def __post_init__(self) -> None:
         if self.top_k is not None and (not is_int(self.top_k) or self.top_k < 1):
             raise ValueError(f"top_k must be a positive int or None, got {self.top_k!r}")
-        for name, value in (("threshold", self.threshold), ("decay", self.decay)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}")
+        for name, value, high in (("threshold", self.threshold, np.inf), ("decay", self.decay, 1.0)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
+                raise ValueError(f"{name} must be a number from 0 to {high}, got {value!r}")
 
-    def scores(self, uncertainty: np.ndarray) -> np.ndarray:
+    def scores(self, uncertainty: np.ndarray, start: int = 0) -> np.ndarray:
         """Scores `float64 [n]` of steps (Hive, eq. 4)."""
-        return uncertainty * self.decay ** np.arange(len(uncertainty))
+        return uncertainty * self.decay ** (start + np.arange(len(uncertainty)))
 
-    def draws(self, uncertainty: np.ndarray) -> np.ndarray:
+    def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
         """See `ReplayPolicy.draws`."""
-        scores = self.scores(uncertainty)
+        scores = self.scores(uncertainty, start)
         if self.top_k is None:
-            return scores > self.threshold * scores.max(initial=0.0)
+            return scores > self.threshold
         chosen = np.zeros(len(scores), dtype=bool)
         chosen[np.argsort(-scores, kind="stable")[: self.top_k]] = True
         return chosen
