@@ -20,7 +20,8 @@ SOURCES = {
     "cpu": "2026-11-21-cpu-2-cores.json",
     "earlier": "2026-11-20-cpu-2-cores.json",
     "answers": "2026-11-21-cpu-2-cores-parallel-answers.json",
-    "resample": "2026-11-21-cpu-2-cores-resample.json",
+    "linear": "2026-11-22-cpu-2-cores-linear.json",
+    "resample": "2026-11-22-cpu-2-cores-resample.json",
 }
 """The reports that pages take figures from, by the name that they have there."""
 UNITS = {"": 1.0, " s": 1.0, " ms": 1e3, " MB": 1e-6, "%": 100.0, " times": 1.0}

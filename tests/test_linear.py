@@ -100,9 +100,10 @@ def test_inputs_that_onednn_does_not_serve_are_pytorchs() -> None:
         assert layer.weight.grad is not None, "gradients go on"
         with torch.no_grad():
             assert layer(x[:0]).shape == (0, WIDTHS[1])
+            assert torch.equal(layer(input=x), layer(x))
             with pytest.raises(RuntimeError, match="dtype"):
                 layer(x.double())
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), linear_layers(layer):
+    with torch.no_grad(), linear_layers(layer), torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
 
 
@@ -115,10 +116,15 @@ def test_layers_are_as_before_after_an_error() -> None:
     with linear_layers(layer), linear_layers(layer):
         assert replaced(layer) == {""}
     assert not replaced(layer)
+    with linear_layers(layer):
+        layer.forward = lambda x: x  # type: ignore[method-assign]
+    assert layer(1) == 1, "what somebody has put there meanwhile stays"
 
 
 def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(*WIDTHS)
+    with torch.backends.mkldnn.flags(enabled=False), linear_layers(layer):
+        assert not replaced(layer)
     for asked, serves in (("torch", False), ("onednn", True)):
         monkeypatch.setenv(LINEAR_VARIABLE, asked)
         if serves and not torch.backends.mkldnn.is_available():

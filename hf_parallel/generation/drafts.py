@@ -24,7 +24,7 @@ MOST_STATES = 4096
 """States below a prompt in which drafts are looked up, those that were visited last."""
 SECOND_TOKEN, EACH_TOKEN = 0.2, 1 / 45
 """What a pass of several tokens takes more than one of a single token, and what each of its tokens adds, in passes of a
-single token: so measured on a host, in float32."""
+single token: so measured on a host, in float32, with linear layers by oneDNN (docs/cpu.md)."""
 LEAST_GAIN = 0.1
 """What a draft must save at least, in passes of one token: chances are not known that well."""
 MOST_SETTINGS = 64

@@ -17,7 +17,7 @@
 #define WIDEST 3  /* vectors of rows per task: 48 rows */
 #define NARROW 8  /* rows per block up to which dimensions go into the lanes */
 #define SHORT 8   /* lanes there: a head's size is a multiple of it */
-#define HIDDEN -1e30f /* score of a key that a row does not see: finite, as exp(-inf + inf) is not a number */
+#define HIDDEN (-1e30f) /* score of a key that a row does not see: finite, as exp(-inf + inf) is not a number */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(64), aligned(64)));
@@ -50,7 +50,8 @@ INLINE vec exp_nonpositive(vec x) {
     return (vec)((ivec)(p * (vec)power) & alive);
 }
 
-/* Hides from rows the keys of a tile that lie outside their bounds [2][width], both counted from the task's first key. */
+/* Hides from rows the keys of a tile that lie outside their bounds [2][width], both counted from the task's first key.
+ * A row that sees none is left with a sum of about HIDDEN's log, which weighs nothing when it is merged. */
 INLINE void hide(int width, int64_t start, int count, const ivec *bounds, vec *scores) {
     const vec hidden = splat(HIDDEN);
     for (int i = 0; i < count; i++)

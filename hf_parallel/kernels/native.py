@@ -24,8 +24,6 @@ from ..folders import cache_folder
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
 
-NARROW_ROWS = 8
-"""Rows per block up to which each may see keys of its own (as in `cpu_attention.c`)."""
 MAX_ROWS = 1024
 """Rows of one KV head up to which the kernel was measured to be faster."""
 

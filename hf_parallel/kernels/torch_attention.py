@@ -25,7 +25,7 @@ UNPACKED_QUERIES = 32
 """Queries per block from which packing grouped heads gains nothing over one product per head."""
 
 NATIVE_RUN = 32
-"""New tokens of one row up to which the compiled kernel computes what they see of each other."""
+"""Queries of a block up to which the compiled kernel hides keys from some of them."""
 
 MASK_ALIGNMENT = 16
 """Elements at whose multiples rows of a mask begin: PyTorch's memory-efficient attention refuses others on a GPU."""
@@ -95,7 +95,7 @@ def _bind_natively(
     turn: RotarySpec | None,
     query: torch.Tensor,
 ) -> native.Calls | None:
-    """A schedule as the compiled kernel takes it, or None where it does not serve all of it: long runs of one row."""
+    """A schedule as the compiled kernel takes it, or None where it does not serve all of it (long runs of a row)."""
     heads, kv_heads, key_dim, value_dim = shape
     for call in schedule.calls:
         rows = call.num_queries * heads // kv_heads
@@ -125,7 +125,7 @@ def _native_call(
         fields |= {"cos": cos, "sin": sin, "half": cos.shape[-1], "interleaved": int(turn.interleaved)}
     lo, hi = call.lo, call.hi
     if call.causal:
-        lo, hi = np.zeros(call.num_queries, np.int64), np.arange(1, call.num_queries + 1)
+        lo, hi = np.zeros(call.num_queries, np.int64), np.arange(1, call.num_queries + 1, dtype=np.int64)
     if lo is not None and hi is not None:
         fields |= {"lo": torch.from_numpy(lo.reshape(-1)), "hi": torch.from_numpy(hi.reshape(-1))}
     return fields
