@@ -121,6 +121,7 @@ def test_layers_are_as_before_after_an_error() -> None:
     assert layer(1) == 1, "what somebody has put there meanwhile stays"
 
 
+@pytest.mark.filterwarnings("ignore:TF32")
 def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(*WIDTHS)
     with torch.backends.mkldnn.flags(enabled=False), linear_layers(layer):

@@ -18,8 +18,9 @@ from ..cache.logits import LogitsCache, State
 
 LONGEST = 15
 """Tokens of a draft, at most."""
-MATCHES = (8, 5, 3)
-"""How many last tokens of a row may be looked up; the most that are found decide."""
+MATCHES = (8, 5, 3, 2, 1)
+"""How many last tokens of a row may be looked up; the most that are found decide. What one token tells is little, and
+often enough where a pass of several tokens is cheap: chances are learned for each number."""
 MOST_STATES = 4096
 """States below a prompt in which drafts are looked up, those that were visited last."""
 SECOND_TOKEN, EACH_TOKEN = 0.2, 1 / 45
