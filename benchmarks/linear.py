@@ -11,11 +11,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -61,7 +61,7 @@ class LinearBenchmark:
             tell(f"round {number} of {self.rounds}")
             for length in self.lengths:
                 for library in LIBRARIES:
-                    with chosen(library), linear_layers(model):
+                    with patch.dict(os.environ, {LINEAR_VARIABLE: library}), linear_layers(model):
                         took = forward(model, cache, Segment([prompt, own], length), ids)
                         cache.truncate(own, 0)
                         alone = through(layers, length)
@@ -81,20 +81,6 @@ class LinearBenchmark:
             for library, of in seconds["passes"].items()
         }
         return {"settings": asdict(self), "seconds": seconds, "passes_by_the_shortest": by_first}
-
-
-@contextmanager
-def chosen(library: str) -> Iterator[None]:
-    """Let a library compute linear layers."""
-    before = os.environ.get(LINEAR_VARIABLE)
-    os.environ[LINEAR_VARIABLE] = library
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[LINEAR_VARIABLE]
-        else:
-            os.environ[LINEAR_VARIABLE] = before
 
 
 @torch.no_grad()

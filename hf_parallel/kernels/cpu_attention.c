@@ -51,7 +51,7 @@ INLINE vec exp_nonpositive(vec x) {
 }
 
 /* Hides from rows the keys of a tile that lie outside their bounds [2][width], both counted from the task's first key.
- * A row that sees none is left with a sum of about HIDDEN's log, which weighs nothing when it is merged. */
+ * A row that sees none is left with a log-sum-exp of about HIDDEN, which weighs nothing when it is merged. */
 INLINE void hide(int width, int64_t start, int count, const ivec *bounds, vec *scores) {
     const vec hidden = splat(HIDDEN);
     for (int i = 0; i < count; i++)
