@@ -13,6 +13,8 @@ from malformed_cases import TOKENIZER
 from stateful import Alternate, EndRow, FollowOthers
 from transformers import (
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -23,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
 from hf_parallel import ParallelOutput
+from hf_parallel.generation.sampling import EndsLater
 
 NEW = 16
 DRAWS = 2000
@@ -233,6 +236,35 @@ def test_min_new_tokens(model: PreTrainedModel) -> None:
     plain, ours = both(model, **settings)
     assert torch.equal(plain, ours)
     assert not torch.equal(plain[0], run(model, None, eos_token_id=settings["eos_token_id"])[0])
+
+
+@pytest.mark.parametrize("ends", [[5], [5, 90, 5], [90, 10**6, -1], [10**6]], ids=str)
+@pytest.mark.parametrize("length", [1, 11, 12, 40])
+def test_ends_come_later_as_by_the_processors_of_transformers(ends: list[int], length: int) -> None:
+    ids, scores = torch.zeros(2, length, dtype=torch.long), torch.randn(2, tiny.VOCAB_SIZE)
+    before, least = scores.clone(), EndsLater(12, torch.tensor(ends))
+    for theirs in (MinLengthLogitsProcessor(12, ends), MinNewTokensLengthLogitsProcessor(8, 4, ends)):
+        assert torch.equal(least(ids, scores), theirs(ids, scores))
+    assert torch.equal(scores, before), "the caller's own"
+
+
+@pytest.mark.parametrize("limit", [{"min_new_tokens": 9}, {"min_length": WIDTH + 9}], ids=["new", "length"])
+def test_no_step_looks_through_the_vocabulary_for_ends(
+    model: PreTrainedModel, limit: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    isin = torch.isin
+
+    def noting(elements: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        looked.append(elements.numel())
+        return isin(elements, *args, **kwargs)
+
+    ends = [some_token(model, 0, 2), 10**6]
+    plain = run(model, None, eos_token_id=ends, **limit)
+    monkeypatch.setattr(torch, "isin", noting)
+    assert torch.equal(plain, run(model, "shared_prefix", eos_token_id=ends, **limit))
+    assert looked
+    assert max(looked) <= len(ROWS)
 
 
 # Criteria

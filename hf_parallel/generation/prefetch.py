@@ -23,7 +23,7 @@ from transformers import LogitsProcessor
 from ..cache.logits import LogitsCache, State
 from ..cache.remembered import Distribution, Remembered
 from .replay import uncertainty_at
-from .sampling import Sampler
+from .sampling import EndsLater, Sampler
 
 MOST_STATES = 4096
 """States that are worked on ahead in one call."""
@@ -42,7 +42,7 @@ _CUTTING = (
 Others (`eta_cutoff`, `typical_p`) sum over the vocabulary, in an order that hangs on the number of rows.
 """
 
-_OF_LENGTH = ("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
+_OF_LENGTH = (EndsLater.__name__,)
 """Those that look at how many tokens there are, but not at which."""
 
 _OF_LOGITS = (
@@ -241,12 +241,13 @@ def _logits(state: State) -> torch.Tensor:
 
 
 def _name(processor: LogitsProcessor) -> str:
-    """What a processor is, if it comes with Transformers."""
+    """What a processor is, if it is one of Transformers or `EndsLater`."""
     kind = type(processor)
-    return kind.__name__ if kind.__module__ == "transformers.generation.logits_process" else ""
+    known = kind is EndsLater or kind.__module__ == "transformers.generation.logits_process"
+    return kind.__name__ if known else ""
 
 
 def _values(processor: LogitsProcessor) -> str:
     """The settings of a processor."""
     values = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in vars(processor).items()}
-    return repr(sorted(values.items()))
+    return repr(sorted((name, value) for name, value in values.items() if not name.startswith("_")))

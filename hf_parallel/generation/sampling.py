@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import (
     LogitsProcessor,
-    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -116,6 +117,29 @@ class _PenaltyOfRows(LogitsProcessor):
         return self.processor(input_ids, scores)
 
 
+class EndsLater(LogitsProcessor):
+    """No end of a text before a row has `min_length` tokens, its prompt counted.
+
+    What `MinLengthLogitsProcessor` and `MinNewTokensLengthLogitsProcessor` do; these look for the ends among all tokens
+    of the vocabulary at every step, which takes longer than a replayed token otherwise does.
+    """
+
+    keeps_rows = False
+
+    def __init__(self, min_length: int, eos_token_id: torch.Tensor) -> None:
+        self.min_length, self.eos_token_ids = min_length, eos_token_id.flatten().tolist()
+        self._shown: tuple[int, torch.Tensor] | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[-1] >= self.min_length:
+            return scores
+        vocabulary = scores.shape[-1]
+        if self._shown is None or self._shown[0] != vocabulary:
+            ends = [token for token in self.eos_token_ids if 0 <= token < vocabulary]
+            self._shown = vocabulary, to_device(ends, scores.device)
+        return scores.index_fill(-1, self._shown[1], -torch.inf)
+
+
 class Sampler:
     """Chooses the next token of each active row, and says which rows have ended.
 
@@ -130,7 +154,7 @@ class Sampler:
     ) -> None:
         config = call.generation_config
         self.table = table
-        self.processors = LogitsProcessorList(self._of_rows(processor) for processor in call.logits_processor)
+        self.processors = [self._of_rows(processor) for processor in call.logits_processor]
         self.criteria = criteria
         self.do_sample = bool(config.do_sample)
         self._draws: dict[int, int] = {}  # tokens that each row has had from here
@@ -265,7 +289,12 @@ class Sampler:
         self._count(rows)
 
     def _of_rows(self, processor: Any) -> Any:
-        """A processor that may be asked for some of the rows."""
+        """A processor that may be asked for some of the rows, and wastes no time."""
+        if type(processor) is MinLengthLogitsProcessor:
+            return EndsLater(processor.min_length, processor.eos_token_id)
+        if type(processor) is MinNewTokensLengthLogitsProcessor:
+            least = processor.prompt_length_to_skip + processor.min_new_tokens
+            return EndsLater(least, processor.eos_token_id)
         padding = getattr(processor, "prompt_ignore_length", None)
         if type(processor) is not RepetitionPenaltyLogitsProcessor or not isinstance(padding, torch.Tensor):
             return processor
@@ -305,7 +334,9 @@ class Sampler:
         return self.table.left_padded(range(self.num_rows))
 
     def _processed(self, ids: Any, scores: Any) -> torch.Tensor:
-        processed = self.processors(ids, scores)
+        processed = scores
+        for processor in self.processors:  # the list itself looks into the signature of each, at every step
+            processed = processor(ids, processed)
         if not isinstance(processed, torch.Tensor) or processed.shape != scores.shape:
             got = list(processed.shape) if isinstance(processed, torch.Tensor) else type(processed).__name__
             raise ValueError(f"a logits_processor must return scores of the shape {list(scores.shape)}, got {got}")
