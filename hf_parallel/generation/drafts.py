@@ -1,16 +1,16 @@
 """Drafts: what a row may write next, for one forward pass to compute on trial.
 
 A row that has left the remembered states soon writes words again that other samples of its prompt wrote, or the
-prompt, or itself. What followed them there goes into the row's next pass, behind its own token. Then each of its tokens
-is drawn as ever, from the model's logits and with its own noise, and as long as the draws are the draft, a pass serves
-several. No sample changes. (Speculative decoding with looked-up drafts; as the noise is fixed, to accept is to be
-equal.)
+prompt, or itself. What follows them there goes into the row's next pass, behind its own token: what was taken, or what
+the row's own noise draws from the logits that are remembered. Then each token is drawn as ever, from the model's logits
+and with the row's noise, and as long as the draws are the draft, a pass serves several. No sample changes. (Speculative
+decoding with looked-up drafts; as the noise is fixed, to accept is to be equal.)
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -28,9 +28,20 @@ SECOND_TOKEN, EACH_TOKEN = 0.2, 1 / 45
 single token: so measured on a host, in float32, with linear layers by oneDNN (docs/cpu.md)."""
 LEAST_GAIN = 0.1
 """What a draft must save at least, in passes of one token: chances are not known that well."""
+LEAST_CHANCE = 0.05
+"""A token that is less likely to be reached is not looked for."""
+MOST_GUESSING = 4
+"""Rows of a pass for which tokens are drawn ahead: each takes about 0.1 ms, and many share a pass."""
 MOST_SETTINGS = 64
 """Settings of which chances are kept beside a cache, those that were used last."""
 _FORGETTING = 0.95
+
+TAKEN, DRAWN, EITHER, ALONE = "taken", "drawn", "either", "alone"
+"""How a token was found: taken there before, or drawn from what is remembered there, where the two differ; both; or
+taken, where nothing can be drawn."""
+
+Guess = Callable[[int, State, int], int | None]
+"""(row, state, ahead): the token that a row would draw so many tokens from here from what is remembered of a state."""
 
 
 @dataclass
@@ -49,8 +60,31 @@ class _Chance:
         return self.drawn / self.looked
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What may be a row's next token.
+
+    Attributes
+    ----------
+    count : int
+        Last tokens of the row that were the same where it was found.
+    tokens : dict of str to int
+        By how they were found.
+    likeliest : str
+        Which of them goes into a draft.
+    """
+
+    count: int
+    tokens: dict[str, int]
+    likeliest: str
+
+    @property
+    def token(self) -> int:
+        return self.tokens[self.likeliest]
+
+
 _learning = threading.Lock()
-_learned: WeakKeyDictionary[LogitsCache, dict[Hashable, dict[int, _Chance]]] = WeakKeyDictionary()
+_learned: WeakKeyDictionary[LogitsCache, dict[Hashable, dict[tuple[int, str], _Chance]]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -64,18 +98,21 @@ class Drafts:
         Tokens of a draft, at most.
     settings : hashable, optional
         What tokens are drawn by: what was learned of it over the same cache is known from the first token on.
+    guess : callable (row, state, ahead) -> token or None, optional
+        See `Guess`; nothing that it says changes what is drawn.
     """
 
     cache: LogitsCache
     most: int = LONGEST
     settings: Hashable = None
+    guess: Guess | None = None
     _places: dict[tuple[int, ...], State] = field(default_factory=dict)
-    _told: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # by row: tokens matched, what may follow
+    _told: dict[int, list[_Found]] = field(default_factory=dict)  # by row
 
     def __post_init__(self) -> None:
         with _learning:
             of_cache = _learned.setdefault(self.cache, {})
-            new = {count: _Chance() for count in MATCHES}
+            new = {(count, how): _Chance() for count in MATCHES for how in (TAKEN, DRAWN, EITHER, ALONE)}
             self._chances = of_cache[self.settings] = of_cache.pop(self.settings, new)  # the last in order now
             if len(of_cache) > MOST_SETTINGS:
                 del of_cache[next(iter(of_cache))]
@@ -92,7 +129,8 @@ class Drafts:
             below += children
             stack += children
         for state in [*reversed(path), *sorted(below, key=lambda state: state.used)]:  # the last one stays
-            self.note(state)
+            if _leads_on(state):
+                self.note(state)
 
     def note(self, state: State) -> None:
         """Learn that a state's last tokens may be followed by what follows it."""
@@ -113,47 +151,80 @@ class Drafts:
         room : int
             Tokens that it may have at most.
         """
-        tokens = _last_tokens(state)
-        self._told.pop(row, None)
-        for count in MATCHES:
-            place = self._places.get(tokens[-count:]) if len(tokens) >= count else None
-            draft = [] if place is None else self._following(place, min(self.most, room))
-            if draft:
-                self._told[row] = count, draft
-                return draft[: self._worth(count, len(draft), num_rows)]
-        return []
+        self._told[row] = told = self._look_ahead(row, state, min(self.most, room), num_rows <= MOST_GUESSING)
+        length = _worth([self._chance(found.count, found.likeliest).value for found in told], num_rows)
+        return [found.token for found in told[:length]]
 
     def see(self, row: int, state: State) -> None:
         """Learn from the token by which a row has come to a state."""
-        if row not in self._told:
-            return
-        count, draft = self._told.pop(row)
-        drawn = state.token == draft[0]
-        self._chance(count).learn(drawn)
-        if drawn and draft[1:]:
-            self._told[row] = count + 1, draft[1:]
+        told = self._told.pop(row, [])
+        if told:
+            for how, token in told[0].tokens.items():
+                self._chance(told[0].count, how).learn(token == state.token)
+            if told[0].token == state.token:
+                self._told[row] = told[1:]
 
-    def _following(self, place: State, room: int) -> list[int]:
-        """What was taken last from a state on."""
-        draft: list[int] = []
-        while len(draft) < room and (following := self.cache.taken_last(place)) is not None and following.token >= 0:
-            place = following
-            draft.append(place.token)
-        return draft
+    def _look_ahead(self, row: int, state: State, room: int, guessing: bool) -> list[_Found]:
+        """What a row may write next that stands on a state, as far as that is likely enough."""
+        tokens, likely = _last_tokens(state), 1.0
+        told: list[_Found] = []
+        place: State | None = None
+        count = 0
+        while len(told) < room and likely >= LEAST_CHANCE:
+            other, alike = self._look_up(tokens)
+            if place is None or alike > count:
+                place, count = other, alike
+            if place is None:
+                break
+            known = {state.token: state for state in self.cache.children(place) if state.token >= 0}
+            taken = max(known, key=lambda token: known[token].used, default=None)
+            drawn = self.guess(row, place, len(told)) if guessing and self.guess is not None else None
+            options = _options(taken, drawn)
+            if not options:
+                break
+            how = max(options, key=lambda how: self._chance(count, how).value)
+            told.append(_Found(count, options, how))
+            likely *= self._chance(count, how).value
+            tokens = (*tokens, options[how])[-MATCHES[0] :]
+            following = known.get(options[how])
+            place, count = (following, count + 1) if following is not None and _leads_on(following) else (None, 0)
+        return told
 
-    def _worth(self, count: int, most: int, num_rows: int) -> int:
-        """Tokens of a draft that save most time: passes that they make needless, less what they cost."""
-        saved, likely, best, length = 0.0, 1.0, LEAST_GAIN, 0
-        for tokens in range(1, most + 1):
-            likely *= self._chance(count + tokens - 1).value
-            saved += likely * _cost(num_rows)
-            gain = saved - _cost(num_rows * (1 + tokens)) + _cost(num_rows)
-            if gain > best:
-                best, length = gain, tokens
-        return length
+    def _look_up(self, tokens: tuple[int, ...]) -> tuple[State | None, int]:
+        """Where a row with the same last tokens stood, and how many were the same."""
+        for count in MATCHES:
+            if len(tokens) >= count and (place := self._places.get(tokens[-count:])) is not None:
+                return place, count
+        return None, 0
 
-    def _chance(self, count: int) -> _Chance:
-        return self._chances[next(known for known in MATCHES if known <= count)]
+    def _chance(self, count: int, how: str) -> _Chance:
+        return self._chances[next(known for known in MATCHES if known <= count), how]
+
+
+def _leads_on(state: State) -> bool:
+    """Whether anything is known of what follows a state."""
+    return bool(state.children) or state.logits is not None
+
+
+def _options(taken: int | None, drawn: int | None) -> dict[str, int]:
+    """What may come next, by how it was found."""
+    if taken is None:
+        return {} if drawn is None else {DRAWN: drawn}
+    if drawn is None:
+        return {ALONE: taken}
+    return {EITHER: taken} if taken == drawn else {TAKEN: taken, DRAWN: drawn}
+
+
+def _worth(chances: Sequence[float], num_rows: int) -> int:
+    """Tokens of a draft that save most time: passes that they make needless, less what they cost."""
+    saved, likely, best, length = 0.0, 1.0, LEAST_GAIN, 0
+    for tokens, chance in enumerate(chances, start=1):
+        likely *= chance
+        saved += likely * _cost(num_rows)
+        gain = saved - _cost(num_rows * (1 + tokens)) + _cost(num_rows)
+        if gain > best:
+            best, length = gain, tokens
+    return length
 
 
 def _cost(tokens: int) -> float:

@@ -46,7 +46,12 @@ class RowNoise:
         if isinstance(self._source, torch.Generator):
             return self._source
         self._count += 1
-        return mix(self._source, self._count - 1)
+        return self.key(-1)
+
+    def key(self, ahead: int) -> int:
+        """The key of the draw that is `ahead` draws behind the row's next one, which stays the next one."""
+        assert not isinstance(self._source, torch.Generator), "the caller's generator has no keys"
+        return mix(self._source, self._count + ahead)
 
     def skip(self) -> None:
         """Pass over the noise of a token that is not drawn."""
@@ -132,6 +137,19 @@ def _first(shares: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     speeds = torch.zeros_like(shares)
     speeds[rows, tokens] = shares[rows, tokens] / waits(keys[rows], tokens)
     return speeds.argmax(dim=-1)
+
+
+def draw_among(tokens: torch.Tensor, shares: torch.Tensor, key: int) -> int:
+    """The token that is drawn by a key, `RowNoise.key`, if no others can be.
+
+    Parameters
+    ----------
+    tokens : int64 [n]
+    shares : float32 [n]
+        Their probabilities, up to a factor.
+    key : int
+    """
+    return int(tokens[(shares / waits(torch.tensor(key), tokens)).argmax()])
 
 
 def waits(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -126,6 +126,11 @@ class Distributions:
         kept = state.distribution if self.kept else None
         return kept if kept is not None and kept.settings == self._made_by(length) else None
 
+    def similar(self, state: State) -> Distribution | None:
+        """As `find`, for a row of any length: what could be drawn from at another may differ in when a text may end."""
+        kept = state.distribution if self.kept else None
+        return kept if kept is not None and kept.settings[: len(self.settings)] == self.settings else None
+
     def keep(self, state: State, length: int, shares: torch.Tensor) -> Distribution | None:
         """Keep probabilities `[vocabulary]` beside the logits of a state, if they are few and there is room."""
         distribution = Distribution.of(shares, self._made_by(length)) if self.kept else None

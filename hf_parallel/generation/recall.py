@@ -14,6 +14,7 @@ from ..cache.logits import LogitsCache, State
 from .call import GenerationCall
 from .drafts import LONGEST, Drafts
 from .fingerprint import fingerprint
+from .foresight import Foresight
 from .outputs import GenerationStats
 from .prefetch import HOST, Distributions, Prefetch
 from .record import COMPUTED, DRAFTED, HOTSPOT, REPLAYED
@@ -163,7 +164,10 @@ class Recall:
             most = LONGEST if self.call.model.device.type in HOST else 0
         if not (most and self.sampler.draws_apart):
             return None
-        drafts = Drafts(self.cache, most, (self._key, self.policy.name, self._distributions.settings))
+        temperature = self.call.generation_config.temperature
+        foresight = Foresight(self.sampler, self._distributions, 1.0 if temperature is None else temperature)
+        settings = (self._key, self.policy.name, self._distributions.settings)
+        drafts = Drafts(self.cache, most, settings, foresight)
         for prompt in self._prompts:
             drafts.read(prompt)
         return drafts
