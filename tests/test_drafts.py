@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,9 +17,9 @@ import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.cache.logits import Cursors, State
 from hf_parallel.generation.drafts import (
-    DRAWN,
+    BOTH,
     EACH_TOKEN,
-    EITHER,
+    GUESSED,
     LEAST_CHANCE,
     LEAST_GAIN,
     LONGEST,
@@ -30,8 +29,6 @@ from hf_parallel.generation.drafts import (
     TAKEN,
     Drafts,
 )
-from hf_parallel.generation.foresight import Foresight
-from hf_parallel.generation.recall import Recall
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -307,6 +304,27 @@ def test_a_draft_goes_on_where_the_last_look_up_ends() -> None:
     assert drafts.find(0, cursors.state(0), 1, 3) == [40, 41, 42]
 
 
+def test_a_place_that_was_forgotten_does_not_hide_another() -> None:
+    shared = [40, 41, 42]
+    cursors = standing(cache := LogitsCache(), [1, 2, 3], [10, *shared, 1], [11, *shared[1:], 2])
+    drafts = sure(Drafts(cache))
+    drafts.read(cursors.state(0))
+    follow(drafts, cursors, [15, *shared])
+    assert drafts.find(0, cursors.state(0), 1, 1) == [1]
+    drafts._places[tuple(shared)].children.clear()  # as when its continuation is dropped
+    assert drafts.find(0, cursors.state(0), 1, 1) == [2]
+
+
+def test_a_draft_ends_where_its_text_ends() -> None:
+    cursors = standing(cache := LogitsCache(), [1, 9, 30, 31, 32], [40, 41, 9], [60, 9, 50])
+    drafts, endless = sure(Drafts(cache, ends=frozenset([9]))), sure(Drafts(cache))
+    for each in (drafts, endless):
+        each.read(cursors.state(0))
+    follow(drafts, cursors, [70, 40])
+    assert drafts.find(0, cursors.state(0), 1, 100) == [41, 9]
+    assert len(endless.find(0, cursors.state(0), 1, 100)) > 2
+
+
 # Drawn ahead
 
 
@@ -331,11 +349,11 @@ def test_what_would_be_drawn_is_offered_where_it_is_likelier_than_what_was_taken
     guess.asked.clear()
     drafts._chances[2, TAKEN].drawn = 0.0
     assert drafts.find(0, cursors.state(0), 1, 2) == [50, 51], "both, by what was taken and by what would be drawn"
-    drafts._chances[2, EITHER].drawn = 0.9e6
+    drafts._chances[2, BOTH].drawn = 0.9e6
     guess.tokens = (32, 33)
     assert drafts.find(0, cursors.state(0), 1, 2) == [32, 33], "another way on than the one that was taken"
-    assert guess.asked == [(0, 31, 0), (0, 50, 1), (0, 31, 0), (0, 32, 1)][: len(guess.asked)]
-    drafts._chances[2, TAKEN].drawn, drafts._chances[2, DRAWN].drawn = 1e6, 0.9e6
+    assert guess.asked == [(0, 31, 0), (0, 50, 1), (0, 31, 0), (0, 32, 1)]
+    drafts._chances[2, TAKEN].drawn, drafts._chances[2, GUESSED].drawn = 1e6, 0.9e6
     assert drafts.find(0, cursors.state(0), 1, 2)[0] == 50, "what was taken"
 
 
@@ -352,8 +370,8 @@ def test_both_ways_of_finding_are_learned_from_one_token() -> None:
     changed = {
         key: chance.value - before[key] for key, chance in drafts._chances.items() if chance.value != before[key]
     }
-    assert changed.keys() == {(1, TAKEN), (1, DRAWN)}
-    assert changed[1, TAKEN] < 0 < changed[1, DRAWN]
+    assert changed.keys() == {(1, TAKEN), (1, GUESSED)}
+    assert changed[1, TAKEN] < 0 < changed[1, GUESSED]
 
 
 def test_nothing_is_drawn_ahead_for_many_rows() -> None:
@@ -366,74 +384,6 @@ def test_nothing_is_drawn_ahead_for_many_rows() -> None:
     assert not guess.asked
     drafts.find(0, cursors.state(0), MOST_GUESSING, 2)
     assert guess.asked
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"top_p": 0.8}, {"top_k": 3, "min_new_tokens": 5}, {"temperature": 1.5}], ids="-".join
-)
-def test_from_a_states_own_logits_a_row_draws_ahead_what_it_draws(
-    model: PreTrainedModel, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where replays draw, foresight must have drawn the same: it knows the same logits and the same noise."""
-    settings = {"logits_processor": None, "temperature": 0.1, "eos_token_id": 5} | settings
-    asked: list[bool] = []
-    choose = Recall.choose
-
-    def comparing(self: Recall, rows: Sequence[int], *args: Any) -> Any:
-        foresight = Foresight(self.sampler, self._distributions, settings["temperature"])
-        ahead = [foresight(row, self.state(row), 0) for row in rows]
-        tokens, ended = choose(self, rows, *args)
-        if not args:  # a replay
-            asked.extend(one == other for one, other in zip(ahead, tokens, strict=True))
-        return tokens, ended
-
-    cache = LogitsCache()
-    write(model, logits_cache=cache, seed=0, **settings)
-    monkeypatch.setattr(Recall, "choose", comparing)
-    for seed in range(4):
-        write(model, logits_cache=cache, seed=seed, **settings)
-    assert len(asked) >= NEW
-    if settings["temperature"] < 1 or "top_p" in settings:
-        assert all(asked)
-    else:  # of 128 tokens
-        assert sum(asked) > len(asked) / 4
-
-
-@pytest.mark.parametrize(
-    "settings", [{"do_sample": False, "temperature": None}, {"seed": None}], ids=["greedy", "no seed"]
-)
-def test_nothing_is_drawn_ahead_without_noise_of_a_rows_own(
-    model: PreTrainedModel, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[int | None] = []
-    ahead = Foresight.__call__
-    monkeypatch.setattr(Foresight, "__call__", lambda *args: said.append(ahead(*args)) or said[-1])
-    write(model, 1, logits_cache=LogitsCache(), **settings)
-    assert set(said) <= {None}
-    write(model, 1, logits_cache=LogitsCache(), seed=0)
-    assert set(said) > {None}
-
-
-def test_where_the_same_words_lead_on_alike_nearly_all_that_is_drawn_ahead_is_drawn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = copy.deepcopy(tiny.build("llama"))
-    for name, weight in model.named_parameters():
-        if "o_proj" in name:  # without attention, what follows hangs on the last token alone
-            weight.data.zero_()
-    hf_parallel.enable(model)
-
-    def share_and_passes() -> tuple[float, int]:
-        settings = {"logits_cache": LogitsCache(), "logits_processor": None, "max_new_tokens": 60}
-        stats = [write(model, 1, seed=seed, **settings).stats for seed in range(6)]
-        drafted = sum(of.drafted_tokens for of in stats)
-        return sum(of.accepted_tokens for of in stats) / drafted, sum(of.forward_passes for of in stats)
-
-    share, passes = share_and_passes()
-    monkeypatch.setattr(Foresight, "__call__", lambda *args: None)
-    share_of_taken, passes_by_taken = share_and_passes()
-    assert share > 0.9 > 0.6 > share_of_taken
-    assert passes < 0.7 * passes_by_taken
 
 
 def test_states_beyond_a_number_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from malformed_cases import TOKENIZER
 from stateful import Alternate, EndRow, FollowOthers
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -265,6 +266,20 @@ def test_no_step_looks_through_the_vocabulary_for_ends(
     assert torch.equal(plain, run(model, "shared_prefix", eos_token_id=ends, **limit))
     assert looked
     assert max(looked) <= len(ROWS)
+
+
+class WantsMore(LogitsProcessor):
+    """Asks for what nobody gives it."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, beams: int = 1) -> torch.Tensor:
+        return scores
+
+
+@pytest.mark.parametrize("mode", [None, "shared_prefix"])
+def test_a_processor_that_asks_for_more_is_refused(model: PreTrainedModel, mode: str | None) -> None:
+    with pytest.raises(ValueError, match="WantsMore"):
+        run(model, mode, logits_processor=LogitsProcessorList([WantsMore()]))
+    assert torch.equal(run(model, mode), run(model, None))
 
 
 # Criteria

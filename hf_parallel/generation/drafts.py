@@ -36,9 +36,9 @@ MOST_SETTINGS = 64
 """Settings of which chances are kept beside a cache, those that were used last."""
 _FORGETTING = 0.95
 
-TAKEN, DRAWN, EITHER, ALONE = "taken", "drawn", "either", "alone"
-"""How a token was found: taken there before, or drawn from what is remembered there, where the two differ; both; or
-taken, where nothing can be drawn."""
+TAKEN, GUESSED, BOTH, ALONE = "taken", "guessed", "both", "alone"
+"""How a token was found: taken there before, or guessed, where the two differ; both; or taken, where nothing was
+guessed."""
 
 Guess = Callable[[int, State, int], int | None]
 """(row, state, ahead): the token that a row would draw so many tokens from here from what is remembered of a state."""
@@ -100,19 +100,22 @@ class Drafts:
         What tokens are drawn by: what was learned of it over the same cache is known from the first token on.
     guess : callable (row, state, ahead) -> token or None, optional
         See `Guess`; nothing that it says changes what is drawn.
+    ends : set of int, optional
+        Tokens behind which a row writes nothing.
     """
 
     cache: LogitsCache
     most: int = LONGEST
     settings: Hashable = None
     guess: Guess | None = None
+    ends: frozenset[int] = frozenset()
     _places: dict[tuple[int, ...], State] = field(default_factory=dict)
     _told: dict[int, list[_Found]] = field(default_factory=dict)  # by row
 
     def __post_init__(self) -> None:
         with _learning:
             of_cache = _learned.setdefault(self.cache, {})
-            new = {(count, how): _Chance() for count in MATCHES for how in (TAKEN, DRAWN, EITHER, ALONE)}
+            new = {(count, how): _Chance() for count in MATCHES for how in (TAKEN, GUESSED, BOTH, ALONE)}
             self._chances = of_cache[self.settings] = of_cache.pop(self.settings, new)  # the last in order now
             if len(of_cache) > MOST_SETTINGS:
                 del of_cache[next(iter(of_cache))]
@@ -129,7 +132,7 @@ class Drafts:
             below += children
             stack += children
         for state in [*reversed(path), *sorted(below, key=lambda state: state.used)]:  # the last one stays
-            if _leads_on(state):
+            if _leads_on(state, self.guess):
                 self.note(state)
 
     def note(self, state: State) -> None:
@@ -151,7 +154,8 @@ class Drafts:
         room : int
             Tokens that it may have at most.
         """
-        self._told[row] = told = self._look_ahead(row, state, min(self.most, room), num_rows <= MOST_GUESSING)
+        guess = self.guess if num_rows <= MOST_GUESSING else None
+        self._told[row] = told = self._look_ahead(row, state, min(self.most, room), guess)
         length = _worth([self._chance(found.count, found.likeliest).value for found in told], num_rows)
         return [found.token for found in told[:length]]
 
@@ -164,55 +168,56 @@ class Drafts:
             if told[0].token == state.token:
                 self._told[row] = told[1:]
 
-    def _look_ahead(self, row: int, state: State, room: int, guessing: bool) -> list[_Found]:
+    def _look_ahead(self, row: int, state: State, room: int, guess: Guess | None) -> list[_Found]:
         """What a row may write next that stands on a state, as far as that is likely enough."""
         tokens, likely = _last_tokens(state), 1.0
         told: list[_Found] = []
-        place: State | None = None
-        count = 0
-        while len(told) < room and likely >= LEAST_CHANCE:
-            other, alike = self._look_up(tokens)
-            if place is None or alike > count:
+        place, count = self._look_up(tokens, guess)
+        while place is not None and len(told) < room and likely >= LEAST_CHANCE:
+            known = {child.token: child for child in self.cache.children(place) if child.token >= 0}
+            guessed = guess(row, place, len(told)) if guess is not None else None
+            found = self._choose(count, known, guessed)
+            if found is None:  # another thread has dropped what was known
+                break
+            told.append(found)
+            if found.token in self.ends:
+                break
+            likely *= self._chance(count, found.likeliest).value
+            tokens = (*tokens, found.token)[-MATCHES[0] :]
+            place, count = known.get(found.token), count + 1
+            other, alike = self._look_up(tokens, guess)
+            if place is None or not _leads_on(place, guess) or alike > count:
                 place, count = other, alike
-            if place is None:
-                break
-            known = {state.token: state for state in self.cache.children(place) if state.token >= 0}
-            taken = max(known, key=lambda token: known[token].used, default=None)
-            drawn = self.guess(row, place, len(told)) if guessing and self.guess is not None else None
-            options = _options(taken, drawn)
-            if not options:
-                break
-            how = max(options, key=lambda how: self._chance(count, how).value)
-            told.append(_Found(count, options, how))
-            likely *= self._chance(count, how).value
-            tokens = (*tokens, options[how])[-MATCHES[0] :]
-            following = known.get(options[how])
-            place, count = (following, count + 1) if following is not None and _leads_on(following) else (None, 0)
         return told
 
-    def _look_up(self, tokens: tuple[int, ...]) -> tuple[State | None, int]:
-        """Where a row with the same last tokens stood, and how many were the same."""
+    def _look_up(self, tokens: tuple[int, ...], guess: Guess | None) -> tuple[State | None, int]:
+        """Where a row with the same last tokens stood that tells what may follow, and how many were the same."""
         for count in MATCHES:
-            if len(tokens) >= count and (place := self._places.get(tokens[-count:])) is not None:
+            place = self._places.get(tokens[-count:]) if len(tokens) >= count else None
+            if place is not None and _leads_on(place, guess):
                 return place, count
         return None, 0
+
+    def _choose(self, count: int, known: dict[int, State], guessed: int | None) -> _Found | None:
+        """What may follow a place: of its known continuations the one taken last, or what is guessed."""
+        taken = max(known, key=lambda token: known[token].used, default=None)
+        if taken is None:
+            tokens = {} if guessed is None else {GUESSED: guessed}
+        elif guessed is None:
+            tokens = {ALONE: taken}
+        else:
+            tokens = {BOTH: taken} if taken == guessed else {TAKEN: taken, GUESSED: guessed}
+        if not tokens:
+            return None
+        return _Found(count, tokens, max(tokens, key=lambda how: self._chance(count, how).value))
 
     def _chance(self, count: int, how: str) -> _Chance:
         return self._chances[next(known for known in MATCHES if known <= count), how]
 
 
-def _leads_on(state: State) -> bool:
-    """Whether anything is known of what follows a state."""
-    return bool(state.children) or state.logits is not None
-
-
-def _options(taken: int | None, drawn: int | None) -> dict[str, int]:
-    """What may come next, by how it was found."""
-    if taken is None:
-        return {} if drawn is None else {DRAWN: drawn}
-    if drawn is None:
-        return {ALONE: taken}
-    return {EITHER: taken} if taken == drawn else {TAKEN: taken, DRAWN: drawn}
+def _leads_on(state: State, guess: Guess | None) -> bool:
+    """Whether it is known what followed a state, or can be guessed."""
+    return bool(state.children) or (guess is not None and state.logits is not None)
 
 
 def _worth(chances: Sequence[float], num_rows: int) -> int:

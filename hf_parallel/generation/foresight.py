@@ -24,6 +24,7 @@ class Foresight:
     Parameters
     ----------
     sampler : Sampler
+        Its rows have noise of their own.
     distributions : Distributions
     temperature : float
     """
@@ -36,8 +37,7 @@ class Foresight:
     def __call__(self, row: int, state: State, ahead: int) -> int | None:
         """The token that a row would draw `ahead` tokens from here; None where nothing is known of the state."""
         noise = self.sampler.noise
-        if noise is None or not noise[row].is_own or not self.sampler.do_sample:
-            return None
+        assert noise is not None, "asked only where rows have noise of their own"
         likely = self._likely.get(state) or self._look_at(state)
         return None if likely is None else draw_among(*likely, noise[row].key(ahead))
 

@@ -36,7 +36,7 @@ from .outputs import ParallelOutput
 from .recalling import RecallingConfig
 from .record import Record
 from .rows import Row
-from .sampling import TokenTable
+from .sampling import EndsLater, TokenTable
 from .text import GrowingText
 from .transcript import Manner
 from .worker import Problem, Step, Worker
@@ -318,7 +318,7 @@ def _for_workers(call: GenerationCall, workers: Sequence[Worker]) -> GenerationC
     length, processors = call.input_ids.shape[1], LogitsProcessorList()
     for processor in call.logits_processor:
         if isinstance(processor, _COUNTING):
-            processor = _CountingPasses(processor, length, workers)
+            processor = _CountingPasses(EndsLater.replacing(processor), length, workers)
         elif isinstance(processor, PrefixConstrainedLogitsProcessor):
             processor = OfPrompts(processor, call.num_rows)
         processors.append(processor)

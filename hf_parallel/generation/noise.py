@@ -45,8 +45,9 @@ class RowNoise:
         """Of the row's next draw: a key, which says what its noise is, or the caller's generator."""
         if isinstance(self._source, torch.Generator):
             return self._source
+        key = self.key(0)
         self._count += 1
-        return self.key(-1)
+        return key
 
     def key(self, ahead: int) -> int:
         """The key of the draw that is `ahead` draws behind the row's next one, which stays the next one."""
@@ -149,7 +150,7 @@ def draw_among(tokens: torch.Tensor, shares: torch.Tensor, key: int) -> int:
         Their probabilities, up to a factor.
     key : int
     """
-    return int(tokens[(shares / waits(torch.tensor(key), tokens)).argmax()])
+    return int(tokens[(shares / waits(tokens.new_tensor(key), tokens)).argmax()])
 
 
 def waits(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -127,9 +127,12 @@ class Distributions:
         return kept if kept is not None and kept.settings == self._made_by(length) else None
 
     def similar(self, state: State) -> Distribution | None:
-        """As `find`, for a row of any length: what could be drawn from at another may differ in when a text may end."""
+        """As `find`, for a row of any length; rows of two lengths may differ in whether a text may end."""
         kept = state.distribution if self.kept else None
-        return kept if kept is not None and kept.settings[: len(self.settings)] == self.settings else None
+        if kept is None:
+            return None
+        made_by = kept.settings[:-1] if self._looks_at_length else kept.settings
+        return kept if made_by == self.settings else None
 
     def keep(self, state: State, length: int, shares: torch.Tensor) -> Distribution | None:
         """Keep probabilities `[vocabulary]` beside the logits of a state, if they are few and there is room."""
@@ -254,5 +257,6 @@ def _name(processor: LogitsProcessor) -> str:
 
 def _values(processor: LogitsProcessor) -> str:
     """The settings of a processor."""
-    values = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in vars(processor).items()}
-    return repr(sorted((name, value) for name, value in values.items() if not name.startswith("_")))
+    settings = processor.settings if isinstance(processor, EndsLater) else vars(processor)
+    values = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in settings.items()}
+    return repr(sorted(values.items()))

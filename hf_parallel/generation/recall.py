@@ -164,13 +164,19 @@ class Recall:
             most = LONGEST if self.call.model.device.type in HOST else 0
         if not (most and self.sampler.draws_apart):
             return None
-        temperature = self.call.generation_config.temperature
-        foresight = Foresight(self.sampler, self._distributions, 1.0 if temperature is None else temperature)
         settings = (self._key, self.policy.name, self._distributions.settings)
-        drafts = Drafts(self.cache, most, settings, foresight)
+        drafts = Drafts(self.cache, most, settings, self._foresight(), frozenset(self.call.eos_token_ids))
         for prompt in self._prompts:
             drafts.read(prompt)
         return drafts
+
+    def _foresight(self) -> Foresight | None:
+        """Draws ahead, where rows draw with noise of their own."""
+        noise = self.sampler.noise
+        if not self.sampler.do_sample or noise is None or not all(of.is_own for of in noise):
+            return None
+        temperature = self.call.generation_config.temperature
+        return Foresight(self.sampler, self._distributions, 1.0 if temperature is None else temperature)
 
     def state(self, row: int) -> State:
         """The state of all tokens that a row has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,18 +127,34 @@ class EndsLater(LogitsProcessor):
 
     keeps_rows = False
 
+    @classmethod
+    def replacing(cls, processor: LogitsProcessor) -> LogitsProcessor:
+        """What does the same as a processor of Transformers that this is for; others as they are."""
+        if type(processor) is MinLengthLogitsProcessor:
+            return cls(processor.min_length, processor.eos_token_id)
+        if type(processor) is MinNewTokensLengthLogitsProcessor:
+            return cls(processor.prompt_length_to_skip + processor.min_new_tokens, processor.eos_token_id)
+        return processor
+
     def __init__(self, min_length: int, eos_token_id: torch.Tensor) -> None:
         self.min_length, self.eos_token_ids = min_length, eos_token_id.flatten().tolist()
-        self._shown: tuple[int, torch.Tensor] | None = None
+        self._ends: tuple[int, torch.Tensor] | None = None  # of a vocabulary of this size
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it does, for who compares processors."""
+        return {"min_length": self.min_length, "eos_token_ids": self.eos_token_ids}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[-1] >= self.min_length:
             return scores
         vocabulary = scores.shape[-1]
-        if self._shown is None or self._shown[0] != vocabulary:
+        known = self._ends
+        if known is None or known[0] != vocabulary:
             ends = [token for token in self.eos_token_ids if 0 <= token < vocabulary]
-            self._shown = vocabulary, to_device(ends, scores.device)
-        return scores.index_fill(-1, self._shown[1], -torch.inf)
+            # Prefetch asks from another stream, so the copy must have arrived.
+            known = self._ends = vocabulary, torch.tensor(ends, dtype=torch.int64, device=scores.device)
+        return scores.index_fill(-1, known[1], -torch.inf)
 
 
 class Sampler:
@@ -154,7 +171,9 @@ class Sampler:
     ) -> None:
         config = call.generation_config
         self.table = table
-        self.processors = [self._of_rows(processor) for processor in call.logits_processor]
+        self.processors = [self._of_rows(EndsLater.replacing(processor)) for processor in call.logits_processor]
+        for processor in self.processors:
+            _check_parameters(processor)
         self.criteria = criteria
         self.do_sample = bool(config.do_sample)
         self._draws: dict[int, int] = {}  # tokens that each row has had from here
@@ -289,12 +308,7 @@ class Sampler:
         self._count(rows)
 
     def _of_rows(self, processor: Any) -> Any:
-        """A processor that may be asked for some of the rows, and wastes no time."""
-        if type(processor) is MinLengthLogitsProcessor:
-            return EndsLater(processor.min_length, processor.eos_token_id)
-        if type(processor) is MinNewTokensLengthLogitsProcessor:
-            least = processor.prompt_length_to_skip + processor.min_new_tokens
-            return EndsLater(least, processor.eos_token_id)
+        """A processor that may be asked for some of the rows."""
         padding = getattr(processor, "prompt_ignore_length", None)
         if type(processor) is not RepetitionPenaltyLogitsProcessor or not isinstance(padding, torch.Tensor):
             return processor
@@ -335,7 +349,7 @@ class Sampler:
 
     def _processed(self, ids: Any, scores: Any) -> torch.Tensor:
         processed = scores
-        for processor in self.processors:  # the list itself looks into the signature of each, at every step
+        for processor in self.processors:  # a `LogitsProcessorList` looks into the signature of each, at every step
             processed = processor(ids, processed)
         if not isinstance(processed, torch.Tensor) or processed.shape != scores.shape:
             got = list(processed.shape) if isinstance(processed, torch.Tensor) else type(processed).__name__
@@ -396,6 +410,14 @@ class Sampler:
     def _count(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._draws[row] = self._draws.get(row, 0) + 1
+
+
+def _check_parameters(processor: Any) -> None:
+    """Refuse a processor that asks for more than `generate` gives it."""
+    more = list(inspect.signature(processor.__call__).parameters)[2:]
+    if more:
+        name = type(processor).__name__
+        raise ValueError(f"a logits_processor is given input_ids and scores, but {name} asks for {more}, too")
 
 
 def _may_keep_rows(helper: LogitsProcessor | StoppingCriteria) -> bool:

@@ -35,9 +35,9 @@ class SharedPrefixConfig(RecallingConfig):
         Whether a cache that outlives the call holds the completions too, so that they can be continued.
     draft_tokens : int, optional
         With a `logits_cache`, tokens that a row may bring to a forward pass on trial, at most: where it writes again
-        what the prompt has, or an earlier sample of it, what followed there is computed along, and stays as far as it
-        is drawn. It changes no sample, and is left where it does not pay. 0: none. Default: 15 where the model runs on
-        the host, else 0.
+        what the prompt has, or an earlier sample of it, what may follow there is computed along, and stays as far as
+        it is drawn. It changes no sample, and is left where it does not pay. 0: none. Default: 15 where the model runs
+        on the host, else 0.
     """
 
     mode: ClassVar[str] = "shared_prefix"
