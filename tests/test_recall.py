@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_parallel
 from hf_parallel import Hotspot, LogitsCache
 from hf_parallel.cache.logits import State
 from hf_parallel.cache.remembered import Remembered
 from hf_parallel.generation.recall import _last_taken
+from hf_parallel.generation.sampling import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -92,6 +93,42 @@ def test_a_minimum_of_tokens_holds_where_an_end_was_taken_before(model: PreTrain
     assert ended.sequences.shape[1] == PROMPT.shape[1] + 4
     longer = sample(model, cache, replay=NOTHING, eos_token_id=end, min_new_tokens=8)
     assert longer.sequences.shape[1] >= PROMPT.shape[1] + 8
+
+
+def test_what_was_taken_under_the_same_settings_is_kept_without_weighing_it_again(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = LogitsCache()
+    settings: dict[str, Any] = {"eos_token_id": 5, "min_new_tokens": NEW, "temperature": 0.7}
+    first = sample(model, cache, **settings)
+    weighed: list[int] = []
+    weigh = Sampler.weigh
+
+    def noting(self: Sampler, rows: Any, logits: torch.Tensor) -> torch.Tensor:
+        weighed.extend(rows)
+        return weigh(self, rows, logits)
+
+    monkeypatch.setattr(Sampler, "weigh", noting)
+
+    def weighings(**other: Any) -> int:
+        weighed.clear()
+        out = sample(model, cache, replay=NOTHING, seed=1, **(settings | other))
+        assert torch.equal(out.sequences, first.sequences)
+        assert out.stats.replayed_tokens == NEW
+        return len(weighed)
+
+    assert weighings() == 0
+    assert weighings(temperature=0.8) == NEW, "other settings"
+    assert weighings(temperature=0.8) == 0, "not any more"
+    assert weighings(temperature=0.8, output_scores=True) == NEW, "the caller wants to see them"
+    assert weighings(temperature=0.8, logits_processor=LogitsProcessorList([Unknown()])) == NEW
+
+
+class Unknown(LogitsProcessor):
+    """Nobody knows what it looks at."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
 
 
 def test_a_cache_that_nobody_has_any_more_frees_its_logits_at_once() -> None:

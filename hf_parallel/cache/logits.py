@@ -38,7 +38,8 @@ class State:
     """A run of tokens: the one before it and one `token` more.
 
     `logits` are what followed, if known; `distribution` is what tokens are drawn from after them, and `uncertainty`
-    what a replay policy makes of them. `used` is the time of the last visit, `pins` the rows that stand here.
+    what a replay policy makes of them. `taken_by` are the settings under which `token` was taken last. `used` is the
+    time of the last visit, `pins` the rows that stand here.
     """
 
     token: int
@@ -47,6 +48,7 @@ class State:
     logits: Remembered | None = None
     distribution: Distribution | None = None
     uncertainty: float | None = None
+    taken_by: tuple[Any, ...] | None = None
     used: int = 0
     pins: int = 0
     alive: bool = True

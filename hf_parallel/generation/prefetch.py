@@ -87,7 +87,8 @@ class Distributions:
         names = [_name(processor) for processor in processors]
         records = self.sampler.scores is not None or self.sampler.logits is not None
         pure = all(name in _OF_LOGITS or name in _OF_LENGTH for name in names)
-        self.kept = self.sampler.do_sample and pure and not records and any(name in _CUTTING for name in names)
+        self._pure = pure and not records
+        self.kept = self.sampler.do_sample and self._pure and any(name in _CUTTING for name in names)
         self._looks_at_length = any(name in _OF_LENGTH for name in names)
         self.settings = (str(self._device), *((name, _values(p)) for name, p in zip(names, processors, strict=True)))
 
@@ -145,6 +146,16 @@ class Distributions:
         """As `find`, worked out and kept if it was not; for other threads than the one that decodes."""
         found = self.find(state, length)
         return found or self.keep(state, length, self.sampler.weigh_ahead(logits.spread(), length))
+
+    def lead_to(self, state: State, length: int) -> None:
+        """Note that a row of `length` tokens has taken the last token of a state."""
+        if self._pure:
+            state.taken_by = (self.settings, length if self._looks_at_length else 0)
+
+    def led_to(self, state: State | None, length: int) -> bool:
+        """Whether a row of `length` tokens may take the last token of a state, as one did under the same settings."""
+        taken_by = state.taken_by if self._pure and state is not None else None
+        return taken_by == (self.settings, length if self._looks_at_length else 0)
 
     def _made_by(self, length: int) -> tuple[Any, ...]:
         return (*self.settings, length) if self._looks_at_length else self.settings

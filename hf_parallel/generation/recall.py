@@ -229,21 +229,38 @@ class Recall:
         if computed:
             assert logits is not None, "what is not remembered has been computed"
             self._remember(computed, logits)
-        weights = self._weigh(rows, logits)
-        kept = self._kept(rows, weights)
-        drawing = [i for i, row in enumerate(rows) if row not in kept]
+        kept = {} if computed else self._surely_kept(rows)
+        asking = [row for row in rows if row not in kept]
         chosen: dict[int, tuple[int, bool]] = {}
-        if drawing:
-            of = [rows[i] for i in drawing]
-            drawn = self.sampler.draw_from(of, weights[drawing] if kept else weights)
-            chosen.update(zip(of, zip(*self.sampler.read(self.sampler.fetch(*drawn)), strict=True), strict=True))
+        if asking:
+            weights = self._weigh(asking, logits)
+            kept |= self._kept(asking, weights)
+            drawing = [i for i, row in enumerate(asking) if row not in kept]
+            of = [asking[i] for i in drawing]
+            if of:
+                drawn = self.sampler.draw_from(of, weights[drawing] if len(of) < len(asking) else weights)
+                chosen.update(zip(of, zip(*self.sampler.read(self.sampler.fetch(*drawn)), strict=True), strict=True))
         if kept:
-            ended = self.sampler.accept(list(kept), list(kept.values()))
-            chosen.update(zip(kept, zip(kept.values(), ended, strict=True), strict=True))
+            of = sorted(kept)
+            ended = self.sampler.accept(of, [kept[row] for row in of])
+            chosen.update((row, (kept[row], end)) for row, end in zip(of, ended, strict=True))
         for row in rows:
             self._follow(row, chosen[row][0], drafted)
         self._recognised.difference_update(rows)
         return [chosen[row][0] for row in rows], [chosen[row][1] for row in rows]
+
+    def _surely_kept(self, rows: Sequence[int]) -> dict[int, int]:
+        """Of `_kept`, the rows whose token was taken under the same settings; what it was drawn from need not be asked.
+
+        The rows have been recognised.
+        """
+        if not self.policy.looks_ahead:
+            return {}
+        staying = [row for row in rows if not self._draws(row)]
+        tokens = {row: self._route(row).token for row in staying}
+        following = {row: self._cursors.state(row).children.get(token) for row, token in tokens.items()}
+        lengths = self.sampler.table.lengths
+        return {row: tokens[row] for row in staying if self._distributions.led_to(following[row], lengths[row])}
 
     def _kept(self, rows: Sequence[int], weights: torch.Tensor) -> dict[int, int]:
         """The rows that take the token that was taken before; not one that the settings of this call rule out."""
@@ -283,6 +300,7 @@ class Recall:
             self._prefetch.tell(self._cursors.state(row))
         self.origins.setdefault(row, []).append(self._origin(row, drafted))
         self._cursors.follow(row, token)
+        self._distributions.lead_to(self._cursors.state(row), self.sampler.table.lengths[row] - 1)
         if row in self._recognised:
             self.stats.replayed_tokens += 1
             self._replayed[row] = self._replayed.get(row, 0) + 1
