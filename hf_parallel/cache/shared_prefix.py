@@ -142,7 +142,8 @@ class SharedPrefixCache(BlockCache):
                 raise ValueError("past_key_values was filled by another model, whose keys and values it holds")
             if not self._filled_by.unchanged():
                 raise ValueError("past_key_values was filled before the model's weights changed: reset() it first")
-        self._filled_by = Weights(model)
+        else:
+            self._filled_by = Weights(model)
         self._calls += 1
         self._evict()
 
