@@ -9,6 +9,7 @@ decoding with looked-up drafts; as the noise is fixed, to accept is to be equal.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,13 @@ from ..cache.logits import LogitsCache, State
 
 LONGEST = 15
 """Tokens of a draft, at most."""
-MATCHES = (8, 5, 3, 2, 1)
-"""How many last tokens of a row may be looked up; the most that are found decide. What one token tells is little, and
-often enough where a pass of several tokens is cheap: chances are learned for each number."""
+FIRST_CHANCES = {8: 0.8, 5: 0.7, 3: 0.6, 2: 0.5, 1: 0.3}
+"""How many last tokens of a row may be looked up, the most that are found decide; and how often what was found there is
+drawn if nobody knows, where no other token was found. What one token tells is little, and often enough where a pass of
+several tokens is cheap: chances are learned for each number."""
+MATCHES = tuple(FIRST_CHANCES)
+OF_TWO = 0.25
+"""And where two were found, the chance of each."""
 MOST_STATES = 4096
 """States below a prompt in which drafts are looked up, those that were visited last."""
 SECOND_TOKEN, EACH_TOKEN = 0.2, 1 / 45
@@ -46,10 +51,15 @@ Guess = Callable[[int, State, int], int | None]
 
 @dataclass
 class _Chance:
-    """How often what was looked up has been drawn of late; seldom, as long as nobody knows."""
+    """How often what was looked up has been drawn of late."""
 
-    looked: float = 4.0
-    drawn: float = 1.0
+    looked: float
+    drawn: float
+
+    @classmethod
+    def first(cls, count: int, how: str) -> _Chance:
+        """As long as nobody knows: as if it had been looked up four times."""
+        return cls(4.0, 4.0 * (OF_TWO if how in (TAKEN, GUESSED) else FIRST_CHANCES[count]))
 
     def learn(self, drawn: bool) -> None:
         self.looked = _FORGETTING * self.looked + 1.0
@@ -115,7 +125,8 @@ class Drafts:
     def __post_init__(self) -> None:
         with _learning:
             of_cache = _learned.setdefault(self.cache, {})
-            new = {(count, how): _Chance() for count in MATCHES for how in (TAKEN, GUESSED, BOTH, ALONE)}
+            kinds = itertools.product(MATCHES, (TAKEN, GUESSED, BOTH, ALONE))
+            new = {(count, how): _Chance.first(count, how) for count, how in kinds}
             self._chances = of_cache[self.settings] = of_cache.pop(self.settings, new)  # the last in order now
             if len(of_cache) > MOST_SETTINGS:
                 del of_cache[next(iter(of_cache))]
