@@ -150,12 +150,11 @@ class Distributions:
     def lead_to(self, state: State, length: int) -> None:
         """Note that a row of `length` tokens has taken the last token of a state."""
         if self._pure:
-            state.taken_by = (self.settings, length if self._looks_at_length else 0)
+            state.taken_by = self._made_by(length)
 
     def led_to(self, state: State | None, length: int) -> bool:
         """Whether a row of `length` tokens may take the last token of a state, as one did under the same settings."""
-        taken_by = state.taken_by if self._pure and state is not None else None
-        return taken_by == (self.settings, length if self._looks_at_length else 0)
+        return self._pure and state is not None and state.taken_by == self._made_by(length)
 
     def _made_by(self, length: int) -> tuple[Any, ...]:
         return (*self.settings, length) if self._looks_at_length else self.settings

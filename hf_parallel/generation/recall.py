@@ -172,8 +172,7 @@ class Recall:
 
     def _foresight(self) -> Foresight | None:
         """Draws ahead, where rows draw with noise of their own."""
-        noise = self.sampler.noise
-        if not self.sampler.do_sample or noise is None or not all(of.is_own for of in noise):
+        if not (self.sampler.do_sample and self.sampler.has_own_noise):
             return None
         temperature = self.call.generation_config.temperature
         return Foresight(self.sampler, self._distributions, 1.0 if temperature is None else temperature)

@@ -194,8 +194,12 @@ class Sampler:
     @property
     def draws_apart(self) -> bool:
         """Whether rows may take several tokens while others take one: nothing hangs on what came between."""
-        own = not self.do_sample or (self.noise is not None and all(noise.is_own for noise in self.noise))
-        return not self.in_step and (own or self.num_rows == 1)
+        return not self.in_step and (not self.do_sample or self.has_own_noise or self.num_rows == 1)
+
+    @property
+    def has_own_noise(self) -> bool:
+        """Whether each row draws with noise that no other draws with."""
+        return self.noise is not None and all(noise.is_own for noise in self.noise)
 
     @property
     def num_rows(self) -> int:
