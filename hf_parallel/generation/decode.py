@@ -131,7 +131,7 @@ class DecodeLoop(ForwardPasses):
     def decode(
         self,
         rows: Sequence[Row],
-        logits: torch.Tensor,
+        logits: torch.Tensor | None,
         advance: Callable[[Any, int, bool], bool] | None = None,
         settle: Callable[[], None] | None = None,
         follow: Callable[[Sequence[Row]], Sequence[Row]] | None = None,
@@ -143,7 +143,8 @@ class DecodeLoop(ForwardPasses):
         rows : sequence of Row
             Ascending by index.
         logits : [len(rows), vocabulary]
-            What follows each row's prompt; none of rows that `step` has left out.
+            What follows each row's prompt; none of rows that `step` has left out. None: it is yet to be computed, from
+            what the rows have pending.
         advance : callable (row, token, ended) -> bool, optional
             Told each row's new token and whether a criterion ended it; sets `row.pending` and says whether the row
             goes on. Default: a row brings its token to the next pass until it has ended. Such a step may begin
@@ -160,8 +161,10 @@ class DecodeLoop(ForwardPasses):
         trials = self._trials() if plain else None
         while active:
             ahead: list[torch.Tensor] = []
-            going = self.take(active, logits, advance, ahead if plain and self.recall is None else None)
-            before, active = active, going if follow is None else list(follow(going))
+            before = active
+            if logits is not None:
+                going = self.take(active, logits, advance, ahead if plain and self.recall is None else None)
+                active = going if follow is None else list(follow(going))
             if trials is not None:
                 active = trials.take(active)
             if ahead:

@@ -65,6 +65,30 @@ def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[
     return logits[torch.tensor([place[leaf] for leaf in leaves], device=logits.device)]
 
 
+def step_back(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> list[Node] | None:
+    """Leave the last tokens of rows to them, to bring to their first pass themselves, with a draft behind them.
+
+    Parameters
+    ----------
+    leaves : sequence of Node
+        One per row.
+
+    Returns
+    -------
+    list of Node, optional
+        What the leaves, which are no longer in the tree, followed from; all of it is held. None where the tree lacks
+        more than one token of each row, or where rows have the last one in common: then it is to be prefilled.
+    """
+    lacking = [node for node in cache.nodes() if len(node.missing)]
+    if len(lacking) != len(leaves) or set(lacking) != set(leaves) or any(len(leaf.tokens) > 1 for leaf in leaves):
+        return None
+    above = [leaf.parent for leaf in leaves if leaf.parent is not None]
+    cache.discard_unfilled()
+    loop.stats.reused_tokens += sum(len(node.tokens) for leaf in above for node in leaf.path)
+    loop.stats.prefilled_tokens += len(leaves)
+    return above
+
+
 def first_room(longest: int, rows: int) -> int:
     """Tokens that each of so many completions has room for at first; its room doubles whenever it is outgrown.
 

@@ -14,7 +14,7 @@ from .arguments import encode
 from .call import GenerationCall
 from .config import check_bool, check_int, is_int
 from .decode import DecodeLoop
-from .prefix import SUFFIX_ROOM, first_room, prefill_leaves, tree_of
+from .prefix import SUFFIX_ROOM, first_room, prefill_leaves, step_back, tree_of
 from .recalling import RecallingConfig
 from .rows import Row
 from .sampling import TokenTable
@@ -121,7 +121,13 @@ class SharedPrefixConfig(RecallingConfig):
             cache.insert(tokens.cpu().numpy(), below=leaf) if len(tokens) else leaf
             for leaf, tokens in zip(self._leaves(call, cache, [row.index for row in rows]), replayed, strict=True)
         ]
-        logits = prefill_leaves(loop, cache, leaves)
+        logits = None
+        if all(len(tokens) for tokens in replayed) and (above := step_back(loop, cache, leaves)) is not None:
+            leaves, begins = above, [begin - 1 for begin in begins]
+            for row, tokens in zip(rows, replayed, strict=True):
+                row.pending = tokens[-1:].tolist()
+        else:
+            logits = prefill_leaves(loop, cache, leaves)
         room = first_room(call.max_length - min(begins) - 1, len(rows))
         for row, leaf, block in zip(rows, leaves, cache.new_blocks(len(rows), room), strict=True):
             block.base = leaf.start + len(leaf.tokens)
