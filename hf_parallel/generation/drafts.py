@@ -136,19 +136,26 @@ class Drafts:
         path = [prompt]
         while (parent := path[-1].parent) is not None:
             path.append(parent)
-        below: list[State] = []
-        stack = [prompt]
+        read = [(state, _last_tokens(state)) for state in reversed(path)]
+        below: list[tuple[State, tuple[int, ...]]] = []
+        stack = read[-1:]
         while stack and len(below) < MOST_STATES:
-            children = sorted(self.cache.children(stack.pop()), key=lambda state: state.used)
-            below += children
-            stack += children
-        for state in [*reversed(path), *sorted(below, key=lambda state: state.used)]:  # the last one stays
+            state, tokens = stack.pop()
+            children = sorted(self.cache.children(state), key=_used)
+            following = [
+                (child, (*tokens, child.token)[-MATCHES[0] :] if child.token >= 0 else ()) for child in children
+            ]
+            below += following
+            stack += following
+        for state, tokens in [*read, *sorted(below, key=lambda known: _used(known[0]))]:  # the last one stays
             if _leads_on(state, self.guess):
-                self.note(state)
+                self._note(state, tokens)
 
     def note(self, state: State) -> None:
         """Learn that a state's last tokens may be followed by what follows it."""
-        tokens = _last_tokens(state)
+        self._note(state, _last_tokens(state))
+
+    def _note(self, state: State, tokens: tuple[int, ...]) -> None:
         for count in MATCHES:
             if len(tokens) >= count:
                 self._places[tokens[-count:]] = state
@@ -224,6 +231,10 @@ class Drafts:
 
     def _chance(self, count: int, how: str) -> _Chance:
         return self._chances[next(known for known in MATCHES if known <= count), how]
+
+
+def _used(state: State) -> int:
+    return state.used
 
 
 def _leads_on(state: State, guess: Guess | None) -> bool:

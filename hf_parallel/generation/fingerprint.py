@@ -39,13 +39,13 @@ def fingerprint(model: PreTrainedModel, asker: str = "logits_cache") -> str:
     told = [type(model).__name__, config, computes, _adapters(model)]
     digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
     samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    names = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
             raise ValueError(f"{asker} tells models by their weights, but {name} is offloaded (meta device)")
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        flat = tensor.detach().reshape(-1)
-        step = max(1, len(flat) // SAMPLES)
-        samples.setdefault((tensor.dtype, tensor.device), []).append(flat[::step][:SAMPLES])
+        names.append(f"{name}{tuple(tensor.shape)}{tensor.dtype}")
+        samples.setdefault((tensor.dtype, tensor.device), []).append(_sample(tensor.detach()))
+    digest.update("".join(names).encode())
     for (dtype, _), values in samples.items():
         together = torch.cat(values)
         exact = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
@@ -53,9 +53,22 @@ def fingerprint(model: PreTrainedModel, asker: str = "logits_cache") -> str:
     return digest.hexdigest()
 
 
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Up to `SAMPLES` of a tensor's values, evenly spaced; of hundreds of tensors, so in one step where that goes."""
+    size = tensor.numel()
+    step = max(1, size // SAMPLES)
+    if type(tensor) is torch.Tensor and tensor.is_contiguous():
+        return tensor.as_strided((min(SAMPLES, size),), (step,))
+    return tensor.reshape(-1)[::step][:SAMPLES]
+
+
 def _adapters(model: PreTrainedModel) -> list[Any]:
     """Which adapters each layer of PEFT uses, and how strongly: no weight changes where they are switched."""
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "active_adapters")]
+    layers: list[Any] = [
+        module
+        for module in model.modules()
+        if "active_adapters" in vars(module) or hasattr(type(module), "active_adapters")  # a module looks for long
+    ]
     return [
         (layer.active_adapters, layer.disable_adapters, getattr(layer, "scaling", None))
         for layer in layers

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..kernels import to_device
@@ -131,13 +132,16 @@ def _first(shares: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The tokens `int64 [rows]` whose noise, divided by their `shares [rows, vocabulary]`, is the shortest."""
     if shares.device.type != "cpu":
         return (shares / waits(keys[:, None], _numbers(shares.shape[1], shares.device))).argmax(dim=-1)
-    best = shares.amax(dim=-1, keepdim=True)
-    if not bool(((best > 0) & (best < torch.inf)).all()):
-        raise RuntimeError(f"cannot draw: the highest probabilities of the rows are {best[:, 0].tolist()}")
-    rows, tokens = (shares > best * _HOPELESS).nonzero(as_tuple=True)
-    speeds = torch.zeros_like(shares)
-    speeds[rows, tokens] = shares[rows, tokens] / waits(keys[rows], tokens)
-    return speeds.argmax(dim=-1)
+    # In NumPy, row by row: threads that share a row of a vocabulary take longer to wake than the work takes.
+    rates = shares.detach().numpy()
+    best = rates.max(axis=-1)
+    if not ((best > 0) & (best < np.inf)).all():
+        raise RuntimeError(f"cannot draw: the highest probabilities of the rows are {best.tolist()}")
+    first = []
+    for row, least, key in zip(rates, best * np.float32(_HOPELESS), keys.tolist(), strict=True):
+        hopeful = np.flatnonzero(row > least)
+        first.append(draw_among(torch.from_numpy(hopeful), torch.from_numpy(row[hopeful]), key))
+    return torch.tensor(first)
 
 
 def draw_among(tokens: torch.Tensor, shares: torch.Tensor, key: int) -> int:

@@ -15,6 +15,9 @@ from ..cache.logits import State
 from ..cache.remembered import Remembered
 from .config import is_int
 
+_NO_SHARE = -1000.0
+"""A logit that is so much lower than the highest has a share of 0 in float64."""
+
 POLICIES: dict[str, type[ReplayPolicy]] = {}
 """The policies by name."""
 
@@ -110,10 +113,13 @@ class Hotspot(ReplayPolicy):
 
 def uncertainty_of(logits: torch.Tensor) -> float:
     """`H * (1 - c)` of logits `[vocabulary]`: entropy in nats and top-1 probability (Hive, eq. 2 and 3)."""
-    shares = logits.double().log_softmax(-1)
-    likely = shares.exp()
-    entropy = -torch.where(likely > 0, likely * shares, 0.0).sum()
-    return float(entropy * (1 - likely.max()))
+    known = logits.dtype in (torch.float32, torch.float64)  # to NumPy, which works in one thread: two wake too late
+    values = (logits if known else logits.double()).cpu().numpy().astype(np.float64)
+    below = np.maximum(values - values.max(), _NO_SHARE)  # a share of nothing times minus infinity is nothing
+    shares = np.exp(below)
+    total = shares.sum()
+    entropy = np.log(total) - (shares * below).sum() / total
+    return float(entropy * (1 - 1 / total))
 
 
 def uncertainty_at(state: State, logits: Remembered) -> float:
