@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from hf_parallel.generation.drafts import (
     SECOND_TOKEN,
     TAKEN,
     Drafts,
+    _learned,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,7 +69,7 @@ def write(model: PreTrainedModel, rows: int = len(TAILS), mode: str = "resample"
     return model.generate(INPUT_IDS[:rows], **(given | settings))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("rows", "kept"), [(1, True), (3, False)], ids=["one row", "rows"])
+@pytest.mark.parametrize(("rows", "kept"), [(1, True), (3, False), (3, True)], ids=["one row", "rows", "kept rows"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -136,6 +138,26 @@ def test_the_record_says_which_tokens_shared_a_pass(model: PreTrainedModel) -> N
     assert origins.count("m") == out.record.passes
     (section,) = out.to_dict(TOKENIZER)["sections"]
     assert section["cards"][0]["end"] == out.record.passes
+
+
+def test_the_first_pass_of_a_replayed_row_takes_a_draft_along(model: PreTrainedModel) -> None:
+    cache, cells = LogitsCache(), SharedPrefixCache()
+    along = 0
+    for seed in range(12):
+        out = write(model, 1, logits_cache=cache, past_key_values=cells, seed=seed)
+        origins = out.record.origins[0]
+        assert origins.count("m") == out.record.passes == out.stats.forward_passes
+        along += re.match("r+md", origins) is not None
+    assert along > 0
+
+
+def test_calls_with_the_same_settings_learn_together(model: PreTrainedModel) -> None:
+    cache = LogitsCache()
+    for seed in range(3):  # the penalty knows each row's padding, so it is made anew for each call
+        write(model, logits_cache=cache, seed=seed, repetition_penalty=1.05)
+    assert len(_learned[cache]) == 1
+    write(model, logits_cache=cache, seed=0, temperature=0.5)
+    assert len(_learned[cache]) == 2
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,26 @@ def test_every_value_counts_whatever_its_dtype(dtype: torch.dtype) -> None:
     name = fingerprint(model)
     model.more = torch.ones(8).to(dtype) if dtype != torch.complex64 else torch.full((8,), 1j)
     assert fingerprint(model) != name
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda values: torch.cat((torch.zeros(5), values.flatten()))[5:].view_as(values),
+        lambda values: values.T.contiguous().T,
+        lambda values: values.repeat_interleave(2, dim=1)[:, ::2],
+    ],
+    ids=["behind others", "transposed", "with gaps"],
+)
+@pytest.mark.parametrize("shape", [(6, 7), (1, 3), (0, 4), (40, 1)], ids=str)
+def test_a_weight_is_told_by_its_values_however_they_lie(view: Any, shape: tuple[int, int]) -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    values = torch.arange(float(math.prod(shape))).view(shape)
+    model.register_buffer("more", values)
+    name = fingerprint(model)
+    model.more = view(values)
+    assert torch.equal(model.more, values)
+    assert fingerprint(model) == name
 
 
 def test_a_model_whose_weights_cannot_be_read_is_refused() -> None:

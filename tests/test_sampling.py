@@ -25,7 +25,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
-from hf_parallel import ParallelOutput
+from hf_parallel import LogitsCache, ParallelOutput
 from hf_parallel.generation.sampling import EndsLater
 
 NEW = 16
@@ -407,3 +407,27 @@ def test_output_is_generates_own_and_stats(model: PreTrainedModel) -> None:
     tensor = run(model, "shared_prefix")
     assert torch.equal(tensor, ours.sequences)
     assert tensor.dtype == torch.int64
+
+
+class Rounded(LogitsProcessor):
+    """Scores of another dtype."""
+
+    keeps_rows = False
+
+    def __init__(self, dtype: torch.dtype, back: bool) -> None:
+        self.dtype, self.back = dtype, back
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        rounded = scores.to(self.dtype)
+        return rounded.float() if self.back else rounded
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("mode", ["shared_prefix", "resample"])
+def test_a_processor_may_return_scores_of_another_dtype(model: PreTrainedModel, mode: str, dtype: torch.dtype) -> None:
+    found = []
+    for back in (True, False):
+        more = {"logits_cache": LogitsCache()} if mode == "resample" else {}
+        processor = LogitsProcessorList([Rounded(dtype, back)])
+        found.append(run(model, mode, do_sample=True, seed=1, logits_processor=processor, **more))
+    assert torch.equal(*found)

@@ -38,8 +38,8 @@ class State:
     """A run of tokens: the one before it and one `token` more.
 
     `logits` are what followed, if known; `distribution` is what tokens are drawn from after them, and `uncertainty`
-    what a replay policy makes of them. `taken_by` are the settings under which `token` was taken last. `used` is the
-    time of the last visit, `pins` the rows that stand here.
+    what a replay policy makes of them. `taken_by` are the settings under which `token` was taken last, as those of a
+    `Distribution`. `used` is the time of the last visit, `pins` the rows that stand here.
     """
 
     token: int
@@ -48,7 +48,7 @@ class State:
     logits: Remembered | None = None
     distribution: Distribution | None = None
     uncertainty: float | None = None
-    taken_by: tuple[Any, ...] | None = None
+    taken_by: str | None = None
     used: int = 0
     pins: int = 0
     alive: bool = True

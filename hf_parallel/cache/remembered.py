@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +79,7 @@ class Distribution:
 
     Attributes
     ----------
-    settings : tuple
+    settings : str
         What made it of the logits.
     ids : int32 [n]
         Ascending.
@@ -88,12 +87,12 @@ class Distribution:
         Their probabilities; all other tokens have none.
     """
 
-    settings: tuple[Any, ...]
+    settings: str
     ids: torch.Tensor
     shares: torch.Tensor
 
     @classmethod
-    def of(cls, shares: torch.Tensor, settings: tuple[Any, ...]) -> Distribution | None:
+    def of(cls, shares: torch.Tensor, settings: str) -> Distribution | None:
         """Keep probabilities `float32 [vocabulary]` if that takes at most a quarter of their bytes, else None."""
         ids = shares.nonzero()[:, 0]
         if 2 * len(ids) > len(shares) // 4:

@@ -142,7 +142,7 @@ class DecodeLoop(ForwardPasses):
         ----------
         rows : sequence of Row
             Ascending by index.
-        logits : [len(rows), vocabulary]
+        logits : [len(rows), vocabulary], optional
             What follows each row's prompt; none of rows that `step` has left out. None: it is yet to be computed, from
             what the rows have pending.
         advance : callable (row, token, ended) -> bool, optional

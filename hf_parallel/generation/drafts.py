@@ -13,6 +13,7 @@ import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from weakref import WeakKeyDictionary
 
 from ..cache.logits import LogitsCache, State
@@ -24,7 +25,7 @@ FIRST_CHANCES = {8: 0.8, 5: 0.7, 3: 0.6, 2: 0.5, 1: 0.3}
 drawn if nobody knows, where no other token was found. What one token tells is little, and often enough where a pass of
 several tokens is cheap: chances are learned for each number."""
 MATCHES = tuple(FIRST_CHANCES)
-OF_TWO = 0.25
+FIRST_CHANCE_OF_TWO = 0.25
 """And where two were found, the chance of each."""
 MOST_STATES = 4096
 """States below a prompt in which drafts are looked up, those that were visited last."""
@@ -59,7 +60,7 @@ class _Chance:
     @classmethod
     def first(cls, count: int, how: str) -> _Chance:
         """As long as nobody knows: as if it had been looked up four times."""
-        return cls(4.0, 4.0 * (OF_TWO if how in (TAKEN, GUESSED) else FIRST_CHANCES[count]))
+        return cls(4.0, 4.0 * (FIRST_CHANCE_OF_TWO if how in (TAKEN, GUESSED) else FIRST_CHANCES[count]))
 
     def learn(self, drawn: bool) -> None:
         self.looked = _FORGETTING * self.looked + 1.0
@@ -141,13 +142,13 @@ class Drafts:
         stack = read[-1:]
         while stack and len(below) < MOST_STATES:
             state, tokens = stack.pop()
-            children = sorted(self.cache.children(state), key=_used)
+            children = sorted(self.cache.children(state), key=attrgetter("used"))
             following = [
                 (child, (*tokens, child.token)[-MATCHES[0] :] if child.token >= 0 else ()) for child in children
             ]
             below += following
             stack += following
-        for state, tokens in [*read, *sorted(below, key=lambda known: _used(known[0]))]:  # the last one stays
+        for state, tokens in [*read, *sorted(below, key=lambda known: known[0].used)]:  # the last one stays
             if _leads_on(state, self.guess):
                 self._note(state, tokens)
 
@@ -231,10 +232,6 @@ class Drafts:
 
     def _chance(self, count: int, how: str) -> _Chance:
         return self._chances[next(known for known in MATCHES if known <= count), how]
-
-
-def _used(state: State) -> int:
-    return state.used
 
 
 def _leads_on(state: State, guess: Guess | None) -> bool:

@@ -67,7 +67,7 @@ def _adapters(model: PreTrainedModel) -> list[Any]:
     layers: list[Any] = [
         module
         for module in model.modules()
-        if "active_adapters" in vars(module) or hasattr(type(module), "active_adapters")  # a module looks for long
+        if "active_adapters" in vars(module) or hasattr(type(module), "active_adapters")  # `hasattr(module)` is slow
     ]
     return [
         (layer.active_adapters, layer.disable_adapters, getattr(layer, "scaling", None))

@@ -132,7 +132,7 @@ def _first(shares: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The tokens `int64 [rows]` whose noise, divided by their `shares [rows, vocabulary]`, is the shortest."""
     if shares.device.type != "cpu":
         return (shares / waits(keys[:, None], _numbers(shares.shape[1], shares.device))).argmax(dim=-1)
-    # In NumPy, row by row: threads that share a row of a vocabulary take longer to wake than the work takes.
+    # In NumPy, row by row: waking a second thread for a row takes longer than the work.
     rates = shares.detach().numpy()
     best = rates.max(axis=-1)
     if not ((best > 0) & (best < np.inf)).all():
@@ -141,7 +141,7 @@ def _first(shares: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     for row, least, key in zip(rates, best * np.float32(_HOPELESS), keys.tolist(), strict=True):
         hopeful = np.flatnonzero(row > least)
         first.append(draw_among(torch.from_numpy(hopeful), torch.from_numpy(row[hopeful]), key))
-    return torch.tensor(first)
+    return torch.tensor(first, dtype=torch.int64)
 
 
 def draw_among(tokens: torch.Tensor, shares: torch.Tensor, key: int) -> int:

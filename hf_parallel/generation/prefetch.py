@@ -10,6 +10,7 @@ import heapq
 import itertools
 import logging
 import math
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -74,7 +75,7 @@ class Distributions:
     ----------
     kept : bool
         Whether any are kept.
-    settings : tuple
+    settings : str
         What they are made by: the device, and the processors with their settings.
     """
 
@@ -89,8 +90,11 @@ class Distributions:
         pure = all(name in _OF_LOGITS or name in _OF_LENGTH for name in names)
         self._pure = pure and not records
         self.kept = self.sampler.do_sample and self._pure and any(name in _CUTTING for name in names)
-        self._looks_at_length = any(name in _OF_LENGTH for name in names)
-        self.settings = (str(self._device), *((name, _values(p)) for name, p in zip(names, processors, strict=True)))
+        self.settings = repr((str(self._device), [_described(processor) for processor in processors]))
+        self._least = [processor.min_length for processor in processors if isinstance(processor, EndsLater)]
+        # Interned: states hold them, those of calls with the same settings the same ones.
+        ended = itertools.product((False, True), repeat=len(self._least))
+        self._made = {may_end: sys.intern(f"{self.settings} {may_end}") for may_end in ended}
 
     def of(self, rows: Sequence[int], states: Sequence[State]) -> torch.Tensor:
         """What the next tokens of `rows`, which stand on `states`, are drawn from; see `Sampler.weigh`."""
@@ -132,8 +136,7 @@ class Distributions:
         kept = state.distribution if self.kept else None
         if kept is None:
             return None
-        made_by = kept.settings[:-1] if self._looks_at_length else kept.settings
-        return kept if made_by == self.settings else None
+        return kept if kept.settings in self._made.values() else None
 
     def keep(self, state: State, length: int, shares: torch.Tensor) -> Distribution | None:
         """Keep probabilities `[vocabulary]` beside the logits of a state, if they are few and there is room."""
@@ -147,17 +150,18 @@ class Distributions:
         found = self.find(state, length)
         return found or self.keep(state, length, self.sampler.weigh_ahead(logits.spread(), length))
 
-    def lead_to(self, state: State, length: int) -> None:
+    def note_taken(self, state: State, length: int) -> None:
         """Note that a row of `length` tokens has taken the last token of a state."""
         if self._pure:
             state.taken_by = self._made_by(length)
 
-    def led_to(self, state: State | None, length: int) -> bool:
+    def may_take_again(self, state: State | None, length: int) -> bool:
         """Whether a row of `length` tokens may take the last token of a state, as one did under the same settings."""
         return self._pure and state is not None and state.taken_by == self._made_by(length)
 
-    def _made_by(self, length: int) -> tuple[Any, ...]:
-        return (*self.settings, length) if self._looks_at_length else self.settings
+    def _made_by(self, length: int) -> str:
+        """The settings, and whether a text of `length` tokens may end: of the length nothing else counts."""
+        return self._made[tuple(length >= least for least in self._least)]
 
 
 class Prefetch:
@@ -265,8 +269,10 @@ def _name(processor: LogitsProcessor) -> str:
     return kind.__name__ if known else ""
 
 
-def _values(processor: LogitsProcessor) -> str:
-    """The settings of a processor."""
+def _described(processor: LogitsProcessor) -> tuple[Any, ...]:
+    """A processor with its settings; of one that is not known, what it is: it may hold anything."""
+    name = _name(processor)
+    if not name:
+        return (type(processor).__module__, type(processor).__qualname__)
     settings = processor.settings if isinstance(processor, EndsLater) else vars(processor)
-    values = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in settings.items()}
-    return repr(sorted(values.items()))
+    return name, sorted((name, v.tolist() if isinstance(v, torch.Tensor) else v) for name, v in settings.items())

@@ -77,16 +77,20 @@ def step_back(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]
     -------
     list of Node, optional
         What the leaves, which are no longer in the tree, followed from; all of it is held. None where the tree lacks
-        more than one token of each row, or where rows have the last one in common: then it is to be prefilled.
+        more than one token of a row, or where rows have the last one in common: then it is to be prefilled.
     """
-    lacking = [node for node in cache.nodes() if len(node.missing)]
-    if len(lacking) != len(leaves) or set(lacking) != set(leaves) or any(len(leaf.tokens) > 1 for leaf in leaves):
+    above = [node for leaf in leaves for node in leaf.path[:-1]]
+    own = len(set(leaves)) == len(leaves) and all(leaf.block is None and len(leaf.tokens) == 1 for leaf in leaves)
+    if not own or any(len(node.missing) for node in above):
         return None
-    above = [leaf.parent for leaf in leaves if leaf.parent is not None]
+    parents = []
+    for leaf in leaves:
+        assert leaf.parent is not None, "a leaf has tokens, the root has none"
+        parents.append(leaf.parent)
     cache.discard_unfilled()
-    loop.stats.reused_tokens += sum(len(node.tokens) for leaf in above for node in leaf.path)
+    loop.stats.reused_tokens += sum(len(node.tokens) for node in above)
     loop.stats.prefilled_tokens += len(leaves)
-    return above
+    return parents
 
 
 def first_room(longest: int, rows: int) -> int:

@@ -259,7 +259,7 @@ class Recall:
         tokens = {row: self._route(row).token for row in staying}
         following = {row: self._cursors.state(row).children.get(token) for row, token in tokens.items()}
         lengths = self.sampler.table.lengths
-        return {row: tokens[row] for row in staying if self._distributions.led_to(following[row], lengths[row])}
+        return {row: tokens[row] for row in staying if self._distributions.may_take_again(following[row], lengths[row])}
 
     def _kept(self, rows: Sequence[int], weights: torch.Tensor) -> dict[int, int]:
         """The rows that take the token that was taken before; not one that the settings of this call rule out."""
@@ -299,7 +299,7 @@ class Recall:
             self._prefetch.tell(self._cursors.state(row))
         self.origins.setdefault(row, []).append(self._origin(row, drafted))
         self._cursors.follow(row, token)
-        self._distributions.lead_to(self._cursors.state(row), self.sampler.table.lengths[row] - 1)
+        self._distributions.note_taken(self._cursors.state(row), self.sampler.table.lengths[row] - 1)
         if row in self._recognised:
             self.stats.replayed_tokens += 1
             self._replayed[row] = self._replayed.get(row, 0) + 1

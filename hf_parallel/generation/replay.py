@@ -113,8 +113,9 @@ class Hotspot(ReplayPolicy):
 
 def uncertainty_of(logits: torch.Tensor) -> float:
     """`H * (1 - c)` of logits `[vocabulary]`: entropy in nats and top-1 probability (Hive, eq. 2 and 3)."""
-    known = logits.dtype in (torch.float32, torch.float64)  # to NumPy, which works in one thread: two wake too late
-    values = (logits if known else logits.double()).cpu().numpy().astype(np.float64)
+    # In NumPy: waking a second thread takes longer than the work. It does not read bfloat16.
+    is_read = logits.dtype in (torch.float32, torch.float64)
+    values = (logits if is_read else logits.double()).detach().cpu().numpy().astype(np.float64)
     below = np.maximum(values - values.max(), _NO_SHARE)  # a share of nothing times minus infinity is nothing
     shares = np.exp(below)
     total = shares.sum()

@@ -13,8 +13,8 @@ class ResampleConfig(SharedPrefixConfig):
     """Samples that follow what was sampled before as long as they agree with it, without running the model.
 
     What the model computes is remembered in `logits_cache`, which is to be kept from call to call. A sample replays
-    remembered logits until it leaves them; then what it replayed is prefilled once and it goes on as usual. Pass a
-    `SharedPrefixCache` as `past_key_values` too, and what is held in it needs no prefill.
+    remembered logits until it leaves them; then what it replayed is computed once and it goes on as usual. Pass a
+    `SharedPrefixCache` as `past_key_values` too, and what is held in it is not computed again.
 
     Parameters
     ----------

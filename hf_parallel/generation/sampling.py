@@ -264,7 +264,7 @@ class Sampler:
         scores = self._process(rows, self._copy(logits))
         self._record(self.logits, rows, logits)
         self._record(self.scores, rows, scores)
-        return scores.softmax(dim=-1) if self.do_sample else scores
+        return scores.softmax(dim=-1, dtype=torch.float32) if self.do_sample else scores
 
     def weigh_ahead(self, logits: torch.Tensor, length: int) -> torch.Tensor:
         """What a row of `length` tokens will draw from after `logits`, both `[vocabulary]`.
@@ -272,7 +272,7 @@ class Sampler:
         For processors that look at no tokens. Changes nothing here, so that another thread may ask.
         """
         ids = self.table.ids.new_zeros(1, 1).expand(1, length)
-        return self._processed(ids, self._copy(logits[None]))[0].softmax(dim=-1)
+        return self._processed(ids, self._copy(logits[None]))[0].softmax(dim=-1, dtype=torch.float32)
 
     def draw_from(self, rows: Sequence[int], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As `draw`, from what `weigh` gave."""
@@ -293,7 +293,7 @@ class Sampler:
         return numbers, [flag != 0 for flag in flags]
 
     def accept(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Append tokens that need not be drawn to `rows`, which have been weighed.
+        """Append tokens that need not be drawn to `rows`.
 
         Returns
         -------
@@ -334,7 +334,7 @@ class Sampler:
             for length in set(lengths):  # a processor may look at the length, or at every token
                 of = [i for i, other in enumerate(lengths) if other == length]
                 self.rows = [rows[i] for i in of]
-                out[of] = self._processed(self.table.left_padded(self.rows), raw[of])
+                out[of] = self._processed(self.table.left_padded(self.rows), raw[of]).to(out.dtype)
             self.rows = rows
             return out
         if len(rows) == self.num_rows:

@@ -108,7 +108,7 @@ class SharedPrefixConfig(RecallingConfig):
         return leaves
 
     def _decode(self, loop: DecodeLoop, cache: SharedPrefixCache) -> None:
-        """Replay what is remembered, prefill the prompts and replayed tokens of the rows that go on, then decode."""
+        """Replay what is remembered, prefill what is not held of the rows that go on, then decode."""
         call, table = loop.call, loop.table
         rows = loop.replay([Row(index, ()) for index in range(call.num_rows)])
         if not rows:
