@@ -1,7 +1,7 @@
-"""A forward pass of few tokens, by oneDNN and by PyTorch's own choice: `python -m benchmarks.linear --help`.
+"""A forward pass of few tokens, by what may compute its linear layers: `python -m benchmarks.linear --help`.
 
 Passes bring tokens of one row behind a prompt, as those do that hold a draft. The model's linear layers are also timed
-alone, one after the other on random numbers. The two take turns, so that a machine's noise hits both.
+alone, one after the other on random numbers. All take turns, so that a machine's noise hits all alike.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from torch import nn
 
 from hf_parallel.attention import block_attention_enabled
 from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.kernels import native
 from hf_parallel.linear import LINEAR_VARIABLE, linear_layers
 from hf_parallel.measure import long_prompt
 
 from .__main__ import about, finish, new_path, set_up
 
-LIBRARIES = ("torch", "onednn")
+LIBRARIES = ("torch", "onednn", "native")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class LinearBenchmark:
 
     def run(self, model: Any, ids: torch.Tensor, tell: Callable[[str], None]) -> dict[str, Any]:
         """Measure; `ids` are `int64 [1, prompt]` or longer. Returns what goes into the JSON, in seconds."""
+        libraries = [library for library in LIBRARIES if library != "native" or not native.why_not()]
         cache = BlockCache()
         prompt, own = cache.new_block(self.prompt), cache.new_block(max(self.lengths), base=self.prompt)
         forward(model, cache, Segment([prompt], self.prompt), ids)
@@ -60,7 +62,7 @@ class LinearBenchmark:
         for number in range(self.rounds + 1):
             tell(f"round {number} of {self.rounds}")
             for length in self.lengths:
-                for library in LIBRARIES:
+                for library in libraries:
                     with patch.dict(os.environ, {LINEAR_VARIABLE: library}), linear_layers(model):
                         took = forward(model, cache, Segment([prompt, own], length), ids)
                         cache.truncate(own, 0)
@@ -71,7 +73,7 @@ class LinearBenchmark:
         seconds = {
             what: {
                 library: {str(length): statistics.median(of[library, length]) for length in self.lengths}
-                for library in LIBRARIES
+                for library in libraries
             }
             for what, of in times.items()
         }
@@ -108,11 +110,12 @@ def through(layers: list[nn.Linear], length: int) -> float:
 def show(console: Console, report: dict[str, Any]) -> None:
     """Print the table."""
     table = Table(title="milliseconds", title_justify="left")
-    for heading in ("tokens", *(f"{what}, {library}" for what in ("pass", "layers") for library in LIBRARIES)):
-        table.add_column(heading, justify="right")
     seconds = report["seconds"]
+    libraries = list(seconds["passes"])
+    for heading in ("tokens", *(f"{what}, {library}" for what in ("pass", "layers") for library in libraries)):
+        table.add_column(heading, justify="right")
     for length in seconds["passes"]["torch"]:
-        cells = [1e3 * seconds[what][library][length] for what in ("passes", "layers") for library in LIBRARIES]
+        cells = [1e3 * seconds[what][library][length] for what in ("passes", "layers") for library in libraries]
         table.add_row(length, *(f"{cell:.1f}" for cell in cells))
     console.print(table)
 

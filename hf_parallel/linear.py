@@ -1,15 +1,15 @@
-"""How a model's linear layers meet oneDNN, on a host in float32.
+"""By what a model's linear layers are computed, on a host in float32.
 
-PyTorch gives these products to MKL and keeps oneDNN, which it brings along, for other types. A decode step waits for
-weights to be read, so a few rows, or a draft, should cost little more than one token. By MKL they take twice as long as
-that on the CPUs that this was measured on; oneDNN comes closer, and is faster at any length (docs/cpu.md has the
-figures). `HF_PARALLEL_LINEAR=torch` leaves the layers to PyTorch.
+A decode step waits for weights to be read, so a few rows, or a draft, should cost little more than one token. By MKL,
+to which PyTorch gives these products, they take twice as long as that on the CPUs that this was measured on. So few
+tokens go to a kernel of our own, and more of them to oneDNN, which PyTorch brings along and keeps for other types
+(docs/cpu.md has the figures). `HF_PARALLEL_LINEAR=torch` leaves the layers to PyTorch.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import MethodType
@@ -17,17 +17,19 @@ from types import MethodType
 import torch
 from torch import nn
 
+from .kernels import native
+
 LINEAR_VARIABLE = "HF_PARALLEL_LINEAR"
 LEAST_WEIGHTS = 1 << 16
 """Weights of a layer below which the choice does not matter."""
 
-_NAMES = ("onednn", "torch")
+_NAMES = ("native", "onednn", "torch")
 _PLAIN = nn.Linear.forward
 
 
 @contextmanager
 def linear_layers(model: nn.Module) -> Iterator[None]:
-    """Let oneDNN compute a model's large linear layers of float32 weights on a host.
+    """Let a kernel of our own and oneDNN compute a model's large linear layers of float32 weights on a host.
 
     Results differ from PyTorch's in the last bits, as those of other batch sizes do. Layers whose `forward` somebody
     has replaced stay as they are, and what needs gradients, or runs under autocast, is PyTorch's. Other threads that
@@ -38,8 +40,9 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
     ValueError
         If `HF_PARALLEL_LINEAR` names no library, or one that this PyTorch has not.
     """
-    layers = [module for module in model.modules() if _serves(module)] if _wanted() else []
-    replaced = [(layer, MethodType(_forward, layer)) for layer in layers]
+    by = _wanted()
+    layers = [module for module in model.modules() if _serves(module)] if by is not None else []
+    replaced = [(layer, MethodType(by, layer)) for layer in layers if by is not None]
     try:
         for layer, forward in replaced:
             layer.forward = forward  # type: ignore[method-assign]
@@ -50,38 +53,52 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
                 del layer.forward
 
 
-def _wanted() -> bool:
-    untouched = bool(torch.backends.mkldnn.enabled) and nn.Linear.forward is _PLAIN
-    return _asked_for(os.environ.get(LINEAR_VARIABLE, "")) and untouched
+def _wanted() -> Callable[..., torch.Tensor] | None:
+    """What takes the place of layers' `forward`, if anything is to."""
+    library = _library(os.environ.get(LINEAR_VARIABLE, ""))
+    if library == "torch" or not torch.backends.mkldnn.enabled or nn.Linear.forward is not _PLAIN:
+        return None
+    return _forward if library == "native" else _forward_by_onednn
 
 
 @cache
-def _asked_for(asked: str) -> bool:
-    """Whether a value of the variable means oneDNN, on this PyTorch."""
+def _library(asked: str) -> str:
+    """What a value of the variable means here: one of `_NAMES`."""
     if asked not in ("", *_NAMES):
         raise ValueError(f"{LINEAR_VARIABLE} must be one of {list(_NAMES)}, got {asked!r}")
     has = torch.backends.mkldnn.is_available()
-    if asked == "onednn" and not has:
-        raise ValueError(f"{LINEAR_VARIABLE}=onednn cannot be used: this PyTorch was built without it")
+    if asked in ("native", "onednn") and not has:
+        raise ValueError(f"{LINEAR_VARIABLE}={asked} cannot be used: this PyTorch was built without oneDNN")
+    if asked == "native" and (reason := native.why_not()):
+        raise ValueError(f"{LINEAR_VARIABLE}=native cannot be used: {reason}")
     # Where PyTorch has no MKL, on ARM, its own choice was not measured.
-    return has and (asked == "onednn" or (not asked and torch.backends.mkl.is_available()))
+    return asked or ("native" if has and torch.backends.mkl.is_available() else "torch")
 
 
 def _serves(module: nn.Module) -> bool:
-    """Whether oneDNN computes a module: a large plain linear layer."""
+    """Whether a module is computed so: a large plain linear layer."""
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     weight = module.weight
-    return (
-        type(weight) is nn.Parameter
-        and weight.numel() >= LEAST_WEIGHTS
-        and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-        and weight.is_contiguous()
-    )
+    return type(weight) is nn.Parameter and weight.numel() >= LEAST_WEIGHTS and _lies_plainly(weight)
 
 
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
+    """As `nn.Linear.forward`."""
+    weight, bias = self.weight, self.bias
+    if _is_plain(input) and _lies_plainly(weight) and (bias is None or _lies_plainly(bias)):
+        outputs, inputs = weight.shape
+        if input.shape[-1:] == (inputs,) and native.serves_linear(input.numel() // inputs):
+            return native.linear(input, weight, bias)
+    return _forward_by_onednn(self, input)
+
+
+def _lies_plainly(parameter: torch.Tensor) -> bool:
+    """Whether memory can be read as its values."""
+    return parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()
+
+
+def _forward_by_onednn(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
     """As `nn.Linear.forward`."""
     if _is_plain(input):
         return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
@@ -89,7 +106,7 @@ def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A00
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Whether oneDNN may compute a layer of an input, here and now."""
+    """Whether a layer of an input may be computed so, here and now."""
     return (
         type(x) is torch.Tensor
         and x.dtype == torch.float32

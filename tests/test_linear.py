@@ -1,4 +1,4 @@
-"""oneDNN computes large float32 layers as PyTorch does, for the time of a call, and nothing else."""
+"""Large float32 layers are computed as PyTorch does, by a kernel of our own or oneDNN, for the time of a call."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 import hf_parallel
 from hf_parallel import linear
+from hf_parallel.kernels import native
 from hf_parallel.linear import LINEAR_VARIABLE, linear_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,6 +24,9 @@ served = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()),
     reason="this PyTorch has no choice between MKL and oneDNN",
 )
+
+
+compiled = pytest.mark.skipif(bool(native.why_not()), reason="needs a C compiler, as the kernel itself does")
 
 
 @pytest.fixture(autouse=True)
@@ -126,18 +130,84 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(*WIDTHS)
     with torch.backends.mkldnn.flags(enabled=False), linear_layers(layer):
         assert not replaced(layer)
-    for asked, serves in (("torch", False), ("onednn", True)):
+    for asked in ("torch", "onednn", "native"):
         monkeypatch.setenv(LINEAR_VARIABLE, asked)
-        if serves and not torch.backends.mkldnn.is_available():
+        if asked != "torch" and (not torch.backends.mkldnn.is_available() or (asked == "native" and native.why_not())):
             continue
         with linear_layers(layer):
-            assert bool(replaced(layer)) is serves
+            assert bool(replaced(layer)) is (asked != "torch")
+            called = by_kernel(monkeypatch, layer, torch.randn(2, WIDTHS[0]))
+        assert called is (asked == "native")
+
+
+def by_kernel(monkeypatch: pytest.MonkeyPatch, layer: nn.Module, x: torch.Tensor) -> bool:
+    """Whether the kernel computes a layer."""
+    called, compute = [], native.linear
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(native, "linear", lambda *given: called.append(given) or compute(*given))
+        layer(x)
+    return bool(called)
+
+
+def test_a_kernel_that_cannot_be_compiled_is_refused_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "why_not", lambda: "no C compiler was found")
+    linear._library.cache_clear()
+    monkeypatch.setenv(LINEAR_VARIABLE, "native")
+    with pytest.raises(ValueError, match="HF_PARALLEL_LINEAR=native cannot be used: "), linear_layers(nn.Linear(2, 2)):
+        pass
+    linear._library.cache_clear()
+
+
+# The kernel
+
+
+@compiled
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 2), (64, 31), (100, 7), (15, 1), (1, 1), (577, 130)])
+def test_the_kernel_gives_what_the_definition_says(inputs: int, outputs: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(inputs, outputs, bias=bias)
+    for tokens in range(1, native.MAX_TOKENS + 1):
+        x = torch.randn(tokens, inputs)
+        with torch.no_grad():
+            out = native.linear(x, layer.weight, layer.bias)
+        torch.testing.assert_close(out.double(), by_definition(layer, x).detach(), rtol=0, atol=5e-6)
+
+
+@compiled
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_token_gives_the_same_whatever_shares_its_pass(threads: int) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(native.MAX_TOKENS, 200), torch.randn(333, 200), torch.randn(333)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone = torch.cat([native.linear(row[None], weight, bias) for row in x])
+        for tokens in range(1, native.MAX_TOKENS + 1):
+            assert torch.equal(native.linear(x[:tokens], weight, bias), alone[:tokens])
+            assert torch.equal(native.linear(x[-tokens:], weight, bias), alone[-tokens:])
+    finally:
+        torch.set_num_threads(before)
+
+
+@compiled
+def test_many_tokens_and_other_shapes_are_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(*WIDTHS)
+    with linear_layers(layer):
+        assert by_kernel(monkeypatch, layer, torch.randn(native.MAX_TOKENS, WIDTHS[0]))
+        assert not by_kernel(monkeypatch, layer, torch.randn(native.MAX_TOKENS + 1, WIDTHS[0]))
+        with pytest.raises(RuntimeError), torch.no_grad():
+            layer(torch.randn(2, WIDTHS[0] + 1))
+        layer.weight = nn.Parameter(torch.randn(*WIDTHS).T)  # somebody exchanges it during the call
+        assert not by_kernel(monkeypatch, layer, torch.randn(2, WIDTHS[0]))
 
 
 def test_an_unknown_library_is_refused_and_leaves_the_model_usable(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = model.generate(PROMPT, max_new_tokens=4, do_sample=False)
     monkeypatch.setenv(LINEAR_VARIABLE, "blas")
-    with pytest.raises(ValueError, match=r"HF_PARALLEL_LINEAR must be one of \['onednn', 'torch'\], got 'blas'"):
+    with pytest.raises(
+        ValueError, match=r"HF_PARALLEL_LINEAR must be one of \['native', 'onednn', 'torch'\], got 'blas'"
+    ):
         model.generate(PROMPT, generation_mode="shared_prefix", max_new_tokens=4)
     monkeypatch.delenv(LINEAR_VARIABLE)
     again = model.generate(PROMPT, generation_mode="shared_prefix", max_new_tokens=4, do_sample=False)

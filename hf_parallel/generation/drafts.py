@@ -29,9 +29,9 @@ FIRST_CHANCE_OF_TWO = 0.25
 """And where two were found, the chance of each."""
 MOST_STATES = 4096
 """States below a prompt in which drafts are looked up, those that were visited last."""
-SECOND_TOKEN, EACH_TOKEN = 0.2, 1 / 45
-"""What a pass of several tokens takes more than one of a single token, and what each of its tokens adds, in passes of a
-single token: so measured on a host, in float32, with linear layers by oneDNN (docs/cpu.md)."""
+FREE_TOKENS, EACH_TOKEN = 8, 0.085
+"""Tokens up to which a pass takes about as long as one of a single token, and what each further one adds, in passes of
+a single token: so measured on a host, in float32, with linear layers by a kernel of our own (docs/cpu.md)."""
 LEAST_GAIN = 0.1
 """What a draft must save at least, in passes of one token: chances are not known that well."""
 LEAST_CHANCE = 0.05
@@ -253,7 +253,7 @@ def _worth(chances: Sequence[float], num_rows: int) -> int:
 
 def _cost(tokens: int) -> float:
     """How long a pass takes, in passes of one token."""
-    return 1.0 if tokens == 1 else 1.0 + SECOND_TOKEN + EACH_TOKEN * tokens
+    return 1.0 + EACH_TOKEN * max(0, tokens - FREE_TOKENS)
 
 
 def _last_tokens(state: State) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""Loads `cpu_attention.c`, compiled once for this machine by its own C compiler, if it has one.
+"""Loads `cpu_attention.c` and `cpu_linear.c`, compiled once for this machine by its own C compiler, if it has one.
 
-Without a compiler PyTorch's attention does the same, more slowly. `HF_PARALLEL_NATIVE=0` asks for that.
+Without a compiler PyTorch does the same, more slowly. `HF_PARALLEL_NATIVE=0` asks for that.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from ..folders import cache_folder
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
 
 MAX_ROWS = 1024
-"""Rows of one KV head up to which the kernel was measured to be faster."""
+"""Rows of one KV head up to which the kernel of attention was measured to be faster."""
+MAX_TOKENS = 16
+"""Tokens up to which the kernel of linear layers was measured to be faster than oneDNN, or hardly slower."""
 
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp")
-_SOURCE = Path(__file__).with_name("cpu_attention.c")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.c", "cpu_linear.c"))
 _logger = logging.getLogger(__name__)
 
 
@@ -117,17 +119,50 @@ def attend(
     return out, lse
 
 
+def serves_linear(tokens: int) -> bool:
+    """Whether the kernel takes a linear layer of so many tokens."""
+    return tokens <= MAX_TOKENS and _library() is not None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x W^T + b`; what a token gives is the same to the last bit whatever other tokens there are.
+
+    Parameters
+    ----------
+    x : float32 [..., inputs]
+        On the host, as all of these.
+    weight : float32 [outputs, inputs]
+        Contiguous.
+    bias : float32 [outputs], optional
+        Contiguous.
+
+    Returns
+    -------
+    float32 [..., outputs]
+    """
+    library = _library()
+    assert library is not None, "asked only where it serves"
+    outputs, inputs = weight.shape
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], outputs)
+    pointers = (x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
+    library.linear(*pointers, x.numel() // inputs, inputs, outputs, torch.get_num_threads())
+    return out
+
+
 def why_not() -> str:
-    """Why the compiled kernel cannot serve, empty if it can; it is compiled where it has not been yet."""
+    """Why the compiled kernels cannot serve, empty if they can; they are compiled where they have not been yet."""
     return _loaded()[1]
 
 
 @lru_cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled kernel, or None; says once why not."""
+    """The compiled kernels, or None; says once why not."""
     library, reason = _loaded()
     if library is None and os.environ.get(NATIVE_VARIABLE) != "0":
-        _logger.warning("attention on the CPU uses PyTorch's kernels, its own could not be compiled: %s", reason)
+        _logger.warning(
+            "attention and linear layers on the CPU use PyTorch's kernels, their own could not be compiled: %s", reason
+        )
     return library
 
 
@@ -148,22 +183,24 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
         ctypes.c_int,
     ]
     library.attend.restype = ctypes.c_int
+    library.linear.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
+    library.linear.restype = None
     return library, ""
 
 
 def _compiled() -> Path:
-    """Path of the shared library, compiled if this source and this processor have not met before."""
+    """Path of the shared library, compiled if these sources and this processor have not met before."""
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
         raise RuntimeError("no C compiler was found (set CC)")
-    known = (_SOURCE.read_text(), compiler, platform.machine(), _processor(), *_FLAGS)
-    path = cache_folder() / f"cpu_attention-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.so"
+    known = (*(source.read_text() for source in _SOURCES), compiler, platform.machine(), _processor(), *_FLAGS)
+    path = cache_folder() / f"cpu_kernels-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"]
+        command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(made), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if done.returncode:
             raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-300:]}")

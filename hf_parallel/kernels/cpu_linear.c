@@ -1,0 +1,82 @@
+/* A linear layer in float32 for a few tokens: y = x W^T + b.
+ *
+ * Such a product waits for its weights, so each is read once for all tokens, as it lies in memory, and from far enough
+ * ahead. A token's sums are added up in the same order whatever other tokens there are: what a row writes does not hang
+ * on what shares its pass. Plain C with GCC's vector types.
+ */
+
+#include <stdint.h>
+
+#ifdef __AVX512F__ /* twice the registers, twice as wide */
+#define LANES 16
+#define TOKENS 8 /* of the input, and ... */
+#else
+#define LANES 8
+#define TOKENS 4
+#endif
+#define OUTPUTS 2  /* ... of the layer, whose sums stay in registers together */
+#define AHEAD 2048 /* weights, about four rows of a small model: as far ahead they are asked for */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+
+INLINE float total(vec sums) {
+    float of[LANES];
+    *(vec *)of = sums;
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) of[i] += of[i + half];
+    return of[0];
+}
+
+/* `outputs` of the layer for `tokens` of the input. */
+INLINE void tile(int outputs, int tokens, int64_t inputs, int64_t all, const float *w, const float *x, const float *b,
+                 float *y) {
+    vec sums[OUTPUTS][TOKENS];
+    for (int o = 0; o < outputs; o++)
+        for (int t = 0; t < tokens; t++) sums[o][t] = (vec){0};
+    const int64_t whole = inputs - inputs % LANES;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        vec weights[OUTPUTS];
+        for (int o = 0; o < outputs; o++) {
+            weights[o] = *(const vec *)(w + o * inputs + i);
+            __builtin_prefetch(w + o * inputs + i + AHEAD);
+        }
+        for (int t = 0; t < tokens; t++) {
+            vec values = *(const vec *)(x + t * inputs + i);
+            for (int o = 0; o < outputs; o++) sums[o][t] += weights[o] * values;
+        }
+    }
+    for (int o = 0; o < outputs; o++)
+        for (int t = 0; t < tokens; t++) {
+            float sum = total(sums[o][t]);
+            for (int64_t i = whole; i < inputs; i++) sum += w[o * inputs + i] * x[t * inputs + i];
+            y[t * all + o] = b ? sum + b[o] : sum;
+        }
+}
+
+/* As `tile`, with numbers that the compiler knows. */
+#define OF(outputs, tokens) \
+    case tokens: tile(outputs, tokens, inputs, all, w, x, b, y); break;
+#define PICK(outputs)                                                                   \
+    switch (tokens) {                                                                   \
+        OF(outputs, 1) OF(outputs, 2) OF(outputs, 3) OF(outputs, 4)                     \
+        OF(outputs, 5) OF(outputs, 6) OF(outputs, 7) OF(outputs, 8)                     \
+    }
+
+static void some(int outputs, int tokens, int64_t inputs, int64_t all, const float *w, const float *x, const float *b,
+                 float *y) {
+    if (outputs == OUTPUTS)
+        PICK(OUTPUTS)
+    else
+        PICK(1)
+}
+
+/* x [tokens, inputs], w [outputs, inputs], b [outputs] or none, y [tokens, outputs], all contiguous. */
+void linear(const float *x, const float *w, const float *b, float *y, int64_t tokens, int64_t inputs, int64_t outputs,
+            int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t o = 0; o < outputs; o += OUTPUTS)
+        for (int64_t t = 0; t < tokens; t += TOKENS)
+            some(outputs - o < OUTPUTS ? 1 : OUTPUTS, tokens - t < TOKENS ? (int)(tokens - t) : TOKENS, inputs, outputs,
+                 w + o * inputs, x + t * inputs, b ? b + o : 0, y + t * outputs + o);
+}
