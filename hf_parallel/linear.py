@@ -41,8 +41,7 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
         If `HF_PARALLEL_LINEAR` names no library, or one that this PyTorch has not.
     """
     by = _wanted()
-    layers = [module for module in model.modules() if _serves(module)] if by is not None else []
-    replaced = [(layer, MethodType(by, layer)) for layer in layers if by is not None]
+    replaced = [] if by is None else [(layer, MethodType(by, layer)) for layer in model.modules() if _serves(layer)]
     try:
         for layer, forward in replaced:
             layer.forward = forward  # type: ignore[method-assign]
