@@ -9,23 +9,31 @@
 
 #ifdef __AVX512F__ /* twice the registers, twice as wide */
 #define LANES 16
-#define TOKENS 8 /* of the input, and ... */
+#define TOKENS 8  /* of the input, and ... */
+#define OUTPUTS 3 /* ... of the layer, whose sums stay in registers together */
 #else
 #define LANES 8
 #define TOKENS 4
+#define OUTPUTS 2
 #endif
-#define OUTPUTS 2  /* ... of the layer, whose sums stay in registers together */
 #define AHEAD 2048 /* weights, about four rows of a small model: as far ahead they are asked for */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
 
+INLINE int least(int64_t left, int64_t at_once) { return (int)(left < at_once ? left : at_once); }
+
+/* The sum of a vector's lanes, half by half: of such types compilers make few instructions, which matters where a row of
+ * weights is short. */
 INLINE float total(vec sums) {
-    float of[LANES];
-    *(vec *)of = sums;
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) of[i] += of[i + half];
-    return of[0];
+    eight of = *(eight *)&sums;
+#if LANES == 16
+    of += ((eight *)&sums)[1];
+#endif
+    four few = ((four *)&of)[0] + ((four *)&of)[1];
+    return (few[0] + few[2]) + (few[1] + few[3]);
 }
 
 /* `outputs` of the layer for `tokens` of the input. */
@@ -56,19 +64,19 @@ INLINE void tile(int outputs, int tokens, int64_t inputs, int64_t all, const flo
 
 /* As `tile`, with numbers that the compiler knows. */
 #define OF(outputs, tokens) \
-    case tokens: tile(outputs, tokens, inputs, all, w, x, b, y); break;
-#define PICK(outputs)                                                                   \
-    switch (tokens) {                                                                   \
-        OF(outputs, 1) OF(outputs, 2) OF(outputs, 3) OF(outputs, 4)                     \
-        OF(outputs, 5) OF(outputs, 6) OF(outputs, 7) OF(outputs, 8)                     \
-    }
+    case 16 * outputs + tokens: tile(outputs, tokens, inputs, all, w, x, b, y); break;
+#define OF_FOUR(outputs) OF(outputs, 1) OF(outputs, 2) OF(outputs, 3) OF(outputs, 4)
+#define OF_EIGHT(outputs) OF_FOUR(outputs) OF(outputs, 5) OF(outputs, 6) OF(outputs, 7) OF(outputs, 8)
 
 static void some(int outputs, int tokens, int64_t inputs, int64_t all, const float *w, const float *x, const float *b,
                  float *y) {
-    if (outputs == OUTPUTS)
-        PICK(OUTPUTS)
-    else
-        PICK(1)
+    switch (16 * outputs + tokens) {
+#ifdef __AVX512F__
+        OF_EIGHT(1) OF_EIGHT(2) OF_EIGHT(3)
+#else
+        OF_FOUR(1) OF_FOUR(2)
+#endif
+    }
 }
 
 /* x [tokens, inputs], w [outputs, inputs], b [outputs] or none, y [tokens, outputs], all contiguous. */
@@ -77,6 +85,6 @@ void linear(const float *x, const float *w, const float *b, float *y, int64_t to
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t o = 0; o < outputs; o += OUTPUTS)
         for (int64_t t = 0; t < tokens; t += TOKENS)
-            some(outputs - o < OUTPUTS ? 1 : OUTPUTS, tokens - t < TOKENS ? (int)(tokens - t) : TOKENS, inputs, outputs,
-                 w + o * inputs, x + t * inputs, b ? b + o : 0, y + t * outputs + o);
+            some(least(outputs - o, OUTPUTS), least(tokens - t, TOKENS), inputs, outputs, w + o * inputs,
+                 x + t * inputs, b ? b + o : 0, y + t * outputs + o);
 }
