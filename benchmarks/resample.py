@@ -76,8 +76,9 @@ class ResampleBenchmark:
     puzzles, samples, length : int
         Samples are those of one state, the first decode included; `length` are the tokens of each.
     temperatures : tuple of float
-    plain_samples : int
-        Samples that are timed without a cache, where all cost the same; fewer than `samples`.
+    baseline_samples : int
+        Samples that are timed of the two ways that ours are compared with, fewer than `samples`: where nothing, or hardly
+        anything, is replayed, all cost the same.
     overhead_rounds : int
         Calls of each kind of which the overhead is the median.
     """
@@ -86,7 +87,7 @@ class ResampleBenchmark:
     samples: int = 16
     length: int = 100
     temperatures: tuple[float, ...] = TEMPERATURES
-    plain_samples: int = 4
+    baseline_samples: int = 4
     overhead_rounds: int = 7
 
     def run(self, model: Any, tokenizer: Any, tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -118,12 +119,12 @@ class ResampleBenchmark:
         """Sample one state in all ways, which take turns, another first each time, so that noise hits all alike."""
         caches = {way: LogitsCache(1 << 32) for way in WAYS if way != "none"}
         held = {way: hf_parallel.SharedPrefixCache(device=model.device) for way in WAYS}
-        # Without a cache all samples cost the same, so few are timed, spread evenly over those behind the first decode.
-        plain = {1 + part * (self.samples - 1) // self.plain_samples for part in range(self.plain_samples)}
+        # Of the baselines few are timed, spread evenly over those behind the first decode.
+        timed = {1 + part * (self.samples - 1) // self.baseline_samples for part in range(self.baseline_samples)}
         for seed in range(self.samples):
             turn = seed % len(WAYS)
             for way in (*WAYS[turn:], *WAYS[:turn]):
-                if way == "none" and seed > 0 and seed not in plain:
+                if way not in TARGETS and seed > 0 and seed not in timed:
                     continue
                 cache = caches.get(way)
                 more: dict[str, Any] = MORE.get(way, {})
