@@ -77,8 +77,8 @@ class ResampleBenchmark:
         Samples are those of one state, the first decode included; `length` are the tokens of each.
     temperatures : tuple of float
     baseline_samples : int
-        Samples that are timed of the two ways that ours are compared with, fewer than `samples`: where nothing, or hardly
-        anything, is replayed, all cost the same.
+        Samples that are timed of the two ways that ours are compared with, fewer than `samples`: where hardly anything
+        is replayed, all cost the same.
     overhead_rounds : int
         Calls of each kind of which the overhead is the median.
     """
