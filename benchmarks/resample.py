@@ -77,8 +77,8 @@ class ResampleBenchmark:
         Samples are those of one state, the first decode included; `length` are the tokens of each.
     temperatures : tuple of float
     baseline_samples : int
-        Samples that are timed of the two ways that ours are compared with, fewer than `samples`: where hardly anything
-        is replayed, all cost the same.
+        Samples that are timed of the two ways that ours are compared with, the first decode not counted. They are fewer
+        than `samples` to save time; without a cache all cost the same.
     overhead_rounds : int
         Calls of each kind of which the overhead is the median.
     """
@@ -122,7 +122,7 @@ class ResampleBenchmark:
         # Of the baselines few are timed, spread evenly over those behind the first decode.
         timed = {1 + part * (self.samples - 1) // self.baseline_samples for part in range(self.baseline_samples)}
         for seed in range(self.samples):
-            turn = seed % len(WAYS)
+            turn = sum(earlier < seed for earlier in timed) % len(WAYS)
             for way in (*WAYS[turn:], *WAYS[:turn]):
                 if way not in TARGETS and seed > 0 and seed not in timed:
                     continue

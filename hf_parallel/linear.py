@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from functools import cache
 from types import MethodType
 
+import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .kernels import native
 
@@ -23,7 +25,14 @@ LINEAR_VARIABLE = "HF_PARALLEL_LINEAR"
 LEAST_WEIGHTS = 1 << 16
 """Weights of a layer below which the choice does not matter."""
 
-_NAMES = ("native", "onednn", "torch")
+_PASSES: dict[str, dict[int, float]] = {
+    "native": {1: 1.0, 8: 1.0, 16: 1.68, 32: 2.3, 128: 5.6},
+    "onednn": {1: 1.0, 2: 1.36, 8: 1.4, 16: 1.62, 32: 1.84, 128: 4.2},
+    "torch": {1: 1.0, 2: 1.5, 8: 1.5, 16: 1.77, 32: 2.2, 128: 5.3},
+}
+"""By what computes the layers: how long a forward pass takes by its tokens, in passes of a single token, so measured on
+a host in float32 (docs/cpu.md)."""
+_NAMES = tuple(_PASSES)
 _PLAIN = nn.Linear.forward
 
 
@@ -50,6 +59,25 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
         for layer, forward in replaced:
             if vars(layer).get("forward") is forward:  # not what somebody has put in its place
                 del layer.forward
+
+
+def computed_by(model: PreTrainedModel) -> str:
+    """What computes passes of few tokens of a model during a call: `native`, `onednn` or `torch`.
+
+    It is asked for the costs of passes, which are known of float32 alone: of other types PyTorch's are told.
+    """
+    by = _wanted()
+    if by is None or model.dtype != torch.float32 or model.device.type != "cpu":
+        return "torch"
+    return "native" if by is _forward and native.serves_linear(1) else "onednn"
+
+
+@cache
+def pass_cost(tokens: int, computed_by: str) -> float:
+    """How long a pass of so many tokens takes, in passes of a single one, by what it is computed."""
+    known = _PASSES[computed_by]
+    longest = max(known)
+    return float(np.interp(tokens, list(known), list(known.values()))) * max(1.0, tokens / longest)
 
 
 def _wanted() -> Callable[..., torch.Tensor] | None:
@@ -83,13 +111,15 @@ def _serves(module: nn.Module) -> bool:
 
 
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
-    """As `nn.Linear.forward`."""
+    """`nn.Linear.forward`, few tokens by the kernel and more by oneDNN."""
+    if not _is_plain(self, input):
+        return _PLAIN(self, input)
     weight, bias = self.weight, self.bias
-    if _is_plain(input) and _lies_plainly(weight) and (bias is None or _lies_plainly(bias)):
-        outputs, inputs = weight.shape
-        if input.shape[-1:] == (inputs,) and native.serves_linear(input.numel() // inputs):
-            return native.linear(input, weight, bias)
-    return _forward_by_onednn(self, input)
+    inputs = weight.shape[1]
+    fits = input.shape[-1:] == (inputs,) and native.serves_linear(input.numel() // inputs)
+    if fits and _lies_plainly(weight) and (bias is None or _lies_plainly(bias)):
+        return native.linear(input, weight, bias)
+    return _by_onednn(self, input)
 
 
 def _lies_plainly(parameter: torch.Tensor) -> bool:
@@ -98,19 +128,23 @@ def _lies_plainly(parameter: torch.Tensor) -> bool:
 
 
 def _forward_by_onednn(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-    """As `nn.Linear.forward`."""
-    if _is_plain(input):
-        return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
-    return _PLAIN(self, input)
+    """`nn.Linear.forward`, all by oneDNN."""
+    return _by_onednn(self, input) if _is_plain(self, input) else _PLAIN(self, input)
 
 
-def _is_plain(x: torch.Tensor) -> bool:
+def _by_onednn(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
+
+
+def _is_plain(layer: nn.Linear, x: torch.Tensor) -> bool:
     """Whether a layer of an input may be computed so, here and now."""
+    bias = layer.bias
     return (
         type(x) is torch.Tensor
         and x.dtype == torch.float32
         and x.device.type == "cpu"
         and x.numel() > 0
+        and (bias is None or bias.shape == layer.weight.shape[:1])  # PyTorch takes one for all outputs, too
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()

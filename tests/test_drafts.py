@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,10 +19,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.cache.logits import Cursors, State
+from hf_parallel.generation import recall
 from hf_parallel.generation.drafts import (
     BOTH,
-    EACH_TOKEN,
-    FREE_TOKENS,
     GUESSED,
     LEAST_CHANCE,
     LEAST_GAIN,
@@ -31,6 +32,8 @@ from hf_parallel.generation.drafts import (
     Drafts,
     _learned,
 )
+from hf_parallel.kernels import native
+from hf_parallel.linear import LINEAR_VARIABLE, computed_by, pass_cost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,7 +60,8 @@ class Round(LogitsProcessor):
 
 
 @pytest.fixture
-def model() -> Iterator[PreTrainedModel]:
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[PreTrainedModel]:
+    monkeypatch.setattr(recall, "computed_by", lambda model: "native")  # as long as drafts are there
     yield hf_parallel.enable(tiny.build("llama"))
     hf_parallel.disable(tiny.build("llama"))
 
@@ -297,17 +301,17 @@ def test_what_was_learned_is_known_to_the_next_call_with_the_same_settings() -> 
 
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.55, 0.8, 0.99])
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 40])
-def test_the_length_of_a_draft_saves_most(chance: float, num_rows: int) -> None:
+@pytest.mark.parametrize("computed_by", ["native", "onednn", "torch"])
+def test_the_length_of_a_draft_saves_most(chance: float, num_rows: int, computed_by: str) -> None:
     words = list(range(30, 50))
     cursors = standing(cache := LogitsCache(), [1, 2, 3], words)
-    drafts = Drafts(cache)
+    drafts = Drafts(cache, computed_by=computed_by)
     for of in drafts._chances.values():
         of.looked, of.drawn = 1000.0, 1000.0 * chance
     drafts.read(cursors.state(0))
     cursors.follow(0, words[0])
 
-    def cost(tokens: int) -> float:
-        return 1.0 + EACH_TOKEN * max(0, tokens - FREE_TOKENS)
+    cost = partial(pass_cost, computed_by=computed_by)
 
     def saved(length: int) -> float:
         served = sum(chance**step for step in range(1, length + 1))
@@ -316,6 +320,27 @@ def test_the_length_of_a_draft_saves_most(chance: float, num_rows: int) -> None:
     length = len(drafts.find(0, cursors.state(0), num_rows, 100))
     most = max(saved(other) for other in range(LONGEST + 1) if chance ** (other - 1) >= LEAST_CHANCE)
     assert saved(length) == pytest.approx(most) if length else most <= LEAST_GAIN
+
+
+@pytest.mark.parametrize("computed_by", ["native", "onednn", "torch"])
+def test_longer_passes_never_take_less_and_the_longest_grow_with_their_tokens(computed_by: str) -> None:
+    costs = [pass_cost(tokens, computed_by) for tokens in range(1, 600)]
+    assert costs[0] == 1.0
+    assert costs == sorted(costs)
+    assert pass_cost(512, computed_by) == pytest.approx(2 * pass_cost(256, computed_by))
+
+
+def test_drafts_know_what_computes_their_passes(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, find = set(), Drafts.find
+    monkeypatch.setattr(recall, "computed_by", computed_by)
+    monkeypatch.setattr(Drafts, "find", lambda self, *given: told.add(self.computed_by) or find(self, *given))
+    has = {"torch": True, "onednn": torch.backends.mkldnn.is_available()}
+    for asked in (name for name, there in (has | {"native": has["onednn"] and not native.why_not()}).items() if there):
+        monkeypatch.setenv(LINEAR_VARIABLE, asked)
+        write(model, 1, logits_cache=LogitsCache())
+        assert told == {asked}
+        told.clear()
+    assert computed_by(copy.deepcopy(model).bfloat16()) == "torch"
 
 
 def test_a_draft_goes_on_where_the_last_look_up_ends() -> None:

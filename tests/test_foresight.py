@@ -89,8 +89,8 @@ def test_where_the_same_words_lead_on_alike_nearly_all_that_is_drawn_ahead_is_dr
         if "o_proj" in name:  # without attention, what follows hangs on the last token alone
             weight.data.zero_()
     hf_parallel.enable(model)
-    monkeypatch.setattr(drafts, "FREE_TOKENS", 1)  # where each token takes time, only what is likely is brought along
-    monkeypatch.setattr(drafts, "EACH_TOKEN", 0.1)
+    # Where each token takes time, only what is likely is brought along.
+    monkeypatch.setattr(drafts, "pass_cost", lambda tokens, computed_by: 0.9 + 0.1 * tokens)
 
     def share_and_passes() -> tuple[float, int]:
         settings = {"logits_cache": LogitsCache(), "logits_processor": None, "max_new_tokens": 60}

@@ -17,6 +17,7 @@ from operator import attrgetter
 from weakref import WeakKeyDictionary
 
 from ..cache.logits import LogitsCache, State
+from ..linear import pass_cost
 
 LONGEST = 15
 """Tokens of a draft, at most."""
@@ -29,9 +30,6 @@ FIRST_CHANCE_OF_TWO = 0.25
 """And where two were found, the chance of each."""
 MOST_STATES = 4096
 """States below a prompt in which drafts are looked up, those that were visited last."""
-FREE_TOKENS, EACH_TOKEN = 8, 0.085
-"""Tokens up to which a pass takes about as long as one of a single token, and what each further one adds, in passes of
-a single token: so measured on a host, in float32, with linear layers by a kernel of our own (docs/cpu.md)."""
 LEAST_GAIN = 0.1
 """What a draft must save at least, in passes of one token: chances are not known that well."""
 LEAST_CHANCE = 0.05
@@ -113,6 +111,8 @@ class Drafts:
         See `Guess`; nothing that it says changes what is drawn.
     ends : set of int, optional
         Tokens behind which a row writes nothing.
+    computed_by : str, optional
+        What passes are computed by, on which hangs how long they may be; see `pass_cost`.
     """
 
     cache: LogitsCache
@@ -120,6 +120,7 @@ class Drafts:
     settings: Hashable = None
     guess: Guess | None = None
     ends: frozenset[int] = frozenset()
+    computed_by: str = "native"
     _places: dict[tuple[int, ...], State] = field(default_factory=dict)
     _told: dict[int, list[_Found]] = field(default_factory=dict)  # by row
 
@@ -175,7 +176,8 @@ class Drafts:
         """
         guess = self.guess if num_rows <= MOST_GUESSING else None
         self._told[row] = told = self._look_ahead(row, state, min(self.most, room), guess)
-        length = _worth([self._chance(found.count, found.likeliest).value for found in told], num_rows)
+        chances = [self._chance(found.count, found.likeliest).value for found in told]
+        length = _worth(chances, num_rows, self.computed_by)
         return [found.token for found in told[:length]]
 
     def see(self, row: int, state: State) -> None:
@@ -239,21 +241,17 @@ def _leads_on(state: State, guess: Guess | None) -> bool:
     return bool(state.children) or (guess is not None and state.logits is not None)
 
 
-def _worth(chances: Sequence[float], num_rows: int) -> int:
+def _worth(chances: Sequence[float], num_rows: int, computed_by: str) -> int:
     """Tokens of a draft that save most time: passes that they make needless, less what they cost."""
     saved, likely, best, length = 0.0, 1.0, LEAST_GAIN, 0
+    without = pass_cost(num_rows, computed_by)
     for tokens, chance in enumerate(chances, start=1):
         likely *= chance
-        saved += likely * _cost(num_rows)
-        gain = saved - _cost(num_rows * (1 + tokens)) + _cost(num_rows)
+        saved += likely * without
+        gain = saved - pass_cost(num_rows * (1 + tokens), computed_by) + without
         if gain > best:
             best, length = gain, tokens
     return length
-
-
-def _cost(tokens: int) -> float:
-    """How long a pass takes, in passes of one token."""
-    return 1.0 + EACH_TOKEN * max(0, tokens - FREE_TOKENS)
 
 
 def _last_tokens(state: State) -> tuple[int, ...]:

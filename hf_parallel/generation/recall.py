@@ -11,6 +11,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..cache.logits import LogitsCache, State
+from ..linear import computed_by
 from .call import GenerationCall
 from .drafts import LONGEST, Drafts
 from .fingerprint import fingerprint
@@ -165,7 +166,9 @@ class Recall:
         if not (most and self.sampler.draws_apart):
             return None
         settings = (self._key, self.policy.name, self._distributions.settings)
-        drafts = Drafts(self.cache, most, settings, self._foresight(), frozenset(self.call.eos_token_ids))
+        # A GPU waits for weights, as the kernel does; nothing was measured there.
+        by = computed_by(self.call.model) if self.call.model.device.type in HOST else "native"
+        drafts = Drafts(self.cache, most, settings, self._foresight(), frozenset(self.call.eos_token_ids), by)
         for prompt in self._prompts:
             drafts.read(prompt)
         return drafts

@@ -1,11 +1,15 @@
 /* A linear layer in float32 for a few tokens: y = x W^T + b.
  *
  * Such a product waits for its weights, so each is read once for all tokens, as it lies in memory, and from far enough
- * ahead. A token's sums are added up in the same order whatever other tokens there are: what a row writes does not hang
- * on what shares its pass. Plain C with GCC's vector types.
+ * ahead. A token's sums are added up in the same order, and rounded at the same places, whatever other tokens there are:
+ * what a layer gives a row does not hang on what shares its pass. C with GCC's vector types.
  */
 
 #include <stdint.h>
+#include <string.h>
+#if defined __AVX512F__ || defined __FMA__
+#include <immintrin.h>
+#endif
 
 #ifdef __AVX512F__ /* twice the registers, twice as wide */
 #define LANES 16
@@ -16,14 +20,30 @@
 #define TOKENS 4
 #define OUTPUTS 2
 #endif
-#define AHEAD 2048 /* weights, about four rows of a small model: as far ahead they are asked for */
+#define AHEAD 2048 /* weights between what is read and what is prefetched: about four rows of a small model */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
 
-INLINE int least(int64_t left, int64_t at_once) { return (int)(left < at_once ? left : at_once); }
+/* By name, as x86 compilers fuse or do not fuse by what else is in a loop. */
+#if defined __AVX512F__
+#define MULTIPLY_ADD(a, b, sum) ((vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(sum)))
+#elif defined __FMA__
+#define MULTIPLY_ADD(a, b, sum) ((vec)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(sum)))
+#else
+#define MULTIPLY_ADD(a, b, sum) ((sum) + (a) * (b))
+#endif
+
+INLINE int min(int64_t left, int64_t right) { return (int)(left < right ? left : right); }
+
+/* A vector of the values that are left, and zeros. */
+INLINE vec load_some(const float *values, int64_t count) {
+    vec loaded = {0};
+    memcpy(&loaded, values, count * sizeof(float));
+    return loaded;
+}
 
 /* The sum of a vector's lanes, half by half: of such types compilers make few instructions, which matters where a row of
  * weights is short. */
@@ -36,13 +56,13 @@ INLINE float total(vec sums) {
     return (few[0] + few[2]) + (few[1] + few[3]);
 }
 
-/* `outputs` of the layer for `tokens` of the input. */
-INLINE void tile(int outputs, int tokens, int64_t inputs, int64_t all, const float *w, const float *x, const float *b,
+/* `outputs` of the layer for `tokens` of the input; `stride` is that of y, from token to token. */
+INLINE void tile(int outputs, int tokens, int64_t inputs, int64_t stride, const float *w, const float *x, const float *b,
                  float *y) {
     vec sums[OUTPUTS][TOKENS];
     for (int o = 0; o < outputs; o++)
         for (int t = 0; t < tokens; t++) sums[o][t] = (vec){0};
-    const int64_t whole = inputs - inputs % LANES;
+    const int64_t rest = inputs % LANES, whole = inputs - rest;
     for (int64_t i = 0; i < whole; i += LANES) {
         vec weights[OUTPUTS];
         for (int o = 0; o < outputs; o++) {
@@ -51,25 +71,28 @@ INLINE void tile(int outputs, int tokens, int64_t inputs, int64_t all, const flo
         }
         for (int t = 0; t < tokens; t++) {
             vec values = *(const vec *)(x + t * inputs + i);
-            for (int o = 0; o < outputs; o++) sums[o][t] += weights[o] * values;
+            for (int o = 0; o < outputs; o++) sums[o][t] = MULTIPLY_ADD(weights[o], values, sums[o][t]);
         }
     }
+    if (rest) {
+        vec weights[OUTPUTS], values[TOKENS];
+        for (int o = 0; o < outputs; o++) weights[o] = load_some(w + o * inputs + whole, rest);
+        for (int t = 0; t < tokens; t++) values[t] = load_some(x + t * inputs + whole, rest);
+        for (int o = 0; o < outputs; o++)
+            for (int t = 0; t < tokens; t++) sums[o][t] = MULTIPLY_ADD(weights[o], values[t], sums[o][t]);
+    }
     for (int o = 0; o < outputs; o++)
-        for (int t = 0; t < tokens; t++) {
-            float sum = total(sums[o][t]);
-            for (int64_t i = whole; i < inputs; i++) sum += w[o * inputs + i] * x[t * inputs + i];
-            y[t * all + o] = b ? sum + b[o] : sum;
-        }
+        for (int t = 0; t < tokens; t++) y[t * stride + o] = total(sums[o][t]) + (b ? b[o] : 0.0f);
 }
 
-/* As `tile`, with numbers that the compiler knows. */
+/* `tile` with numbers that the compiler knows. */
 #define OF(outputs, tokens) \
-    case 16 * outputs + tokens: tile(outputs, tokens, inputs, all, w, x, b, y); break;
+    case 16 * outputs + tokens: tile(outputs, tokens, inputs, stride, w, x, b, y); break;
 #define OF_FOUR(outputs) OF(outputs, 1) OF(outputs, 2) OF(outputs, 3) OF(outputs, 4)
 #define OF_EIGHT(outputs) OF_FOUR(outputs) OF(outputs, 5) OF(outputs, 6) OF(outputs, 7) OF(outputs, 8)
 
-static void some(int outputs, int tokens, int64_t inputs, int64_t all, const float *w, const float *x, const float *b,
-                 float *y) {
+static void dispatch(int outputs, int tokens, int64_t inputs, int64_t stride, const float *w, const float *x,
+                     const float *b, float *y) {
     switch (16 * outputs + tokens) {
 #ifdef __AVX512F__
         OF_EIGHT(1) OF_EIGHT(2) OF_EIGHT(3)
@@ -85,6 +108,6 @@ void linear(const float *x, const float *w, const float *b, float *y, int64_t to
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t o = 0; o < outputs; o += OUTPUTS)
         for (int64_t t = 0; t < tokens; t += TOKENS)
-            some(least(outputs - o, OUTPUTS), least(tokens - t, TOKENS), inputs, outputs, w + o * inputs,
-                 x + t * inputs, b ? b + o : 0, y + t * outputs + o);
+            dispatch(min(outputs - o, OUTPUTS), min(tokens - t, TOKENS), inputs, outputs, w + o * inputs,
+                     x + t * inputs, b ? b + o : 0, y + t * outputs + o);
 }

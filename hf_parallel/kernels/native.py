@@ -1,6 +1,6 @@
 """Loads `cpu_attention.c` and `cpu_linear.c`, compiled once for this machine by its own C compiler, if it has one.
 
-Without a compiler PyTorch does the same, more slowly. `HF_PARALLEL_NATIVE=0` asks for that.
+Without a compiler PyTorch and oneDNN do the same, more slowly. `HF_PARALLEL_NATIVE=0` asks for that.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _library() -> ctypes.CDLL | None:
     library, reason = _loaded()
     if library is None and os.environ.get(NATIVE_VARIABLE) != "0":
         _logger.warning(
-            "attention and linear layers on the CPU use PyTorch's kernels, their own could not be compiled: %s", reason
+            "attention and linear layers on the CPU use other kernels, their own could not be compiled: %s", reason
         )
     return library
 
@@ -169,7 +169,7 @@ def _library() -> ctypes.CDLL | None:
 @lru_cache
 def _loaded() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get(NATIVE_VARIABLE) == "0":
-        return None, f"{NATIVE_VARIABLE}=0 asks for PyTorch's kernels"
+        return None, f"{NATIVE_VARIABLE}=0 turns them off"
     try:
         library = ctypes.CDLL(str(_compiled()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
