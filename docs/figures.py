@@ -21,6 +21,7 @@ SOURCES = {
     "earlier": "2026-11-20-cpu-2-cores.json",
     "answers": "2026-11-21-cpu-2-cores-parallel-answers.json",
     "linear": "2026-11-22-cpu-2-cores-linear.json",
+    "linear_intel": "2026-11-22-intel-2-cores-linear.json",
     "resample": "2026-11-22-cpu-2-cores-resample.json",
 }
 """The reports that pages take figures from, by the name that they have there."""
