@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache
-def enabled(name: str) -> PreTrainedModel:
-    return hf_parallel.enable(copy.deepcopy(tiny.build(name)))
+def enabled(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return hf_parallel.enable(copy.deepcopy(tiny.build(name, dtype=dtype)))
 
 
 def greedy(model: PreTrainedModel, rows: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -104,14 +104,16 @@ def test_a_branch_behind_a_token_that_was_cut_equals_generate(name: str) -> None
 def test_an_answer_that_opens_with_a_block_is_as_exact(name: str) -> None:
     """In every architecture: windows, soft-capping, sinks, rotation of any kind or none, experts."""
     settings: dict[str, Any] = {"branch_max_new_tokens": 12, "max_new_tokens": 110, "output_logits": True}
-    out = tell(None, opening=STORY, model=enabled(name), **settings)
+    # Where queries are scaled up, stock passes of one token and of all differ by more than that in float32 already.
+    dtype, bound = (torch.float64, 1e-6) if name == "ministral3" else (torch.float32, 1e-4)
+    out = tell(None, opening=STORY, model=enabled(name, dtype), **settings)
     (block,) = out.blocks[0]
-    assert_free_branches_equal_generate(tiny.build(name), trunk_of(out, block), block)
-    plain = tiny.build(name)(out.sequences).logits[0, len("Tell: ") - 1 : -1]
+    assert_free_branches_equal_generate(tiny.build(name, dtype=dtype), trunk_of(out, block), block)
+    plain = tiny.build(name, dtype=dtype)(out.sequences).logits[0, len("Tell: ") - 1 : -1].float()
     (span,) = behind_blocks(out)
     assert len(span) > 20
     for place in span:
-        torch.testing.assert_close(out.logits[place][0], plain[place], rtol=0, atol=1e-4)
+        torch.testing.assert_close(out.logits[place][0], plain[place], rtol=0, atol=bound)
 
 
 def test_prompts_of_a_batch_are_in_stages_of_their_own() -> None:
