@@ -231,23 +231,23 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, damage: str, top_k: 
 
 
 def test_a_file_that_was_cut_anywhere_is_refused(tmp_path: Path) -> None:
-    cache, path = LogitsCache(top_k=8), tmp_path / "cache"
-    write(cache, [1, 2], 5, 6, 7)
-    cache.save(path)
+    write(cache := LogitsCache(top_k=8), [1, 2], 5, 6, 7)
+    cache.save(path := tmp_path / "cache")
     whole = path.read_bytes()
     for length in [*range(0, len(whole), 37), len(whole) - 1]:
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="is no LogitsCache that can be read"):
             LogitsCache.load(path)
+    with pytest.raises(IsADirectoryError, match=f"{tmp_path} is a folder"):
+        LogitsCache.load(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("top_k", "0"), ("top_k", "many"), ("keys", "{"), ("keys", "7"), ("format", "x")]
 )
 def test_a_file_with_other_metadata_is_refused(tmp_path: Path, name: str, value: str) -> None:
-    cache, path = LogitsCache(), tmp_path / "cache"
-    write(cache, [1, 2], 5)
-    cache.save(path)
+    write(cache := LogitsCache(), [1, 2], 5)
+    cache.save(path := tmp_path / "cache")
     with safe_open(path, "pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
     save_file(tensors, path, metadata | {name: value})

@@ -287,7 +287,11 @@ class LogitsCache:
         ------
         ValueError
             If the file is not one of a LogitsCache, or is damaged.
+        IsADirectoryError
+            If it is a folder.
         """
+        if Path(path).is_dir():
+            raise IsADirectoryError(f"{path} is a folder, where a file that `LogitsCache.save` wrote is needed")
         cache = cls(max_bytes)
         try:
             with safe_open(path, framework="pt") as file:
