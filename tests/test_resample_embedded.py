@@ -77,6 +77,7 @@ def shared(model: Any, prompt: torch.Tensor) -> LogitsCache:
     """A cache that a few other samples have filled; what is learnt at one temperature serves the others."""
     cache = LogitsCache()
     sample(model, prompt, TEMPERATURES[0], 2, seed=SEED + 1, logits_cache=cache)
+    sample(model, prompt, TEMPERATURES[-1], 16, seed=SEED + 1, max_new_tokens=4, logits_cache=cache)
     return cache
 
 
