@@ -1,8 +1,8 @@
 """By what a model's linear layers are computed, on a host in float32.
 
 A decode step waits for weights to be read, so a few rows, or a draft, should cost little more than one token. By MKL,
-to which PyTorch gives these products, they take twice as long as that on the CPUs that this was measured on. So few
-tokens go to a kernel of our own, and more of them to oneDNN, which PyTorch brings along and keeps for other types
+to which PyTorch gives these products, they take up to twice as long as that on the CPUs that this was measured on. So
+few tokens go to a kernel of our own, and more of them to oneDNN, which PyTorch brings along and keeps for other types
 (docs/cpu.md has the figures). `HF_PARALLEL_LINEAR=torch` leaves the layers to PyTorch.
 """
 
@@ -30,8 +30,8 @@ _PASSES: dict[str, dict[int, float]] = {
     "onednn": {1: 1.0, 2: 1.36, 8: 1.4, 16: 1.62, 32: 1.84, 128: 4.2},
     "torch": {1: 1.0, 2: 1.5, 8: 1.5, 16: 1.77, 32: 2.2, 128: 5.3},
 }
-"""By what computes the layers: how long a forward pass takes by its tokens, in passes of a single token, so measured on
-a host in float32 (docs/cpu.md)."""
+"""By what computes the layers: how long a forward pass takes by its tokens, in passes of a single token, as measured in
+float32 on an AMD EPYC (docs/cpu.md), but that up to eight tokens of the kernel, 1.1 there, are told as free."""
 _NAMES = tuple(_PASSES)
 _PLAIN = nn.Linear.forward
 

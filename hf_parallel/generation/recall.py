@@ -160,14 +160,14 @@ class Recall:
 
     def drafts(self) -> Drafts | None:
         """Where to look up what rows may write next; None where that is not wanted, or would change what is drawn."""
-        most = self.draft_tokens
+        most, on_host = self.draft_tokens, self.call.model.device.type in HOST
         if most is None:
-            most = LONGEST if self.call.model.device.type in HOST else 0
+            most = LONGEST if on_host else 0
         if not (most and self.sampler.draws_apart):
             return None
         settings = (self._key, self.policy.name, self._distributions.settings)
         # A GPU waits for weights, as the kernel does; nothing was measured there.
-        by = computed_by(self.call.model) if self.call.model.device.type in HOST else "native"
+        by = computed_by(self.call.model) if on_host else "native"
         drafts = Drafts(self.cache, most, settings, self._foresight(), frozenset(self.call.eos_token_ids), by)
         for prompt in self._prompts:
             drafts.read(prompt)

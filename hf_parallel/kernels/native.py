@@ -27,7 +27,7 @@ NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
 MAX_ROWS = 1024
 """Rows of one KV head up to which the kernel of attention was measured to be faster."""
 MAX_TOKENS = 16
-"""Tokens up to which the kernel of linear layers was measured to be faster than oneDNN, or hardly slower."""
+"""Tokens up to which the kernel of linear layers was measured to be faster than oneDNN (docs/cpu.md)."""
 
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.c", "cpu_linear.c"))
