@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Run `hf_parallel.cli.main`; Ctrl-C ends it quietly while it is still being imported, too.
+    """Run `hf_parallel.cli.main.main`; Ctrl-C ends it quietly while it is still being imported, too.
 
     Returns
     -------
@@ -14,7 +14,7 @@ def main() -> int:
         The exit status.
     """
     try:
-        from hf_parallel.cli import main as run
+        from hf_parallel.cli.main import main as run
 
         return run()
     except KeyboardInterrupt:

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_parallel
-from hf_parallel.loading import load_model
-from hf_parallel.measure import long_prompt
+from hf_parallel.cli.measure import long_prompt
+from hf_parallel.models.loading import load_model
 
 from .hogwild import HogwildBenchmark
 from .rounds import Bar

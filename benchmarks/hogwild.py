@@ -13,8 +13,8 @@ from unittest.mock import patch
 import torch
 
 from hf_parallel import BlockCache, HogwildOutput, Step
+from hf_parallel.cli.measure import StepClock
 from hf_parallel.kernels.plan import Memo
-from hf_parallel.measure import StepClock
 
 from .rounds import Bar, PrefilledCache, run_rounds, step_ratio
 

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from hf_parallel.attention import block_attention_enabled
 from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.cli.measure import long_prompt
 from hf_parallel.kernels import native
-from hf_parallel.linear import LINEAR_VARIABLE, linear_layers
-from hf_parallel.measure import long_prompt
+from hf_parallel.kernels.linear import LINEAR_VARIABLE, linear_layers
+from hf_parallel.models.attention import block_attention_enabled
 
 from .__main__ import about, finish, new_path, set_up
 

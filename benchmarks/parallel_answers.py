@@ -32,10 +32,10 @@ import torch
 from rich.console import Console
 
 from hf_parallel import CHAIN_OF_DRAFT, GenerationStats, PDOSConfig, PDOSOutput, chain_of_draft_prompt, pdos_prompt
+from hf_parallel.cli.measure import StepClock, dense_bytes
 from hf_parallel.evaluation import TASKS, ArithmeticProblem, PlanningProblem, RetrievalProblem
 from hf_parallel.generation.call import vocabulary_size
-from hf_parallel.generation.vocabulary import Vocabulary, tokens_of, vocabulary_of
-from hf_parallel.measure import StepClock, dense_bytes
+from hf_parallel.generation.modes.pdos.token_text import Vocabulary, tokens_of, vocabulary_of
 
 from .__main__ import about, add_model_options, finish, new_path, set_up, table_of
 

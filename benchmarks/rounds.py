@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from transformers import DynamicCache
 
-from hf_parallel.measure import StepClock
+from hf_parallel.cli.measure import StepClock
 
 Way = Callable[[StepClock], object]
 """Runs one call of `generate` with the clock as its streamer."""

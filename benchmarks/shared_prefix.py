@@ -13,7 +13,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_parallel
-from hf_parallel.measure import StepClock, dense_bytes
+from hf_parallel.cli.measure import StepClock, dense_bytes
 
 from .rounds import Bar, PrefilledCache, Times, prefill_ratio, run_rounds, step_ratio
 

@@ -3,7 +3,8 @@
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_parallel
-from hf_parallel.presets import SAMPLING, SMALL_MODEL
+from hf_parallel.generation.config import SAMPLING
+from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_PRESET
 
 MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the small model that comes as a package
 
@@ -13,7 +14,7 @@ else:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
 hf_parallel.enable(model)
 
-config = hf_parallel.HogwildConfig(num_workers=2, seed=0, **(SMALL_MODEL if MODEL is None else {}))
+config = hf_parallel.HogwildConfig(num_workers=2, seed=0, **(EMBEDDED_PRESET.settings if MODEL is None else {}))
 prompt = hf_parallel.hogwild_prompt("Task: Plan a picnic in the park.", tokenizer, config)
 out = model.generate(
     **prompt,

@@ -4,30 +4,36 @@ from transformers import AutoModelForCausalLM
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from hf_parallel import hub
-from hf_parallel.attention import UnsupportedModelError
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree_branch import TreeBranchCache
-from hf_parallel.embedded import load_embedded_model
 from hf_parallel.generation import (
     CHAIN_OF_DRAFT,
-    BlockFormat,
-    Branch,
     GenerationStats,
-    HogwildConfig,
-    HogwildOutput,
     Hotspot,
-    ParallelBlock,
-    ParallelBlockLogitsProcessor,
     ParallelConfig,
     ParallelIteratorStreamer,
     ParallelOutput,
     ParallelStreamer,
+    ReplayPolicy,
+    Stepwise,
+    build_prompt,
+    chain_of_draft_prompt,
+    disable,
+    enable,
+)
+from hf_parallel.generation.modes import (
+    BlockFormat,
+    Branch,
+    HogwildConfig,
+    HogwildOutput,
+    HogwildSession,
+    ParallelBlock,
+    ParallelBlockLogitsProcessor,
     PDOSConfig,
     PDOSOutput,
-    ReplayPolicy,
     ResampleConfig,
     SelfConsistencyConfig,
     SelfConsistencyOutput,
@@ -37,16 +43,13 @@ from hf_parallel.generation import (
     SkeletonPoint,
     StageStats,
     Step,
-    Stepwise,
-    chain_of_draft_prompt,
-    disable,
-    enable,
     hogwild_prompt,
     pdos_prompt,
 )
 from hf_parallel.kernels import Backend, backends
+from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.models.embedded import load_embedded_model
 from hf_parallel.pipelines import TASK, ParallelTextGenerationPipeline
-from hf_parallel.session import HogwildSession
 
 __version__ = "0.1.0"
 
@@ -86,8 +89,9 @@ __all__ = [
     "Stepwise",
     "TreeBranchCache",
     "UnsupportedModelError",
-    "chain_of_draft_prompt",
     "backends",
+    "build_prompt",
+    "chain_of_draft_prompt",
     "disable",
     "enable",
     "hogwild_prompt",

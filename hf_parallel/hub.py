@@ -21,10 +21,9 @@ from huggingface_hub import CommitInfo, HfApi, metadata_load, metadata_save
 from transformers import PreTrainedModel
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from .generation import MODES, ParallelConfig, enable
-from .generation.config import make_config
-from .generation.mixin import keep_mode, take_parallel_config
-from .generation.prompts import rules_of
+from hf_parallel.generation import MODES, ParallelConfig, enable
+from hf_parallel.generation.config import make_config
+from hf_parallel.generation.mixin import keep_mode, take_parallel_config
 
 GENERATE = "custom_generate/generate.py"
 REQUIREMENTS = "custom_generate/requirements.txt"
@@ -274,7 +273,7 @@ def _write_card(folder: Path, name: str, given: Any, config: ParallelConfig, tok
     about = f"Any model runs in it with `model.generate(..., custom_generate={name!r}, trust_remote_code=True)`."
     if model is not None:
         about = f"The model here runs in it when it is loaded with `trust_remote_code=True`. {about}"
-    if rules_of(config) is not None:
+    if config.system_prompt() is not None:
         about += f" `hf_parallel.{config.mode}_prompt` wraps a task as the mode wants it."
     card = _CARD.format(
         tag=TAG,
@@ -320,7 +319,7 @@ def _example(name: str, model: PreTrainedModel | None, config: ParallelConfig, t
     trust = ", trust_remote_code=True" if model is not None else ""
     task = '"Plan a day in Rome for six friends."'
     inputs = f'tokenizer({task}, return_tensors="pt")'
-    helped = rules_of(config) is not None
+    helped = config.system_prompt() is not None
     if helped:
         settings = [f"{name}={value!r}" for name, value in config.stored().items()]
         inputs = f"hf_parallel.{config.mode}_prompt({', '.join([task, 'tokenizer', *settings])})"

@@ -18,11 +18,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.pipelines.text_generation import Chat, ReturnType, TextGenerationPipeline
 from transformers.utils.chat_template_utils import is_valid_message
 
-# By their full names: `save_pretrained` puts a copy of this file beside the model, where it is loaded from.
-from hf_parallel.generation import HogwildOutput, ParallelConfig, ParallelOutput, enable
+from hf_parallel.generation import ParallelConfig, ParallelOutput, enable
 from hf_parallel.generation.config import check_bool
 from hf_parallel.generation.mixin import take_parallel_config
-from hf_parallel.generation.prompts import render, rules_of
+
+# By their full names: `save_pretrained` puts a copy of this file beside the model, where it is loaded from.
+from hf_parallel.generation.modes.hogwild.config import HogwildOutput
+from hf_parallel.generation.prompts import render
 
 TASK = "parallel-text-generation"
 
@@ -135,7 +137,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
             prompt_text = Chat(prompt_text)  # type: ignore[arg-type] # out of a dataset
         if not isinstance(prompt_text, str | Chat):
             raise _not_taken(prompt_text)
-        rules = None if parallel_config is None or not prompt_helper else rules_of(parallel_config)
+        rules = None if parallel_config is None or not prompt_helper else parallel_config.system_prompt()
         if rules is None:
             return super().preprocess(prompt_text, **kwargs)
         task: Any = prompt_text
@@ -158,7 +160,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         outputs = super(ParallelTextGenerationPipeline, asking)._forward(model_inputs, **generate_kwargs)
         if not isinstance(model.output, ParallelOutput):
             return outputs
-        told = _in_groups(list(what_is_told(model.output)), len(outputs["generated_sequence"]))
+        told = _in_groups(list(answer_records(model.output)), len(outputs["generated_sequence"]))
         outputs["told"] = told if isinstance(outputs["prompt_text"], list) else told[0]
         return outputs
 
@@ -230,7 +232,7 @@ class _Keeping:
         return self.output if asked or isinstance(self.output, torch.Tensor) else self.output.sequences
 
 
-def what_is_told(output: ParallelOutput) -> Iterator[dict[str, Any]]:
+def answer_records(output: ParallelOutput) -> Iterator[dict[str, Any]]:
     """What an output says beyond tokens of each row, or of each prompt's workers together, as plain data."""
     told = {name: getattr(output, name) for name in _names(type(output))}
     answers = len(output.sequences)

@@ -12,8 +12,8 @@ import tiny
 from tiny import ARCHITECTURES, REFUSED, Architecture
 from transformers import PreTrainedModel
 
-from hf_parallel.attention import Capabilities, UnsupportedModelError, capabilities
 from hf_parallel.kernels import RotarySpec
+from hf_parallel.models.attention import Capabilities, UnsupportedModelError, capabilities
 
 ROOT = Path(__file__).parent.parent
 PAGE, README = ROOT / "docs" / "architectures.md", ROOT / "README.md"

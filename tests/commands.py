@@ -20,8 +20,8 @@ from ascii_tokenizer import SPECIAL, AsciiTokenizer
 from transformers import BatchEncoding
 from workers import SETTINGS, Scripted, small_model
 
-from hf_parallel import cli_generate
-from hf_parallel.printing import StepPrinter
+from hf_parallel.cli import generate as cli_generate
+from hf_parallel.cli.printing import StepPrinter
 
 STEPS = ("Ann.\n\nTwo.", "Bo is slow.\n\nx")
 """What two workers write."""
@@ -114,7 +114,7 @@ def in_a_terminal(arguments: list[str], until: str, timeout: float = 120) -> tup
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30", "OMP_NUM_THREADS": "1"}
     environment = {name: value for name, value in environment.items() if name not in ("NO_COLOR", "CI")}
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "hf_parallel.cli", *arguments]
+    command = [sys.executable, "-m", "hf_parallel.cli.main", *arguments]
     process = subprocess.Popen(
         command,
         stdin=theirs,

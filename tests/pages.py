@@ -17,7 +17,7 @@ import transformers
 
 import hf_parallel
 from hf_parallel.generation import MODES, ParallelGenerationMixin, mixin
-from hf_parallel.generation.replay import POLICIES
+from hf_parallel.generation.resampling.policies import POLICIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -30,8 +30,8 @@ from transformers import (
 
 import hf_parallel
 from hf_parallel import SharedPrefixCache, UnsupportedModelError
-from hf_parallel.attention import IMPLEMENTATION, Capabilities, capabilities
 from hf_parallel.kernels import RotarySpec, rotate
+from hf_parallel.models.attention import IMPLEMENTATION, Capabilities, capabilities
 
 NO_ROTATION = {
     "llama-dynamic": "dynamic RoPE scaling, whose frequencies change with the length",

@@ -21,9 +21,9 @@ from benchmarks.gpu_parts import baselines, correctness, layer, models, report, 
 from benchmarks.gpu_parts.cases import Case, attempt, run_cases
 from benchmarks.gpu_parts.layer import Features, Layer
 from benchmarks.gpu_parts.timing import Ceilings, Deadline, OutOfTimeError, Timer
-from hf_parallel.attention import IMPLEMENTATION
 from hf_parallel.cache import Arena
 from hf_parallel.kernels import BACKEND_VARIABLE
+from hf_parallel.models.attention import IMPLEMENTATION
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

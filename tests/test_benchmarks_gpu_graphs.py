@@ -12,9 +12,9 @@ import torch
 from benchmarks.gpu_parts import graphs, models, run
 from benchmarks.gpu_parts.cases import attempt
 from hf_parallel.cache import BlockCache
-from hf_parallel.generation import graph
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.graph import DecodeGraphs
+from hf_parallel.models import cuda_graph as graph
+from hf_parallel.models.cuda_graph import DecodeGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

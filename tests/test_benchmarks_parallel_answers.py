@@ -15,7 +15,7 @@ from workers import small_model
 from benchmarks import parallel_answers
 from benchmarks.parallel_answers import TARGETS, coaching, distance, endings, summary_of, targets
 from hf_parallel.evaluation import TASKS
-from hf_parallel.generation.vocabulary import vocabulary_of
+from hf_parallel.generation.modes.pdos.token_text import vocabulary_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

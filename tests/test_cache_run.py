@@ -16,14 +16,14 @@ from scenes import Scene, scenes, turn
 from small_cache import append, assert_holds, new_cache, unrotated
 from transformers import PreTrainedModel
 
-from hf_parallel.attention import block_attention_enabled, capabilities
 from hf_parallel.cache import Block, BlockCache, Segment
 from hf_parallel.cache.hogwild import LAYOUTS, STEP_ROOM, HogwildCache
 from hf_parallel.kernels import reference, torch_attention
+from hf_parallel.models.attention import block_attention_enabled, capabilities
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Brought = list[tuple[Sequence[Block], list[int]]]
+PassInputs = list[tuple[Sequence[Block], list[int]]]
 HEADERS = (5, 4, 3, 2)  # tokens of the history header, the others', the own one and the gap
 
 
@@ -34,11 +34,11 @@ class Problem:
         self.model, self.found, self.later = model, capabilities(model), later
         self.cache = HogwildCache(self.found.rotary)
         self.space = self.cache.new_workspace(layout, [self.cache.new_block()], num_workers, HEADERS)
-        self.waiting: list[Brought] = []
+        self.waiting: list[PassInputs] = []
         self.logits: list[torch.Tensor] = []
         self.forward_passes = 0
 
-    def bring(self, brought: Brought) -> None:
+    def bring(self, brought: PassInputs) -> None:
         self.waiting.append(brought)
         if not self.later:
             self.compute(1)

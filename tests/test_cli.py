@@ -19,10 +19,14 @@ import tiny
 
 import benchmarks.__main__
 import hf_parallel
-from hf_parallel import HogwildConfig, cli, cli_generate, cli_settings, probed
-from hf_parallel.attention import capabilities
+from hf_parallel import HogwildConfig
+from hf_parallel.cli import generate as cli_generate
+from hf_parallel.cli import main as cli
+from hf_parallel.cli import settings as cli_settings
+from hf_parallel.cli.measure import StepClock
 from hf_parallel.generation import MODES
-from hf_parallel.measure import StepClock
+from hf_parallel.models import probed
+from hf_parallel.models.attention import capabilities
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -300,7 +304,7 @@ def test_missing_rich_is_named(
 
 def test_the_demo_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("hf_parallel.demo.main", lambda arguments: seen.append(arguments) or 0)
+    monkeypatch.setattr("hf_parallel.cli.demo.main", lambda arguments: seen.append(arguments) or 0)
     assert cli.main(["demo", "--quick", "--task", "Sing a song."]) == 0
     assert seen == [["--quick", "--task", "Sing a song."]]
 
@@ -361,7 +365,7 @@ def test_the_embedded_model_is_probed_once(
             if damage:
                 next(tmp_path.iterdir()).write_text(damage)
             before = len(passes)
-            found.append((probed.enable_embedded(model)._parallel_capabilities, len(passes) > before))
+            found.append((probed.embedded_capabilities(model), len(passes) > before))
             hf_parallel.disable(model)
     finally:
         handle.remove()

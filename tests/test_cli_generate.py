@@ -18,9 +18,11 @@ from commands import STEPS, WORKERS, Tokenizer, given, in_a_terminal, interrupt,
 from test_skeleton_of_thought import TEXTS as OUTLINE
 from workers import SETTINGS, small_model
 
-from hf_parallel import LogitsCache, cli, cli_generate
-from hf_parallel.live import LiveView
-from hf_parallel.printing import RowPrinter, StepPrinter
+from hf_parallel import LogitsCache
+from hf_parallel.cli import generate as cli_generate
+from hf_parallel.cli import main as cli
+from hf_parallel.cli.live import LiveView
+from hf_parallel.cli.printing import RowPrinter, StepPrinter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -423,7 +425,7 @@ def test_an_interrupt_while_the_model_loads_says_nothing(
 
 def test_a_closed_pipe_is_no_error() -> None:
     """Nobody reads any more when the first line comes."""
-    command = f"{sys.executable} -m hf_parallel.cli env | true; echo ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m hf_parallel.cli.main env | true; echo ${{PIPESTATUS[0]}}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     piped = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=120)
     assert (piped.stdout, piped.stderr) == ("1\n", "")

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from commands import STEPS, WORKERS, at, loading
 
-from hf_parallel import LogitsCache, cli
-from hf_parallel.interruptible import InterruptibleCall
-from hf_parallel.live import LiveView
-from hf_parallel.printing import RowPrinter, StepPrinter
+from hf_parallel import LogitsCache
+from hf_parallel.cli import main as cli
+from hf_parallel.cli.interruptible import InterruptibleCall
+from hf_parallel.cli.live import LiveView
+from hf_parallel.cli.printing import RowPrinter, StepPrinter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper,
 
 import hf_parallel
 from hf_parallel import LogitsCache
-from hf_parallel.cache.remembered import Remembered
+from hf_parallel.cache.cached_logits import CachedLogits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -103,7 +103,7 @@ def test_a_state_that_serves_gives_the_same_shares_also_where_logits_are_equal(
     served = 0
     for seed in range(200):
         logits = (torch.randn(300, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
-        remembered = Remembered.of(logits, KEPT)
+        remembered = CachedLogits.of(logits, KEPT)
         if remembered.serves(*needed):
             served += 1
             both = torch.stack((logits, remembered.spread())).float()
@@ -118,18 +118,18 @@ def test_a_state_that_serves_gives_the_same_shares_also_where_logits_are_equal(
 def test_of_equal_logits_all_are_kept_or_none() -> None:
     logits = torch.tensor([5.0, 4, 3, 3, 3, 1, 0])
     for top_k, kept in ((1, [0]), (2, [0, 1]), (3, [0, 1]), (4, [0, 1]), (5, [0, 1, 2, 3, 4])):
-        remembered = Remembered.of(logits, top_k)
+        remembered = CachedLogits.of(logits, top_k)
         assert remembered.ids is not None
         assert sorted(remembered.ids.tolist()) == kept
         assert remembered.serves(len(kept), math.inf)
         assert not remembered.serves(len(kept) + 1, math.inf)
-    assert not Remembered.of(torch.ones(9), 4).serves(1, math.inf)
-    assert Remembered.of(torch.ones(9), None).serves(9, -math.inf)
+    assert not CachedLogits.of(torch.ones(9), 4).serves(1, math.inf)
+    assert CachedLogits.of(torch.ones(9), None).serves(9, -math.inf)
 
 
 def test_what_was_cut_stays_below_what_was_kept_however_small_its_mass() -> None:
     logits = torch.full((50_000,), -12.0)
     logits[:8] = torch.tensor([50, -9, -9.5, -9.6, -9.7, -9.8, -9.9, -10])
-    remembered = Remembered.of(logits, 8)
+    remembered = CachedLogits.of(logits, 8)
     torch.testing.assert_close(remembered.spread(), logits)
     assert remembered.rest == pytest.approx(math.log(50_000 - 8) - 12 - 50, rel=1e-6)

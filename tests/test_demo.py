@@ -18,9 +18,10 @@ from consoles import a_pipe, a_terminal, printed
 from rich.text import Text
 
 import hf_parallel
-from hf_parallel import HogwildConfig, ParallelStreamer, demo, hogwild_prompt
-from hf_parallel.live import ABOVE, LiveColumns, LiveLines, LiveView, live_view
-from hf_parallel.measure import StepClock, dense_bytes, long_prompt
+from hf_parallel import HogwildConfig, ParallelStreamer, hogwild_prompt
+from hf_parallel.cli import demo
+from hf_parallel.cli.live import ABOVE, LiveColumns, LiveLines, LiveView, live_view
+from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -47,9 +48,9 @@ def write(view: LiveView, texts: list[str], end_step: bool = True) -> None:
 
 @pytest.fixture(scope="module")
 def quick_demo() -> subprocess.CompletedProcess[str]:
-    """`python -m hf_parallel.demo --quick` as it runs where there is no terminal."""
+    """`python -m hf_parallel.cli.demo --quick` as it runs where there is no terminal."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FORCE_COLOR": "1"}
-    command = [sys.executable, "-m", "hf_parallel.demo", "--quick", "--max-new-tokens", "22"]
+    command = [sys.executable, "-m", "hf_parallel.cli.demo", "--quick", "--max-new-tokens", "22"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -184,7 +185,7 @@ def test_columns_need_room() -> None:
 
 def test_view_shows_what_hogwild_wrote_and_holds(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
-    config = HogwildConfig(seed=3, **demo.SMALL_MODEL)
+    config = HogwildConfig(seed=3, **demo.EMBEDDED_PRESET.settings)
     view = LiveColumns(config, a_terminal())
     hf_parallel.enable(model)
     try:
@@ -242,10 +243,10 @@ def test_a_task_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_missing_rich_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "hf_parallel.demo")
+    monkeypatch.delitem(sys.modules, "hf_parallel.cli.demo")
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with pytest.raises(SystemExit, match="needs rich"):
-        importlib.import_module("hf_parallel.demo")
+        importlib.import_module("hf_parallel.cli.demo")
 
 
 def test_long_prompt_has_the_length_asked_for(embedded: tuple[Any, Any]) -> None:

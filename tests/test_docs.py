@@ -19,8 +19,9 @@ import yaml
 from pages import OWN_MODES, PAGES, ROOT, blocks, name_of, run, small_scale
 
 import hf_parallel
-from hf_parallel.cli import make_parser
-from hf_parallel.cli_generate import generate, read_settings
+from hf_parallel.cli.generate import generate
+from hf_parallel.cli.main import make_parser
+from hf_parallel.cli.settings import read_settings
 from hf_parallel.generation import MODES
 
 DOCS = ROOT / "docs"

@@ -1,4 +1,4 @@
-"""Drafts: passes on trial change no token; what is brought along follows from what is remembered, where it pays."""
+"""Speculative decoding from cached logits: drafts change no token and are used only where they save time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
-from hf_parallel.cache.logits import Cursors, State
-from hf_parallel.generation import recall
-from hf_parallel.generation.drafts import (
+from hf_parallel.cache.logits import Cursors, TrieNode
+from hf_parallel.generation.resampling import replay as recall
+from hf_parallel.generation.resampling.drafts import (
     BOTH,
     GUESSED,
     LEAST_CHANCE,
@@ -29,11 +29,11 @@ from hf_parallel.generation.drafts import (
     MOST_GUESSING,
     MOST_SETTINGS,
     TAKEN,
-    Drafts,
+    NgramDrafter,
     _learned,
 )
 from hf_parallel.kernels import native
-from hf_parallel.linear import LINEAR_VARIABLE, computed_by, pass_cost
+from hf_parallel.kernels.linear import LINEAR_VARIABLE, computed_by, pass_cost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -193,13 +193,13 @@ def test_rows_draft_only_where_nothing_hangs_on_the_order_of_draws(
 
 def test_a_draft_is_never_longer_than_allowed(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
-    find = Drafts.find
+    find = NgramDrafter.find
 
-    def noting(self: Drafts, *args: Any) -> list[int]:
+    def noting(self: NgramDrafter, *args: Any) -> list[int]:
         lengths.append(len(found := find(self, *args)))
         return found
 
-    monkeypatch.setattr(Drafts, "find", noting)
+    monkeypatch.setattr(NgramDrafter, "find", noting)
     write(model, 1, logits_cache=LogitsCache(), draft_tokens=2, seed=0)
     assert max(lengths) == 2
     lengths.clear()
@@ -221,7 +221,7 @@ def standing(cache: LogitsCache, prompt: Sequence[int], *samples: Sequence[int])
     return cursors
 
 
-def follow(drafts: Drafts, cursors: Cursors, tokens: Sequence[int]) -> None:
+def follow(drafts: NgramDrafter, cursors: Cursors, tokens: Sequence[int]) -> None:
     for token in tokens:
         drafts.find(0, cursors.state(0), 2, 100)
         drafts.note(cursors.state(0))
@@ -229,7 +229,7 @@ def follow(drafts: Drafts, cursors: Cursors, tokens: Sequence[int]) -> None:
         drafts.see(0, cursors.state(0))
 
 
-def sure(drafts: Drafts) -> Drafts:
+def sure(drafts: NgramDrafter) -> NgramDrafter:
     """As if all that was looked up had been drawn so far."""
     for chance in drafts._chances.values():
         chance.looked = chance.drawn = 1e6
@@ -238,7 +238,7 @@ def sure(drafts: Drafts) -> Drafts:
 
 def test_what_followed_the_same_tokens_follows_again() -> None:
     cursors = standing(cache := LogitsCache(), [1, 2, 3, 4, 50, 51, 52], [9, 8, 7, 6, 5], [20, 21, 22, 23])
-    drafts = sure(Drafts(cache))
+    drafts = sure(NgramDrafter(cache))
     drafts.read(cursors.state(0))
     follow(drafts, cursors, [9, 20, 21, 22])
     assert drafts.find(0, cursors.state(0), 2, 100) == [23], "another sample"
@@ -254,7 +254,7 @@ def test_more_tokens_alike_go_before_fewer_and_later_ones_before_earlier() -> No
     shared = [40, 41, 42, 43, 44]
     samples = [[10, *shared, 1], [11, *shared[-3:], 2], [12, 80, 81, 82, 3], [13, 80, 81, 82, 4]]
     cursors = standing(cache := LogitsCache(), [5, 6, 7], *samples)
-    drafts = sure(Drafts(cache))
+    drafts = sure(NgramDrafter(cache))
     drafts.read(cursors.state(0))
     follow(drafts, cursors, [15, *shared])
     assert drafts.find(0, cursors.state(0), 2, 1) == [1]
@@ -265,7 +265,7 @@ def test_more_tokens_alike_go_before_fewer_and_later_ones_before_earlier() -> No
 def test_drafts_are_given_up_where_they_are_not_drawn_and_taken_up_again() -> None:
     words = [30, 31, 32, 33, 34, 35, 36, 37]
     cursors = standing(cache := LogitsCache(), [1, 2, 3], words)
-    drafts = Drafts(cache)
+    drafts = NgramDrafter(cache)
     drafts.read(cursors.state(0))
 
     def offered(token: int) -> list[int]:
@@ -283,19 +283,19 @@ def test_drafts_are_given_up_where_they_are_not_drawn_and_taken_up_again() -> No
 
 def test_what_was_learned_is_known_to_the_next_call_with_the_same_settings() -> None:
     cache, other = LogitsCache(), LogitsCache()
-    sure(Drafts(cache, settings="cold"))
+    sure(NgramDrafter(cache, settings="cold"))
 
     def chances(of: LogitsCache, settings: str) -> set[float]:
-        return {chance.value for chance in Drafts(of, settings=settings)._chances.values()}
+        return {chance.value for chance in NgramDrafter(of, settings=settings)._chances.values()}
 
     assert chances(cache, "cold") == {1.0}
     first = {0.25, 0.3, 0.5, 0.6, 0.7, 0.8}
     assert chances(cache, "hot") == chances(other, "cold") == first
     for number in range(MOST_SETTINGS - 2):
-        Drafts(cache, settings=number)
+        NgramDrafter(cache, settings=number)
     assert chances(cache, "cold") == {1.0}, "what is used stays"
     for number in range(MOST_SETTINGS):
-        Drafts(cache, settings=-number)
+        NgramDrafter(cache, settings=-number)
     assert chances(cache, "cold") == first
 
 
@@ -305,7 +305,7 @@ def test_what_was_learned_is_known_to_the_next_call_with_the_same_settings() -> 
 def test_the_length_of_a_draft_saves_most(chance: float, num_rows: int, computed_by: str) -> None:
     words = list(range(30, 50))
     cursors = standing(cache := LogitsCache(), [1, 2, 3], words)
-    drafts = Drafts(cache, computed_by=computed_by)
+    drafts = NgramDrafter(cache, computed_by=computed_by)
     for of in drafts._chances.values():
         of.looked, of.drawn = 1000.0, 1000.0 * chance
     drafts.read(cursors.state(0))
@@ -331,9 +331,9 @@ def test_longer_passes_never_take_less_and_the_longest_grow_with_their_tokens(co
 
 
 def test_drafts_know_what_computes_their_passes(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, find = set(), Drafts.find
+    told, find = set(), NgramDrafter.find
     monkeypatch.setattr(recall, "computed_by", computed_by)
-    monkeypatch.setattr(Drafts, "find", lambda self, *given: told.add(self.computed_by) or find(self, *given))
+    monkeypatch.setattr(NgramDrafter, "find", lambda self, *given: told.add(self.computed_by) or find(self, *given))
     has = {"torch": True, "onednn": torch.backends.mkldnn.is_available()}
     for asked in (name for name, there in (has | {"native": has["onednn"] and not native.why_not()}).items() if there):
         monkeypatch.setenv(LINEAR_VARIABLE, asked)
@@ -345,7 +345,7 @@ def test_drafts_know_what_computes_their_passes(model: PreTrainedModel, monkeypa
 
 def test_a_draft_goes_on_where_the_last_look_up_ends() -> None:
     cursors = standing(cache := LogitsCache(), [1, 2, 3], [40, 41, 42, 43], [50, 40, 41], [60, 42, 43, 44, 45])
-    drafts = sure(Drafts(cache))
+    drafts = sure(NgramDrafter(cache))
     drafts.read(cursors.state(0))
     follow(drafts, cursors, [70, 50])
     assert drafts.find(0, cursors.state(0), 1, 100) == [40, 41, 42, 43, 44, 45]
@@ -355,7 +355,7 @@ def test_a_draft_goes_on_where_the_last_look_up_ends() -> None:
 def test_a_place_that_was_forgotten_does_not_hide_another() -> None:
     shared = [40, 41, 42]
     cursors = standing(cache := LogitsCache(), [1, 2, 3], [10, *shared, 1], [11, *shared[1:], 2])
-    drafts = sure(Drafts(cache))
+    drafts = sure(NgramDrafter(cache))
     drafts.read(cursors.state(0))
     follow(drafts, cursors, [15, *shared])
     assert drafts.find(0, cursors.state(0), 1, 1) == [1]
@@ -365,7 +365,7 @@ def test_a_place_that_was_forgotten_does_not_hide_another() -> None:
 
 def test_a_draft_ends_where_its_text_ends() -> None:
     cursors = standing(cache := LogitsCache(), [1, 9, 30, 31, 32], [40, 41, 9], [60, 9, 50])
-    drafts, endless = sure(Drafts(cache, ends=frozenset([9]))), sure(Drafts(cache))
+    drafts, endless = sure(NgramDrafter(cache, ends=frozenset([9]))), sure(NgramDrafter(cache))
     for each in (drafts, endless):
         each.read(cursors.state(0))
     follow(drafts, cursors, [70, 40])
@@ -383,7 +383,7 @@ class Said:
         self.tokens = tokens
         self.asked: list[tuple[int, int, int]] = []  # row, token of the place, ahead
 
-    def __call__(self, row: int, state: State, ahead: int) -> int | None:
+    def __call__(self, row: int, state: TrieNode, ahead: int) -> int | None:
         self.asked.append((row, state.token, ahead))
         return self.tokens[ahead] if ahead < len(self.tokens) else None
 
@@ -391,7 +391,7 @@ class Said:
 def test_what_would_be_drawn_is_offered_where_it_is_likelier_than_what_was_taken() -> None:
     cursors = standing(cache := LogitsCache(), [1, 2, 3], [30, 31, 32, 33], [40, 31, 50, 51], [31, 60])
     guess = Said(50, 51)
-    drafts = sure(Drafts(cache, guess=guess))
+    drafts = sure(NgramDrafter(cache, guess=guess))
     drafts.read(cursors.state(0))
     follow(drafts, cursors, [70, 40, 31])
     guess.asked.clear()
@@ -407,7 +407,7 @@ def test_what_would_be_drawn_is_offered_where_it_is_likelier_than_what_was_taken
 
 def test_both_ways_of_finding_are_learned_from_one_token() -> None:
     cursors = standing(cache := LogitsCache(), [1, 2, 3], [30, 31, 32])
-    drafts = Drafts(cache, guess=Said(77, 32))
+    drafts = NgramDrafter(cache, guess=Said(77, 32))
     drafts.read(cursors.state(0))
     cursors.follow(0, 40)
     cursors.follow(0, 30)
@@ -425,7 +425,7 @@ def test_both_ways_of_finding_are_learned_from_one_token() -> None:
 def test_nothing_is_drawn_ahead_for_many_rows() -> None:
     cursors = standing(cache := LogitsCache(), [1, 2, 3], [30, 31, 32])
     guess = Said(31, 32)
-    drafts = sure(Drafts(cache, guess=guess))
+    drafts = sure(NgramDrafter(cache, guess=guess))
     drafts.read(cursors.state(0))
     cursors.follow(0, 30)
     assert drafts.find(0, cursors.state(0), MOST_GUESSING + 1, 2) == [31, 32]
@@ -435,9 +435,9 @@ def test_nothing_is_drawn_ahead_for_many_rows() -> None:
 
 
 def test_states_beyond_a_number_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_parallel.generation.drafts.MOST_STATES", 30)
+    monkeypatch.setattr("hf_parallel.generation.resampling.drafts.MOST_STATES", 30)
     cursors = standing(cache := LogitsCache(), [1, 2, 3], *([first, *range(10, 30)] for first in range(50, 60)))
-    drafts = sure(Drafts(cache))
+    drafts = sure(NgramDrafter(cache))
     drafts.read(cursors.state(0))
     read = {tokens[0] for tokens in itertools.chain(drafts._places) if len(tokens) == 8 and tokens[0] >= 50}
     assert 59 in read, "what was visited last"

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_parallel import embedded as embedded_module
-from hf_parallel.embedded import is_whole, load_embedded_model, make_once
-from hf_parallel.folders import cache_folder
+from hf_parallel.files import cache_folder
+from hf_parallel.models import embedded as embedded_module
+from hf_parallel.models.embedded import is_whole, load_embedded_model, make_once
 
 
 class TinyConversion:
@@ -165,7 +165,7 @@ def test_killed_conversion_leaves_no_folder_and_the_next_run_succeeds(tmp_path):
         [
             sys.executable,
             "-c",
-            "import os, sys; from pathlib import Path; from hf_parallel.embedded import make_once\n"
+            "import os, sys; from pathlib import Path; from hf_parallel.models.embedded import make_once\n"
             "def write(folder): (folder / 'weights').write_bytes(b'01234'); os._exit(9)\n"
             "make_once(Path(sys.argv[1]), write, say=print)",
             str(folder),

@@ -15,7 +15,7 @@ from torch import nn
 
 import hf_parallel
 from hf_parallel import LogitsCache
-from hf_parallel.generation.fingerprint import fingerprint
+from hf_parallel.cache.fingerprint import fingerprint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

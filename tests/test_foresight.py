@@ -1,4 +1,4 @@
-"""Foresight: what a row would draw from remembered logits is what it does draw from the same ones."""
+"""DraftSampler: what a row would draw from remembered logits is what it does draw from the same ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 import hf_parallel
 from hf_parallel import LogitsCache
-from hf_parallel.generation import drafts
-from hf_parallel.generation.foresight import Foresight
-from hf_parallel.generation.noise import RowNoise, draw, draw_among
-from hf_parallel.generation.recall import Recall
+from hf_parallel.generation.resampling import drafts
+from hf_parallel.generation.resampling.foresight import DraftSampler
+from hf_parallel.generation.resampling.replay import Replayer
+from hf_parallel.generation.rng import RowRNG, draw, draw_among
 
 __all__ = ["model"]
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("ahead", [0, 1, 7])
 def test_a_row_knows_its_draws_ahead(ahead: int) -> None:
     shares, tokens = torch.rand(1, 50), torch.arange(50)
-    knowing, drawing = RowNoise(3), RowNoise(3)
+    knowing, drawing = RowRNG(3), RowRNG(3)
     foreseen = draw_among(tokens, shares[0], knowing.key(ahead))
     for _ in range(ahead):
         drawing.skip()
     assert draw(shares, [drawing]).tolist() == [foreseen]
-    assert knowing.next() == RowNoise(3).next(), "no row has moved"
+    assert knowing.next() == RowRNG(3).next(), "no row has moved"
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,10 @@ def test_from_a_states_own_logits_a_row_draws_ahead_what_it_draws(
     """Where replays draw, foresight must have drawn the same: it knows the same logits and the same noise."""
     settings = {"logits_processor": None, "temperature": 0.1, "eos_token_id": 5} | settings
     asked: list[bool] = []
-    choose = Recall.choose
+    choose = Replayer.choose
 
-    def comparing(self: Recall, rows: Sequence[int], *args: Any) -> Any:
-        foresight = Foresight(self.sampler, self._distributions, settings["temperature"])
+    def comparing(self: Replayer, rows: Sequence[int], *args: Any) -> Any:
+        foresight = DraftSampler(self.sampler, self._distributions, settings["temperature"])
         ahead = [foresight(row, self.state(row), 0) for row in rows]
         tokens, ended = choose(self, rows, *args)
         if not args:  # a replay
@@ -56,7 +56,7 @@ def test_from_a_states_own_logits_a_row_draws_ahead_what_it_draws(
 
     cache = LogitsCache()
     write(model, logits_cache=cache, seed=0, **settings)
-    monkeypatch.setattr(Recall, "choose", comparing)
+    monkeypatch.setattr(Replayer, "choose", comparing)
     for seed in range(4):
         write(model, logits_cache=cache, seed=seed, **settings)
     assert len(asked) >= NEW
@@ -73,8 +73,8 @@ def test_nothing_is_drawn_ahead_without_noise_of_a_rows_own(
     model: PreTrainedModel, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    ahead = Foresight.__call__
-    monkeypatch.setattr(Foresight, "__call__", lambda *args: asked.append(args[1]) or ahead(*args))
+    ahead = DraftSampler.__call__
+    monkeypatch.setattr(DraftSampler, "__call__", lambda *args: asked.append(args[1]) or ahead(*args))
     write(model, 1, logits_cache=LogitsCache(), **settings)
     assert not asked
     write(model, 1, logits_cache=LogitsCache(), seed=0)
@@ -99,7 +99,7 @@ def test_where_the_same_words_lead_on_alike_nearly_all_that_is_drawn_ahead_is_dr
         return sum(of.accepted_tokens for of in stats) / drafted, sum(of.forward_passes for of in stats)
 
     share, passes = share_and_passes()
-    monkeypatch.setattr(Recall, "_foresight", lambda self: None)
+    monkeypatch.setattr(Replayer, "_foresight", lambda self: None)
     share_of_taken, passes_by_taken = share_and_passes()
     assert share > 0.9 > 0.6 > share_of_taken
     assert passes < 0.7 * passes_by_taken

@@ -26,7 +26,7 @@ from benchmarks.gpu_parts.cases import Case
 from benchmarks.gpu_parts.correctness import TOLERANCE, CorrectnessStage, poisoned_memory
 from benchmarks.gpu_parts.layer import Features, Layer, shared_prefix
 from hf_parallel.cache.hogwild import LAYOUTS
-from hf_parallel.generation.noise import RowNoise, draw, waits
+from hf_parallel.generation.rng import RowRNG, draw, exponential_noise
 from hf_parallel.kernels import BACKEND_VARIABLE, backends, block_attention, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_thread")]
@@ -180,13 +180,13 @@ def test_greedy_workers_write_what_they_write_on_the_host(layout: str, cuda_grap
 
 def test_noise_of_a_gpu_is_that_of_the_host() -> None:
     keys, tokens = torch.arange(0, 2**62, 2**53)[:, None], torch.arange(5000)
-    ours = waits(keys.to(DEVICE), tokens.to(DEVICE)).cpu()
-    torch.testing.assert_close(ours, waits(keys, tokens), rtol=1e-5, atol=0)
+    ours = exponential_noise(keys.to(DEVICE), tokens.to(DEVICE)).cpu()
+    torch.testing.assert_close(ours, exponential_noise(keys, tokens), rtol=1e-5, atol=0)
 
 
 def test_the_same_shares_give_the_same_tokens_on_a_gpu_and_on_the_host() -> None:
     shares = (2 * torch.randn(500, 5000)).softmax(dim=-1)
-    host, device = (draw(shares.to(at), [RowNoise(seed) for seed in range(500)]) for at in ("cpu", DEVICE))
+    host, device = (draw(shares.to(at), [RowRNG(seed) for seed in range(500)]) for at in ("cpu", DEVICE))
     assert torch.equal(device.cpu(), host)
 
 

@@ -23,15 +23,16 @@ from transformers import PreTrainedModel
 from workers import SETTINGS
 
 import hf_parallel
-from hf_parallel.generation import decode, graph
+from hf_parallel.generation import decode
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.graph import DecodeGraphs, Recording, Unwaiting, bucket, record
 from hf_parallel.kernels import BACKEND_VARIABLE
+from hf_parallel.models import cuda_graph as graph
+from hf_parallel.models.cuda_graph import DecodeGraphs, NoSyncMode, Recording, bucket, record
 
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 
 if __test__:
-    from hf_parallel.kernels import triton_attention
+    from hf_parallel.kernels.triton import attention as triton_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -147,7 +148,7 @@ def test_workers_steps_that_move_need_no_new_capture_while_they_fit(graphs: Grap
 def test_storage_that_moved_is_captured_anew(
     graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_parallel.generation.prefix.SUFFIX_ROOM", 1)
+    monkeypatch.setattr("hf_parallel.generation.prefill.SUFFIX_ROOM", 1)
     expected = generate(model, None).sequences
     assert torch.equal(generate(model).sequences, expected)
     assert 1 < len(graphs.captures) < NEW - 1
@@ -172,7 +173,7 @@ def test_a_failed_capture_is_said_once_and_costs_nothing_but_speed(
             raise RuntimeError("the capture has failed")
 
     monkeypatch.setattr(graph, "record", fail)
-    monkeypatch.setattr("hf_parallel.generation.prefix.SUFFIX_ROOM", 1)
+    monkeypatch.setattr("hf_parallel.generation.prefill.SUFFIX_ROOM", 1)
     expected = generate(model, None).sequences
     out = generate(model)
     assert torch.equal(out.sequences, expected)
@@ -205,7 +206,7 @@ def test_what_the_kernels_do_not_serve_is_not_captured(graphs: Graphs, model: Pr
     ],
 )
 def test_what_waits_is_known_beforehand(function: Callable[[torch.Tensor], Any], waits: bool) -> None:
-    with Unwaiting():
+    with NoSyncMode():
         if waits:
             with pytest.raises(RuntimeError, match="the model (waits|copies)"):
                 function(torch.tensor([1.0, -2.0, 3.0]))
@@ -304,12 +305,12 @@ def test_what_waits_for_the_device_is_not_recorded(monkeypatch: pytest.MonkeyPat
     """A capture that breaks leaves PyTorch's allocator in disorder, so it is not begun."""
     streams = Streams(monkeypatch, fails=False)
 
-    def waits() -> torch.Tensor:
+    def exponential_noise() -> torch.Tensor:
         out = streams.run()
         return out if out.sum() < 1 else -out
 
     with pytest.raises(RuntimeError, match="the model waits for the device .aten::_local_scalar_dense"):
-        record(waits, torch.device("cuda:1"))
+        record(exponential_noise, torch.device("cuda:1"))
     assert streams.events == ["on cuda:1", *["runs on the caller's"] * 2]
     assert streams.current == "the caller's"
 

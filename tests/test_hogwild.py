@@ -20,9 +20,9 @@ from transformers import LogitsProcessor, PreTrainedModel
 from workers import SETTINGS, Recording
 
 import hf_parallel
-from hf_parallel.attention import block_attention_enabled, capabilities
 from hf_parallel.cache import Block, Segment
 from hf_parallel.cache.hogwild import LAYOUTS, HogwildCache
+from hf_parallel.models.attention import block_attention_enabled, capabilities
 
 HEADERS = (5, 4, 3, 2)  # tokens of the history header, the others', the own one and the gap
 

@@ -17,9 +17,9 @@ from workers import SETTINGS, TOKENIZER, encode, small_model
 
 from hf_parallel import HogwildSession, LogitsCache
 from hf_parallel.cache.hogwild import LAYOUTS
-from hf_parallel.generation import worker
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.worker import Problem
+from hf_parallel.generation.modes.hogwild import worker
+from hf_parallel.generation.modes.hogwild.worker import Problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

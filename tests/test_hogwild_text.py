@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_parallel import HogwildConfig, hogwild_prompt
-from hf_parallel.generation.text import GrowingText, ends_step
+from hf_parallel.detokenizer import IncrementalDetokenizer, ends_step
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ SENTENCES = [
 @pytest.mark.parametrize("text", SENTENCES)
 def test_text_grows_to_what_decoding_all_tokens_gives(tokenizer: Any, text: str) -> None:
     tokens = tokenizer(text, add_special_tokens=False).input_ids
-    growing = GrowingText(tokenizer)
+    growing = IncrementalDetokenizer(tokenizer)
     pieces = [growing.add([token]) for token in tokens]
     assert "".join(pieces) == growing.text == text
     assert growing.tokens == tokens
@@ -43,14 +43,14 @@ def test_text_grows_to_what_decoding_all_tokens_gives(tokenizer: Any, text: str)
 
 def test_a_character_over_several_tokens_appears_when_it_is_complete(tokenizer: Any) -> None:
     tokens = tokenizer("a😀b", add_special_tokens=False).input_ids
-    growing = GrowingText(tokenizer)
+    growing = IncrementalDetokenizer(tokenizer)
     assert len(tokens) > 3
     assert [piece for piece in (growing.add([token]) for token in tokens) if piece] == ["a", "😀", "b"]
 
 
 def test_what_never_becomes_a_character_does_not_hold_back_the_rest(tokenizer: Any) -> None:
     half = tokenizer("😀", add_special_tokens=False).input_ids[:1]
-    growing = GrowingText(tokenizer)
+    growing = IncrementalDetokenizer(tokenizer)
     assert growing.add(half) == ""
     assert growing.add(tokenizer("abc", add_special_tokens=False).input_ids).endswith("abc")
 
@@ -58,7 +58,7 @@ def test_what_never_becomes_a_character_does_not_hold_back_the_rest(tokenizer: A
 def test_a_run_of_bytes_that_are_no_characters_is_shown_as_it_comes(tokenizer: Any) -> None:
     """Each of its tokens may wait for three others, then it is written as what it is."""
     (half,) = tokenizer("😀", add_special_tokens=False).input_ids[:1]
-    growing, shown = GrowingText(tokenizer), []
+    growing, shown = IncrementalDetokenizer(tokenizer), []
     for _ in range(40):
         growing.add([half])
         shown.append(len(growing.text))
@@ -70,7 +70,7 @@ def test_a_run_of_bytes_that_are_no_characters_is_shown_as_it_comes(tokenizer: A
 @given(text=st.text(max_size=60), cuts=st.lists(st.integers(1, 5), max_size=30))
 def test_any_text_grows_in_any_pieces(tokenizer: Any, text: str, cuts: list[int]) -> None:
     tokens = tokenizer(text, add_special_tokens=False).input_ids
-    growing, added, at = GrowingText(tokenizer), "", 0
+    growing, added, at = IncrementalDetokenizer(tokenizer), "", 0
     for cut in [*cuts, len(tokens)]:
         added += growing.add(tokens[at : at + cut])
         at += cut
@@ -92,12 +92,12 @@ class Words:
 
 
 def test_spaces_survive_a_decoder_that_drops_the_first() -> None:
-    growing = GrowingText(Words())
+    growing = IncrementalDetokenizer(Words())
     assert [growing.add([token]) for token in range(20)] == ["w0", *(f" w{i}" for i in range(1, 20))]
 
 
 def test_each_token_is_decoded_a_bounded_number_of_times() -> None:
-    growing = GrowingText(words := Words())
+    growing = IncrementalDetokenizer(words := Words())
     for token in range(2000):
         growing.add([token])
     assert words.decoded < 16 * 2000
@@ -154,7 +154,7 @@ def test_a_step_does_not_end(text: str, added: str) -> None:
 
 @pytest.mark.parametrize("text", ["Done.\n\n", "Done.\n\n\n", "It is 4. \n\n", "So?\n\n\n\n", "$$x$$\n\n    "])
 def test_a_step_ends_at_the_last_token_of_a_real_tokenizer(tokenizer: Any, text: str) -> None:
-    growing, ended = GrowingText(tokenizer), []
+    growing, ended = IncrementalDetokenizer(tokenizer), []
     for token in tokenizer(text, add_special_tokens=False).input_ids:
         added = growing.add([token])
         ended.append(step_ends(growing.text, added))

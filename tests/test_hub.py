@@ -23,7 +23,6 @@ import hf_parallel
 from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, PDOSConfig, SharedPrefixConfig
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import make_config
-from hf_parallel.generation.prompts import rules_of
 from hf_parallel.hub import CARD, CARD_MARK, GENERATE, REQUIREMENTS, export, generate_as
 
 ROOT = Path(__file__).parents[1]
@@ -354,7 +353,7 @@ def test_the_example_of_every_mode_runs(
     exec(compile(example((tmp_path / CARD).read_text(encoding="utf-8")), CARD, "exec"), {})
     printed = capsys.readouterr().out
     assert "Plan a day" in printed
-    assert (rules_of(config) or "") in printed
+    assert (config.system_prompt() or "") in printed
 
 
 PUSH = """

@@ -6,6 +6,7 @@ What a file imports is read off its syntax tree, imports inside functions includ
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,28 +14,28 @@ from pathlib import Path
 
 import pytest
 
+from hf_parallel.generation import MODES
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "hf_parallel"
 MAX_LINES = 450
 
-FLOORS = {
-    "folders": set(),
-    "kernels": {"kernels", "folders"},
-    "cache": {"kernels", "cache"},
-    "attention": {"kernels", "cache"},
-    "linear": {"kernels"},
-    "generation": {"kernels", "cache", "attention", "linear", "generation"},
-}
-"""What each floor may import of the package; what is not named here stands above and may import anything."""
-GROUND = {"folders"}
-"""What stands below the floors: any of them may import it, and it imports nothing of the package."""
+GROUND = {"files", "detokenizer"}
+"""Modules that import nothing of the package, and that any other may import."""
 
-ANNOTATIONS_ONLY = {
-    ("hf_parallel.generation.worker", "hf_parallel.generation.hogwild"),
-    ("hf_parallel.generation.blocks", "hf_parallel.generation.pdos"),
+FLOORS: dict[str, set[str]] = {
+    "kernels": set(),
+    "cache": {"kernels"},
+    "models": {"kernels", "cache"},
+    "transcript": set(),
+    "generation": {"kernels", "cache", "models", "transcript"},
+    "generation.resampling": {"kernels", "cache", "models", "transcript", "generation"},
+    "generation.modes": {"kernels", "cache", "models", "transcript", "generation", "generation.resampling"},
 }
-"""Imports against the direction, for type checkers alone: a row reads the settings that its run was made with, and
-those are in the file of the mode, which makes the rows. Nothing is imported when the program runs."""
+"""What each floor may import besides itself and the ground; floors that are not listed may import anything.
+
+`generation` alone is the files in that folder, without its sub-packages.
+"""
 
 OPTIONAL = [
     *("accelerate", "datasets", "evaluate", "flash_attn", "gguf", "hypothesis", "matplotlib", "peft"),
@@ -58,75 +59,51 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in python_files(ROOT / PACKAGE)}
 
 
-def imports(name: str) -> Iterator[tuple[str, bool]]:
-    """The package's own modules that a module imports, and whether only for type checkers."""
-    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
-    for node, type_only in _import_nodes(tree, False):
+def imports(name: str) -> Iterator[str]:
+    """The package's own modules that a module imports, those for type checkers alone included."""
+    for node in _import_nodes(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         else:
-            base = _base(name, node)
-            full = [f"{base}.{alias.name}" for alias in node.names]
-            targets = [target if target in MODULES else base for target in full]
-        for target in targets:
-            if target in MODULES:
-                yield target, type_only
+            assert not node.level, f"{name}: imports are absolute"
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            targets = [target if target in MODULES else node.module or "" for target in full]
+        yield from (target for target in targets if target in MODULES)
 
 
-def _import_nodes(node: ast.AST, type_only: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import | ast.ImportFrom):
-            yield child, type_only
-        else:
-            guarded = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-            yield from _import_nodes(child, type_only or guarded)
-
-
-def _base(name: str, node: ast.ImportFrom) -> str:
-    """The absolute name that a `from ... import` starts from."""
-    if not node.level:
-        return node.module or ""
-    parts = name.split(".")
-    is_package = MODULES[name].name == "__init__.py"
-    above = parts[: len(parts) - node.level + is_package]
-    return ".".join([*above, *([node.module] if node.module else [])])
+def _import_nodes(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def floor(name: str) -> str:
-    """The first part of a module's name inside the package; empty for the package itself."""
-    return (name.split(".") + [""])[1]
+    """The longest floor that a module is part of, or the first part of its name inside the package."""
+    inside = name.removeprefix(PACKAGE).lstrip(".")
+    floors = [floor for floor in FLOORS if inside == floor or inside.startswith(floor + ".")]
+    return max(floors, key=len, default=inside.split(".")[0])
 
 
 def test_all_floors_exist_and_hold_files() -> None:
     assert {floor(name) for name in MODULES} >= FLOORS.keys() | GROUND
-    assert len(MODULES) > 20
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if floor(name) in FLOORS.keys() | GROUND])
 def test_imports_point_down(name: str) -> None:
-    allowed = FLOORS[floor(name)] | GROUND if floor(name) in FLOORS else set()
-    upwards = sorted(target for target, _ in imports(name) if floor(target) not in allowed)
+    allowed = FLOORS[floor(name)] | GROUND | {floor(name)} if floor(name) in FLOORS else set()
+    upwards = sorted(target for target in imports(name) if floor(target) not in allowed)
     assert not upwards, f"{name} imports {upwards}, but may import {sorted(allowed)} only"
 
 
 def test_the_package_imports_no_tests_and_no_benchmarks() -> None:
     beside = {path.name for path in ROOT.iterdir() if path.is_dir()} - {PACKAGE}
     for name, path in MODULES.items():
-        for node, _ in _import_nodes(ast.parse(path.read_text(encoding="utf-8")), False):
-            roots = [a.name for a in node.names] if isinstance(node, ast.Import) else [_base(name, node)]
+        for node in _import_nodes(ast.parse(path.read_text(encoding="utf-8"))):
+            roots = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             assert not beside & {root.split(".")[0] for root in roots}, f"{name} imports {roots}"
 
 
 def test_no_two_files_import_each_other() -> None:
-    graph = {name: {target for target, _ in imports(name)} - {name} for name in MODULES}
-    for source, target in ANNOTATIONS_ONLY:
-        graph[source].discard(target)
+    graph = {name: set(imports(name)) - {name} for name in MODULES}
     assert not (cycle := find_cycle(graph)), " -> ".join(cycle)
-
-
-def test_exempted_imports_are_there_and_for_type_checkers_only() -> None:
-    for source, target in ANNOTATIONS_ONLY:
-        assert [type_only for found, type_only in imports(source) if found == target] == [True]
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -150,6 +127,23 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
 def test_a_cycle_would_be_found() -> None:
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if floor(name) != "generation.modes"])
+def test_modes_are_named_in_generation_modes_alone(name: str) -> None:
+    """Neither as a string, docstrings left out, nor as an identifier, nor by an import of a mode's own files."""
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    word = re.compile(rf"(?<![\w.])({'|'.join(MODES)})(?!\w)")
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            found += word.findall(node.value)
+        elif isinstance(node, ast.Name | ast.Attribute | ast.keyword | ast.arg):
+            identifier = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
+            found += [identifier] if identifier in MODES else []
+    found += [target for target in imports(name) if target.startswith(f"{PACKAGE}.generation.modes.")]
+    assert not found, f"{name} names modes: {found}"
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))

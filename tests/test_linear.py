@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 import hf_parallel
-from hf_parallel import linear
-from hf_parallel.kernels import native
-from hf_parallel.linear import LINEAR_VARIABLE, linear_layers
+from hf_parallel.kernels import linear, native
+from hf_parallel.kernels.linear import LINEAR_VARIABLE, linear_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

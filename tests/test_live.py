@@ -17,8 +17,8 @@ from workers import TOKENIZER, small_model
 
 import hf_parallel
 from hf_parallel import HogwildConfig, ParallelStreamer, PDOSConfig, SelfConsistencyConfig, SharedPrefixConfig
+from hf_parallel.cli.live import ABOVE, LiveColumns, LiveLines, LiveTails, LiveView, live_view
 from hf_parallel.generation import MODES
-from hf_parallel.live import ABOVE, LiveColumns, LiveLines, LiveTails, LiveView, live_view
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

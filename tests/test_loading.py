@@ -10,8 +10,8 @@ import tiny
 import torch
 from hub_server import running_hub
 
-from hf_parallel import loading
-from hf_parallel.loading import load_model
+from hf_parallel.models import loading
+from hf_parallel.models.loading import load_model
 
 
 @pytest.mark.parametrize("network", [False, True])

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_parallel import LogitsCache
+from hf_parallel.cache.cached_logits import TENSOR_BYTES, CachedDistribution
 from hf_parallel.cache.logits import STATE_BYTES, Cursors
-from hf_parallel.cache.remembered import TENSOR_BYTES, Distribution
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -305,7 +305,7 @@ def test_threads_lose_nothing_and_answer_nothing_wrong() -> None:
                         wrong.append(tokens)
                     cursors.remember(number, true)
                     few = true.softmax(-1) * (true >= true.topk(number % 4 + 1).values[-1])
-                    cache.prepare(cursors.state(number), Distribution.of(few, (number,)))  # type: ignore[arg-type]
+                    cache.prepare(cursors.state(number), CachedDistribution.of(few, (number,)))  # type: ignore[arg-type]
                     again = cursors.logits(number)
                     if again is not None and not torch.equal(again, true):
                         wrong.append(tokens)

@@ -19,9 +19,9 @@ from workers import TOKENIZER
 
 import hf_parallel
 from hf_parallel import BlockFormat, ParallelBlockLogitsProcessor
-from hf_parallel.generation.logits_process import BlockMask, force, mask_of
-from hf_parallel.generation.skeleton import Skeleton
-from hf_parallel.generation.vocabulary import Vocabulary, vocabulary_of
+from hf_parallel.generation.modes.pdos.format_processor import BlockMask, force, mask_of
+from hf_parallel.generation.modes.pdos.parser import Skeleton
+from hf_parallel.generation.modes.pdos.token_text import Vocabulary, vocabulary_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -30,7 +30,8 @@ from tiny import build, left_pad, make_prompts
 from torch import nn
 
 import hf_parallel
-from hf_parallel import HogwildConfig, SharedPrefixCache, SharedPrefixConfig, attention
+from hf_parallel import HogwildConfig, SharedPrefixCache, SharedPrefixConfig
+from hf_parallel.models import attention
 
 CASES = [*malformed_cases.CASES, *malformed_settings.CASES, *malformed_objects.CASES]
 READABLE = (ValueError, TypeError, ImportError)

@@ -13,8 +13,8 @@ import torch
 from workers import small_model
 
 from hf_parallel import Hotspot, LogitsCache
-from hf_parallel.generation import noise
-from hf_parallel.generation.noise import RowNoise, draw, mix, waits
+from hf_parallel.generation import rng as noise
+from hf_parallel.generation.rng import RowRNG, draw, exponential_noise, mix
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,15 +38,15 @@ WRITERS = {
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The keys with which tokens were drawn."""
     keys: list[int] = []
-    following = RowNoise.next
+    following = RowRNG.next
 
-    def noted(self: RowNoise) -> Any:
+    def noted(self: RowRNG) -> Any:
         key = following(self)
         assert isinstance(key, int)
         keys.append(key)
         return key
 
-    monkeypatch.setattr(RowNoise, "next", noted)
+    monkeypatch.setattr(RowRNG, "next", noted)
     return keys
 
 
@@ -75,7 +75,7 @@ DRAWS = 20_000
 
 def test_tokens_come_as_often_as_their_shares_say() -> None:
     shares = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]).repeat(DRAWS, 1)
-    drawn = draw(shares, [RowNoise(seed) for seed in range(DRAWS)])
+    drawn = draw(shares, [RowRNG(seed) for seed in range(DRAWS)])
     counts = drawn.bincount(minlength=5)
     assert counts[4] == 0
     expected = shares[0, :4] * DRAWS
@@ -84,7 +84,10 @@ def test_tokens_come_as_often_as_their_shares_say() -> None:
 
 def test_noise_is_exponential_whichever_token_and_key() -> None:
     few = torch.arange(300)
-    for race in (waits(few[:, None], few), waits(torch.tensor([[mix(5, 1)]]), torch.arange(90_000))):
+    for race in (
+        exponential_noise(few[:, None], few),
+        exponential_noise(torch.tensor([[mix(5, 1)]]), torch.arange(90_000)),
+    ):
         assert 0 < float(race.min()) < float(race.max()) <= 23
         assert abs(float(race.mean()) - 1) < 0.02
         assert abs(float((race > 2).float().mean()) - 0.1353) < 0.005
@@ -101,31 +104,31 @@ def test_noise_is_that_of_splitmix64() -> None:
 
     keys, tokens = torch.tensor([0, 7, 2**63 - 1]), torch.tensor([0, 1, 150_000])
     expected = [[plain(key, token) for token in tokens.tolist()] for key in keys.tolist()]
-    torch.testing.assert_close(waits(keys[:, None], tokens), torch.tensor(expected), rtol=1e-5, atol=0)
+    torch.testing.assert_close(exponential_noise(keys[:, None], tokens), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("spread", [0.2, 4.0, 30.0])
 def test_leaving_out_tokens_that_cannot_win_changes_no_draw(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(64, 3000, generator=torch.Generator().manual_seed(1)) * spread
-    shares, sources = logits.softmax(dim=-1), [RowNoise(seed) for seed in range(64)]
-    whole = shares / waits(torch.tensor([mix(seed, 0) for seed in range(64)])[:, None], torch.arange(3000))
+    shares, sources = logits.softmax(dim=-1), [RowRNG(seed) for seed in range(64)]
+    whole = shares / exponential_noise(torch.tensor([mix(seed, 0) for seed in range(64)])[:, None], torch.arange(3000))
     asked = 0
-    counted = noise.waits
+    counted = noise.exponential_noise
 
     def counting(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         nonlocal asked
         asked += len(tokens)
         return counted(keys, tokens)
 
-    monkeypatch.setattr(noise, "waits", counting)
+    monkeypatch.setattr(noise, "exponential_noise", counting)
     assert draw(shares, sources).tolist() == whole.argmax(dim=-1).tolist()
     assert asked < shares.numel() or spread < 1
 
 
 def test_rows_of_seeds_and_of_generators_draw_together() -> None:
     shares = torch.rand(3, 50, generator=torch.Generator().manual_seed(2))
-    mixed = draw(shares, [RowNoise(3), RowNoise(torch.Generator().manual_seed(4)), RowNoise(5)])
-    assert mixed[[0, 2]].tolist() == draw(shares[[0, 2]], [RowNoise(3), RowNoise(5)]).tolist()
+    mixed = draw(shares, [RowRNG(3), RowRNG(torch.Generator().manual_seed(4)), RowRNG(5)])
+    assert mixed[[0, 2]].tolist() == draw(shares[[0, 2]], [RowRNG(3), RowRNG(5)]).tolist()
     alone = torch.multinomial(shares[1], 1, generator=torch.Generator().manual_seed(4))
     assert mixed[1] == alone
 
@@ -133,4 +136,4 @@ def test_rows_of_seeds_and_of_generators_draw_together() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0])
 def test_shares_that_are_none_are_refused(bad: float) -> None:
     with pytest.raises(RuntimeError, match="cannot draw"):
-        draw(torch.full((1, 4), bad), [RowNoise(1)])
+        draw(torch.full((1, 4), bad), [RowRNG(1)])

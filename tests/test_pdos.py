@@ -20,7 +20,7 @@ from workers import TOKENIZER, encode
 
 import hf_parallel
 from hf_parallel import ParallelBlock, PDOSOutput
-from hf_parallel.attention import capabilities
+from hf_parallel.models.attention import capabilities
 
 EOS, BLANK_LINE = tiny.EOS, 4
 STORY = "I look at each. ####A:......\n####B b:......####C 3:...... ####%%%%"

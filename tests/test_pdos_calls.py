@@ -17,8 +17,8 @@ from workers import TOKENIZER, encode, small_model
 
 import hf_parallel
 from hf_parallel import BlockFormat, PDOSConfig, PDOSOutput, UnsupportedModelError
-from hf_parallel.generation.skeleton import Skeleton
-from hf_parallel.generation.vocabulary import vocabulary_of
+from hf_parallel.generation.modes.pdos.parser import Skeleton
+from hf_parallel.generation.modes.pdos.token_text import vocabulary_of
 
 EOS, PAD = tiny.EOS, tiny.PAD
 SKELETON = "####A:......\n####B:......\n####%%%%"

@@ -15,9 +15,9 @@ from transformers import SynthIDTextWatermarkingConfig
 from workers import TOKENIZER
 
 from hf_parallel import BlockFormat, PDOSConfig
-from hf_parallel.generation.logits_process import BlockMask, mask_of
-from hf_parallel.generation.skeleton import DONE, Skeleton
-from hf_parallel.generation.vocabulary import Vocabulary, vocabulary_of
+from hf_parallel.generation.modes.pdos.format_processor import BlockMask, mask_of
+from hf_parallel.generation.modes.pdos.parser import DONE, Skeleton
+from hf_parallel.generation.modes.pdos.token_text import Vocabulary, vocabulary_of
 
 EOS = tiny.EOS
 

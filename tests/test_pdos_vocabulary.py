@@ -12,9 +12,9 @@ from small_tokenizers import Fixed
 from tokenizers import AddedToken
 
 from hf_parallel import BlockFormat
-from hf_parallel.generation.logits_process import mask_of
-from hf_parallel.generation.skeleton import Skeleton
-from hf_parallel.generation.vocabulary import Vocabulary, tokens_of, vocabulary_of
+from hf_parallel.generation.modes.pdos.format_processor import mask_of
+from hf_parallel.generation.modes.pdos.parser import Skeleton
+from hf_parallel.generation.modes.pdos.token_text import Vocabulary, tokens_of, vocabulary_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

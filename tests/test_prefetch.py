@@ -17,10 +17,10 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
 from hf_parallel import LogitsCache
-from hf_parallel.cache.logits import State
-from hf_parallel.cache.remembered import Distribution
-from hf_parallel.generation.prefetch import Distributions, Prefetch
-from hf_parallel.generation.replay import uncertainty_of
+from hf_parallel.cache.cached_logits import CachedDistribution
+from hf_parallel.cache.logits import TrieNode
+from hf_parallel.generation.resampling.policies import uncertainty_of
+from hf_parallel.generation.resampling.prefetch import DistributionCache, Prefetch
 from hf_parallel.generation.sampling import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,7 +39,7 @@ def model() -> Iterator[PreTrainedModel]:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the model ran on a GPU: the decoding thread leaves nothing behind."""
-    monkeypatch.setattr("hf_parallel.generation.prefetch.HOST", ())
+    monkeypatch.setattr("hf_parallel.generation.resampling.prefetch.HOST", ())
 
 
 class Pause(BaseStreamer):
@@ -75,11 +75,11 @@ def sample(model: PreTrainedModel, cache: LogitsCache | None, **settings: Any) -
     return model.generate(**({"inputs": INPUT_IDS} | defaults | settings))  # type: ignore[operator]
 
 
-def known(cache: LogitsCache) -> list[State]:
+def known(cache: LogitsCache) -> list[TrieNode]:
     return [state for _, state in cache._states() if state.logits is not None]
 
 
-def prepared(cache: LogitsCache) -> list[State]:
+def prepared(cache: LogitsCache) -> list[TrieNode]:
     return [state for state in known(cache) if state.distribution is not None]
 
 
@@ -149,15 +149,17 @@ def test_the_likeliest_states_come_first(model: PreTrainedModel, monkeypatch: py
     cache = LogitsCache()
     for seed in range(8):
         sample(model, cache, seed=seed, temperature=1.0, top_k=8)
-    visited: list[State] = []
-    keep = Distributions.keep
+    visited: list[TrieNode] = []
+    keep = DistributionCache.keep
 
-    def noting(self: Distributions, state: State, length: int, shares: torch.Tensor) -> Distribution | None:
+    def noting(
+        self: DistributionCache, state: TrieNode, length: int, shares: torch.Tensor
+    ) -> CachedDistribution | None:
         if threading.current_thread() in workers():
             visited.append(state)
         return keep(self, state, length, shares)
 
-    monkeypatch.setattr(Distributions, "keep", noting)
+    monkeypatch.setattr(DistributionCache, "keep", noting)
     before = set(known(cache))
     pause = Pause(lambda: len(visited) > 20)
     sample(model, cache, seed=99, temperature=1.0, top_k=7, prefetch=True, streamer=pause)
@@ -167,7 +169,7 @@ def test_the_likeliest_states_come_first(model: PreTrainedModel, monkeypatch: py
     assert min(shares) > 0  # no work for what cannot be drawn any more
 
 
-def likelihood(state: State) -> float:
+def likelihood(state: TrieNode) -> float:
     """Probability of the tokens that lead to a state from the last one without a distribution."""
     parent = state.parent
     if parent is None or parent.distribution is None:
@@ -372,7 +374,7 @@ def counted(cache: LogitsCache) -> int:
 
 @pytest.mark.usefixtures("elsewhere")
 def test_work_is_bounded(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_parallel.generation.prefetch.MOST_STATES", 5)
+    monkeypatch.setattr("hf_parallel.generation.resampling.prefetch.MOST_STATES", 5)
     cache = LogitsCache()
     sample(
         model, cache, prefetch=True, streamer=Pause(lambda: len(prepared(cache)) >= min(5, len(known(cache)))), **CUT
@@ -387,7 +389,7 @@ def test_states_that_were_dropped_meanwhile_are_left_alone() -> None:
         cursors.remember(0, torch.randn(50))
         state = cursors.state(0)
     cache.clear()
-    kept = Distribution.of(torch.eye(50)[3], ())
+    kept = CachedDistribution.of(torch.eye(50)[3], ())
     assert kept is not None
     assert not cache.prepare(state, kept)
     assert cache.num_bytes == 0

@@ -9,7 +9,7 @@ import pytest
 from workers import TOKENIZER
 
 from hf_parallel import HogwildConfig, ParallelConfig, PDOSConfig, SelfConsistencyConfig, SkeletonOfThoughtConfig
-from hf_parallel.printing import Floor, RowPrinter, StepPrinter, place_of, printable, row_name
+from hf_parallel.cli.printing import Floor, RowPrinter, StepPrinter, printable
 
 
 def spoken(*events: Any, headings: tuple[str, ...] = ("",)) -> str:
@@ -119,5 +119,5 @@ def test_steps_of_several_answers_say_which_they_are_of() -> None:
 def test_rows_of_two_prompts_have_places_and_names(
     config: ParallelConfig, row: int, place: tuple[int, int], name: str
 ) -> None:
-    assert place_of(config, row, 2) == place
-    assert row_name(config, place[1]) == name
+    assert config.place(row, 2)[:2] == place
+    assert config.row_name(place[1]) == name

@@ -1,4 +1,4 @@
-"""Recall: what other threads do to a cache meanwhile, and what a policy may keep."""
+"""Replayer: what other threads do to a cache meanwhile, and what a policy may keep."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_parallel
 from hf_parallel import Hotspot, LogitsCache
-from hf_parallel.cache.logits import State
-from hf_parallel.cache.remembered import Remembered
-from hf_parallel.generation.recall import _last_taken
+from hf_parallel.cache.cached_logits import CachedLogits
+from hf_parallel.cache.logits import TrieNode
+from hf_parallel.generation.resampling.replay import _last_taken
 from hf_parallel.generation.sampling import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -153,7 +153,7 @@ def test_a_cache_that_nobody_has_any_more_frees_its_logits_at_once() -> None:
 @pytest.mark.usefixtures("hasty")
 def test_a_route_is_found_while_others_add_continuations_and_drop_them() -> None:
     cache, done = LogitsCache(40_000), threading.Event()
-    state = State(0, None)
+    state = TrieNode(0, None)
 
     def add() -> None:
         try:
@@ -214,14 +214,14 @@ def test_the_budget_holds_for_what_is_really_there(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, replay: str
 ) -> None:
     """Nobody else keeps the logits of states that were dropped."""
-    alive: weakref.WeakSet[Remembered] = weakref.WeakSet()
-    make = Remembered.of
+    alive: weakref.WeakSet[CachedLogits] = weakref.WeakSet()
+    make = CachedLogits.of
 
-    def noted(logits: torch.Tensor, top_k: int | None) -> Remembered:
+    def noted(logits: torch.Tensor, top_k: int | None) -> CachedLogits:
         alive.add(made := make(logits, top_k))
         return made
 
-    monkeypatch.setattr(Remembered, "of", noted)
+    monkeypatch.setattr(CachedLogits, "of", noted)
     cache, most = LogitsCache(20_000), 0
 
     class Counts:

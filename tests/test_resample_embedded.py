@@ -9,7 +9,7 @@ import torch
 
 import hf_parallel
 from hf_parallel import LogitsCache
-from hf_parallel.generation.noise import make_noise, waits
+from hf_parallel.generation.rng import exponential_noise, make_rngs
 
 SAMPLES, NEW, SEED = 32, 64, 3
 TEMPERATURES = (0.2, 0.6, 1.0)
@@ -49,10 +49,10 @@ def sample(model: Any, prompt: torch.Tensor, temperature: float, rows: int, **se
 def with_noise(model: Any, row: torch.Tensor, number: int, step: int, temperature: float, width: int) -> torch.Tensor:
     """Logits, and the noise that a draw adds to them: the largest is drawn as a row's next token."""
     logits = model(row[None, : width + step]).logits[0, -1]
-    noise = make_noise(SEED, SAMPLES)[number]  # type: ignore[index]
+    noise = make_rngs(SEED, SAMPLES)[number]  # type: ignore[index]
     for _ in range(step):
         noise.skip()
-    race = waits(torch.tensor(noise.next()), torch.arange(len(logits)))
+    race = exponential_noise(torch.tensor(noise.next()), torch.arange(len(logits)))
     return logits - temperature * race.log()
 
 

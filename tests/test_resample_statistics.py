@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import hf_parallel
 from hf_parallel import LogitsCache, ReplayPolicy, Stepwise
-from hf_parallel.generation.fingerprint import fingerprint
+from hf_parallel.cache.fingerprint import fingerprint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

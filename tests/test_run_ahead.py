@@ -19,12 +19,12 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 import hf_parallel
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.layout import ForwardPass
+from hf_parallel.cli.measure import StepClock
 from hf_parallel.generation import decode
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.graph import DecodeGraphs
 from hf_parallel.generation.sampling import Sampler, TokenTable
 from hf_parallel.kernels import AttentionPlan, ToHost
-from hf_parallel.measure import StepClock
+from hf_parallel.models.cuda_graph import DecodeGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

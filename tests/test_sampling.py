@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
 from hf_parallel import LogitsCache, ParallelOutput
-from hf_parallel.generation.sampling import EndsLater
+from hf_parallel.generation.sampling import MinLengthProcessor
 
 NEW = 16
 DRAWS = 2000
@@ -243,7 +243,7 @@ def test_min_new_tokens(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("length", [1, 11, 12, 40])
 def test_ends_come_later_as_by_the_processors_of_transformers(ends: list[int], length: int) -> None:
     ids, scores = torch.zeros(2, length, dtype=torch.long), torch.randn(2, tiny.VOCAB_SIZE)
-    before, least = scores.clone(), EndsLater(12, torch.tensor(ends))
+    before, least = scores.clone(), MinLengthProcessor(12, torch.tensor(ends))
     for theirs in (MinLengthLogitsProcessor(12, ends), MinNewTokensLengthLogitsProcessor(8, 4, ends)):
         assert torch.equal(least(ids, scores), theirs(ids, scores))
     assert torch.equal(scores, before), "the caller's own"

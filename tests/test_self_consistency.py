@@ -23,7 +23,7 @@ from hf_parallel import (
     SharedPrefixCache,
     UnsupportedModelError,
 )
-from hf_parallel.generation.answers import BOXED, find_answer, majority, normal_form
+from hf_parallel.generation.modes.final_answers import BOXED, find_answer, majority, normal_form
 
 EOS = tiny.EOS
 PROMPTS = tiny.make_prompts([23, 11])

@@ -15,9 +15,9 @@ from workers import TOKENIZER, Recording, _Reader, small_model
 
 import hf_parallel
 from hf_parallel import HogwildSession
-from hf_parallel.attention import capabilities
 from hf_parallel.cache import Block
 from hf_parallel.cache.hogwild import LAYOUTS, HogwildCache
+from hf_parallel.models.attention import capabilities
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

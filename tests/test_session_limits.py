@@ -22,8 +22,8 @@ from hf_parallel import HogwildSession
 from hf_parallel.cache.arena import Arena
 from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.graph import DecodeGraphs
-from hf_parallel.generation.worker import Worker
+from hf_parallel.generation.modes.hogwild.worker import Worker
+from hf_parallel.models.cuda_graph import DecodeGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

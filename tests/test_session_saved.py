@@ -187,7 +187,7 @@ def test_passes_are_computed_many_at_a_time(tmp_path: Path, monkeypatch: pytest.
     session.run(60)
     session.save(tmp_path / "session.json")
     assert load(tmp_path / "session.json").stats.forward_passes == 2  # the prompt, and all passes
-    monkeypatch.setattr("hf_parallel.generation.stepping.RETOLD_TOGETHER", 25)
+    monkeypatch.setattr("hf_parallel.generation.modes.hogwild.stepping.RETOLD_TOGETHER", 25)
     other = load(tmp_path / "session.json")
     assert other.stats.forward_passes == 4
     for one in (session, other):

@@ -13,8 +13,8 @@ import torch
 from test_logits_cache import VOCABULARY, logits_of, read, write
 
 from hf_parallel import LogitsCache
+from hf_parallel.cache.cached_logits import TENSOR_BYTES
 from hf_parallel.cache.logits import STATE_BYTES
-from hf_parallel.cache.remembered import TENSOR_BYTES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

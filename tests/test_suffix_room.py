@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from workers import TOKENIZER
 
 import hf_parallel
-from hf_parallel.generation import prefix
-from hf_parallel.generation.prefix import BATCH_ROOM, LEAST_ROOM, SUFFIX_ROOM, first_room
+from hf_parallel.generation import prefill as prefix
+from hf_parallel.generation.prefill import BATCH_ROOM, LEAST_ROOM, SUFFIX_ROOM, first_room
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

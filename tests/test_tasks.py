@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 import hf_parallel
 from hf_parallel.evaluation import TASKS, ArithmeticProblem, PlanningProblem, RetrievalProblem
-from hf_parallel.generation.answers import find_answer
+from hf_parallel.generation.modes.final_answers import find_answer
 
 SEEDS = range(40)
 

@@ -14,8 +14,8 @@ import torch
 
 import hf_parallel
 from hf_parallel import HogwildConfig
-from hf_parallel.attention import IMPLEMENTATION, block_attention_enabled
 from hf_parallel.cache import BlockCache
+from hf_parallel.models.attention import IMPLEMENTATION, block_attention_enabled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,8 +16,8 @@ from test_skeleton_of_thought import write as outline
 from workers import encode, small_model, write
 
 from hf_parallel import Hotspot, LogitsCache, ParallelOutput
-from hf_parallel.generation.record import Record
-from hf_parallel.generation.transcript import FORMAT, VERSION, Card, beside, written_cards
+from hf_parallel.transcript.record import Record
+from hf_parallel.transcript.sections import FORMAT, VERSION, Card, beside, written_cards
 
 EOS = tiny.EOS
 ALICE, BOB = "Ann.\n\nTwo.", "Bo is slow.\n\nx"

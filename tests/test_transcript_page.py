@@ -20,7 +20,7 @@ from talks import scripted
 from workers import TOKENIZER, write
 
 from hf_parallel import LogitsCache
-from hf_parallel.generation.page import render
+from hf_parallel.transcript.page import render
 
 EOS = tiny.EOS
 ALICE, BOB = "Ann.\n\nTwo.", "Bo is slow.\n\nx"

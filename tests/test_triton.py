@@ -26,9 +26,9 @@ from hf_parallel.kernels.work import Place
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 
 if __test__:
-    from hf_parallel.kernels import launch as launches
-    from hf_parallel.kernels import triton_attention as triton_backend
-    from hf_parallel.kernels.launch import AttendLaunch, Tiling, WriteLaunch
+    from hf_parallel.kernels.triton import attention as triton_backend
+    from hf_parallel.kernels.triton import launch as launches
+    from hf_parallel.kernels.triton.launch import AttendLaunch, Tiling, WriteLaunch
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
 

@@ -30,8 +30,9 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from hf_parallel.kernels import launch, triton_attention  # noqa: E402
-from hf_parallel.kernels.launch import Tiling, select_tilings  # noqa: E402
+from hf_parallel.kernels.triton import attention as triton_attention  # noqa: E402
+from hf_parallel.kernels.triton import launch  # noqa: E402
+from hf_parallel.kernels.triton.launch import Tiling, select_tilings  # noqa: E402
 
 SHARED_PER_PROGRAM = {80: 99 << 10, 90: 227 << 10}
 """Bytes that a program may take; 99 KB is what the smaller GPUs of Ampere and Ada have."""

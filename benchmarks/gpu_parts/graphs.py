@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_parallel.generation import graph
+from hf_parallel.models import cuda_graph as graph
 
 from .cases import Case
 from .correctness import worst

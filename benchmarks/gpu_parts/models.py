@@ -19,7 +19,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_parallel
-from hf_parallel.attention import IMPLEMENTATION
+from hf_parallel.models.attention import IMPLEMENTATION
 
 PAD = 0
 """Token of rows that have ended."""

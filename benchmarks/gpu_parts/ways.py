@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
-from hf_parallel.measure import StepClock
+from hf_parallel.cli.measure import StepClock
 
 from .cases import OUT_OF_MEMORY, fits
 from .models import PAD, ByteTokenizer, attention_skipped, draw_prompt, kv_bytes_per_token

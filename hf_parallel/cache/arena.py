@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..kernels import AttentionPlan, RotarySpec, to_device
-from ..kernels.dispatch import append, move
-from ..kernels.work import Place
+from hf_parallel.kernels import AttentionPlan, RotarySpec, to_device
+from hf_parallel.kernels.dispatch import append, move
+from hf_parallel.kernels.work import Place
 
 GROWTH = 1.5
 """Factor by which storage that is in use grows, so that past tokens are copied a bounded number of times."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from ..kernels import AttentionPlan, RotarySpec, rotate
-from .arena import Arena, LayerStorage
-from .layout import Block, ForwardPass, RunLayout, Segment, View, plan_pass, view_length
+from hf_parallel.cache.arena import Arena, LayerStorage
+from hf_parallel.cache.layout import Block, ForwardPass, RunLayout, Segment, View, plan_pass, view_length
+from hf_parallel.kernels import AttentionPlan, RotarySpec, rotate
 
 
 class BlockCache(Cache):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .layout import Block
-from .shared_prefix import SharedPrefixCache
+from hf_parallel.cache.layout import Block
+from hf_parallel.cache.shared_prefix import SharedPrefixCache
 
 STEP_ROOM = 256
 """Tokens that a step has room for at first; equal extents let the workers' steps be read in one call."""

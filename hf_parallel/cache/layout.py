@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ..kernels import AttentionPlan, Growth, to_device
-from .arena import Extent
+from hf_parallel.cache.arena import Extent
+from hf_parallel.kernels import AttentionPlan, Growth, to_device
 
 
 @dataclass(eq=False)

@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 
-from ..folders import warn_of_version, whole_file
-from .remembered import Distribution, Remembered
+from hf_parallel.cache.cached_logits import CachedDistribution, CachedLogits
+from hf_parallel.files import warn_of_version, whole_file
 
 STATE_BYTES = 400
 """What a state costs beside its logits, in bytes: the object, and its place among its siblings."""
@@ -34,19 +34,19 @@ _FORMAT = "hf_parallel.LogitsCache/1"
 
 
 @dataclass(eq=False)
-class State:
+class TrieNode:
     """A run of tokens: the one before it and one `token` more.
 
     `logits` are what followed, if known; `distribution` is what tokens are drawn from after them, and `uncertainty`
     what a replay policy makes of them. `taken_by` are the settings under which `token` was taken last, as those of a
-    `Distribution`. `used` is the time of the last visit, `pins` the rows that stand here.
+    `CachedDistribution`. `used` is the time of the last visit, `pins` the rows that stand here.
     """
 
     token: int
-    above: InitVar[State | None]
-    children: dict[int, State] = field(default_factory=dict)
-    logits: Remembered | None = None
-    distribution: Distribution | None = None
+    above: InitVar[TrieNode | None]
+    children: dict[int, TrieNode] = field(default_factory=dict)
+    logits: CachedLogits | None = None
+    distribution: CachedDistribution | None = None
     uncertainty: float | None = None
     taken_by: str | None = None
     used: int = 0
@@ -54,11 +54,11 @@ class State:
     alive: bool = True
     offered: bool = False
 
-    def __post_init__(self, above: State | None) -> None:
+    def __post_init__(self, above: TrieNode | None) -> None:
         self._parent = None if above is None else weakref.ref(above)
 
     @property
-    def parent(self) -> State | None:
+    def parent(self) -> TrieNode | None:
         """The state that is one token shorter; it does not live for this one, so a cache that goes takes all along."""
         return None if self._parent is None else self._parent()
 
@@ -98,9 +98,9 @@ class LogitsCache:
         self.max_bytes, self.top_k = max_bytes, top_k
         self.hits = self.misses = 0
         self.num_bytes = 0
-        self._roots: dict[str, State] = {}
+        self._roots: dict[str, TrieNode] = {}
         self._clock = 0
-        self._leaves: list[tuple[int, int, State]] = []  # heap by use; entries may be out of date
+        self._leaves: list[tuple[int, int, TrieNode]] = []  # heap by use; entries may be out of date
         self._lock = threading.RLock()
 
     def __copy__(self) -> LogitsCache:
@@ -154,7 +154,7 @@ class LogitsCache:
         """
         with self._lock:
             states = list(self._states())
-            last: dict[str, State] = {}
+            last: dict[str, TrieNode] = {}
             for key, state in states:
                 if key not in last or state.used > last[key].used:
                     last[key] = state
@@ -171,16 +171,16 @@ class LogitsCache:
             for state in last.values():
                 self._offer(state)
 
-    def children(self, state: State) -> list[State]:
+    def children(self, state: TrieNode) -> list[TrieNode]:
         """The states that are one token longer, as they are now."""
         with self._lock:
             return list(state.children.values())
 
-    def taken_last(self, state: State) -> State | None:
+    def taken_last(self, state: TrieNode) -> TrieNode | None:
         """The state that is one token longer and was visited last of those."""
         return max(self.children(state), key=lambda child: child.used, default=None)
 
-    def _states(self) -> Iterator[tuple[str, State]]:
+    def _states(self) -> Iterator[tuple[str, TrieNode]]:
         """All states with the key of their model, parents first."""
         with self._lock:
             stack = [(key, root) for key, root in self._roots.items()]
@@ -189,42 +189,42 @@ class LogitsCache:
                 yield key, state
                 stack.extend((key, child) for child in state.children.values())
 
-    def _root(self, key: str) -> State:
+    def _root(self, key: str) -> TrieNode:
         if key not in self._roots:
-            self._roots[key] = State(-1, None)
+            self._roots[key] = TrieNode(-1, None)
         return self._roots[key]
 
-    def _child(self, state: State, token: int) -> State:
+    def _child(self, state: TrieNode, token: int) -> TrieNode:
         child = state.children.get(token)
         if child is None:
-            child = state.children[token] = State(token, state, alive=state.alive)
+            child = state.children[token] = TrieNode(token, state, alive=state.alive)
             self.num_bytes += child.num_bytes if child.alive else 0
         return child
 
     @staticmethod
-    def _forget(state: State) -> None:
+    def _forget(state: TrieNode) -> None:
         """Let go of what is kept at a state, whoever else still holds it; rows that stand there may go on."""
         state.alive = False
         if not state.pins:
             state.logits = state.distribution = None
 
-    def _touch(self, state: State) -> None:
+    def _touch(self, state: TrieNode) -> None:
         self._clock += 1
         state.used = self._clock
 
-    def _offer(self, state: State) -> None:
+    def _offer(self, state: TrieNode) -> None:
         """Note that a state may be dropped, if it is nobody's parent and nobody stands on it."""
         if state.alive and not (state.offered or state.children or state.pins) and state.parent is not None:
             state.offered = True
             heapq.heappush(self._leaves, (state.used, id(state), state))
 
-    def _store(self, state: State, logits: torch.Tensor) -> bool:
+    def _store(self, state: TrieNode, logits: torch.Tensor) -> bool:
         """Remember what follows a state, if there is or can be made room; returns whether it is known now."""
         if state.logits is not None:
             return True
         if not state.alive:
             return False
-        remembered = Remembered.of(logits, self.top_k)
+        remembered = CachedLogits.of(logits, self.top_k)
         self._make_room(remembered.num_bytes)
         if self.num_bytes + remembered.num_bytes > self.max_bytes:
             return False
@@ -232,7 +232,7 @@ class LogitsCache:
         self.num_bytes += remembered.num_bytes
         return True
 
-    def prepare(self, state: State, distribution: Distribution) -> bool:
+    def prepare(self, state: TrieNode, distribution: CachedDistribution) -> bool:
         """Keep a distribution beside a state's logits, instead of one that it had; returns False without room."""
         with self._lock:
             more = distribution.num_bytes - (0 if state.distribution is None else state.distribution.num_bytes)
@@ -325,9 +325,9 @@ class LogitsCache:
             self._offer(state)
 
 
-def _flatten(root: State) -> dict[str, torch.Tensor]:
+def _flatten(root: TrieNode) -> dict[str, torch.Tensor]:
     """The states below a root as arrays, parents first; `places` says which row of `values` is whose."""
-    states: list[State] = [root]
+    states: list[TrieNode] = [root]
     numbers: dict[int, int] = {id(root): 0}
     for state in states:
         for child in state.children.values():
@@ -350,13 +350,13 @@ def _flatten(root: State) -> dict[str, torch.Tensor]:
     return arrays
 
 
-def _unflatten(arrays: dict[str, torch.Tensor], place: int) -> Remembered:
+def _unflatten(arrays: dict[str, torch.Tensor], place: int) -> CachedLogits:
     """The logits at a row of `values`."""
     values, ids = arrays["values"][place].clone(), None
     if "ids" in arrays:
         kept = values > -torch.inf  # others fill the row
         values, ids = values[kept], arrays["ids"][place][kept]
-    return Remembered(values, ids, int(arrays["vocabulary"]), float(arrays["rest"][place]))
+    return CachedLogits(values, ids, int(arrays["vocabulary"]), float(arrays["rest"][place]))
 
 
 def _check(arrays: dict[str, torch.Tensor]) -> None:
@@ -383,7 +383,7 @@ class Cursors:
 
     def __init__(self, cache: LogitsCache) -> None:
         self._cache = cache
-        self._at: dict[Any, State] = {}
+        self._at: dict[Any, TrieNode] = {}
 
     def start(self, row: Any, key: str, tokens: Sequence[int]) -> None:
         """Put a row on the state of `tokens`, the prompt's; `key` names the model."""
@@ -404,7 +404,7 @@ class Cursors:
         return None if remembered is None else remembered.spread()
 
     def ask(self, row: Any, count: int = 0, rest: float = np.inf) -> bool:
-        """Whether enough is known of what follows the row's tokens, see `Remembered.serves`. A hit or a miss."""
+        """Whether enough is known of what follows the row's tokens, see `CachedLogits.serves`. A hit or a miss."""
         with self._cache._lock:
             logits = self._at[row].logits
             known = logits is not None and logits.serves(count, rest)
@@ -421,7 +421,7 @@ class Cursors:
         with self._cache._lock:
             return self._cache._store(self._at[row], logits)
 
-    def state(self, row: Any) -> State:
+    def state(self, row: Any) -> TrieNode:
         """The state on which a row stands."""
         return self._at[row]
 
@@ -432,7 +432,7 @@ class Cursors:
                 self._leave(row)
             self._cache._make_room(0)
 
-    def _stand(self, row: Any, state: State) -> None:
+    def _stand(self, row: Any, state: TrieNode) -> None:
         state.pins += 1
         if row in self._at:
             self._leave(row)

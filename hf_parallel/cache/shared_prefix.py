@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..kernels import RotarySpec
-from .base import BlockCache
-from .layout import Block
+from hf_parallel.cache.base import BlockCache
+from hf_parallel.cache.layout import Block
+from hf_parallel.kernels import RotarySpec
 
 
 @dataclass(eq=False)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .layout import Block, view_length
-from .shared_prefix import SharedPrefixCache
+from hf_parallel.cache.layout import Block, view_length
+from hf_parallel.cache.shared_prefix import SharedPrefixCache
 
 BRANCH_ROOM = 64
 """Tokens that a branch has room for at first; equal extents let the branches be read in one call."""

@@ -1,5 +1,5 @@
 """What answers are worth: tasks whose answers are known exactly. Stands above generation, knows no model."""
 
-from .tasks import TASKS, ArithmeticProblem, PlanningProblem, Problem, RetrievalProblem, Student
+from hf_parallel.evaluation.tasks import TASKS, ArithmeticProblem, PlanningProblem, Problem, RetrievalProblem, Student
 
 __all__ = ["TASKS", "ArithmeticProblem", "PlanningProblem", "Problem", "RetrievalProblem", "Student"]

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..generation.answers import BOXED, find_answer, normal_form
-from ..generation.config import check_int
+from hf_parallel.generation.config import check_int
+from hf_parallel.generation.modes.final_answers import BOXED, find_answer, normal_form
 
 FIRST_NAMES = (
     "Ada Bruno Chiara Dmitri Elif Farid Greta Hamza Ines Jonas Keiko Lamin Mei Noor Oskar Priya Quentin Rosa Sven "

@@ -1,54 +1,30 @@
-"""The generation floor: who writes the next token where. One decode loop, one file per mode."""
+"""Generation with several rows per forward pass: one decode loop, and the mixin behind `model.generate`."""
 
-from .blocks import Branch, ParallelBlock, StageStats
-from .config import MODES, ParallelConfig
-from .hogwild import HogwildConfig, HogwildOutput
-from .logits_process import ParallelBlockLogitsProcessor
-from .mixin import ParallelGenerationMixin, disable, enable
-from .outputs import GenerationStats, ParallelOutput
-from .pdos import PDOSConfig, PDOSOutput
-from .prompts import CHAIN_OF_DRAFT, chain_of_draft_prompt, hogwild_prompt, pdos_prompt
-from .replay import Hotspot, ReplayPolicy, Stepwise
-from .resample import ResampleConfig
-from .self_consistency import SelfConsistencyConfig, SelfConsistencyOutput
-from .shared_prefix import SharedPrefixConfig
-from .skeleton import BlockFormat
-from .skeleton_of_thought import SkeletonOfThoughtConfig, SkeletonOfThoughtOutput, SkeletonPoint
-from .streaming import ParallelIteratorStreamer, ParallelStreamer
-from .worker import Step
+from hf_parallel.generation.config import ParallelConfig, Preset, RowPlace
+from hf_parallel.generation.mixin import ParallelGenerationMixin, disable, enable
+from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.prompts import CHAIN_OF_DRAFT, build_prompt, chain_of_draft_prompt
+from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.resampling.policies import Hotspot, ReplayPolicy, Stepwise
+from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.generation.streaming import ParallelIteratorStreamer, ParallelStreamer
 
 __all__ = [
     "CHAIN_OF_DRAFT",
     "MODES",
-    "BlockFormat",
-    "Branch",
     "GenerationStats",
-    "HogwildConfig",
-    "HogwildOutput",
     "Hotspot",
-    "PDOSConfig",
-    "PDOSOutput",
-    "ParallelBlock",
-    "ParallelBlockLogitsProcessor",
     "ParallelConfig",
     "ParallelGenerationMixin",
-    "ParallelOutput",
     "ParallelIteratorStreamer",
+    "ParallelOutput",
     "ParallelStreamer",
+    "Preset",
     "ReplayPolicy",
-    "ResampleConfig",
-    "SelfConsistencyConfig",
-    "SelfConsistencyOutput",
-    "SharedPrefixConfig",
-    "SkeletonOfThoughtConfig",
-    "SkeletonOfThoughtOutput",
-    "SkeletonPoint",
-    "StageStats",
-    "Step",
+    "RowPlace",
     "Stepwise",
+    "build_prompt",
     "chain_of_draft_prompt",
     "disable",
     "enable",
-    "hogwild_prompt",
-    "pdos_prompt",
 ]

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from ..cache import BlockCache
-from .config import check_int, is_int
+from hf_parallel.cache import BlockCache
+from hf_parallel.generation.config import check_int, is_int
 
 _COUNTS = {
     "max_new_tokens": 1,

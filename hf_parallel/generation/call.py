@@ -11,9 +11,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 
-from ..attention import Capabilities, UnsupportedModelError
-from ..cache import BlockCache
-from .record import Record
+from hf_parallel.cache import BlockCache
+from hf_parallel.models.attention import Capabilities, UnsupportedModelError
+from hf_parallel.transcript.record import Record
 
 _IGNORED = ("use_cache", "logits_to_keep")
 
@@ -92,7 +92,7 @@ class GenerationCall:
             write(row, text, event)
 
 
-class OfPrompts(LogitsProcessor):
+class PerPromptProcessor(LogitsProcessor):
     """Asks a processor that tells rows by their numbers as if they were prompts, each of which has several rows.
 
     Parameters

@@ -12,17 +12,35 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+from typing_extensions import Self
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.registry import MODES
+from hf_parallel.transcript.sections import TranscriptStyle
 
-    from .call import GenerationCall
 
-MODES: dict[str, type[ParallelConfig]] = {}
-"""The modes by name."""
+class RowPlace(NamedTuple):
+    """Where a generated row belongs.
+
+    `prompt` is the row of `input_ids`, `index` the number of the row among those of the prompt, and `column` its column
+    in a transcript (None: it spans all columns).
+    """
+
+    prompt: int
+    index: int
+    column: int | None
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Settings that suit one model: of the mode, of `generate`, and a template for the task."""
+
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    task: str = "{task}"
 
 
 @dataclass
@@ -42,6 +60,20 @@ class ParallelConfig:
     mode: ClassVar[str] = ""
     not_stored: ClassVar[tuple[str, ...]] = ()
     """Settings that are objects of the running process."""
+    needs_logits_cache: ClassVar[bool] = False
+    """Whether a call without `logits_cache` raises."""
+    streams_text: ClassVar[bool] = False
+    """Whether rows stream text through `ParallelStreamer.write_row`."""
+    streams_tokens: ClassVar[Literal["every_pass", "when_final", "at_end"]] = "every_pass"
+    """When a streamer's `put` receives token ids."""
+    merges_rows: ClassVar[bool] = False
+    """Whether the rows of a prompt make one answer together, instead of one answer each."""
+    rows_name: ClassVar[str] = ""
+    """Field that holds the texts of a prompt's rows in records of an interrupted call; empty: there is none."""
+    presets: ClassVar[Mapping[str, Preset]] = {}
+    """Settings by model; `embedded` is the model of `load_embedded_model`."""
+    example_arguments: ClassVar[Mapping[str, str]] = {}
+    """Source code of further arguments of `generate` that an example of the mode needs."""
 
     seed: Any = None
     cuda_graph: bool = True
@@ -56,7 +88,7 @@ class ParallelConfig:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.mode:
-            MODES[cls.mode] = cls
+            MODES.register(cls.mode, cls)
 
     def __post_init__(self) -> None:
         self.validate()
@@ -80,6 +112,35 @@ class ParallelConfig:
     def run(self, call: GenerationCall) -> Any:
         """Generate. Returns what `model.generate` returns."""
         raise NotImplementedError
+
+    # How rows map to prompts, and what they are called
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Rows of the output per row of `input_ids`."""
+        return 1
+
+    def place(self, row: int, num_prompts: int) -> RowPlace:
+        """Return where a row belongs, given the number of rows of `input_ids`."""
+        prompt, index = divmod(row, self.rows_per_prompt)
+        return RowPlace(prompt, index, index)
+
+    def row_name(self, index: int) -> str:
+        """Name of a prompt's row with this index."""
+        return f"Answer {index + 1}"
+
+    def step_text(self, index: int, step: int, text: str) -> str:
+        """Text of a row's step (counted from 1) without the prefix that repeats the row's name."""
+        return text
+
+    @property
+    def transcript_style(self) -> TranscriptStyle:
+        """How a transcript shows the rows."""
+        return TranscriptStyle()
+
+    def system_prompt(self) -> str | None:
+        """Instructions that `build_prompt` puts before a task. Empty: none; None: the mode has no prompt builder."""
+        return None
 
     @classmethod
     def fields(cls) -> list[str]:
@@ -110,6 +171,16 @@ class ParallelConfig:
             if why := lost_in_json(value):
                 raise ValueError(f"{name}={value!r} cannot be stored: {why}")
         return settings
+
+
+SAMPLING: dict[str, Any] = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "repetition_penalty": 1.1,
+    "no_repeat_ngram_size": 5,
+}
+"""Settings of `generate` for a small model, which repeats itself under greedy decoding."""
 
 
 def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) -> ParallelConfig:

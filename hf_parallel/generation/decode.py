@@ -15,17 +15,18 @@ from typing import Any, TypeVar
 import torch
 from transformers import StoppingCriteriaList
 
-from ..attention import block_attention_enabled
-from ..cache import BlockCache, Segment
-from ..kernels import to_device
-from ..linear import linear_layers
-from .call import GenerationCall
-from .forward import ForwardPasses
-from .outputs import GenerationStats, ParallelOutput
-from .recall import Recall
-from .rows import Brought, Group, Part, Row
-from .sampling import Sampler, TokenTable
-from .trial import Trials
+from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.forward import ForwardPasses
+from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.resampling.replay import Replayer
+from hf_parallel.generation.resampling.verification import SpeculativeDecoder
+from hf_parallel.generation.rows import Group, Part, PassInputs, Row
+from hf_parallel.generation.sampling import Sampler, TokenTable
+from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.kernels import to_device
+from hf_parallel.kernels.linear import linear_layers
+from hf_parallel.models.attention import block_attention_enabled
 
 PREFILL_CHUNK = 4096
 """New tokens per forward pass of a prefill, unless `prefill_chunk_size` says otherwise."""
@@ -57,7 +58,7 @@ class DecodeLoop(ForwardPasses):
 
     Attributes
     ----------
-    recall : Recall, optional
+    recall : Replayer, optional
         Remembers the logits of the rows, if a mode has set it.
     """
 
@@ -75,7 +76,7 @@ class DecodeLoop(ForwardPasses):
         self.table = table
         self.streamer = call.streamer if stream and hasattr(call.streamer, "put") else None
         self.sampler = Sampler(call, table, call.stopping_criteria if criteria is None else criteria, seed)
-        self.recall: Recall | None = None
+        self.replayer: Replayer | None = None
         self._room = call.generation_config.prefill_chunk_size or PREFILL_CHUNK
 
     @contextmanager
@@ -163,7 +164,7 @@ class DecodeLoop(ForwardPasses):
             ahead: list[torch.Tensor] = []
             before = active
             if logits is not None:
-                going = self.take(active, logits, advance, ahead if plain and self.recall is None else None)
+                going = self.take(active, logits, advance, ahead if plain and self.replayer is None else None)
                 active = going if follow is None else list(follow(going))
             if trials is not None:
                 active = trials.take(active)
@@ -185,8 +186,8 @@ class DecodeLoop(ForwardPasses):
         With a list `ahead` the next step begins before the tokens have been read, if it can: its logits are put there.
         """
         indices = [row.index for row in rows]
-        if self.recall is not None:
-            tokens, ended = self.recall.choose(indices, logits)
+        if self.replayer is not None:
+            tokens, ended = self.replayer.choose(indices, logits)
         else:
             drawn = self.sampler.draw(indices, logits)
             fetched = self.sampler.fetch(*drawn)  # queued before the next step, or it would arrive behind it
@@ -222,7 +223,7 @@ class DecodeLoop(ForwardPasses):
         list of Row
             Those that go on.
         """
-        if self.recall is None:
+        if self.replayer is None:
             return list(rows)
         began, of = time.perf_counter(), {row.index: row for row in rows}
 
@@ -230,7 +231,7 @@ class DecodeLoop(ForwardPasses):
             going = self._hand_out([of[index] for index in indices], tokens, ended, advance or _advance)
             return [row.index for row in going]
 
-        going = [of[index] for index in self.recall.replay(list(of), take)]
+        going = [of[index] for index in self.replayer.replay(list(of), take)]
         self.stats.decode_seconds += time.perf_counter() - began
         return going
 
@@ -264,12 +265,14 @@ class DecodeLoop(ForwardPasses):
             settle()
         return logits
 
-    def _trials(self) -> Trials | None:
+    def _trials(self) -> SpeculativeDecoder | None:
         """What computes drafts, if there are to be any."""
-        if self.recall is None or (drafts := self.recall.drafts()) is None:
+        if self.replayer is None or (drafts := self.replayer.drafts()) is None:
             return None
         hand_out = partial(self._hand_out, advance=_advance)
-        return Trials(drafts, self.call, self.recall, self.cache, self.stats, self._left, self.forward, hand_out)
+        return SpeculativeDecoder(
+            drafts, self.call, self.replayer, self.cache, self.stats, self._left, self.forward, hand_out
+        )
 
     def _left(self, row: Row) -> int:
         """Tokens that a row may still take."""
@@ -277,10 +280,10 @@ class DecodeLoop(ForwardPasses):
 
     def _leaves_out(self, part: Part) -> bool:
         """Whether it is remembered what follows a part, which is kept for later then."""
-        if self.recall is None or part.group is None:
+        if self.replayer is None or part.group is None:
             return False
         names = part.group.visit(part.brought, part.ends)
-        known = self.recall.arrive([row.index for row in part.rows], names)
+        known = self.replayer.arrive([row.index for row in part.rows], names)
         if known:
             part.group.backlog.append(part.brought)
         return known
@@ -290,7 +293,7 @@ class DecodeLoop(ForwardPasses):
         groups = [part.group for part in parts if part.group is not None]
         self._read(groups)
         backlog = [brought for group in groups for brought in group.backlog]
-        brought: Brought = []
+        brought: PassInputs = []
         ends: list[int] = []
         for part in parts:
             ends += [len(brought) + end for end in part.ends]
@@ -317,10 +320,10 @@ class DecodeLoop(ForwardPasses):
         if unread:
             self.prefill(list(unread.values()))
 
-    def _catch_up(self, passes: Sequence[Brought], ends: Sequence[int]) -> torch.Tensor:
+    def _catch_up(self, passes: Sequence[PassInputs], ends: Sequence[int]) -> torch.Tensor:
         """Compute passes that follow each other, in as few forward passes as fit; returns the last one's logits."""
         began = time.perf_counter()
-        run: list[Brought] = []
+        run: list[PassInputs] = []
         free = self._room
         for brought in passes:
             size = sum(len(tokens) for _, tokens in brought)
@@ -334,7 +337,7 @@ class DecodeLoop(ForwardPasses):
         self.stats.prefill_seconds += time.perf_counter() - began
         return logits
 
-    def _run_all(self, passes: Sequence[Brought], ends: Sequence[int]) -> torch.Tensor:
+    def _run_all(self, passes: Sequence[PassInputs], ends: Sequence[int]) -> torch.Tensor:
         """One forward pass over passes that follow each other; returns the logits at `ends`, segments of the last."""
         ids = self.packed([part for brought in passes for part in brought])
         first = sum(len(brought) for brought in passes[:-1])
@@ -390,8 +393,8 @@ class DecodeLoop(ForwardPasses):
         """As `output`, but as things stand now: nobody is told that all is written."""
         record = self.call.record
         record.lengths = list(self.table.lengths[:count])
-        if self.recall is not None:
-            record.came_from(self.recall.origins)
+        if self.replayer is not None:
+            record.came_from(self.replayer.origins)
         scores, logits = self.sampler.scores, self.sampler.logits
         return cls(
             sequences=self.table.padded(count),  # type: ignore[arg-type]

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..cache import BlockCache, ForwardPass, Segment
-from ..kernels import to_device
-from .call import GenerationCall
-from .graph import DecodeGraphs
-from .outputs import GenerationStats
+from hf_parallel.cache import BlockCache, ForwardPass, Segment
+from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.kernels import to_device
+from hf_parallel.models.cuda_graph import DecodeGraphs
 
 
 class ForwardPasses:

@@ -16,12 +16,13 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
-from ..attention import Capabilities, capabilities
-from .arguments import check_generation_config, check_helpers, check_inputs, check_values
-from .call import GenerationCall, make_call
-from .config import MODES, ParallelConfig, make_config, unknown_setting
-from .record import Record
-from .streaming import telling
+from hf_parallel.generation.arguments import check_generation_config, check_helpers, check_inputs, check_values
+from hf_parallel.generation.call import GenerationCall, make_call
+from hf_parallel.generation.config import ParallelConfig, make_config, unknown_setting
+from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.streaming import report_errors
+from hf_parallel.models.attention import Capabilities, capabilities
+from hf_parallel.transcript.record import Record
 
 _ARGUMENTS = ("inputs", "generation_config")
 _REFUSED_ARGUMENTS = (
@@ -90,7 +91,7 @@ class ParallelGenerationMixin:
         ValueError
             For unknown or contradictory settings, and for what the mode cannot honour.
         """
-        with telling(kwargs.get("streamer")):
+        with report_errors(kwargs.get("streamer")):
             self._check_free()
             for name, value in zip(_ARGUMENTS, args, strict=False):
                 if name in kwargs:
@@ -166,7 +167,7 @@ class ParallelGenerationMixin:
             streamer,
             {**model_kwargs, "synced_gpus": synced_gpus},
             config.cuda_graph,
-            Record(config.mode, config.to_dict()),
+            Record(config, config.to_dict()),
         )
         return self._parallel_run(call)
 

@@ -9,10 +9,9 @@ import torch
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import is_valid_message
 
-from .arguments import check_tokenizer
-from .config import ParallelConfig, check_int, check_template, unknown_setting
-from .hogwild import HogwildConfig
-from .pdos import PDOSConfig
+from hf_parallel.generation.arguments import check_tokenizer
+from hf_parallel.generation.config import ParallelConfig, check_int, check_template, unknown_setting
+from hf_parallel.generation.registry import MODES
 
 C = TypeVar("C", bound=ParallelConfig)
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
@@ -26,56 +25,41 @@ CHAIN_OF_DRAFT = (
 """What `chain_of_draft_prompt` tells the model."""
 
 
-def hogwild_prompt(
-    task: str | Chat, tokenizer: Any, config: HogwildConfig | None = None, **settings: Any
+def build_prompt(
+    mode: str | type[ParallelConfig],
+    task: str | Chat,
+    tokenizer: Any,
+    config: ParallelConfig | None = None,
+    **settings: Any,
 ) -> dict[str, torch.Tensor]:
-    """Wrap a task for workers that think together (Hogwild! Inference, section 3.3 and appendix C).
+    """Wrap a task with the instructions of a mode.
 
-    The collaboration prompt goes before the task, as system message or, where the template has none, in the user's.
-    If the template knows `<think>`, the answer begins inside it.
+    The instructions go into the system message or, where the template has none, before the first message of the user.
+    If the template contains `<think>`, the prompt ends with it.
 
     Parameters
     ----------
+    mode : str or subclass of ParallelConfig
     task : str or list of dict
-        What is to be solved, or a chat that ends with it.
+        The task, or a chat that ends with it.
     tokenizer
-        With a chat template; without one the texts are joined by blank lines.
-    config : HogwildConfig, optional
-        Names and texts; or give the settings themselves as keyword arguments.
+        Without a chat template the texts are joined by blank lines.
+    config : ParallelConfig, optional
+        Settings of the mode; or pass the settings themselves as keyword arguments.
 
     Returns
     -------
     dict
         `input_ids` and `attention_mask`, `int64 [1, length]`, for `model.generate(**prompt, ...)`.
+
+    Raises
+    ------
+    ValueError
+        For an empty task, an unknown mode or unknown settings.
     """
-    config = _config(HogwildConfig, task, tokenizer, config, settings)
-    return encode_task(rules_of(config), task, tokenizer)
-
-
-def pdos_prompt(
-    task: str | Chat, tokenizer: Any, config: PDOSConfig | None = None, **settings: Any
-) -> dict[str, torch.Tensor]:
-    """Wrap a task for an answer whose independent parts are written side by side (PDOS, section 3 and appendix A).
-
-    What the format is, with three examples, goes before the task, as `hogwild_prompt` puts its rules. With
-    `parallel_hint=False` the task goes alone.
-
-    Parameters
-    ----------
-    task : str or list of dict
-        What is to be answered, or a chat that ends with it.
-    tokenizer
-        With a chat template; without one the texts are joined by blank lines.
-    config : PDOSConfig, optional
-        Markers and texts; or give the settings themselves as keyword arguments.
-
-    Returns
-    -------
-    dict
-        `input_ids` and `attention_mask`, `int64 [1, length]`, for `model.generate(**prompt, ...)`.
-    """
-    config = _config(PDOSConfig, task, tokenizer, config, settings)
-    return encode_task(rules_of(config), task, tokenizer)
+    cls = MODES[mode] if isinstance(mode, str) else mode
+    config = _config(cls, task, tokenizer, config, settings)
+    return encode_task(config.system_prompt(), task, tokenizer)
 
 
 def chain_of_draft_prompt(
@@ -106,15 +90,6 @@ def chain_of_draft_prompt(
     check_int("max_words", max_words, at_least=1)
     check_template("rules", rules, max_words=max_words)
     return encode_task(rules.format(max_words=max_words), task, tokenizer)
-
-
-def rules_of(config: ParallelConfig) -> str | None:
-    """What the prompt helper of a mode tells the model. None: the mode has no helper; empty: the task goes alone."""
-    if isinstance(config, HogwildConfig):
-        return config.collaboration_prompt.format(names=", ".join(config.names), count=config.num_workers)
-    if isinstance(config, PDOSConfig):
-        return config.format_prompt.format(**config.markers) if config.parallel_hint else ""
-    return None
 
 
 def render(rules: str, task: str | Chat, tokenizer: Any, **template: Any) -> str:

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..cache import Segment, View
+from hf_parallel.cache import Segment, View
 
-Brought = list[tuple[Segment, Sequence[int]]]
+PassInputs = list[tuple[Segment, Sequence[int]]]
 """What goes into a forward pass: segments with their tokens."""
 
 
@@ -51,26 +51,26 @@ class Group:
 
     Attributes
     ----------
-    backlog : list of Brought
+    backlog : list of PassInputs
         What its rows brought to passes that were not computed, oldest first.
     given : int
         Tokens of its next pass that nobody has generated.
     """
 
     def __init__(self, beginning: object) -> None:
-        self.backlog: list[Brought] = []
+        self.backlog: list[PassInputs] = []
         self.given = 0
         self._trace = _digest(b"", beginning)
 
-    def unread(self) -> Brought:
+    def unread(self) -> PassInputs:
         """What must be computed before anything that the rows bring; other groups may bring the same."""
         return []
 
-    def describe(self, brought: Brought) -> tuple[list[str], object]:
+    def describe(self, brought: PassInputs) -> tuple[list[str], object]:
         """A name of where each segment's tokens go, the same for whoever does the same, and what else has changed."""
         raise NotImplementedError
 
-    def visit(self, brought: Brought, ends: Sequence[int]) -> list[int]:
+    def visit(self, brought: PassInputs, ends: Sequence[int]) -> list[int]:
         """Go on to the state behind a pass; returns its name for each row, whose segments are at `ends`.
 
         Names are negative, which no token is.
@@ -90,14 +90,14 @@ class Part:
 
     group: Group | None
     rows: list[Row]
-    brought: Brought
+    brought: PassInputs
     ends: list[int]
     given: int
 
     @classmethod
     def of(cls, group: Group | None, rows: list[Row]) -> Part:
         """Ask rows for what they bring."""
-        brought: Brought = []
+        brought: PassInputs = []
         ends = []
         for row in rows:
             brought += row.segments()

@@ -17,9 +17,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from ..kernels import ToHost, to_device
-from .call import GenerationCall
-from .noise import draw, make_noise
+from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.rng import draw, make_rngs
+from hf_parallel.kernels import ToHost, to_device
 
 _KNOWS_ROWS = (
     "EncoderNoRepeatNGramLogitsProcessor",
@@ -118,7 +118,7 @@ class _PenaltyOfRows(LogitsProcessor):
         return self.processor(input_ids, scores)
 
 
-class EndsLater(LogitsProcessor):
+class MinLengthProcessor(LogitsProcessor):
     """No end of a text before a row has `min_length` tokens, its prompt counted.
 
     What `MinLengthLogitsProcessor` and `MinNewTokensLengthLogitsProcessor` do; these look for the ends among all tokens
@@ -171,14 +171,16 @@ class Sampler:
     ) -> None:
         config = call.generation_config
         self.table = table
-        self.processors = [self._of_rows(EndsLater.replacing(processor)) for processor in call.logits_processor]
+        self.processors = [
+            self._of_rows(MinLengthProcessor.replacing(processor)) for processor in call.logits_processor
+        ]
         for processor in self.processors:
             _check_parameters(processor)
         self.criteria = criteria
         self.do_sample = bool(config.do_sample)
         self._draws: dict[int, int] = {}  # tokens that each row has had from here
         self.rows: Sequence[int] = ()  # those that a token is being chosen for
-        self.noise = make_noise(seed, self.num_rows)
+        self.noise = make_rngs(seed, self.num_rows)
         self.processes_all = any(_may_keep_rows(processor) for processor in self.processors)
         self.judges_all = any(_may_keep_rows(criterion) for criterion in criteria)
         self.in_step = any(_may_keep_state(helper) for helper in (*self.processors, *criteria))

@@ -107,7 +107,7 @@ class ParallelIteratorStreamer:
 
 
 @contextmanager
-def telling(streamer: Any) -> Iterator[None]:
+def report_errors(streamer: Any) -> Iterator[None]:
     """Tell a streamer that wants to know (see `ParallelStreamer`) if what happens inside fails."""
     try:
         yield

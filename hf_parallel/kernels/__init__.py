@@ -1,9 +1,9 @@
 """The kernel floor: tensors in, tensors out. The attention operation and RoPE; knows no cache and no model."""
 
-from .dispatch import BACKEND_VARIABLE, Backend, backends, block_attention, select_backend
-from .plan import AttentionPlan, Growth, PlanOnDevice
-from .rope import RotarySpec, rotate
-from .transfer import ToHost, to_device
+from hf_parallel.kernels.dispatch import BACKEND_VARIABLE, Backend, backends, block_attention, select_backend
+from hf_parallel.kernels.plan import AttentionPlan, Growth, PlanOnDevice
+from hf_parallel.kernels.rope import RotarySpec, rotate
+from hf_parallel.kernels.transfer import ToHost, to_device
 
 __all__ = [
     "BACKEND_VARIABLE",

@@ -14,10 +14,10 @@ from types import ModuleType
 
 import torch
 
-from . import reference, torch_attention
-from .plan import AttentionPlan
-from .rope import RotarySpec
-from .work import Place, longest_run
+from hf_parallel.kernels import reference, torch_attention
+from hf_parallel.kernels.plan import AttentionPlan
+from hf_parallel.kernels.rope import RotarySpec
+from hf_parallel.kernels.work import Place, longest_run
 
 BACKEND_VARIABLE = "HF_PARALLEL_BACKEND"
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..folders import cache_folder
+from hf_parallel.files import cache_folder
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
 

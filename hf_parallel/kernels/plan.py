@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 
-from .transfer import to_device
+from hf_parallel.kernels.transfer import to_device
 
 T = TypeVar("T")
 

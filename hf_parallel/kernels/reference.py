@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from .plan import AttentionPlan
-from .rope import RotarySpec, rotate
+from hf_parallel.kernels.plan import AttentionPlan
+from hf_parallel.kernels.rope import RotarySpec, rotate
 
 
 def block_rows(plan: AttentionPlan, block: int, num_kv_heads: int, lo: int, hi: int) -> torch.Tensor:

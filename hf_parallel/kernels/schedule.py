@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .plan import AttentionPlan, Growth, Memo
+from hf_parallel.kernels.plan import AttentionPlan, Growth, Memo
 
 CAUSAL_RUN = 16
 """New tokens of one row from which a causal call of its own is cheaper than a mask."""

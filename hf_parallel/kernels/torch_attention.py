@@ -15,11 +15,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from . import native
-from .plan import AttentionPlan
-from .rope import RotarySpec, rotate
-from .schedule import MERGE_INDEX, Call, Schedule, make_schedule
-from .work import Place
+from hf_parallel.kernels import native
+from hf_parallel.kernels.plan import AttentionPlan
+from hf_parallel.kernels.rope import RotarySpec, rotate
+from hf_parallel.kernels.schedule import MERGE_INDEX, Call, Schedule, make_schedule
+from hf_parallel.kernels.work import Place
 
 UNPACKED_QUERIES = 32
 """Queries per block from which packing grouped heads gains nothing over one product per head."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .plan import AttentionPlan
+from hf_parallel.kernels.plan import AttentionPlan
 
 ITEM_FIELDS = ("origin", "capacity", "first", "start", "stop", "first_pair", "num_pairs", "first_slot", "turned")
 """Columns of `Work.items`."""

@@ -1,0 +1,1 @@
+"""The mode `hogwild`: workers that think together over one KV cache (Hogwild! Inference)."""

@@ -1,0 +1,31 @@
+"""Settings of hogwild for small models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_parallel.generation.config import SAMPLING, Preset
+
+_SMALL_MODEL: dict[str, Any] = {
+    "history_header": "",
+    "others_header": "",
+    "own_header": "\n\n",
+    "step_prefix": "{name}:",
+    "redundancy_prompt": "",
+    "answer_pattern": "",
+    "finisher_tokens": 0,
+    "collaboration_prompt": """{names} solve tasks together. They talk in short sentences, share the work and agree on \
+a plan. Example:
+
+Task: Plan a birthday party for our sister.
+
+Alice: I will bake a chocolate cake with strawberries. Can you write the invitations?
+
+Bob: Yes, I will write ten invitations tonight. Who takes care of the music?
+
+Alice: I will ask my cousin, he plays the guitar.
+
+Bob: Great, then I will buy lemonade and paper cups.""",
+}
+EMBEDDED_PRESET = Preset(_SMALL_MODEL, SAMPLING, task="Task: {task}")
+"""For a model of 135 million parameters: it follows an example of a dialogue, and headings confuse it."""

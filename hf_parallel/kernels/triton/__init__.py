@@ -1,0 +1,1 @@
+"""The Triton backend of block attention: kernels, their launches, and the functions that `dispatch` calls."""

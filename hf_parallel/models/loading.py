@@ -1,0 +1,56 @@
+"""A model by its name, for programs: the embedded one, a folder, or one of the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_parallel.models.embedded import load_embedded_model
+
+
+def load_model(
+    name: str | None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Any, Any]:
+    """A model in evaluation mode, and its tokenizer.
+
+    Parameters
+    ----------
+    name : str, optional
+        A folder, or an id on the Hub. Default: the embedded model.
+    dtype : torch.dtype, optional
+        None: the one that its weights were saved in; float32 for the embedded model.
+    device : torch.device or str
+
+    Raises
+    ------
+    ValueError
+        If the name is no folder, nothing of it lies in the Hub's cache and the Hub cannot be reached.
+    ImportError, OSError, RuntimeError
+        As `load_embedded_model` and `from_pretrained` raise them.
+    """
+    if name is None:
+        return load_embedded_model(dtype=dtype or torch.float32, device=device)
+    if not Path(name).is_dir():
+        _check_hub(name)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
+    return model.to(device).eval(), tokenizer
+
+
+def _check_hub(name: str) -> None:
+    """Raise an error, at once, for a model that can come from nowhere; `from_pretrained` would try for a minute."""
+    if try_to_load_from_cache(name, "config.json") is not None:
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except HfHubHTTPError:  # the Hub answers, and what it has to say is said when the model is loaded
+        return
+    except (HTTPError, OfflineModeIsEnabled) as error:
+        raise ValueError(
+            f"there is no folder {name!r}, nothing of it is in the Hub's cache, and the Hub is out of reach: {error}"
+        ) from error
