@@ -61,7 +61,7 @@ def test_of_two_calls_that_start_together_one_is_refused(model: Any, monkeypatch
 def test_plain_generate_that_began_earlier_stays_plain(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has looked whether the model is free before a mode took it in another thread."""
     expected = generate(model, PROMPTS[0])
-    with model._claimed(HogwildConfig(), HogwildConfig().run):
+    with model.claimed(HogwildConfig()):
         monkeypatch.setattr(type(model), "_check_free", lambda self: None)
         (output,) = in_threads(lambda: generate(model, PROMPTS[0]))
     assert torch.equal(output, expected)

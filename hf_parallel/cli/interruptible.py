@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hf_parallel.generation import GenerationStats, ParallelConfig, ParallelOutput
-from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.modes.hogwild.config import HogwildOutput
 from hf_parallel.pipelines import answer_records
 from hf_parallel.transcript.record import Record
@@ -67,17 +66,14 @@ class InterruptibleCall:
             if self.config is None:
                 self.output = self.model.generate(**arguments)
             else:  # what `generate` does, which would keep the record to itself
-                self.output = self.model._hand_over(self.config, arguments, self._run)
+                with self.model.prepared_call(self.config, arguments) as call:
+                    self._record = call.record
+                    self.output = self.config.make_run(call).generate()
         except KeyboardInterrupt:
             self.interrupted = True
         except BaseException:
             self.interrupted = True
             raise
-
-    def _run(self, call: GenerationCall) -> Any:
-        assert self.config is not None, "there is a call only in a mode"
-        self._record = call.record
-        return self.config.run(call)
 
     @property
     def stats(self) -> GenerationStats | None:

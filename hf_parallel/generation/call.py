@@ -40,6 +40,8 @@ class GenerationCall:
         A cache that the caller passed.
     cuda_graph : bool
         Whether decode steps on a GPU may be captured as CUDA graphs.
+    prepared
+        What `ParallelConfig.prepare` returned.
     record : Record
         Keeps how the call came about.
     """
@@ -56,6 +58,7 @@ class GenerationCall:
     past_key_values: BlockCache | None = None
     cuda_graph: bool = True
     record: Record = field(default_factory=Record)
+    prepared: Any = None
 
     @property
     def num_rows(self) -> int:

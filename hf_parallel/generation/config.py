@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from typing_extensions import Self
@@ -41,6 +41,22 @@ class Preset:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     task: str = "{task}"
+
+
+class ModeRun(Protocol):
+    """One call of a mode."""
+
+    def generate(self) -> Any:
+        """Generate. Return what `model.generate` returns."""
+
+
+@dataclass
+class _RunMethod:  # until all modes have runs of their own
+    config: Any
+    call: GenerationCall
+
+    def generate(self) -> Any:
+        return self.config.run(self.call)
 
 
 @dataclass
@@ -106,12 +122,12 @@ class ParallelConfig:
             raise ValueError(f"seed must be an int, a torch.Generator or a list of them, got {self.seed!r}")
         check_bool("cuda_graph", self.cuda_graph)
 
-    def prepare(self, kwargs: dict[str, Any]) -> None:
-        """Turn what only this mode understands into what `generate` does, before it sees the arguments."""
+    def prepare(self, kwargs: dict[str, Any]) -> Any:
+        """Check and rewrite the arguments of `generate` before it sees them. Return what `call.prepared` will hold."""
 
-    def run(self, call: GenerationCall) -> Any:
-        """Generate. Returns what `model.generate` returns."""
-        raise NotImplementedError
+    def make_run(self, call: GenerationCall) -> ModeRun:
+        """Return the run of one call, which holds all state that is not a setting."""
+        return _RunMethod(self, call)
 
     # How rows map to prompts, and what they are called
 

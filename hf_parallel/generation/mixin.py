@@ -6,9 +6,10 @@ call as ever (configs, processors, criteria, padding, streamers), and takes over
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -67,7 +68,6 @@ class ParallelGenerationMixin:
 
     _parallel_capabilities: Capabilities
     _parallel_config: ParallelConfig | None = None
-    _parallel_run: Callable[[GenerationCall], Any]
     _parallel_thread: int | None = None
 
     @torch.no_grad()
@@ -103,21 +103,25 @@ class ParallelGenerationMixin:
                 return self._generate(kwargs, args)
             if args:
                 raise ValueError("with a generation_mode, arguments behind generation_config are given by name")
-            return self._hand_over(config, kwargs, config.run)
+            with self.prepared_call(config, kwargs) as call:
+                return config.make_run(call).generate()
 
-    @torch.no_grad()
-    def _prepare_call(self, config: ParallelConfig, kwargs: dict[str, Any]) -> GenerationCall:
-        """What `generate` would run in a mode, for somebody who takes its steps by hand."""
-        self._check_free()
-        return self._hand_over(config, kwargs, lambda call: call)
+    @contextmanager
+    def prepared_call(self, config: ParallelConfig, kwargs: dict[str, Any]) -> Iterator[GenerationCall]:
+        """Let transformers prepare a call of a mode, and hold the model while the context is open.
 
-    def _hand_over(self, config: ParallelConfig, kwargs: dict[str, Any], run: Callable[[GenerationCall], Any]) -> Any:
-        """Let `generate` prepare a call, and run that."""
-        with _host_as_default():
-            config.prepare(kwargs)
+        Parameters
+        ----------
+        config : ParallelConfig
+        kwargs : dict
+            The other arguments of `generate`, by name.
+        """
+        with torch.no_grad(), _host_as_default():
+            prepared = config.prepare(kwargs)
             self._refuse(config, kwargs)
-            with self._claimed(config, run):
-                return self._generate(kwargs, ())
+            with self.claimed(config):
+                call = self._generate(kwargs, ())
+                yield dataclasses.replace(call, prepared=prepared)
 
     def _check_free(self) -> None:
         if self._parallel_config is not None:
@@ -127,15 +131,15 @@ class ParallelGenerationMixin:
             )
 
     @contextmanager
-    def _claimed(self, config: ParallelConfig, run: Callable[[GenerationCall], Any]) -> Iterator[None]:
+    def claimed(self, config: ParallelConfig) -> Iterator[None]:
         """Hold the model for one call of a mode, which switches it to block attention for everybody."""
         with _CLAIMING:
             self._check_free()
-            self._parallel_config, self._parallel_run, self._parallel_thread = config, run, threading.get_ident()
+            self._parallel_config, self._parallel_thread = config, threading.get_ident()
         try:
             yield
         finally:
-            del self._parallel_config, self._parallel_run, self._parallel_thread
+            del self._parallel_config, self._parallel_thread
 
     def _generate(self, kwargs: dict[str, Any], args: tuple[Any, ...]) -> Any:
         first = [kwargs.pop(name, None) for name in _ARGUMENTS]
@@ -157,7 +161,7 @@ class ParallelGenerationMixin:
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
-        call = make_call(
+        return make_call(
             self,  # type: ignore[arg-type]
             self._parallel_capabilities,
             input_ids,
@@ -169,7 +173,6 @@ class ParallelGenerationMixin:
             config.cuda_graph,
             Record(config, config.to_dict()),
         )
-        return self._parallel_run(call)
 
     def _take_parallel_config(self, kwargs: dict[str, Any]) -> ParallelConfig | None:
         return take_parallel_config(self.generation_config, kwargs)  # type: ignore[attr-defined]

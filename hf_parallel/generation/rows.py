@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hf_parallel.cache import Segment, View
+from hf_parallel.cache import Block, Segment, View
 
 PassInputs = list[tuple[Segment, Sequence[int]]]
 """What goes into a forward pass: segments with their tokens."""
@@ -36,6 +36,38 @@ class Row:
     def group(self) -> Group | None:
         """The rows, if any, with which it is computed together."""
         return None
+
+
+class PendingWrites:
+    """Tokens whose keys and values the next forward pass must compute before, or beside, what the rows append.
+
+    Several rows may share one object: the first whose segments are collected appends the pending tokens too.
+    """
+
+    def __init__(self) -> None:
+        self._writes: list[tuple[Block, list[int]]] = []
+
+    def add(self, block: Block, tokens: Sequence[int]) -> None:
+        """Add tokens to be appended to a block; none is no error."""
+        if tokens:
+            self._writes.append((block, list(tokens)))
+
+    def discard(self, block: Block) -> None:
+        """Drop what is pending for a block."""
+        self._writes = [(other, tokens) for other, tokens in self._writes if other is not block]
+
+    def take(self, view_of: Callable[[Block], View]) -> PassInputs:
+        """Return the pending segments, each with the view of its block, and forget them."""
+        writes, self._writes = self._writes, []
+        return [(Segment(view_of(block), len(tokens)), tokens) for block, tokens in writes]
+
+    def __contains__(self, block: object) -> bool:
+        return any(other is block for other, _ in self._writes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Pending tokens of all blocks."""
+        return sum(len(tokens) for _, tokens in self._writes)
 
 
 class Group:

@@ -378,6 +378,11 @@ def _rope_types(config: Any) -> set[str]:
     return {str(p.get("rope_type", "default")) for p in nested}
 
 
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Return the number of positions that a model is made for (`max_position_embeddings`); None if it has no limit."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def _positions(config: Any) -> int:
     """Positions that a model is made for; those of the probe where it does not say."""
     return getattr(config, "max_position_embeddings", None) or max(PROBE_POSITIONS) + 1

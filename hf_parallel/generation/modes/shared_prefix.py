@@ -15,7 +15,7 @@ from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import check_bool, check_int, is_int
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.prefill import SUFFIX_ROOM, first_room, prefill_leaves, step_back, tree_of
-from hf_parallel.generation.resampling.config import ReplayConfig
+from hf_parallel.generation.resampling.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.sampling import TokenTable
 
@@ -88,7 +88,7 @@ class SharedPrefixConfig(ReplayConfig):
         cache = tree_of(call)
         table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, SUFFIX_ROOM))
         loop = DecodeLoop(call, cache, table, seed=self.seed)
-        with loop.running(), self.replaying(loop, call.prompts, self.draft_tokens):
+        with loop.running(), replaying(loop, self, call.prompts, self.draft_tokens):
             self._decode(loop, cache)
         output = loop.output()
         if call.past_key_values is None and isinstance(output, torch.Tensor):

@@ -25,7 +25,7 @@ from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prefill import SUFFIX_ROOM, first_room, prefill_leaves
-from hf_parallel.generation.resampling.config import ReplayConfig
+from hf_parallel.generation.resampling.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.sampling import TokenTable
 from hf_parallel.generation.stats import GenerationStats
@@ -137,7 +137,7 @@ class Stage:
     def run(self) -> DecodeLoop:
         """Read all prompts, write all passages; returns the loop, with its table and scores."""
         everyone = [writer for waiting in self._waiting for writer in waiting]
-        with self.loop.running(), self.config.replaying(self.loop, [passage.prompt for passage in self.passages]):
+        with self.loop.running(), replaying(self.loop, self.config, [passage.prompt for passage in self.passages]):
             going = self.loop.replay(everyone, self._advance)
             self._waiting = [deque(writer for writer in waiting if writer in going) for waiting in self._waiting]
             if going:

@@ -48,24 +48,26 @@ class ReplayConfig(ParallelConfig):
         if self.prefetch is not None and not isinstance(self.prefetch, bool):
             raise ValueError(f"prefetch must be True, False or None, got {self.prefetch!r}")
 
-    @contextmanager
-    def replaying(
-        self, loop: DecodeLoop, prompts: Sequence[np.ndarray] = (), draft_tokens: int | None = 0
-    ) -> Iterator[None]:
-        """Let a loop replay and remember logits, if there is a cache for them.
 
-        Parameters
-        ----------
-        loop : DecodeLoop
-        prompts : sequence of int64 arrays
-            What rows 0, 1, ... follow from. Rows of groups need none, and nothing is prefetched for them.
-        draft_tokens : int, optional
-            See `SharedPrefixConfig`.
-        """
-        if self.logits_cache is None:
-            yield
-            return
-        policy, prefetch = make_policy(self.replay), self.prefetch if len(prompts) else False
-        loop.replayer = Replayer(self.logits_cache, policy, loop.call, loop.sampler, loop.stats, prefetch, draft_tokens)
-        with loop.replayer.walking(prompts):
-            yield
+@contextmanager
+def replaying(
+    loop: DecodeLoop, config: ReplayConfig, prompts: Sequence[np.ndarray] = (), draft_tokens: int | None = 0
+) -> Iterator[None]:
+    """Let a decode loop replay and cache logits, if the config has a `logits_cache`.
+
+    Parameters
+    ----------
+    loop : DecodeLoop
+    config : ReplayConfig
+    prompts : sequence of int64 arrays
+        Prompts of rows 0, 1, ...; rows of groups need none, and nothing is precomputed for them.
+    draft_tokens : int, optional
+        See `SharedPrefixConfig`.
+    """
+    if config.logits_cache is None:
+        yield
+        return
+    policy, prefetch = make_policy(config.replay), config.prefetch if len(prompts) else False
+    loop.replayer = Replayer(config.logits_cache, policy, loop.call, loop.sampler, loop.stats, prefetch, draft_tokens)
+    with loop.replayer.walking(prompts):
+        yield

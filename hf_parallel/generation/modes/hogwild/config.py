@@ -44,7 +44,7 @@ from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_PRESET
 from hf_parallel.generation.modes.hogwild.worker import Problem, Step, Worker
 from hf_parallel.generation.modes.stages import check_vocabulary
 from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.resampling.config import ReplayConfig
+from hf_parallel.generation.resampling.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.sampling import MinLengthProcessor, TokenTable
 from hf_parallel.models.attention import UnsupportedModelError
@@ -199,8 +199,10 @@ class HogwildConfig(ReplayConfig):
         return self.num_workers
 
     def place(self, row: int, num_prompts: int) -> RowPlace:
-        """See `ParallelConfig.place`. Row -1 is the history that all workers see."""
-        return RowPlace(0, row, None) if row < 0 else super().place(row, num_prompts)
+        """See `ParallelConfig.place`. Row -1 is the history that all workers see; a session may add workers."""
+        if row < 0:
+            return RowPlace(0, row, None)
+        return RowPlace(0, row, row) if num_prompts == 1 else super().place(row, num_prompts)
 
     def row_name(self, index: int) -> str:
         """Name of a worker."""
@@ -226,7 +228,7 @@ class HogwildConfig(ReplayConfig):
         """Prefill problems and headers, let the workers write, ask for an answer where none came."""
         run = self.open(call)
         loop, settle = run.loop, partial(_settle, run.problems)
-        with loop.running(), self.replaying(loop):
+        with loop.running(), replaying(loop, self):
             logits = _begin(loop, run.workers, settle)
             loop.decode(run.workers, logits, Worker.advance, settle)
             run.finish()
@@ -298,7 +300,7 @@ class HogwildConfig(ReplayConfig):
             return not ended and problem.answer is None and len(text.tokens) < self.finisher_tokens
 
         settle = partial(_settle, problems)
-        with self.replaying(reader):
+        with replaying(reader, self):
             reader.decode(rows, _begin(reader, rows, settle), advance, settle)
 
     def find_answer(self, text: str) -> str | None:

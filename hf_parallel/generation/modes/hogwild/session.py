@@ -407,7 +407,7 @@ class HogwildSession:
     def _at_work(self) -> Iterator[None]:
         """Hold the model, and compute with it."""
         self._check_model()
-        with torch.no_grad(), self._model._claimed(self.config, self.config.run), self._run.loop.running():
+        with torch.no_grad(), self._model.claimed(self.config), self._run.loop.running():
             try:
                 self._run.run.cache.claim(self._model)
             except ValueError as error:

@@ -47,7 +47,8 @@ def open_run(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any]) 
     _check_config(config)
     settings |= _read(prompt, tokenizer, config)
     _set_length(model, settings)
-    call = model._prepare_call(config, {**settings, "tokenizer": tokenizer})
+    with model.prepared_call(config, {**settings, "tokenizer": tokenizer}) as call:
+        pass
     _check_call(call)
     call.generation_config.return_dict_in_generate = True
     if config.seed is None and call.generation_config.do_sample:
