@@ -1,8 +1,9 @@
-"""Fills the figures of the pages in from the results of benchmarks: `python docs/figures.py`.
+"""Fills in the figures of README and the pages from the reports of the benchmarks: `python docs/figures.py`.
 
-A figure is a number, perhaps with a unit, right before a comment that says where it comes from:
-`86 ms<!-- cpu: shared_prefix.shared_prefix.step_seconds -->`. It keeps its decimals. A path names the keys (and places
-in lists) that lead to the value; `a / b` is the ratio of two. A test runs this with `--check`.
+A figure is a number, optionally with a unit, directly before a comment that names its source:
+`86 ms<!-- cpu: shared_prefix.shared_prefix.step_seconds -->`. It keeps its number of decimals. A path names the keys and
+list indices that lead to the value; `[a=b,c=d]` selects the item of a list by its fields; `a / b` is a ratio. With
+`--check` the script changes nothing and returns 1 if a figure is out of date.
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ SOURCES = {
     "linear": "2026-11-22-cpu-2-cores-linear.json",
     "linear_intel": "2026-11-22-intel-2-cores-linear.json",
     "resample": "2026-11-22-cpu-2-cores-resample.json",
+    "gpu_checks": "2026-11-22-h200-correctness.json",
+    "gpu_attention": "2026-11-22-h200-attention.json",
+    "gpu": "2026-11-22-h200-models.json",
 }
-"""The reports that pages take figures from, by the name that they have there."""
-UNITS = {"": 1.0, " s": 1.0, " ms": 1e3, " MB": 1e-6, "%": 100.0, " times": 1.0}
-"""Seconds, bytes and shares are what reports hold."""
-FIGURE = re.compile(r"(\d+(?:\.(\d+))?)( s| ms| MB|%| times|)<!-- (\w+): ([\w. /]+?) -->")
+"""Reports by the name that pages use for them."""
+UNITS = {"": 1.0, " s": 1.0, " ms": 1e3, " MB": 1e-6, " GB": 1e-9, "%": 100.0, " times": 1.0}
+"""Factors from seconds, bytes and ratios, which reports hold."""
+FIGURE = re.compile(r"(\d+(?:\.(\d+))?)( s| ms| MB| GB|%| times|)<!-- (\w+): ([\w. /\[\]=,-]+?) -->")
 
 
 @cache
 def report(source: str) -> Any:
-    """One of the reports."""
+    """Return a report by its name in `SOURCES`."""
     return json.loads((RESULTS / SOURCES[source]).read_text())
 
 
 def value(source: str, path: str) -> float:
-    """What a path leads to."""
+    """Return the value at a path, or the ratio of several."""
     top, *below = (follow(report(source), name.strip()) for name in path.split(" / "))
     for other in below:
         top /= other
@@ -45,14 +49,18 @@ def value(source: str, path: str) -> float:
 
 
 def follow(node: Any, path: str) -> float:
-    """Go down by keys and places."""
-    for name in path.split("."):
-        node = node[int(name)] if isinstance(node, list) else node[name]
+    """Return the value at a path of keys, indices and `[field=value,...]`."""
+    for name in re.findall(r"\[[^\]]+\]|[^.\[\]]+", path):
+        if name[0] == "[":
+            wanted = [pair.split("=") for pair in name[1:-1].split(",")]
+            (node,) = (item for item in node if all(str(item.get(key)) == text for key, text in wanted))
+        else:
+            node = node[int(name)] if isinstance(node, list) else node[name]
     return float(node)
 
 
 def filled(text: str) -> str:
-    """A page with the figures that its comments ask for."""
+    """Return the text of a page with its figures filled in."""
 
     def fill(match: re.Match[str]) -> str:
         _, decimals, unit, source, path = match.groups()
@@ -63,13 +71,13 @@ def filled(text: str) -> str:
 
 
 def main() -> int:
-    """Fill in all pages, or say which are not up to date."""
+    """Fill in all pages, or list those that are out of date; return the exit status."""
     stale = []
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))):
         text = page.read_text()
         new = filled(text)
         if new != text:
-            stale.append(str(page.relative_to(DOCS)))
+            stale.append(page.name)
             if "--check" not in sys.argv:
                 page.write_text(new)
     print(*stale or ["all figures are up to date"], sep="\n")

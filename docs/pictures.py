@@ -1,15 +1,20 @@
-"""Draws the pictures of the pages as SVG: `python docs/pictures.py`. A test runs this with `--check`.
+"""Draws the pictures of README and the pages as SVG: `python docs/pictures.py`.
 
-Who sees what, and by how much queries are turned, is not drawn by hand: it is asked of the caches themselves.
+Views and rotation offsets are read from the caches. `workers` animates a recorded run of the embedded model:
+`hf-parallel generate --mode hogwild --seed 5 --max-new-tokens 42 -o docs/recorded_run.json "Plan a picnic in the park."`
+With `--check` the script changes nothing and returns 1 if a picture is out of date.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +25,7 @@ from hf_parallel.cache.tree_branch import Tree
 from hf_parallel.kernels import RotarySpec
 
 FOLDER = Path(__file__).parent / "pictures"
+RECORDED_RUN = Path(__file__).parent / "recorded_run.json"
 WIDTH = 540
 ROTARY = {0: RotarySpec(inv_freq=(1.0,))}
 INK, FAINT = "#1f2933", "#5f6b77"
@@ -34,40 +40,68 @@ COLOURS = {
     "replayed": "#d5e8b4",
     "new": "#ffffff",
 }
-"""What a block is, in all pictures; light enough for dark text."""
+"""Colors of blocks by kind, the same in all pictures; light enough for dark text."""
 
 BRANCHES = (("Rome", "first", 12), ("Oslo", "second", 15), ("Lima", "third", 8))
-"""Titles, colours and lengths of the branches of an answer."""
+"""Title, color and length of each branch of an answer."""
 
 Named = dict[Block, tuple[str, str]]
-"""What is written on a block, and its colour."""
+"""Label and color of each block."""
 
 
 class Drawing:
-    """An SVG that grows downwards; `y` is where the next thing goes."""
+    """SVG that grows downwards; `y` is the top of the next element."""
 
-    def __init__(self, title: str) -> None:
-        self.title, self.y = title, 14.0
+    def __init__(self, title: str, width: int = WIDTH) -> None:
+        self.title, self.width, self.y = title, width, 14.0
         self.parts: list[str] = []
+        self.seconds = 0.0
 
-    def rect(self, x: float, y: float, w: float, h: float, colour: str, dashed: bool = False) -> None:
-        """A box with round corners."""
+    def animate(self, seconds: float) -> None:
+        """Repeat the picture every `seconds`; elements with `since` appear at that forward pass."""
+        self.seconds = seconds
+
+    def _appear(self, since: int) -> str:
+        """Animation of an element that appears at a forward pass. Viewers without animation show the last state."""
+        if not since:
+            return ""
+        times = f"0;{since * PASS_SECONDS / self.seconds:.4f}"
+        return (
+            f'<animate attributeName="opacity" values="0;1" keyTimes="{times}" calcMode="discrete" '
+            f'dur="{self.seconds:.2f}s" repeatCount="indefinite"/>'
+        )
+
+    def rect(
+        self, x: float, y: float, w: float, h: float, colour: str, dashed: bool = False, since: int = 0
+    ) -> None:
+        """Add a box with round corners."""
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         self.parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="4" fill="{COLOURS[colour]}" '
-            f'stroke="{INK}" stroke-width="1"{dash}/>'
+            f'stroke="{INK}" stroke-width="1"{dash}>{self._appear(since)}</rect>'
         )
 
-    def text(self, x: float, y: float, text: str, size: int = 13, anchor: str = "start", faint: bool = False) -> None:
-        """A line of text whose baseline is `y`."""
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: int = 13,
+        anchor: str = "start",
+        faint: bool = False,
+        mono: bool = False,
+        since: int = 0,
+    ) -> None:
+        """Add a line of text with its baseline at `y`."""
         colour = FAINT if faint else INK
+        font = ' font-family="ui-monospace, Menlo, Consolas, monospace" xml:space="preserve"' if mono else ""
         self.parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">'
-            f"{escape(text)}</text>"
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}"{font}>'
+            f"{escape(text)}{self._appear(since)}</text>"
         )
 
     def line(self, x: float, y: float, to_x: float, to_y: float, arrow: bool = False) -> None:
-        """A line, perhaps with a head."""
+        """Add a line, optionally with an arrow head."""
         head = ' marker-end="url(#head)"' if arrow else ""
         self.parts.append(
             f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{FAINT}" '
@@ -75,19 +109,19 @@ class Drawing:
         )
 
     def heading(self, text: str) -> None:
-        """A line above what follows."""
+        """Add a heading."""
         self.y += 20
         self.text(14, self.y, text, size=15)
         self.y += 12
 
     def note(self, text: str) -> None:
-        """A faint line below what was drawn."""
+        """Add a caption in a faint color."""
         self.y += 14
         self.text(14, self.y, text, faint=True)
         self.y += 8
 
     def view(self, who: str, blocks: Iterable[Block], names: Named, scale: float, below: Sequence[str] = ()) -> None:
-        """A row as the line of its blocks, perhaps with a word below each."""
+        """Add a row as the line of its blocks, optionally with a word below each."""
         self.text(14, self.y + 20, who)
         x = 92.0
         for number, block in enumerate(blocks):
@@ -101,16 +135,16 @@ class Drawing:
         self.y += 56 if below else 36
 
     def svg(self) -> str:
-        """The picture."""
+        """Return the picture."""
         height = self.y + 14
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {height:.0f}" width="{self.width}" '
                 f'height="{height:.0f}" role="img" font-family="system-ui, sans-serif">',
                 f"<title>{escape(self.title)}</title>",
                 '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
                 f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{FAINT}"/></marker></defs>',
-                f'<rect width="{WIDTH}" height="{height:.0f}" rx="8" fill="#ffffff"/>',
+                f'<rect width="{self.width}" height="{height:.0f}" rx="8" fill="#ffffff"/>',
                 *self.parts,
                 "</svg>\n",
             ]
@@ -118,13 +152,13 @@ class Drawing:
 
 
 def fill(block: Block, length: int) -> Block:
-    """Let a block count as holding `length` tokens."""
+    """Set the length of a block in tokens."""
     block.length = length
     return block
 
 
 def workspace(cache: HogwildCache, layout: str, headers: bool) -> tuple[Workspace, Named]:
-    """A problem of two workers in the midst of their steps."""
+    """Return a prompt with two workers that have unfinished steps, and the labels of its blocks."""
     prompt = fill(cache.new_block(), 60)
     space = cache.new_workspace(layout, [prompt], 2, (8, 8, 8, 8))
     names = {prompt: ("prompt", "prompt"), fill(space.history, 80): ("history", "history")}
@@ -136,8 +170,8 @@ def workspace(cache: HogwildCache, layout: str, headers: bool) -> tuple[Workspac
 
 
 def views() -> Drawing:
-    """Rows of all modes as lines of blocks."""
-    drawing = Drawing("What each row sees, mode by mode")
+    """Rows of four modes as lines of blocks."""
+    drawing = Drawing("Views of the rows in each mode")
     drawing.heading("shared_prefix: four completions of three prompts")
     _shared_prefix(drawing)
     drawing.heading("hogwild: two workers")
@@ -146,14 +180,14 @@ def views() -> Drawing:
         drawing.view(who, seen(space.view(number)), names, 1.6)
     drawing.heading("pdos: three branches of one answer")
     _branches(drawing)
-    drawing.heading("resample: a new sample over what is remembered")
+    drawing.heading("resample: a new sample that replays cached logits")
     _resample(drawing)
-    drawing.note("Blocks of one colour and name within a mode are one and the same memory.")
+    drawing.note("Within a mode, blocks of the same color and name are the same memory.")
     return drawing
 
 
 def seen(view: Iterable[Block]) -> list[Block]:
-    """The blocks of a view that hold anything."""
+    """Return the blocks of a view that hold tokens."""
     return [block for block in view if block.length]
 
 
@@ -162,7 +196,7 @@ def _shared_prefix(drawing: Drawing) -> None:
     rules, north, south = [7] * 90, [8] * 60, [9] * 80
     prompts = [rules + north, rules + north, rules + south, rules + south + [10] * 40]
     leaves = [cache.insert(np.array(prompt)) for prompt in prompts]
-    for node in cache.unfilled():
+    for node in cache.nodes_to_prefill():
         assert node.block is not None
         fill(node.block, len(node.tokens))
     blocks = [cache.view(leaf) for leaf in leaves]
@@ -191,23 +225,23 @@ def _branches(drawing: Drawing) -> None:
 def _resample(drawing: Drawing) -> None:
     cache = BlockCache()
     prompt, known, own = (fill(block, length) for block, length in zip(cache.new_blocks(3), (80, 110, 60), strict=True))
-    names = {prompt: ("prompt", "prompt"), known: ("replayed, then read once", "replayed"), own: ("new", "first")}
+    names = {prompt: ("prompt", "prompt"), known: ("replayed, prefilled once", "replayed"), own: ("new", "first")}
     drawing.view("sample 2", [prompt, known, own], names, 1.6)
 
 
 def layouts() -> Drawing:
-    """What Alice sees in each layout."""
-    drawing = Drawing("What the first of two workers sees in each layout")
+    """Alice's view in each layout."""
+    drawing = Drawing("View of the first of two workers in each layout")
     for layout in LAYOUTS[::-1]:
         drawing.heading(f'layout="{layout}"')
         space, names = workspace(HogwildCache(ROTARY), layout, headers=True)
         drawing.view("Alice sees", seen(space.view(0)), names, 1.45)
-    drawing.note("Without a name: headers, such as “what the others are writing right now”.")
+    drawing.note("Unnamed blocks are headers, which introduce the block after them.")
     return drawing
 
 
 def hogwild() -> Drawing:
-    """Steps of two workers over forward passes, and the history that they move into."""
+    """Steps of two workers over forward passes, and the shared history."""
     steps = [
         ("A1", 0, 0, 9),
         ("B1", 1, 0, 15),
@@ -216,7 +250,7 @@ def hogwild() -> Drawing:
         ("A3", 0, 24, 32),
         ("B3", 1, 28, 32),
     ]
-    drawing = Drawing("Forward passes of two workers; steps move into the history when they end")
+    drawing = Drawing("Steps of two workers over forward passes; finished steps move to the history")
     drawing.heading("Two workers, 32 forward passes")
     left, scale, top = 92, 13.2, drawing.y
     for lane, who in enumerate(("Alice", "Bob")):
@@ -230,7 +264,7 @@ def hogwild() -> Drawing:
     for count in (0, 10, 20, 30):
         drawing.text(left + scale * count, floor + 4, f"pass {count}", size=12, anchor="middle", faint=True)
     drawing.y = floor + 6
-    drawing.heading("The common history, as it grows")
+    drawing.heading("The shared history")
     for count, (_, _, _, moment) in enumerate(ended, start=1):
         drawing.text(14, drawing.y + 20, f"pass {moment}")
         x: float = left
@@ -240,17 +274,17 @@ def hogwild() -> Drawing:
             drawing.text(x + width / 2 - 2, drawing.y + 20, name, anchor="middle")
             x += width
         drawing.y += 36
-    drawing.note("Dashed: not finished. Everyone sees these too, as they are written.")
+    drawing.note("Dashed: unfinished steps, which both workers see token by token.")
     return drawing
 
 
 def pdos() -> Drawing:
-    """Trunk and branches over forward passes, and the answer that is made of them."""
+    """Trunk and branches over forward passes, and the joined answer."""
     drawing = Drawing("The skeleton, three branches side by side, and the joined answer")
     drawing.heading("Forward passes")
     left, scale, top = 92, 14.0, drawing.y
     drawing.text(14, top + 21, "trunk")
-    boxes = ((0, 6, "skeleton", "history"), (21, 31, "goes on", "prompt"))
+    boxes = ((0, 6, "skeleton", "history"), (21, 31, "continuation", "prompt"))
     for begin, end, name, colour in boxes:
         drawing.rect(left + scale * begin, top, scale * (end - begin) - 3, 30, colour)
         drawing.text(left + scale * (begin + end) / 2 - 2, top + 20, name, anchor="middle")
@@ -263,9 +297,9 @@ def pdos() -> Drawing:
     drawing.line(left + scale * 22, top + 36 * 3 + 15, left + scale * 22, top + 33, arrow=True)
     drawing.text(left + scale * 22 + 8, top + 36 * 2 + 10, "join")
     drawing.y = top + 36 * 4
-    drawing.heading("The answer, joined: as long as if it had been written in one go")
+    drawing.heading("The joined answer has the tokens of a sequential one")
     x: float = 14
-    for name, colour, length in (("start", "history", 6), *BRANCHES, ("goes on", "prompt", 10)):
+    for name, colour, length in (("start", "history", 6), *BRANCHES, ("continuation", "prompt", 10)):
         width = 10 * length
         drawing.rect(x, drawing.y, width - 3, 30, colour)
         drawing.text(x + width / 2 - 2, drawing.y + 20, name, size=12, anchor="middle")
@@ -298,7 +332,7 @@ def turn() -> Drawing:
 
 
 def merge() -> Drawing:
-    """Partial results and their weights, with numbers of a small example."""
+    """Partial results and their weights in a small example."""
     drawing = Drawing("Partial results of three blocks are merged by their weights")
     drawing.heading("One query, three blocks")
     sums = {"history": 2.0, "Bob": 1.2, "Alice": 0.3}
@@ -316,15 +350,62 @@ def merge() -> Drawing:
     drawing.text(448, top + 59, "their weighted sum:", size=12, anchor="middle")
     drawing.text(448, top + 75, "attention over all keys", size=12, anchor="middle")
     drawing.y = top + 130
-    drawing.note("Weights are the softmax of the log-sum-exps, and add up to 1.")
+    drawing.note("Weights are the softmax of the log-sum-exps.")
     return drawing
 
 
-PICTURES: tuple[Callable[[], Drawing], ...] = (views, layouts, hogwild, pdos, turn, merge)
+CHARACTER, LINE, COLUMN = 7.8, 19, 44
+"""Width and height of a character in pixels, and characters of a worker's column in `workers`."""
+PASS_SECONDS, PAUSE_SECONDS = 0.28, 5.0
+
+
+def workers() -> Drawing:
+    """Two workers over forward passes, animated: each token appears at the pass that sampled it."""
+    run = json.loads(RECORDED_RUN.read_text())
+    (section,) = run["sections"]
+    drawing = Drawing("Two workers write at the same time and read each other's unfinished text", width=760)
+    drawing.animate(run["passes"] * PASS_SECONDS + PAUSE_SECONDS)
+    drawing.heading("Task: " + section["prompt"].split("Task: ")[-1].split("<|")[0].strip())
+    top, bottom = drawing.y + 8, 0.0
+    for lane, name in enumerate(section["columns"]):
+        x, y = 14 + lane * 372.0, top
+        drawing.text(x + 8, y + 14, name, size=15)
+        y += 26
+        for card in section["cards"]:
+            if card["column"] == lane:
+                y = _card(drawing, card, x, y, ("first", "second")[lane])
+        bottom = max(bottom, y)
+    drawing.y = bottom
+    drawing.note(f"A recorded run of {run['model']}: one row per worker, one KV cache, {run['passes']} forward passes.")
+    drawing.note("Colored: finished steps, moved to the shared history. Dashed: a step that the other reads already.")
+    return drawing
+
+
+def _card(drawing: Drawing, card: dict[str, Any], x: float, y: float, color: str) -> float:
+    """Draw one step of a worker; return the top of the next one."""
+    pieces = [(number, text.replace("\n", " ")) for number, text, _ in card["pieces"]]
+    lines = textwrap.wrap("".join(text for _, text in pieces).strip(), COLUMN)
+    width, height = COLUMN * CHARACTER + 16, LINE * len(lines) + 12
+    drawing.rect(x, y, width, height, "new", dashed=True, since=card["begin"])
+    if card["ended"] == "step":
+        drawing.rect(x, y, width, height, color, since=card["end"])
+    line = column = 0
+    for number, text in pieces:
+        text = text.strip() if column == 0 else text.rstrip()
+        if column + len(text) > len(lines[line]) and line + 1 < len(lines):
+            line, column, text = line + 1, 0, text.strip()
+        if text:
+            left, base = x + 8 + CHARACTER * column, y + 20 + LINE * line
+            drawing.text(left, base, text, mono=True, since=number)
+        column += len(text)
+    return y + height + 8
+
+
+PICTURES: tuple[Callable[[], Drawing], ...] = (workers, views, layouts, hogwild, pdos, turn, merge)
 
 
 def main() -> int:
-    """Draw all pictures, or say which are not up to date."""
+    """Draw all pictures, or list those that are out of date; return the exit status."""
     FOLDER.mkdir(exist_ok=True)
     stale = []
     for draw in PICTURES:
