@@ -1,4 +1,4 @@
-"""Where this package keeps what it makes for the user, and how files are written and read. Every floor may ask."""
+"""The package's cache folder, and files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,43 +16,46 @@ _logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Return `HF_PARALLEL_CACHE`, else `hf_parallel` in the user's cache folder (`XDG_CACHE_HOME` or `~/.cache`)."""
+    """Return `HF_PARALLEL_CACHE`, else `hf_parallel` in the user's cache folder (`XDG_CACHE_HOME` or `~/.cache`).
+
+    As with Hugging Face's own cache, the default is `~/.cache` on every operating system.
+    """
     if own := os.environ.get("HF_PARALLEL_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_parallel"
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Give a file to write that takes the place of `path` when all is written, and is gone when that fails.
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path` that replaces it on success and is deleted on failure.
 
     Raises
     ------
     FileNotFoundError
-        If there is no folder that could hold it.
+        If the folder of `path` does not exist.
     """
-    if not path.parent.is_dir():  # before a writer names the file that is not finished
+    if not path.parent.is_dir():  # otherwise the error would name the temporary file
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")  # others may be writing it too
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")  # unique among concurrent writers
     try:
-        yield unfinished
-        unfinished.replace(path)
+        yield temporary
+        temporary.replace(path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a file that is there whole or not at all. What is no file, such as a pipe, is written to as it is."""
-    path = Path(path).resolve()  # not the link is replaced, but what it leads to
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write a text file atomically; a pipe or device is written to directly, and a symbolic link is followed."""
+    path = Path(path).resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    with whole_file(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
-def warn_of_version(path: str | Path, version: str) -> None:
-    """Say that a file was saved under another version of transformers, if it was."""
+def warn_on_other_version(path: str | Path, version: str) -> None:
+    """Log a warning if `version`, under which a file was saved, is not the installed version of transformers."""
     now = transformers.__version__
     if version != now:
         message = "%s was saved under transformers %s, this is %s: logits may differ in their last bits"

@@ -1,4 +1,4 @@
-"""The cache floor: what is remembered and who sees it. Knows blocks and views; no sampling, no text."""
+"""Blocks of keys and values, the caches that rows share, and the logits trie. Without sampling and text."""
 
 from hf_parallel.cache.arena import Arena, Extent
 from hf_parallel.cache.base import BlockCache

@@ -1,0 +1,270 @@
+"""Probes what block attention can do with a model; unsupported models are refused with the reason.
+
+The rotary embedding of each layer is measured in forward passes over one token, not inferred from the model's class: a
+single token attends only to itself, so its queries at two positions differ only by their rotation. Finally the logits
+over blocks are compared with those over a plain sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.kernels import RotarySpec, rotate
+from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
+
+PROBE_POSITIONS = (1, 7)
+"""Positions at which the queries of one token are compared with those at position 0."""
+
+PROBE_TOLERANCE = (1e-4, 3e-2)
+"""Relative error allowed for a rotated query, in float32 and in half precision."""
+
+CHECK_SHARED, CHECK_TAILS = 5, (2, 3)
+"""Numbers of shared tokens and of each row's own tokens in the comparison of logits."""
+
+CHECK_TOLERANCE = (1e-2, 0.7)
+"""Relative error allowed for logits. Unrelated logits have 1.4; half precision may route to other experts."""
+
+_OTHER_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "moe", "chunked_attention")
+
+Queries = dict[int, torch.Tensor]
+"""Query `[heads, head_dim]` of one token, by layer index."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Capabilities of a model under block attention.
+
+    Attributes
+    ----------
+    keyword : bool
+        Whether a keyword argument of `model.forward` reaches the attention function.
+    rotary : dict of int to RotarySpec or None, optional
+        Rotary embedding by layer index; a layer without one has None. If the whole is None, blocks can be seen only
+        at the positions that they were written for.
+    why_no_rotation : str
+        The reason if `rotary` is None.
+    max_length : int, optional
+        Length from which the RoPE frequencies change, which makes stored keys invalid.
+    """
+
+    keyword: bool
+    rotary: dict[int, RotarySpec | None] | None
+    why_no_rotation: str = ""
+    max_length: int | None = None
+
+
+def probe_capabilities(model: PreTrainedModel) -> Capabilities:
+    """Probe a model in a few forward passes over single tokens, and two over ten tokens.
+
+    Raises
+    ------
+    TypeError
+        If `model` is not a `PreTrainedModel`.
+    UnsupportedModelError
+        If the model cannot run under block attention, with the reason.
+    """
+    _check_config(model)
+    with torch.no_grad(), _eval_mode(model):
+        recorder = AttentionRecorder()
+        queries: dict[int, Queries] = {}
+        far = [_position_limit(model) - 1] if _frequencies(model) else []
+        with block_attention_enabled(model, recorder):
+            # The far position comes first: where frequencies follow the position, the near ones restore them.
+            for position in (*far, 0, *PROBE_POSITIONS):
+                _run_one_token(model, recorder, position)
+                queries[position], recorder.queries = recorder.queries, {}
+        _check_recorded(model, recorder, queries[0])
+        rotary, why = _match_rotary(model, queries.pop(0), queries)
+        _check_logits(model, recorder.keyword_arrives)
+    return Capabilities(recorder.keyword_arrives, rotary, why, _max_length(model))
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Return the model's number of positions (`max_position_embeddings`), or None if it has no limit."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def _position_limit(model: PreTrainedModel) -> int:
+    return max_positions(model) or max(PROBE_POSITIONS) + 1
+
+
+@contextmanager
+def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Run a model without dropout; the training mode of every module is restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _check_config(model: Any) -> None:
+    """Refuse models that are unsupported according to their class and config."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; block attention supports decoder-only models")
+    if not model.can_generate():
+        raise UnsupportedModelError(f"{name} cannot generate: it has no language modelling head")
+    text = config.get_text_config(decoder=True)
+    others = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind in _OTHER_LAYERS})
+    if others or getattr(model, "_is_stateful", False):
+        kinds = ", ".join(others) or "recurrent state"
+        raise UnsupportedModelError(f"{name} has layers without a key-value cache of all tokens ({kinds})")
+    if getattr(text, "kv_lora_rank", None):
+        raise UnsupportedModelError(f"{name} uses multi-head latent attention, whose cache holds no keys to rotate")
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(f"{name} has {text.num_kv_shared_layers} layers that read keys of earlier ones")
+    if getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt"):
+        raise UnsupportedModelError(f"{name} uses ALiBi: distances are added to scores, not rotated into keys")
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(f"{name} does not use transformers' attention interface")
+
+
+def _check_recorded(model: PreTrainedModel, recorder: AttentionRecorder, queries: Queries) -> None:
+    """Refuse models whose attention calls show that they are unsupported."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if len(queries) != config.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"{name} calls transformers' attention interface in {len(queries)} of its {config.num_hidden_layers} "
+            "layers, not in all"
+        )
+    if recorder.bidirectional:
+        raise UnsupportedModelError(f"{name} is bidirectional: its tokens attend to later ones")
+    hidden = [window for window in recorder.hidden_windows if window < _position_limit(model)]
+    if hidden:
+        raise UnsupportedModelError(f"{name} has its sliding window of {min(hidden)} only in the attention mask")
+    if recorder.masked:
+        raise UnsupportedModelError(f"{name} builds an attention mask of its own, which block attention would ignore")
+
+
+def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
+    """Refuse a model whose logits over blocks differ from those over a plain sequence, for any other reason."""
+    name, device = type(model).__name__, model.device
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    tokens = (vocabulary // 2 + torch.arange(CHECK_SHARED + sum(CHECK_TAILS), device=device)) % vocabulary
+    shared, *tails = tokens.split((CHECK_SHARED, *CHECK_TAILS))
+    row = torch.cat((shared, tails[-1]))
+    expected = model(input_ids=row[None], use_cache=False).logits[0, CHECK_SHARED:].double()
+    cache = BlockCache(device=device)
+    root, *own = cache.new_block(CHECK_SHARED), *cache.new_blocks(len(tails), max(CHECK_TAILS), base=CHECK_SHARED)
+    segments = [Segment([root], CHECK_SHARED), *(Segment([root, b], len(t)) for b, t in zip(own, tails, strict=True))]
+    with block_attention_enabled(model, cache):
+        forward = cache.prepare(segments)
+        try:
+            logits = model(
+                input_ids=tokens[None],
+                position_ids=forward.position_ids[None],
+                past_key_values=cache,
+                use_cache=True,
+                **({"block_cache": cache} if keyword else {}),
+            ).logits[0, -len(tails[-1]) :]
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise UnsupportedModelError(
+                f"{name} needs a cache of its own kind; over blocks it fails with {type(error).__name__}: {error}"
+            ) from error
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
+    stored = cache.storage(0).keys  # under autocast less precise than the logits
+    if (logits.double() - expected).norm() > _tolerance(stored, CHECK_TOLERANCE) * spread:
+        raise UnsupportedModelError(
+            f"{name} computes other logits over blocks than over a plain sequence: it mixes tokens outside of attention"
+        )
+
+
+def _run_one_token(model: PreTrainedModel, recorder: AttentionRecorder, position: int) -> None:
+    token = model.config.get_text_config(decoder=True).vocab_size // 2
+    arguments: dict[str, Any] = {
+        "input_ids": torch.full((1, 1), token, device=model.device),
+        "position_ids": torch.full((1, 1), position, device=model.device),
+        "use_cache": False,
+    }
+    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
+        arguments["block_cache"] = recorder
+    model(**arguments)
+
+
+def _match_rotary(
+    model: PreTrainedModel, at_zero: Queries, queries: dict[int, Queries]
+) -> tuple[dict[int, RotarySpec | None] | None, str]:
+    """Find each layer's rotary embedding: the candidate that maps its query at position 0 to the other positions."""
+    name = type(model).__name__
+    changing = sorted(rope_types(model.config) & {"dynamic", "longrope"})
+    if changing:
+        return None, f"{name} uses {changing[0]} RoPE scaling, whose frequencies change with the length"
+    candidates = [RotarySpec(inv_freq, style) for inv_freq in _frequencies(model) for style in (False, True)]
+    found: dict[int, RotarySpec | None] = {}
+    for layer, base in at_zero.items():
+        rotated = {position: at[layer] for position, at in queries.items()}
+        near = {position: rotated[position] for position in PROBE_POSITIONS}
+        fits = [spec for spec in (None, *candidates) if _explains(spec, base, near)]
+        if not fits:
+            if candidates:
+                return None, f"{name} changes its queries after their rotary embedding (layer {layer})"
+            return None, f"{name} has positions that are not rotary embeddings"
+        if any(_differ(query.norm(dim=-1), base.norm(dim=-1)) for query in rotated.values()):
+            return None, f"{name} scales its queries by their position (layer {layer})"
+        found[layer] = fits[0]
+    if all(spec is None for spec in found.values()):
+        return None, f"{name}'s queries carry no position that could be rotated"
+    return found, ""
+
+
+def _frequencies(model: PreTrainedModel) -> list[tuple[float, ...]]:
+    """Return the distinct `inv_freq` buffers of a model, after scaling."""
+    names = [(n, b) for n, b in model.named_buffers() if n.endswith("inv_freq") and "original" not in n]
+    return list(dict.fromkeys(tuple(buffer.double().flatten().tolist()) for _, buffer in names))
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Return a config's `rope_parameters`, one dictionary per layer type."""
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+
+
+def rope_types(config: Any) -> set[str]:
+    """Return the RoPE types of a model's config, `"default"` where frequencies are not scaled."""
+    return {str(p.get("rope_type", "default")) for p in _rope_parameters(config)}
+
+
+def _max_length(model: PreTrainedModel) -> int | None:
+    """Return the length up to which a model's RoPE frequencies are those of a short sequence."""
+    positions = _position_limit(model)
+    limits = {
+        "dynamic": [positions],
+        "longrope": [p.get("original_max_position_embeddings", positions) for p in _rope_parameters(model.config)],
+    }
+    return min((length for kind in rope_types(model.config) for length in limits.get(kind, [])), default=None)
+
+
+def _explains(spec: RotarySpec | None, base: torch.Tensor, rotated: Queries) -> bool:
+    """Return whether `spec` rotates the query `base` at position 0 to those at the other positions."""
+    if spec is not None and spec.rotary_dim > base.shape[-1]:
+        return False
+    for position, query in rotated.items():
+        expected = base.double()
+        if spec is not None:
+            delta = torch.tensor([position]).numpy()
+            expected = rotate(expected, *spec.tables(delta, torch.float64, base.device), spec)
+        if _differ(query, expected.to(base.dtype)):
+            return False
+    return True
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype differ by more than rounding."""
+    return bool((a.double() - b.double()).abs().max() > _tolerance(a, PROBE_TOLERANCE) * b.double().abs().max())
+
+
+def _tolerance(x: torch.Tensor, allowed: tuple[float, float]) -> float:
+    return allowed[0] if x.dtype in (torch.float32, torch.float64) else allowed[1]
