@@ -1,7 +1,7 @@
-"""HogwildCache: several workers over one memory (Hogwild! Inference, sections 3.1, 3.2 and appendix A).
+"""`HogwildCache`: workers over one shared memory (Hogwild! Inference, sections 3.1, 3.2 and appendix A).
 
-Prompts are a tree of shared prefixes; on it stands one `Workspace` per problem. All blocks but the prompts' are
-stored from position 0, so that a worker's queries are turned for every block but its own.
+Prompts are a tree of shared prefixes; each problem adds a `Workspace`. All blocks except the prompts' are stored from
+position 0, so a worker's queries are rotated for every block but its own.
 """
 
 from __future__ import annotations
@@ -12,35 +12,37 @@ from dataclasses import dataclass, field
 from hf_parallel.cache.layout import Block
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 
-STEP_ROOM = 256
-"""Tokens that a step has room for at first; equal extents let the workers' steps be read in one call."""
+STEP_CAPACITY = 256
+"""Initial capacity of a step in tokens; with equal extents, attention reads the workers' steps in one call."""
 
 LAYOUTS = ("contiguous", "interleaved", "combined")
-"""Who sees what: see `Workspace.view`."""
+"""See `Workspace.view`."""
 
 
 @dataclass(eq=False)
 class Workspace:
-    """The blocks of one problem.
+    """Blocks of one problem.
 
     Attributes
     ----------
+    layout : str
+        One of `LAYOUTS`.
     prompt : list of Block
-        The problem, root to leaf.
+        The problem's prompt, root to leaf.
     workers : list of Block
-        The step that each worker is writing.
+        Each worker's current step.
     history : Block
-        Finished steps, in the order in which they ended.
-    closing : list of Block
-        Steps that have ended but lack their last tokens' keys; they stand at the end of the history already.
-    ended : list of int
-        Whose step each finished one was, in the order in which they ended; -1 for what no worker wrote.
-    steps : list of int
-        Tokens of each step that the history holds.
-    removed : set of int
-        Workers that are there no longer.
+        Finished steps in the order in which they ended.
     history_header, others_header, own_header, gap : Block
-        Texts between the parts; an empty block is no text. `gap` stands between the steps of others.
+        Texts between the parts; an empty block is no text. `gap` separates the current steps of other workers.
+    pending_steps : list of Block
+        Ended steps at the end of the history that have not been moved into it: keys of their last tokens are pending.
+    step_workers : list of int
+        Worker of each ended step, in the order in which they ended; -1 for a step that no worker wrote.
+    step_lengths : list of int
+        Number of tokens of each step in `history`.
+    removed : set of int
+        Removed workers.
     """
 
     layout: str
@@ -51,146 +53,147 @@ class Workspace:
     others_header: Block
     own_header: Block
     gap: Block
-    closing: list[Block] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
+    pending_steps: list[Block] = field(default_factory=list)
+    step_workers: list[int] = field(default_factory=list)
+    step_lengths: list[int] = field(default_factory=list)
     removed: set[int] = field(default_factory=set)
 
     @property
-    def unfinished(self) -> dict[int, Block]:
-        """The step that each worker is writing who is still there."""
+    def active_steps(self) -> dict[int, Block]:
+        """Current step by worker, without removed workers."""
         return {i: block for i, block in enumerate(self.workers) if i not in self.removed}
 
     @property
-    def common(self) -> list[Block]:
-        """What all workers see in the same order: the prompt and, but for `contiguous`, the history."""
+    def shared_view(self) -> list[Block]:
+        """Blocks that all workers see first: the prompt and, unless the layout is `contiguous`, the history."""
         if self.layout == "contiguous":
             return list(self.prompt)
-        return [*self.prompt, self.history_header, self.history, *self.closing]
+        return [*self.prompt, self.history_header, self.history, *self.pending_steps]
 
     @property
     def headers(self) -> list[Block]:
-        """Texts between the parts, in the order in which they are read."""
+        """Texts between the parts, in reading order."""
         return [self.history_header, self.others_header, self.own_header, self.gap]
 
     def view(self, worker: int) -> list[Block]:
-        """Blocks that a worker sees, its own step last.
+        """Return the blocks that a worker sees, its own step last.
 
-        `contiguous`: prompt, other workers, own. `interleaved`: prompt, history, own; the others' unfinished steps
-        are not seen. `combined`: prompt, history, the others' unfinished steps, own.
+        `contiguous`: prompt, other workers' steps, own step. `interleaved`: prompt, history, own step; without the
+        other workers' current steps. `combined`: prompt, history, other workers' current steps, own step.
         """
-        others = [] if self.layout == "interleaved" else [b for i, b in self.unfinished.items() if i != worker]
-        return [*self.common, *self._unfinished(others), self.own_header, self.workers[worker]]
+        others = [] if self.layout == "interleaved" else [b for i, b in self.active_steps.items() if i != worker]
+        return [*self.shared_view, *self._others(others), self.own_header, self.workers[worker]]
 
     def view_of(self, block: Block) -> list[Block]:
-        """What the last tokens of a block see, `block` last.
+        """Return the blocks that the last tokens of `block` see, `block` last.
 
-        A step that has ended sees the history up to it, a header the prompt and the headers before it.
+        An ended step sees the history before it; a header sees the prompt and the headers before it.
         """
-        if block in self.closing:
-            last = len(self.common) - len(self.closing) + self.closing.index(block)
-            return self.common[: last + 1]
+        if block in self.pending_steps:
+            last = len(self.shared_view) - len(self.pending_steps) + self.pending_steps.index(block)
+            return self.shared_view[: last + 1]
         if block in self.headers:
             return [*self.prompt, *self.headers[: self.headers.index(block) + 1]]
         return self.view(self.workers.index(block))
 
-    def everything(self) -> list[Block]:
-        """All that any worker wrote, as the last worker would read it, whatever the layout."""
-        steps = list(self.unfinished.values())
-        return [*self.common, *self._unfinished(steps[:-1]), self.own_header, *steps[-1:]]
+    def full_view(self) -> list[Block]:
+        """Return the shared view followed by every worker's current step, whatever the layout."""
+        steps = list(self.active_steps.values())
+        return [*self.shared_view, *self._others(steps[:-1]), self.own_header, *steps[-1:]]
 
-    def name_of(self, block: Block) -> str:
-        """A name that a block's tokens keep wherever they are moved: of a worker's step, an ended step, or a header."""
+    def block_name(self, block: Block) -> str:
+        """Return a name of a block's tokens that is stable when they are moved."""
         if block in self.workers:
             return f"worker {self.workers.index(block)}"
-        if block in self.closing:
-            return f"step {len(self.ended) - len(self.closing) + self.closing.index(block)}"
+        if block in self.pending_steps:
+            return f"step {len(self.step_workers) - len(self.pending_steps) + self.pending_steps.index(block)}"
         return f"header {self.headers.index(block)}" if block in self.headers else "reader"
 
-    def _unfinished(self, steps: Sequence[Block]) -> list[Block]:
+    def _others(self, steps: Sequence[Block]) -> list[Block]:
+        """Return other workers' steps with the header before and the gap between them."""
         between = [block for step in steps for block in (self.gap, step)][1:]
         return [self.others_header, *between] if between else []
 
 
 class HogwildCache(SharedPrefixCache):
-    """Prompts, histories, headers and workers' steps of a batch of problems."""
+    """Prompts, histories, headers and current steps of a batch of problems."""
 
     def new_workspace(
         self, layout: str, prompt: list[Block], num_workers: int, header_lengths: Sequence[int]
     ) -> Workspace:
-        """Make the blocks of a problem.
+        """Allocate the blocks of a problem.
 
         Parameters
         ----------
         layout : str
             One of `LAYOUTS`.
         prompt : list of Block
-            Blocks of the problem.
+            The problem's prompt, root to leaf.
         num_workers : int
         header_lengths : sequence of int
-            Room for the history header, the others' header, the own header and the gap, in tokens.
+            Number of tokens of the history header, the others' header, the own header and the gap.
         """
         headers = self.new_blocks(len(header_lengths), max(header_lengths))  # of one size: read in one call
-        workers = self.new_blocks(num_workers, STEP_ROOM)
+        workers = self.new_blocks(num_workers, STEP_CAPACITY)
         history_header, others_header, own_header, gap = headers
         history = self.new_block()
         return Workspace(layout, prompt, workers, history, history_header, others_header, own_header, gap)
 
     def add_worker(self, space: Workspace) -> None:
-        """Give a problem one worker more, behind those that it has."""
-        space.workers.append(self.new_block(STEP_ROOM))
+        """Add a worker to a problem, after the existing ones."""
+        space.workers.append(self.new_block(STEP_CAPACITY))
 
     def remove_worker(self, space: Workspace, worker: int) -> None:
-        """Forget what a worker is writing; its finished steps stay."""
+        """Remove a worker and its current step; its ended steps stay."""
         space.removed.add(worker)
         self.free(space.workers[worker])
 
     def add_step(self, space: Workspace, num_tokens: int) -> Block:
-        """Put a step that no worker wrote at the end of the history; returns its block, which is to be filled."""
+        """Append a step that no worker wrote to the history; returns its empty block."""
         block = self.new_block(num_tokens)
-        space.closing.append(block)
-        space.ended.append(-1)
+        space.pending_steps.append(block)
+        space.step_workers.append(-1)
         return block
 
-    def forget_step(self, space: Workspace, number: int) -> None:
-        """Forget a finished step, counted from the first that is left; those behind it move up, keys turned.
+    def end_step(self, space: Workspace, worker: int) -> None:
+        """Append a worker's current step to the history and start a new one."""
+        space.pending_steps.append(space.workers[worker])
+        space.step_workers.append(worker)
+        space.workers[worker] = self.new_block(STEP_CAPACITY)
 
-        The history is copied, and nothing has changed if that fails. What anybody wrote while they saw the step stays
-        as it is.
+    def move_ended(self, space: Workspace, count: int | None = None) -> None:
+        """Move the first `count` pending steps (default: all) into the history, with keys rotated."""
+        for _ in range(len(space.pending_steps) if count is None else count):
+            block = space.pending_steps[0]
+            length = block.length
+            self.move(block, space.history)
+            self.free(space.pending_steps.pop(0))
+            space.step_lengths.append(length)
+
+    def remove_step(self, space: Workspace, index: int) -> None:
+        """Remove an ended step from the history; keys of the steps after it are rotated to their new positions.
+
+        Copies the history. If that fails, nothing has changed. Tokens that were computed while the step was visible
+        stay unchanged.
         """
-        if number < len(space.steps):
-            start = sum(space.steps[:number])
-            self._cut(space.history, start, start + space.steps[number])
-            del space.steps[number]
+        if index < len(space.step_lengths):
+            start = sum(space.step_lengths[:index])
+            self._cut(space.history, start, start + space.step_lengths[index])
+            del space.step_lengths[index]
         else:
-            self.free(space.closing.pop(number - len(space.steps)))
-        del space.ended[number]
+            self.free(space.pending_steps.pop(index - len(space.step_lengths)))
+        del space.step_workers[index]
 
     def _cut(self, block: Block, start: int, stop: int) -> None:
-        """Forget the tokens `start <= j < stop` of a block."""
+        """Remove the tokens `start <= j < stop` of a block."""
         kept = self.new_block(block.length - (stop - start), block.base)
         try:
-            old, new, behind = block.extent, kept.extent, block.length - stop
+            old, new, after = block.extent, kept.extent, block.length - stop
             self.arena.copy(old, block.first, new, 0, start)
-            self.arena.copy(old, block.first + stop, new, start, behind, start - stop, self.rotary)
+            self.arena.copy(old, block.first + stop, new, start, after, start - stop, self.rotary)
         except BaseException:
             self.free(kept)
             raise
         block.extent, kept.extent = kept.extent, block.extent
         block.first, block.length = 0, block.length - (stop - start)
         self.free(kept)
-
-    def end_step(self, space: Workspace, worker: int) -> None:
-        """Put a worker's step at the end of the history and give it an empty one."""
-        space.closing.append(space.workers[worker])
-        space.ended.append(worker)
-        space.workers[worker] = self.new_block(STEP_ROOM)
-
-    def settle(self, space: Workspace, count: int | None = None) -> None:
-        """Move the first `count` ended steps (default: all) into the history, keys turned to their places there."""
-        for _ in range(len(space.closing) if count is None else count):
-            block = space.closing[0]
-            length = block.length
-            self.move(block, space.history)
-            self.free(space.closing.pop(0))
-            space.steps.append(length)

@@ -1,7 +1,7 @@
-"""SharedPrefixCache: a radix tree of token runs, each stored once (Hydragen, section 3.3).
+"""`SharedPrefixCache`: a radix tree of token sequences, each stored once (Hydragen, section 3.3).
 
-A node is a run of tokens and the block of their keys and values. A row sees the blocks from the root to its leaf.
-Its keys stand at their true positions, so nothing is ever turned.
+A node holds a sequence of tokens and the block of their keys and values. A row sees the blocks from the root to its
+leaf. Keys are stored at their true positions, so nothing is ever rotated.
 """
 
 from __future__ import annotations
@@ -22,26 +22,36 @@ from hf_parallel.kernels import RotarySpec
 
 @dataclass(eq=False)
 class Node:
-    """A run of `tokens` below `parent`; `block` holds their keys and values once they have been prefilled.
+    """A token sequence in the tree.
 
-    `used` is the number of the last call that had to do with it; what is below it was used no later.
+    Attributes
+    ----------
+    tokens : int64 [length]
+    parent : Node, optional
+        None for the root.
+    block : Block, optional
+        Keys and values of `tokens`, as far as they have been prefilled.
+    children : dict of int to list of Node
+        Children by their first token. Several completions may start with the same token.
+    last_used : int
+        Number of the last call that used the node; at least that of its children.
     """
 
     tokens: np.ndarray
     parent: Node | None = None
     block: Block | None = None
-    children: dict[int, list[Node]] = field(default_factory=dict)  # by their first token; completions may begin alike
-    used: int = 0
+    children: dict[int, list[Node]] = field(default_factory=dict)
+    last_used: int = 0
 
     @property
-    def alike(self) -> list[Node]:
-        """The node and its siblings that begin with the same token."""
-        assert self.parent is not None, "the root has no tokens to begin with"
+    def siblings(self) -> list[Node]:
+        """The parent's children with the same first token, this node included."""
+        assert self.parent is not None, "the root has no siblings"
         return self.parent.children[int(self.tokens[0])]
 
     @property
     def path(self) -> list[Node]:
-        """Nodes from below the root down to this one."""
+        """Nodes from the root (excluded) to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None and node.parent is not None:
@@ -49,44 +59,44 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
-    def below(self) -> list[Node]:
-        """Its children."""
-        return [child for alike in self.children.values() for child in alike]
+    def all_children(self) -> list[Node]:
+        """Return the children, whatever their first token."""
+        return [child for siblings in self.children.values() for child in siblings]
 
     @property
     def start(self) -> int:
-        """Position of the node's first token."""
+        """Position of the first token."""
         return sum(len(node.tokens) for node in self.path[:-1])
 
     @property
-    def missing(self) -> np.ndarray:
-        """Tokens whose keys and values are not held yet."""
+    def uncached(self) -> np.ndarray:
+        """Tokens whose keys and values are not in the block yet."""
         return self.tokens if self.block is None else self.tokens[self.block.length :]
 
 
-class Weights:
-    """A model's weights as they are now, to be told from later ones. A pickle holds None: it may be read elsewhere."""
+class _WeightsVersion:
+    """The version of a model's weights that filled a cache. It is pickled as None, as object ids are not portable."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._state = self._read(model)
+        self._versions = self._read(model)
 
-    def of(self, model: nn.Module) -> bool:
-        """Whether they are this model's, whatever has been done to it since."""
+    def is_of(self, model: nn.Module) -> bool:
+        """Return whether it was read from this model object."""
         return self._model() is model
 
     def unchanged(self) -> bool:
-        """Whether nobody has exchanged a parameter or written to one, but through `.data`."""
+        """Return whether no parameter has been replaced or modified in place (except through `.data`)."""
         model = self._model()
-        return model is not None and self._read(model) == self._state
+        return model is not None and self._read(model) == self._versions
 
     @staticmethod
     def _read(model: nn.Module) -> list[tuple[int, int]]:
-        """Each parameter and how often it was written to; those on the meta device are exchanged at every use."""
+        """Return object id and version counter of each parameter; offloaded ones are replaced at every use."""
         present = (parameter for parameter in model.parameters() if not parameter.is_meta)
         return [(id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in present]
 
-    def __deepcopy__(self, memo: Any) -> Weights:
+    def __deepcopy__(self, memo: Any) -> _WeightsVersion:
         return self
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -94,19 +104,23 @@ class Weights:
 
 
 class SharedPrefixCache(BlockCache):
-    """What has been read so far, as a tree of shared prefixes.
+    """Prompts and completions as a tree of shared prefixes.
 
-    Keep it and pass it again as `past_key_values`: whatever the new prompts share with anything in the tree, prompts
-    and completions alike, is not computed again.
+    Pass it again as `past_key_values`: prefixes that new prompts share with earlier prompts or completions are not
+    computed again.
 
     Parameters
     ----------
     rotary, device
         See `BlockCache`; neither is needed.
     max_bytes : int, optional
-        Keys and values that are kept from call to call. When a call begins, what earlier ones used longest ago goes
-        first, completions before what they follow from; what the call itself reads and writes comes on top. Default:
-        all are kept, until `reset()`.
+        Budget of keys and values kept between calls. At the start of a call, the least recently used nodes are
+        evicted, leaves first; memory of the call itself comes on top. Default: no limit, until `reset()`.
+
+    Raises
+    ------
+    ValueError
+        If `max_bytes` is not a positive int.
 
     Examples
     --------
@@ -127,48 +141,48 @@ class SharedPrefixCache(BlockCache):
         self.max_bytes = max_bytes
         self._calls = 0
         self.root = Node(np.empty(0, np.int64))
-        self._filled_by: Weights | None = None
+        self._filled_by: _WeightsVersion | None = None
 
     def claim(self, model: nn.Module) -> None:
-        """Begin a call: say which model fills the cache from now on, and forget what is more than `max_bytes`.
+        """Start a call of `model`: check that the cache was filled by it, and evict down to `max_bytes`.
 
         Raises
         ------
         ValueError
-            If it holds the keys and values of another one, or of other weights of it.
+            If the cache was filled by another model, or before the model's weights changed.
         """
         if self.blocks and self._filled_by is not None:
-            if not self._filled_by.of(model):
+            if not self._filled_by.is_of(model):
                 raise ValueError("past_key_values was filled by another model, whose keys and values it holds")
             if not self._filled_by.unchanged():
                 raise ValueError("past_key_values was filled before the model's weights changed: reset() it first")
         else:
-            self._filled_by = Weights(model)
+            self._filled_by = _WeightsVersion(model)
         self._calls += 1
         self._evict()
 
-    def insert(self, tokens: np.ndarray, below: Node | None = None) -> Node:
-        """Find or make the leaf whose path spells `tokens`, sharing all that the tree has of them.
+    def insert(self, tokens: np.ndarray, root: Node | None = None) -> Node:
+        """Return the leaf of a token sequence, reusing nodes of the tree and creating the rest.
 
         Parameters
         ----------
         tokens : int64 [length]
             At least one.
-        below : Node, optional
-            Where the path begins. Default: the root.
+        root : Node, optional
+            Node that the sequence continues. Default: the root of the tree.
         """
-        node, rest = self.root if below is None else below, tokens
+        node, rest = self.root if root is None else root, tokens
         while len(rest):
             child, shared = self._best_child(node, rest)
             if child is None:
                 return self.add(node, rest)
             node, rest = child if shared == len(child.tokens) else self._split(child, shared), rest[shared:]
-            node.used = self._calls
+            node.last_used = self._calls
         return node
 
     def add(self, parent: Node, tokens: np.ndarray) -> Node:
-        """Append a node below `parent`, without looking for what is alike."""
-        node = Node(np.asarray(tokens, np.int64), parent, used=self._calls)
+        """Append a node to `parent`, without a search for shared prefixes."""
+        node = Node(np.asarray(tokens, np.int64), parent, last_used=self._calls)
         parent.children.setdefault(int(node.tokens[0]), []).append(node)
         return node
 
@@ -179,78 +193,78 @@ class SharedPrefixCache(BlockCache):
         return node
 
     def view(self, node: Node) -> list[Block]:
-        """Blocks that a row at `node` sees."""
+        """Return the blocks that a row at `node` sees."""
         return [child.block for child in node.path if child.block is not None]
 
-    def unfilled(self) -> list[Node]:
-        """Nodes whose tokens must still be prefilled, parents before children; each gets its block here."""
-        nodes = [node for node in self.nodes() if len(node.missing)]
+    def nodes_to_prefill(self) -> list[Node]:
+        """Return nodes with uncached tokens, parents before children, and allocate their blocks."""
+        nodes = [node for node in self.nodes() if len(node.uncached)]
         for node in nodes:
             if node.block is None:
                 node.block = self.new_block(len(node.tokens), base=node.start)
         return nodes
 
-    def discard_unfilled(self) -> None:
-        """Cut the tree back to what is held, after a prefill that did not come to its end."""
+    def discard_uncached(self) -> None:
+        """Remove uncached tokens from the tree, after a prefill that failed."""
         for node in list(self.nodes()):
-            if node not in node.alike or not len(node.missing):
+            if node not in node.siblings or not len(node.uncached):
                 continue
             held = 0 if node.block is None else node.block.length
             if held:
                 node.tokens = node.tokens[:held]
-                for child in node.below():
+                for child in node.all_children():
                     self._remove(child)
             else:
                 self._remove(node)
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes below the root, parents before children."""
-        stack = self.root.below()[::-1]
+        """Yield all nodes except the root, parents before children."""
+        stack = self.root.all_children()[::-1]
         while stack:
             node = stack.pop()
             yield node
-            stack.extend(node.below()[::-1])
+            stack.extend(node.all_children()[::-1])
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Delete everything and release all memory; the cache can then be used with another model."""
         super().reset()
         self.root = Node(np.empty(0, np.int64))
 
     def _evict(self) -> None:
-        """Forget what was used longest ago, ends before what leads to them, until no more than `max_bytes` is held."""
+        """Remove the least recently used nodes, leaves first, until at most `max_bytes` are held."""
         if self.max_bytes is None:
             return
         held, per_token = self.kv_bytes, self.arena.bytes_per_token
         children_first = [*self.nodes()][::-1]
-        for node in sorted(children_first, key=lambda node: node.used):
+        for node in sorted(children_first, key=lambda node: node.last_used):
             if held <= self.max_bytes:
                 return
             held -= 0 if node.block is None else node.block.length * per_token
             self._remove(node)
 
     def _remove(self, node: Node) -> None:
-        for child in node.below():
+        for child in node.all_children():
             self._remove(child)
         if node.block is not None:
             self.free(node.block)
-        node.alike.remove(node)
+        node.siblings.remove(node)
 
     @staticmethod
     def _best_child(node: Node, tokens: np.ndarray) -> tuple[Node | None, int]:
-        """The child that shares most with `tokens`, and how many tokens it shares; completions may begin alike."""
-        best, most = None, 0
+        """Return the child with the longest common prefix with `tokens`, and the length of that prefix."""
+        best, longest = None, 0
         for child in node.children.get(int(tokens[0]), ()):
-            shared = _common(child.tokens, tokens)
-            if shared > most:
-                best, most = child, shared
-        return best, most
+            shared = _common_prefix(child.tokens, tokens)
+            if shared > longest:
+                best, longest = child, shared
+        return best, longest
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut a node in two without copying. It keeps its end, as leaf of whoever holds it; returns the new head."""
+        """Split a node in two without copying. It keeps its end, so that references to leaves stay; returns the head."""
         parent = node.parent
         assert parent is not None, "the root has no tokens to split"
         head = Node(node.tokens[:at], parent, children={int(node.tokens[at]): [node]})
-        node.alike[node.alike.index(node)] = head
+        node.siblings[node.siblings.index(node)] = head
         if node.block is not None:
             head.block = node.block
             node.block = self.split(node.block, at)
@@ -258,8 +272,8 @@ class SharedPrefixCache(BlockCache):
         return head
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common prefix of two runs of tokens."""
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the length of the common prefix of two token sequences."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n

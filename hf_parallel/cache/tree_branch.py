@@ -1,7 +1,7 @@
-"""TreeBranchCache: a trunk, branches that share it, and branches joined back into it (PDOS, section 3).
+"""`TreeBranchCache`: a trunk, branches that share it, and branches joined into it (PDOS, section 3).
 
-Prompts are a tree of shared prefixes; on it stands one `Tree` per answer. Every block but those that wait to be joined
-stands at its true position, so that nothing is turned while branches are written.
+Prompts are a tree of shared prefixes; each answer adds a `Tree`. Every block except those that are being joined is
+stored at its true positions, so nothing is rotated while branches are decoded.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from dataclasses import dataclass, field
 from hf_parallel.cache.layout import Block, view_length
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 
-BRANCH_ROOM = 64
-"""Tokens that a branch has room for at first; equal extents let the branches be read in one call."""
+BRANCH_CAPACITY = 64
+"""Initial capacity of a branch in tokens; with equal extents, attention reads the branches in one call."""
 
 
 @dataclass(eq=False)
 class Tree:
-    """The blocks of one answer.
+    """Blocks of one answer.
 
     Attributes
     ----------
     prompt : list of Block
         The prompt, root to leaf.
     trunk : Block
-        The answer outside of branches, and the branches joined to it.
+        The answer outside of branches, and the branches that have been moved into it.
     branches : list of Block
-        What is being written side by side behind the trunk.
+        Branches that are being decoded, each directly after the trunk.
     joining : list of Block
-        Branches that stand in the trunk already, one behind the other, but have not been moved there.
+        Branches that are seen one after another at the end of the trunk but have not been moved there, and the block
+        in which the trunk continues.
     """
 
     prompt: list[Block]
@@ -39,62 +40,65 @@ class Tree:
 
     @property
     def view(self) -> list[Block]:
-        """What the next token of the trunk sees."""
+        """Blocks that the next token of the trunk sees."""
         return [*self.prompt, self.trunk, *self.joining]
 
     def branch_view(self, block: Block) -> list[Block]:
-        """What a branch sees: the trunk and itself, whichever branches there are."""
+        """Return the blocks that a branch sees: the prompt, the trunk and itself, but no other branch."""
         return [*self.prompt, self.trunk, block]
 
 
 class TreeBranchCache(SharedPrefixCache):
     """Prompts, trunks and branches of a batch of answers."""
 
-    def new_trunks(self, starts: Sequence[int], room: int) -> list[Block]:
-        """Make the trunks of answers behind prompts of the given lengths."""
-        trunks = self.new_blocks(len(starts), room)
+    def new_trunks(self, starts: Sequence[int], capacity: int) -> list[Block]:
+        """Allocate the trunks of answers to prompts of the lengths `starts`."""
+        trunks = self.new_blocks(len(starts), capacity)
         for trunk, start in zip(trunks, starts, strict=True):
             trunk.base = start
         return trunks
 
-    def branch(self, tree: Tree, length: int, count: int, owed: int = 0, room: int = BRANCH_ROOM) -> None:
-        """Cut the trunk down to `length` tokens and let branches grow there.
+    def branch(
+        self, tree: Tree, length: int, count: int, pending: int = 0, expected_length: int = BRANCH_CAPACITY
+    ) -> None:
+        """Truncate the trunk to `length` tokens and start branches there.
 
         Parameters
         ----------
         tree : Tree
         length : int
-            Tokens of the trunk that stay.
+            Number of tokens of the trunk that stay.
         count : int
-            Branches.
-        owed : int
-            Tokens that the trunk will get before the branches have any.
-        room : int
-            Tokens that each branch will have on average, if that is known.
+            Number of branches.
+        pending : int
+            Number of tokens that will be appended to the trunk before the branches get their first ones.
+        expected_length : int
+            Average length of a branch in tokens, if known.
         """
         self.truncate(tree.trunk, length)
-        tree.branches = self.new_blocks(count, min(room, BRANCH_ROOM), base=view_length(tree.view) + owed)
+        base = view_length(tree.view) + pending
+        tree.branches = self.new_blocks(count, min(expected_length, BRANCH_CAPACITY), base)
 
-    def join(self, tree: Tree, kept: int, owed: int = 0) -> None:
-        """Put the first `kept` branches behind the trunk, in order, and forget the others.
+    def join(self, tree: Tree, kept: int, pending: int = 0) -> None:
+        """Append the first `kept` branches to the trunk in order, and delete the others.
 
-        What they hold is seen at its place in the trunk from now on; `settle` moves it there. Behind them stands an
-        empty block, where the trunk goes on.
+        From now on they are seen at their positions in the trunk; `move_joined` moves them there. The trunk continues
+        in a new empty block after them.
 
         Parameters
         ----------
         tree : Tree
         kept : int
-        owed : int
-            Tokens that the kept branches will get before the trunk goes on.
+        pending : int
+            Number of tokens that will be appended to the kept branches before the trunk continues.
         """
         for block in tree.branches[kept:]:
             self.free(block)
         tree.joining, tree.branches = tree.branches[:kept], []
-        tree.joining.append(self.new_block(base=view_length(tree.view) + owed))
+        tree.joining.append(self.new_block(base=view_length(tree.view) + pending))
 
-    def settle(self, tree: Tree) -> None:
-        """Move what stands behind the trunk into it, keys turned to their places."""
+    def move_joined(self, tree: Tree) -> None:
+        """Move the joined branches into the trunk, with keys rotated to their positions there."""
         for block in tree.joining:
             self.move(block, tree.trunk)
             self.free(block)
