@@ -1,4 +1,4 @@
-"""The program `hf-parallel`, beside the package: whatever imports a part of that imports torch, which takes seconds."""
+"""Entry point of the `hf-parallel` program, outside the package: importing the package imports torch, which is slow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Run `hf_parallel.cli.main.main`; Ctrl-C ends it quietly while it is still being imported, too.
+    """Run `hf_parallel.cli.main.main`. Exit quietly on Ctrl-C, also during the import.
 
     Returns
     -------

@@ -1,7 +1,7 @@
-"""The way to the Hub: a mode as a `custom_generate` repository of transformers, with or without a model.
+"""Hub export: a mode as a `custom_generate` repository of transformers, with or without a model.
 
-`custom_generate/generate.py` in a repository takes the place of `generate`: of the model that is loaded from it, and of
-any model that is told `custom_generate=`. Here that file only names the mode and its settings; what it calls is below.
+`custom_generate/generate.py` in a repository replaces `generate` of the model that is loaded from it, and of any model
+called with `custom_generate=`. The exported file only names the mode and its settings, and calls `generate_as`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ GENERATE = "custom_generate/generate.py"
 REQUIREMENTS = "custom_generate/requirements.txt"
 CARD = "README.md"
 MARK = '"""Written by hf_parallel.hub: '
-"""How `generate.py` begins; a folder that holds another one is not written to."""
+"""First characters of an exported `generate.py`; a folder with another `generate.py` is not overwritten."""
 CARD_MARK = "<!-- Written by hf_parallel.hub: "
-"""Stands in the README of an export; one without it is not overwritten on the Hub."""
+"""Part of an exported README; a README on the Hub without it is not overwritten."""
 TAG = "custom_generate"
-"""By which the Hub finds such repositories."""
+"""Tag of such repositories on the Hub."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
-"""The files of a model's weights, whole or in shards."""
-ANY_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""The model of an example where none is exported."""
+"""Files of a model's weights, whole or in shards."""
+EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""Model of the README's example if none is exported."""
 _logger = logging.getLogger(__name__)
 
 _CODE = '''{mark}generation_mode={mode!r} with the settings below."""
@@ -49,7 +49,7 @@ SETTINGS = {settings}
 
 
 def generate(*inputs, model, **arguments):
-    """`model.generate` in this mode. What is given in the call goes before the settings here."""
+    """`model.generate` in this mode. Arguments of the call override the settings above."""
     return generate_as(MODE, SETTINGS, model, inputs, arguments)
 '''
 _CARD = """---
@@ -58,11 +58,11 @@ tags:
 - {tag}
 ---
 
-{mark}a later push writes this file anew, unless this line is gone. -->
+{mark}the next push overwrites this file unless this line is removed. -->
 
 # `generate` in the mode `{mode}`
 
-{does} {about}
+{summary} {usage}
 
 With [transformers](https://github.com/huggingface/transformers) and `pip install hf_parallel`:
 
@@ -70,7 +70,7 @@ With [transformers](https://github.com/huggingface/transformers) and `pip instal
 {example}
 ```
 
-Settings, which arguments of `generate` of the same name go before:
+Settings, which arguments of `generate` with the same name override:
 
 ````json
 {settings}
@@ -81,20 +81,20 @@ Settings, which arguments of `generate` of the same name go before:
 def export(
     model_or_config: PreTrainedModel | ParallelConfig, folder: str | os.PathLike[str], *, tokenizer: Any = None
 ) -> Path:
-    """Write a repository that gives `generate` a mode.
+    """Write a `custom_generate` repository of a mode.
 
-    A model loaded from it (`from_pretrained(folder, trust_remote_code=True)`) generates in the mode without any import
-    of `hf_parallel`, and any other model does when told `custom_generate=folder, trust_remote_code=True`.
+    A model loaded from it (`from_pretrained(folder, trust_remote_code=True)`) generates in the mode without an import
+    of `hf_parallel`. Any other model does with `custom_generate=folder, trust_remote_code=True`.
 
     Parameters
     ----------
     model_or_config : PreTrainedModel or ParallelConfig
-        A model whose `generation_config` has a `generation_mode` (and perhaps a `parallel_config`): weights, config and
-        generation config go along. Or the settings of a mode alone.
+        A model whose `generation_config` has a `generation_mode` (and optionally a `parallel_config`), exported with
+        weights, config and generation config; or the settings of a mode alone.
     folder : str or os.PathLike
-        A new or empty folder, or one that an earlier export has written. All is written, or nothing.
+        A new or empty folder, or one that an earlier export has written. Everything is written, or nothing.
     tokenizer : PreTrainedTokenizerBase, optional
-        Goes along; the example of the README loads it.
+        Exported too; the example of the README loads it.
 
     Returns
     -------
@@ -104,26 +104,26 @@ def export(
     Raises
     ------
     TypeError
-        If there is neither a model nor a config.
+        If `model_or_config` is neither a model nor a config.
     FileExistsError
-        If the folder holds files that no export has written there, or would not write now.
+        If the folder contains files that no export has written, or that this one would not overwrite.
     ValueError
         If no mode is named, or for settings that cannot be stored.
     """
     config = _config_of(model_or_config)
     folder = Path(folder)
-    _refuse_foreign(folder)
-    was_there = folder.exists()
+    _check_folder(folder)
+    existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with TemporaryDirectory(dir=folder) as room:
-            made = Path(room)
-            _write(made, str(folder), model_or_config, config, tokenizer)
-            _refuse_foreign(folder, made)
-            made.chmod(folder.stat().st_mode)  # which `copytree` gives to the folder
-            shutil.copytree(made, folder, copy_function=shutil.move, dirs_exist_ok=True)
+        with TemporaryDirectory(dir=folder) as temporary:
+            new = Path(temporary)
+            _write(new, str(folder), model_or_config, config, tokenizer)
+            _check_folder(folder, new)
+            new.chmod(folder.stat().st_mode)  # `copytree` copies the mode to the folder
+            shutil.copytree(new, folder, copy_function=shutil.move, dirs_exist_ok=True)
     except BaseException:
-        if not was_there:
+        if not existed:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder
@@ -138,20 +138,20 @@ def push_to_hub(
     token: str | bool | None = None,
     commit_message: str = "Export of hf_parallel",
 ) -> CommitInfo:
-    """Send to the Hub what `export` writes.
+    """Upload to the Hub what `export` writes.
 
-    A README that no export has written stays as it is and gets the tag `custom_generate`; so does one whose line with
-    the mark of an export has been taken out. Where weights are sent, those of an earlier push that they do not replace
-    are deleted.
+    An existing README that no export has written is kept and tagged `custom_generate`; so is an exported one whose line
+    with the mark was removed. If weights are uploaded, weights of an earlier push that they do not overwrite are
+    deleted.
 
     Parameters
     ----------
     model_or_config, tokenizer
         See `export`.
     repo_id : str
-        `name` or `user/name`; made where there is none.
+        `name` or `user/name`; created if it does not exist.
     private : bool, optional
-        Whether a repository made here is private. Default: the account's own.
+        Visibility of a repository created here. Default: that of the account.
     token : str or bool, optional
         Default: that of `hf auth login`.
     commit_message : str
@@ -159,72 +159,72 @@ def push_to_hub(
     Returns
     -------
     huggingface_hub.CommitInfo
-        What the Hub answered.
 
     Raises
     ------
     TypeError, ValueError
-        As `export`, before anything is sent.
+        See `export`; nothing is uploaded then.
     huggingface_hub.errors.HfHubHTTPError
-        If the Hub refuses.
+        For an error of the Hub.
     """
     config = _config_of(model_or_config)
     api = HfApi(token=token)
-    with TemporaryDirectory() as room:
-        _write(Path(room), repo_id, model_or_config, config, tokenizer)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        _write(folder, repo_id, model_or_config, config, tokenizer)
         url = api.create_repo(repo_id, private=private, exist_ok=True)
-        _write_card(Path(room), url.repo_id, model_or_config, config, tokenizer)  # with the user's name
-        _keep_card(api, url.repo_id, Path(room) / CARD)
-        weights = [path for pattern in WEIGHTS for path in Path(room).glob(pattern)]
+        _write_card(folder, url.repo_id, model_or_config, config, tokenizer)  # with the full id
+        _keep_card(api, url.repo_id, folder / CARD)
+        has_weights = any(path for pattern in WEIGHTS for path in folder.glob(pattern))
         return api.upload_folder(
             repo_id=url.repo_id,
-            folder_path=room,
+            folder_path=temporary,
             commit_message=commit_message,
-            delete_patterns=list(WEIGHTS) if weights else None,
+            delete_patterns=list(WEIGHTS) if has_weights else None,
         )
 
 
 def generate_as(
     mode: str, settings: Mapping[str, Any], model: Any, inputs: Sequence[Any], arguments: dict[str, Any]
 ) -> Any:
-    """What the `generate` of a repository does: call `model.generate` in its mode.
+    """Call `model.generate` in the mode of a repository.
 
     Parameters
     ----------
     mode : str
     settings : mapping
-        The repository's; what the call gives goes before.
+        Those of the repository. Arguments of the call override them.
     model : PreTrainedModel
-        The one that was loaded from the repository, then its `generation_config` says all from here on, or another.
+        The model loaded from the repository, whose `generation_config` applies from now on, or any other.
     inputs, arguments
         Of `model.generate`.
 
     Raises
     ------
     ValueError
-        If the call asks for another mode.
+        If the call names another mode.
     """
     enable(model)
-    if "generate" in vars(model):  # put there by from_pretrained, in front of the mode that the model now has itself
+    if "generate" in vars(model):  # set by from_pretrained; it would hide the `generate` of the enabled class
         del model.generate
         if getattr(model.generation_config, "generation_mode", None) is None:
             model.generation_config.generation_mode = mode
             model.generation_config.parallel_config = dict(settings)
         return model.generate(*inputs, **arguments)
-    asked = arguments.pop("generation_mode", mode)
-    if asked != mode:
-        raise ValueError(f"generation_mode must be {mode!r}, which this custom_generate is for, got {asked!r}")
+    given = arguments.pop("generation_mode", mode)
+    if given != mode:
+        raise ValueError(f"generation_mode must be {mode!r}, the mode of this custom_generate, got {given!r}")
     config = make_config(mode, arguments.pop("parallel_config", None), settings)
     return model.generate(*inputs, parallel_config=config, **arguments)
 
 
 def _config_of(given: Any) -> ParallelConfig:
-    """The mode and the settings that are to be exported."""
+    """Return the settings to export."""
     if isinstance(given, PreTrainedModel):
         config = take_parallel_config(given.generation_config, {})
         if config is None:
             raise ValueError(
-                f"set model.generation_config.generation_mode to one of {sorted(MODES)}, and perhaps "
+                f"set model.generation_config.generation_mode to one of {sorted(MODES)}, and optionally "
                 f"model.generation_config.parallel_config: this {type(given).__name__} names no mode to export"
             )
     elif isinstance(given, ParallelConfig):
@@ -235,26 +235,26 @@ def _config_of(given: Any) -> ParallelConfig:
         raise TypeError(f"model_or_config must be a PreTrainedModel or a ParallelConfig, got {type(given).__name__}")
     for name in config.not_stored:
         if getattr(config, name) is not None:
-            raise ValueError(f"{name} cannot be stored, since it lives in this process: give it in each call instead")
+            raise ValueError(f"{name} cannot be stored, it is an object of this process: pass it in each call instead")
     return config
 
 
-def _refuse_foreign(folder: Path, made: Path | None = None) -> None:
-    """Refuse a folder with files that are not an earlier export's, or that the new one in `made` would not replace."""
+def _check_folder(folder: Path, new: Path | None = None) -> None:
+    """Raise `FileExistsError` for files of no earlier export, or for files that are not overwritten from `new`."""
     if folder.is_file():
-        raise FileExistsError(f"{folder} is a file; give a new or empty folder")
+        raise FileExistsError(f"{folder} is a file; pass a new or empty folder")
     files = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} if folder.exists() else set()
-    if made is not None:
-        files = {path for path in files if made.name not in path.parts and not (made / path).exists()}
+    if new is not None:
+        files = {path for path in files if new.name not in path.parts and not (new / path).exists()}
     elif Path(GENERATE) in files and (folder / GENERATE).read_text(encoding="utf-8", errors="replace").startswith(MARK):
         files = set()
     if files:
         names = sorted(path.as_posix() for path in files)
-        raise FileExistsError(f"{folder} holds files of something else: {names}; give a new or empty folder")
+        raise FileExistsError(f"{folder} holds files of something else: {names}; pass a new or empty folder")
 
 
 def _write(folder: Path, name: str, given: Any, config: ParallelConfig, tokenizer: Any) -> None:
-    """Write all files of a repository called `name`."""
+    """Write all files of the repository `name`."""
     if isinstance(given, PreTrainedModel):
         keep_mode(given.generation_config)
         given.save_pretrained(folder)
@@ -270,17 +270,15 @@ def _write(folder: Path, name: str, given: Any, config: ParallelConfig, tokenize
 
 def _write_card(folder: Path, name: str, given: Any, config: ParallelConfig, tokenizer: Any) -> None:
     model = given if isinstance(given, PreTrainedModel) else None
-    about = f"Any model runs in it with `model.generate(..., custom_generate={name!r}, trust_remote_code=True)`."
+    usage = f"Any model uses it with `model.generate(..., custom_generate={name!r}, trust_remote_code=True)`."
     if model is not None:
-        about = f"The model here runs in it when it is loaded with `trust_remote_code=True`. {about}"
-    if config.system_prompt() is not None:
-        about += f" `hf_parallel.{config.mode}_prompt` wraps a task as the mode wants it."
+        usage = f"The model here uses it when it is loaded with `trust_remote_code=True`. {usage}"
     card = _CARD.format(
         tag=TAG,
         mark=CARD_MARK,
         mode=config.mode,
-        does=(type(config).__doc__ or "").split("\n")[0],
-        about=about,
+        summary=(type(config).__doc__ or "").split("\n")[0],
+        usage=usage,
         example=_example(name, model, config, tokenizer),
         settings=json.dumps(config.stored(), indent=2, ensure_ascii=False),
     )
@@ -288,13 +286,13 @@ def _write_card(folder: Path, name: str, given: Any, config: ParallelConfig, tok
 
 
 def _keep_card(api: HfApi, repo_id: str, card: Path) -> None:
-    """Put a README that is on the Hub already, and no export's, in the place of the new one."""
+    """Replace the new README by one on the Hub that no export has written."""
     if not api.file_exists(repo_id, CARD):
         return
-    there = Path(api.hf_hub_download(repo_id, CARD))
-    if CARD_MARK.encode() in there.read_bytes():
+    existing = Path(api.hf_hub_download(repo_id, CARD))
+    if CARD_MARK.encode() in existing.read_bytes():
         return
-    shutil.copyfile(there, card)
+    shutil.copyfile(existing, card)
     try:
         _tag(card)
     except (ValueError, YAMLError) as error:
@@ -303,7 +301,7 @@ def _keep_card(api: HfApi, repo_id: str, card: Path) -> None:
 
 
 def _tag(card: Path) -> None:
-    """Give a README the tag, if it has it not."""
+    """Add the tag to a README that lacks it."""
     data = metadata_load(card) or {}
     tags = data.get("tags") or []
     if not isinstance(tags, list):
@@ -313,23 +311,18 @@ def _tag(card: Path) -> None:
 
 
 def _example(name: str, model: PreTrainedModel | None, config: ParallelConfig, tokenizer: Any) -> str:
-    """Code that runs the mode."""
-    weights = name if model is not None else ANY_MODEL
+    """Return code that runs the mode."""
+    weights = name if model is not None else EXAMPLE_MODEL
     words = name if tokenizer is not None else getattr(model, "name_or_path", "") or weights
     trust = ", trust_remote_code=True" if model is not None else ""
     task = '"Plan a day in Rome for six friends."'
     inputs = f'tokenizer({task}, return_tensors="pt")'
-    helped = config.system_prompt() is not None
-    if helped:
-        settings = [f"{name}={value!r}" for name, value in config.stored().items()]
-        inputs = f"hf_parallel.{config.mode}_prompt({', '.join([task, 'tokenizer', *settings])})"
-    arguments = ["max_new_tokens=64", "tokenizer=tokenizer"]
-    if getattr(config, "levels", None) is None:  # they hold the prompts
-        arguments.insert(0, "**inputs")
-    if config.mode == "self_consistency":
-        arguments.append("do_sample=True")
-    if config.mode == "resample":
-        arguments.append("logits_cache=hf_parallel.LogitsCache()")
+    if config.system_prompt() is not None:
+        settings = [f"{setting}={value!r}" for setting, value in config.stored().items()]
+        inputs = f"hf_parallel.build_prompt({', '.join([json.dumps(config.mode), task, 'tokenizer', *settings])})"
+    arguments = [] if config.replaces_input_ids else ["**inputs"]
+    arguments += ["max_new_tokens=64", "tokenizer=tokenizer"]
+    arguments += [f"{argument}={code}" for argument, code in config.example_arguments.items()]
     if model is None:
         arguments += [f"custom_generate={json.dumps(name)}", "trust_remote_code=True"]
     lines = [
@@ -344,4 +337,5 @@ def _example(name: str, model: PreTrainedModel | None, config: ParallelConfig, t
         "for row in output:",
         "    print(tokenizer.decode(row, skip_special_tokens=True))",
     ]
-    return "\n".join(["import hf_parallel"] * (helped or config.mode == "resample") + lines)
+    uses_package = any("hf_parallel." in line for line in lines)
+    return "\n".join(["import hf_parallel"] * uses_package + lines)

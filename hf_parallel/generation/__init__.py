@@ -1,4 +1,4 @@
-"""Generation with several rows per forward pass: one decode loop, and the mixin behind `model.generate`."""
+"""Generation of several rows per forward pass: the decode loop, and the mixin that extends `model.generate`."""
 
 from hf_parallel.generation.config import ParallelConfig, Preset, RowPlace
 from hf_parallel.generation.mixin import ParallelGenerationMixin, disable, enable

@@ -1,7 +1,7 @@
-"""What the arguments of `generate` may be in a mode: types and ranges, checked before anything is prepared.
+"""Checks of the arguments of `generate` in a mode: types, ranges and what no mode supports.
 
-transformers checks some of them where it uses them and others nowhere. Here each is named, with what was given and
-what is allowed. Knows nothing of models or caches beyond their types.
+transformers checks some arguments where it uses them and others nowhere. These checks run before anything is prepared;
+each error names the argument, its value and what is allowed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,46 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import GenerationConfig
+from transformers.generation import GenerationMode
 
 from hf_parallel.cache import BlockCache
-from hf_parallel.generation.config import check_int, is_int
+from hf_parallel.detokenizer import check_tokenizer
+from hf_parallel.generation.validation import check_int, is_int
 
-_COUNTS = {
+_UNSUPPORTED_ARGUMENTS = (
+    "assistant_model",
+    "custom_generate",
+    "encoder_outputs",
+    "inputs_embeds",
+    "labels",
+    "logits_to_keep",
+    "negative_prompt_attention_mask",
+    "negative_prompt_ids",
+    "synced_gpus",
+)
+"""Arguments of `generate` that no mode supports."""
+_UNSUPPORTED_SETTINGS: dict[str, Any] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "cache_implementation": (None, "dynamic"),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "use_cache": (None, True),
+    "token_healing": (None, False),
+    "use_mtp": (None, False),
+    "compile_config": (None,),
+}
+"""Settings of `GenerationConfig` that no mode supports, with the values that disable them."""
+_SUPPORTED_STRATEGIES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+"""Decoding strategies of `generate` that call `_sample`, where a mode takes over."""
+_MINIMUM = {
     "max_new_tokens": 1,
     "max_length": 1,
     "min_new_tokens": 0,
@@ -27,30 +62,42 @@ _COUNTS = {
     "no_repeat_ngram_size": 0,
     "top_k": 0,
 }
-"""Settings that are integers, with the least that is allowed."""
+"""Integer settings with their least allowed value."""
 _NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "repetition_penalty",
-    "max_time",
+    *("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("repetition_penalty", "max_time"),
 )
 _FLAGS = ("do_sample", "return_dict_in_generate", "output_scores", "output_logits")
 _TOKENS = ("bos_token_id", "pad_token_id")
 
 
+def check_supported_arguments(mode: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for an argument of `generate` that no mode supports."""
+    for name in _UNSUPPORTED_ARGUMENTS:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise ValueError(f"{name} is not supported by generation_mode={mode!r}")
+
+
+def check_supported_settings(mode: str, config: GenerationConfig) -> None:
+    """Raise `ValueError` for a setting, or a decoding strategy, that no mode supports."""
+    for name, harmless in _UNSUPPORTED_SETTINGS.items():
+        value = getattr(config, name, None)
+        if value not in harmless:
+            allowed = " or ".join(map(repr, harmless))
+            raise ValueError(f"{name}={value!r} is not supported by generation_mode={mode!r}; allowed: {allowed}")
+    if (strategy := config.get_generation_mode()) not in _SUPPORTED_STRATEGIES:
+        raise ValueError(f"these settings select {strategy.value}, which generation_mode={mode!r} does not support")
+
+
 def check_inputs(kwargs: Mapping[str, Any]) -> None:
-    """Check the tensors of a call: token ids `[rows, length]`, and a mask and positions that fit them.
+    """Check the tensors of a call: token ids `[rows, length]`, and a mask and positions of matching shape.
 
     Raises
     ------
     TypeError
-        For what is no tensor.
+        If one is not a tensor.
     ValueError
-        For a wrong shape, dtype, device, or values of the mask other than 0 and 1.
+        For a wrong shape, dtype or device, or a mask with values other than 0 and 1.
     """
     _check_ids(kwargs.get("inputs"), "inputs")
     _check_ids(kwargs.get("input_ids"), "input_ids")
@@ -65,7 +112,7 @@ def check_inputs(kwargs: Mapping[str, Any]) -> None:
                 f"attention_mask must have the shape of input_ids {list(ids.shape)}, got {list(mask.shape)}"
             )
         if not ((mask == 0) | (mask == 1)).all():
-            raise ValueError("attention_mask must hold 0 and 1 only: which tokens are padding")
+            raise ValueError("attention_mask must hold only 0 (padding) and 1 (token)")
     if positions is not None:
         _check_tensor(positions, "position_ids")
         shape = (1, 1) if ids is None else tuple(ids.shape)
@@ -74,8 +121,8 @@ def check_inputs(kwargs: Mapping[str, Any]) -> None:
             raise ValueError(f"position_ids must be integers of the shape {list(shape)}, got {got}")
 
 
-def check_helpers(kwargs: Mapping[str, Any]) -> None:
-    """Check the objects of a call that transformers or a mode will call back: streamer, processors, criteria, cache.
+def check_objects(kwargs: Mapping[str, Any]) -> None:
+    """Check the objects of a call: streamer, logits processors, stopping criteria and cache.
 
     Raises
     ------
@@ -96,21 +143,22 @@ def check_helpers(kwargs: Mapping[str, Any]) -> None:
         raise TypeError(f"prefix_allowed_tokens_fn must be a function, got {function!r}")
     cache = kwargs.get("past_key_values")
     if cache is not None and not isinstance(cache, BlockCache):
-        kind = cache.__name__ + " itself" if isinstance(cache, type) else type(cache).__name__
-        raise ValueError(f"past_key_values must be a cache of hf_parallel, such as SharedPrefixCache, got {kind}")
+        raise ValueError(
+            f"past_key_values must be a cache of hf_parallel, such as SharedPrefixCache, got {_kind(cache)}"
+        )
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Check the settings of a `GenerationConfig`, wherever they come from; None is always allowed.
+    """Check the values of `GenerationConfig` settings; None is always allowed.
 
     Raises
     ------
     ValueError
-        Naming the setting, what was given and what is allowed.
+        Naming the setting, the value and what is allowed.
     """
     given = {name: value for name, value in values.items() if value is not None}
-    for name in _COUNTS.keys() & given.keys():
-        check_int(name, given[name], at_least=_COUNTS[name])
+    for name in _MINIMUM.keys() & given.keys():
+        check_int(name, given[name], at_least=_MINIMUM[name])
     for name in given.keys() & set(_NUMBERS):
         if not isinstance(given[name], Real) or isinstance(given[name], bool):
             raise ValueError(f"{name} must be a number, got {given[name]!r}")
@@ -129,38 +177,31 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def check_generation_config(config: Any) -> None:
-    """Raise a `TypeError` unless `config` is a `GenerationConfig` or None."""
+    """Raise `TypeError` unless `config` is a `GenerationConfig` or None."""
     if config is not None and not isinstance(config, GenerationConfig):
-        kind = config.__name__ + " itself" if isinstance(config, type) else type(config).__name__
-        raise TypeError(f"generation_config must be a GenerationConfig, got {kind}")
+        raise TypeError(f"generation_config must be a GenerationConfig, got {_kind(config)}")
 
 
-def check_tokenizer(tokenizer: Any) -> None:
-    """Raise a `ValueError` unless `tokenizer` looks like one of transformers."""
-    if isinstance(tokenizer, type) or not callable(tokenizer) or not callable(getattr(tokenizer, "decode", None)):
-        raise ValueError(f"tokenizer must be a tokenizer that encodes when called and has decode(), got {tokenizer!r}")
+def check_tokenizer_given(kwargs: Mapping[str, Any], mode: str, purpose: str = "reads the generated text") -> None:
+    """Raise `ValueError` unless the arguments of `generate` hold a tokenizer that encodes and decodes.
 
-
-def check_tokenizer_given(kwargs: Mapping[str, Any], mode: str, purpose: str = "reads what was written") -> None:
-    """Raise a `ValueError` unless the arguments of `generate` hold a tokenizer that encodes and decodes.
-
-    `purpose` is what the mode needs it for, as the error says it behind the mode's name.
+    `purpose` follows the mode's name in the error message: why the mode needs the tokenizer.
     """
     tokenizer = kwargs.get("tokenizer")
     if tokenizer is None:
-        raise ValueError(f"{mode} {purpose}: give generate(..., tokenizer=tokenizer)")
+        raise ValueError(f"{mode} {purpose}: pass generate(..., tokenizer=tokenizer)")
     tokens = encode(tokenizer, "1")
     if not isinstance(tokenizer.decode(tokens), str):
         raise ValueError(f"tokenizer must be a tokenizer whose decode() returns a string, got {tokenizer!r}")
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a text of the caller's own, without special ones.
+    """Return the tokens of a text without special tokens.
 
     Raises
     ------
     ValueError
-        If `tokenizer` is none.
+        If `tokenizer` is not a tokenizer.
     """
     check_tokenizer(tokenizer)
     encoded = tokenizer(text, add_special_tokens=False)
@@ -195,3 +236,8 @@ def _is_int_tensor(value: Any, size: int | None = None) -> bool:
     if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
         return False
     return size is None or value.numel() == size
+
+
+def _kind(value: Any) -> str:
+    """Return the type of a value for an error message."""
+    return f"{value.__name__} itself" if isinstance(value, type) else type(value).__name__

@@ -1,4 +1,4 @@
-"""GenerationCall: one call of `model.generate`, as `generate` itself has prepared it, handed to a mode."""
+"""GenerationCall: one call of `model.generate`, prepared by transformers and checked, as a mode receives it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 
 from hf_parallel.cache import BlockCache
-from hf_parallel.models.attention import Capabilities, UnsupportedModelError
+from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.transcript.record import Record
 
 _IGNORED = ("use_cache", "logits_to_keep")
@@ -20,30 +21,29 @@ _IGNORED = ("use_cache", "logits_to_keep")
 
 @dataclass(frozen=True, eq=False)
 class GenerationCall:
-    """What a mode needs to run.
+    """A prepared call.
 
     Attributes
     ----------
     model : PreTrainedModel
-        The model that generates.
     capabilities : Capabilities
-        What block attention can do with it.
+        How block attention can serve the model.
     input_ids : int64 [rows, length]
-        Left-padded prompts, repeated `num_return_sequences` times.
+        Left-padded prompts, each repeated `num_return_sequences` times.
     prompts : list of int64 arrays
         The prompts without padding.
     logits_processor, stopping_criteria, generation_config, streamer
-        As `generate` prepared them.
+        As transformers prepared them.
     tokenizer
-        What the caller gave as `tokenizer=`, or None.
+        The `tokenizer=` argument.
     past_key_values : BlockCache, optional
-        A cache that the caller passed.
+        The `past_key_values=` argument.
     cuda_graph : bool
         Whether decode steps on a GPU may be captured as CUDA graphs.
-    prepared
-        What `ParallelConfig.prepare` returned.
     record : Record
-        Keeps how the call came about.
+        Collects what the transcript of the call shows.
+    prepared
+        Return value of `ParallelConfig.prepare`.
     """
 
     model: PreTrainedModel
@@ -62,22 +62,22 @@ class GenerationCall:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch."""
+        """Rows of `input_ids`."""
         return self.input_ids.shape[0]
 
     @property
     def max_length(self) -> int:
-        """Tokens that a row may have, its prompt's and padding included."""
+        """Maximum number of tokens of a row, prompt and padding included."""
         return int(self.generation_config.max_length)
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens that a row may still get."""
+        """Maximum number of new tokens of a row."""
         return self.max_length - self.input_ids.shape[1]
 
     @cached_property
     def pad_token_id(self) -> int:
-        """Token that fills rows which have ended."""
+        """Padding token of rows that have ended."""
         pad = self.generation_config._pad_token_tensor  # type: ignore[attr-defined]
         return 0 if pad is None else int(pad)
 
@@ -88,33 +88,11 @@ class GenerationCall:
         return [] if eos is None else eos.flatten().tolist()
 
     def show(self, row: int, text: str, event: str) -> None:
-        """Keep what a row wrote, and tell a streamer of parallel text; events as in `ParallelStreamer`."""
+        """Record text of a row and stream it. Events as in `ParallelStreamer.write_row`."""
         self.record.write(row, text, event)
         write = getattr(self.streamer, "write_row", None)
         if write is not None:
             write(row, text, event)
-
-
-class PerPromptProcessor(LogitsProcessor):
-    """Asks a processor that tells rows by their numbers as if they were prompts, each of which has several rows.
-
-    Parameters
-    ----------
-    processor : LogitsProcessor
-        One that remembers nothing of what it was asked.
-    num_prompts : int
-    """
-
-    def __init__(self, processor: LogitsProcessor, num_prompts: int) -> None:
-        self.processor, self.num_prompts = processor, num_prompts
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `[rows, vocabulary]` of all rows, those of a prompt one behind the other."""
-        processed, each = torch.empty_like(scores), len(scores) // self.num_prompts
-        for place in range(each):
-            rows = slice(place, None, each)  # one of every prompt
-            processed[rows] = self.processor(input_ids[rows], scores[rows])
-        return processed
 
 
 def make_call(
@@ -129,25 +107,25 @@ def make_call(
     cuda_graph: bool = True,
     record: Record | None = None,
 ) -> GenerationCall:
-    """Check what reached the decoding method and wrap it up.
+    """Check the arguments of a decoding method and return them as a `GenerationCall`.
 
     Raises
     ------
     ValueError
-        For right padding, empty prompts, tokens outside the vocabulary, positions of the caller's own, a foreign
-        cache, or arguments that no mode can honour.
+        For right padding, empty prompts, tokens outside the vocabulary, `position_ids` other than the default, a cache
+        that is no `BlockCache`, or arguments that no mode supports.
     UnsupportedModelError
-        For rows that may become longer than the model's RoPE frequencies hold.
+        If a row may exceed the length up to which the model's RoPE frequencies are constant.
     """
     tokenizer = model_kwargs.pop("tokenizer", None)
     mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
     cache = model_kwargs.pop("past_key_values", None)
     if model_kwargs.pop("synced_gpus", False):
-        raise ValueError("parallel generation cannot keep several GPUs in step (synced_gpus=True)")
+        raise ValueError("parallel generation does not support synced_gpus=True")
     given = {name: value for name, value in model_kwargs.items() if value is not None and name not in _IGNORED}
     unknown = [name for name, value in given.items() if not isinstance(value, dict) or value]  # {}: no images
     if unknown:
-        raise ValueError(f"parallel generation cannot honour {sorted(unknown)}; give token ids and settings only")
+        raise ValueError(f"parallel generation does not support {sorted(unknown)}; pass token ids and settings only")
     if cache is not None and not isinstance(cache, BlockCache):
         if not isinstance(cache, DynamicCache) or cache.get_seq_length() or getattr(cache, "_is_user_defined", False):
             raise ValueError(
@@ -158,13 +136,13 @@ def make_call(
     vocabulary = vocabulary_size(model)
     for row, prompt in enumerate(prompts):
         if prompt.min() < 0 or prompt.max() >= vocabulary:
-            bad = int(prompt.min() if prompt.min() < 0 else prompt.max())
-            raise ValueError(f"input_ids of row {row} hold {bad}, outside the vocabulary of {vocabulary}")
+            token = int(prompt.min() if prompt.min() < 0 else prompt.max())
+            raise ValueError(f"input_ids of row {row} hold {token}, outside the vocabulary of {vocabulary}")
     longest = max(len(prompt) for prompt in prompts) + int(generation_config.max_length) - input_ids.shape[1]
     if capabilities.max_length is not None and longest > capabilities.max_length:
         raise UnsupportedModelError(
-            f"{type(model).__name__} changes its RoPE frequencies behind {capabilities.max_length} tokens, which keys "
-            f"held already cannot follow; prompt and new tokens may have that many, got {longest}"
+            f"{type(model).__name__} changes its RoPE frequencies after {capabilities.max_length} tokens, which would "
+            f"invalidate cached keys; prompt and new tokens may have at most that many, got {longest}"
         )
     record = Record() if record is None else record
     record.prompts, record.begin = prompts, input_ids.shape[1]
@@ -185,12 +163,12 @@ def make_call(
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Number of tokens that a model can read."""
+    """Return the number of rows of a model's embedding."""
     return model.get_input_embeddings().weight.shape[0]  # type: ignore[index,return-value]
 
 
 def _unpad(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> list[np.ndarray]:
-    """The rows without what the attention mask hides, checked as `generate` would understand them."""
+    """Return the rows without masked tokens. Raise `ValueError` if `generate` would read them differently."""
     ids = input_ids.cpu().numpy()
     if mask is None:
         keep = np.ones(ids.shape, dtype=bool)
@@ -205,7 +183,7 @@ def _unpad(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.
             raise ValueError(f"row {row} is padded on the right; use tokenizer.padding_side = 'left'")
     if positions is not None:
         given = positions.cpu().numpy()
-        given = given[np.arange(len(ids)) % len(given)]  # one row may stand for all
+        given = given[np.arange(len(ids)) % len(given)]  # one row may apply to all
         if ((given != keep.cumsum(-1) - 1) & keep).any():
-            raise ValueError("position_ids of the caller's own cannot be honoured: positions follow from the blocks")
+            raise ValueError("custom position_ids are not supported: positions follow from the blocks")
     return [np.ascontiguousarray(ids[row, keep[row]], dtype=np.int64) for row in range(len(ids))]

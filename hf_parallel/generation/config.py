@@ -1,17 +1,15 @@
 """Settings of the modes: one dataclass per mode, checked before anything runs.
 
-A mode is a dataclass that derives from `ParallelConfig`, names itself in `mode` and implements `run`. Deriving
-registers it; nothing else has to know of it.
+A mode is a dataclass that derives from `ParallelConfig`, sets `mode` and implements `make_run`. Defining it registers
+it; everything that the rest of the package needs to know about the mode is an attribute or a method of the class.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
@@ -19,11 +17,12 @@ from typing_extensions import Self
 
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.validation import check_bool, is_int, json_error
 from hf_parallel.transcript.sections import TranscriptStyle
 
 
 class RowPlace(NamedTuple):
-    """Where a generated row belongs.
+    """Position of a generated row.
 
     `prompt` is the row of `input_ids`, `index` the number of the row among those of the prompt, and `column` its column
     in a transcript (None: it spans all columns).
@@ -43,20 +42,21 @@ class Preset:
     task: str = "{task}"
 
 
+SAMPLING: dict[str, Any] = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "repetition_penalty": 1.1,
+    "no_repeat_ngram_size": 5,
+}
+"""Settings of `generate` for a small model, which repeats itself under greedy decoding."""
+
+
 class ModeRun(Protocol):
-    """One call of a mode."""
+    """One call of a mode. Holds all state of the call that is not a setting."""
 
     def generate(self) -> Any:
         """Generate. Return what `model.generate` returns."""
-
-
-@dataclass
-class _RunMethod:  # until all modes have runs of their own
-    config: Any
-    call: GenerationCall
-
-    def generate(self) -> Any:
-        return self.config.run(self.call)
 
 
 @dataclass
@@ -66,16 +66,17 @@ class ParallelConfig:
     Parameters
     ----------
     seed : int, torch.Generator or a list of either, optional
-        Source of each row's randomness. One int gives every row noise of its own, made from the int and the row's
-        number, so that a row's tokens do not depend on its batch, nor on the kind of device. A list gives one per row.
-        Default: PyTorch's global generator, drawn from as `generate` does.
+        Source of each row's randomness. An int gives every row an RNG of its own, keyed by the int and the row's
+        index, so that a row's tokens depend neither on its batch nor on the kind of device. A list gives one seed per
+        row. Default: PyTorch's global generator, used as `generate` uses it.
     cuda_graph : bool
-        Whether decode steps on a GPU are captured as CUDA graphs: costs memory, saves the time between kernels.
+        Whether decode steps on a GPU are captured as CUDA graphs. Costs memory, saves the time between kernels.
     """
 
     mode: ClassVar[str] = ""
+    """Name of the mode."""
     not_stored: ClassVar[tuple[str, ...]] = ()
-    """Settings that are objects of the running process."""
+    """Settings whose values are objects of the running process."""
     needs_logits_cache: ClassVar[bool] = False
     """Whether a call without `logits_cache` raises."""
     streams_text: ClassVar[bool] = False
@@ -83,7 +84,10 @@ class ParallelConfig:
     streams_tokens: ClassVar[Literal["every_pass", "when_final", "at_end"]] = "every_pass"
     """When a streamer's `put` receives token ids."""
     merges_rows: ClassVar[bool] = False
-    """Whether the rows of a prompt make one answer together, instead of one answer each."""
+    """Whether a prompt's rows form one answer instead of one each.
+
+    The mode's output then has `texts`, one per row, and `transcripts`, one per prompt.
+    """
     rows_name: ClassVar[str] = ""
     """Field that holds the texts of a prompt's rows in records of an interrupted call; empty: there is none."""
     presets: ClassVar[Mapping[str, Preset]] = {}
@@ -96,7 +100,7 @@ class ParallelConfig:
     _given: set[str] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
-        """Remember which settings were given: one given at its default still goes before one that is stored."""
+        """Record which settings were given: one given at its default still overrides a stored one."""
         self = super().__new__(cls)
         self._given = {*cls.fields()[: len(args)], *settings}
         return self
@@ -104,7 +108,7 @@ class ParallelConfig:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.mode:
-            MODES.register(cls.mode, cls)
+            MODES[cls.mode] = cls
 
     def __post_init__(self) -> None:
         self.validate()
@@ -115,7 +119,7 @@ class ParallelConfig:
         Raises
         ------
         ValueError
-            Naming the setting, what was given and what is allowed.
+            Naming the setting, the value and what is allowed.
         """
         seeds = self.seed if isinstance(self.seed, list | tuple) else [] if self.seed is None else [self.seed]
         if not all(isinstance(seed, torch.Generator) or is_int(seed) for seed in seeds):
@@ -123,31 +127,40 @@ class ParallelConfig:
         check_bool("cuda_graph", self.cuda_graph)
 
     def prepare(self, kwargs: dict[str, Any]) -> Any:
-        """Check and rewrite the arguments of `generate` before it sees them. Return what `call.prepared` will hold."""
+        """Check and rewrite the arguments of `generate` before it sees them. Return the value of `call.prepared`."""
 
     def make_run(self, call: GenerationCall) -> ModeRun:
-        """Return the run of one call, which holds all state that is not a setting."""
-        return _RunMethod(self, call)
+        """Return the run of one call."""
+        raise NotImplementedError(f"{type(self).__name__} has no make_run")
 
-    # How rows map to prompts, and what they are called
+    # Rows and prompts
 
     @property
     def rows_per_prompt(self) -> int:
         """Rows of the output per row of `input_ids`."""
         return 1
 
+    @property
+    def replaces_input_ids(self) -> bool:
+        """Whether the settings hold the prompts, so that a call must not pass `input_ids`."""
+        return False
+
     def place(self, row: int, num_prompts: int) -> RowPlace:
-        """Return where a row belongs, given the number of rows of `input_ids`."""
+        """Return the position of a row, given the number of rows of `input_ids`."""
         prompt, index = divmod(row, self.rows_per_prompt)
         return RowPlace(prompt, index, index)
 
     def row_name(self, index: int) -> str:
-        """Name of a prompt's row with this index."""
+        """Return the name of a prompt's row."""
         return f"Answer {index + 1}"
 
     def step_text(self, index: int, step: int, text: str) -> str:
-        """Text of a row's step (counted from 1) without the prefix that repeats the row's name."""
+        """Return the text of a row's step (counted from 1) without the prefix that repeats the row's name."""
         return text
+
+    def step_name(self, index: int, step: int, text: str) -> str:
+        """Return the name of a row's step (counted from 1) that begins with `text`; by default the row's name."""
+        return self.row_name(index)
 
     @property
     def transcript_style(self) -> TranscriptStyle:
@@ -155,64 +168,59 @@ class ParallelConfig:
         return TranscriptStyle()
 
     def system_prompt(self) -> str | None:
-        """Instructions that `build_prompt` puts before a task. Empty: none; None: the mode has no prompt builder."""
+        """Return the instructions that `build_prompt` puts before a task; empty: none.
+
+        None means that the mode has no prompt builder: prompts are used unchanged.
+        """
         return None
+
+    # Settings as data
 
     @classmethod
     def fields(cls) -> list[str]:
-        """Names of the settings."""
+        """Return the names of the settings."""
         return [f.name for f in dataclasses.fields(cls) if f.init]
 
     def given(self) -> dict[str, Any]:
-        """Settings that were given or differ from the defaults."""
+        """Return the settings that were given or differ from the defaults."""
         defaults = type(self)()
         pairs = ((name, getattr(self, name)) for name in self.fields())
         return {name: v for name, v in pairs if name in self._given or v != getattr(defaults, name)}
 
     def to_dict(self) -> dict[str, Any]:
-        """What is `given`, ready for `generation_config.json`: without what lives in this process alone."""
+        """Return `given()` without `not_stored`, ready for `generation_config.json`."""
         return {name: value for name, value in self.given().items() if name not in self.not_stored}
 
     def stored(self) -> dict[str, Any]:
-        """What is found again where `to_dict` was written to `generation_config.json`.
+        """Return `to_dict()` as JSON restores it.
 
         Raises
         ------
         ValueError
-            Naming a setting that JSON cannot hold, or would turn into another.
+            Naming a setting that JSON cannot hold or would change.
         """
-        texts = {f.name for f in dataclasses.fields(self) if "Sequence[str]" in str(f.type)}  # a tuple or a list
+        texts = {f.name for f in dataclasses.fields(self) if "Sequence[str]" in str(f.type)}  # tuples become lists
         settings = {name: list(v) if name in texts and v is not None else v for name, v in self.to_dict().items()}
         for name, value in settings.items():
-            if why := lost_in_json(value):
-                raise ValueError(f"{name}={value!r} cannot be stored: {why}")
+            if reason := json_error(value):
+                raise ValueError(f"{name}={value!r} cannot be stored: {reason}")
         return settings
 
 
-SAMPLING: dict[str, Any] = {
-    "do_sample": True,
-    "temperature": 0.7,
-    "top_p": 0.9,
-    "repetition_penalty": 1.1,
-    "no_repeat_ngram_size": 5,
-}
-"""Settings of `generate` for a small model, which repeats itself under greedy decoding."""
-
-
 def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) -> ParallelConfig:
-    """Join settings, the first source that has one winning.
+    """Merge settings; an earlier source overrides later ones.
 
     Parameters
     ----------
     mode : str
         Name of the mode.
-    *sources
-        Mappings of settings, or a config of the mode.
+    *sources : mapping or ParallelConfig, optional
+        Settings, or a config of the mode.
 
     Raises
     ------
     ValueError
-        For an unknown mode or setting, or a bad value.
+        For an unknown mode or setting, or an invalid value.
     """
     if isinstance(mode, ParallelConfig):
         raise ValueError(f"generation_mode must be a name, got a {type(mode).__name__}: pass it as parallel_config=")
@@ -223,80 +231,26 @@ def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) 
     for source in reversed(sources):
         if source is None:
             continue
+        kind = type(source).__name__
         if isinstance(source, ParallelConfig):
             if not isinstance(source, cls):
-                raise ValueError(
-                    f"parallel_config must be a {cls.__name__} for {mode!r}, got a {type(source).__name__}"
-                )
+                raise ValueError(f"parallel_config must be a {cls.__name__} for {mode!r}, got a {kind}")
             source = source.given()
         elif not isinstance(source, Mapping):
-            raise ValueError(f"parallel_config must be a {cls.__name__} or a mapping, got {type(source).__name__}")
-        for name, value in source.items():
-            if name not in cls.fields():
-                raise unknown_setting(cls, name, value)
+            raise ValueError(f"parallel_config must be a {cls.__name__} or a mapping, got {kind}")
+        check_setting_names(cls, source)
         merged.update(source)
     return cls(**merged)
 
 
-def unknown_setting(cls: type[ParallelConfig], name: Any, value: Any, others: Iterable[str] = ()) -> ValueError:
-    """The error for a setting that a mode does not have; `others` are names that were possible too."""
-    owners = [mode for mode, other in MODES.items() if name in other.fields()]
-    near = difflib.get_close_matches(str(name), [*cls.fields(), *others], n=1)
-    hint = f"did you mean {near[0]!r}? It" if near else "it"
-    if owners:
-        hint = f"it is one of {' and '.join(owners)}. {cls.mode}"
-    return ValueError(f"{cls.mode!r} has no setting {name!r} (got {value!r}); {hint} has {cls.fields()}")
-
-
-def lost_in_json(value: Any) -> str:
-    """Why JSON does not give a value back as it is; empty if it does."""
-    try:
-        found = json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return "" if found == value else f"JSON turns it into {found!r}"
-
-
-def is_int(value: Any) -> bool:
-    """Whether a value is an integer, NumPy's included, and not a bool."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def check_int(name: str, value: Any, at_least: int) -> None:
-    """Raise a `ValueError` unless `value` is an int of at least `at_least`."""
-    if not is_int(value) or value < at_least:
-        raise ValueError(f"{name} must be an int of at least {at_least}, got {value!r}")
-
-
-def check_bool(name: str, value: Any) -> None:
-    """Raise a `ValueError` unless `value` is a bool."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-
-
-def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Raise a `ValueError` unless `value` is one of `allowed`."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}")
-
-
-def check_text(name: str, value: Any, optional: bool = False) -> None:
-    """Raise a `ValueError` unless `value` is a string (or None where that is allowed)."""
-    if not isinstance(value, str) and not (optional and value is None):
-        raise ValueError(f"{name} must be a string{' or None' if optional else ''}, got {value!r}")
-
-
-def check_texts(name: str, value: Any) -> None:
-    """Raise a `ValueError` unless `value` is a list or tuple of non-empty strings."""
-    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
-        raise ValueError(f"{name} must be a list of non-empty strings, got {value!r}")
-
-
-def check_template(name: str, template: Any, /, **values: Any) -> None:
-    """Raise a `ValueError` unless `template` is a string that `str.format` can fill with `values`."""
-    check_text(name, template)
-    try:
-        template.format(**values)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        places = " and ".join(f"{{{place}}}" for place in values)
-        raise ValueError(f"{name} may hold {places} and no other field, got {template!r} ({error!r})") from error
+def check_setting_names(cls: type[ParallelConfig], settings: Mapping[str, Any], others: Iterable[str] = ()) -> None:
+    """Raise `ValueError` if a mode lacks a setting; `others` are names that are allowed too."""
+    for name, value in settings.items():
+        if name in cls.fields() or name in others:
+            continue
+        owners = [mode for mode, other in MODES.items() if name in other.fields()]
+        near = difflib.get_close_matches(str(name), [*cls.fields(), *others], n=1)
+        hint = f"did you mean {near[0]!r}? It" if near else "it"
+        if owners:
+            hint = f"it is one of {' and '.join(owners)}. {cls.mode}"
+        raise ValueError(f"{cls.mode!r} has no setting {name!r} (got {value!r}); {hint} has {cls.fields()}")

@@ -1,7 +1,7 @@
 """`enable(model)`: the `generation_mode` argument of `generate`, for one model.
 
-The model's class is exchanged for a subclass of it whose `generate` looks for a mode, lets transformers prepare the
-call as ever (configs, processors, criteria, padding, streamers), and takes over where sampling would begin.
+The model's class is replaced by a subclass whose `generate` looks for a mode, lets transformers prepare the call
+(configs, processors, criteria, padding, streamers), and hands the prepared call to the mode instead of `_sample`.
 """
 
 from __future__ import annotations
@@ -15,56 +15,29 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerationMode
 
-from hf_parallel.generation.arguments import check_generation_config, check_helpers, check_inputs, check_values
+from hf_parallel.generation.arguments import (
+    check_generation_config,
+    check_inputs,
+    check_objects,
+    check_supported_arguments,
+    check_supported_settings,
+    check_values,
+)
 from hf_parallel.generation.call import GenerationCall, make_call
-from hf_parallel.generation.config import ParallelConfig, make_config, unknown_setting
+from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.streaming import report_errors
-from hf_parallel.models.attention import Capabilities, capabilities
+from hf_parallel.models.capabilities import Capabilities, probe_capabilities
 from hf_parallel.transcript.record import Record
 
-_ARGUMENTS = ("inputs", "generation_config")
-_REFUSED_ARGUMENTS = (
-    "assistant_model",
-    "custom_generate",
-    "encoder_outputs",
-    "inputs_embeds",
-    "labels",
-    "logits_to_keep",
-    "negative_prompt_attention_mask",
-    "negative_prompt_ids",
-    "synced_gpus",
-)
-"""Arguments of `generate` that no mode can honour."""
-_REFUSED: dict[str, Any] = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "penalty_alpha": (None, 0, 0.0),
-    "dola_layers": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "guidance_scale": (None, 1, 1.0),
-    "cache_implementation": (None, "dynamic"),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "use_cache": (None, True),
-    "token_healing": (None, False),
-    "use_mtp": (None, False),
-    "compile_config": (None,),
-}
-"""Settings of `generate` that no mode can honour, with the values at which they ask for nothing."""
-_TAKEN_OVER = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-"""Ways of `generate` that lead to `_sample`, where a mode takes over."""
-_CLAIMING = threading.Lock()
-"""Held while a call looks whether a model is free and takes it."""
+_POSITIONAL = ("inputs", "generation_config")
+"""Arguments of `generate` that may be positional in a mode."""
+_CLAIM_LOCK = threading.Lock()
 
 
 class ParallelGenerationMixin:
-    """`generate` with a `generation_mode`. `hf_parallel.enable` mixes it into a model's class."""
+    """`generate` with a `generation_mode`. `hf_parallel.enable` adds it to a model's class."""
 
     _parallel_capabilities: Capabilities
     _parallel_config: ParallelConfig | None = None
@@ -77,32 +50,32 @@ class ParallelGenerationMixin:
         Parameters
         ----------
         *args, **kwargs
-            Those of `transformers.GenerationMixin.generate`, the settings of the mode, and
+            Arguments of `transformers.GenerationMixin.generate`, settings of the mode, and
 
             generation_mode : str, optional
-                Name of the mode. Default: `generation_config.generation_mode`, or plain generation. None asks for
-                plain generation whatever the config says.
+                Name of the mode. None: plain generation, whatever `generation_config` says. Default:
+                `generation_config.generation_mode`, or plain generation.
             parallel_config : ParallelConfig or dict, optional
-                The mode's settings in one object. Keyword arguments go before it, it goes before
+                The mode's settings in one object. Keyword arguments override it, it overrides
                 `generation_config.parallel_config`.
 
         Raises
         ------
         ValueError
-            For unknown or contradictory settings, and for what the mode cannot honour.
+            For unknown or contradictory settings, and for arguments that the mode does not support.
         """
         with report_errors(kwargs.get("streamer")):
             self._check_free()
-            for name, value in zip(_ARGUMENTS, args, strict=False):
+            for name, value in zip(_POSITIONAL, args, strict=False):
                 if name in kwargs:
                     raise TypeError(f"generate() got {name} both by position and by name")
                 kwargs[name] = value
-            args = args[len(_ARGUMENTS) :]
-            config = self._take_parallel_config(kwargs)
+            args = args[len(_POSITIONAL) :]
+            config = take_parallel_config(self.generation_config, kwargs)  # type: ignore[attr-defined]
             if config is None:
                 return self._generate(kwargs, args)
             if args:
-                raise ValueError("with a generation_mode, arguments behind generation_config are given by name")
+                raise ValueError("with a generation_mode, pass arguments after generation_config by name")
             with self.prepared_call(config, kwargs) as call:
                 return config.make_run(call).generate()
 
@@ -116,24 +89,23 @@ class ParallelGenerationMixin:
         kwargs : dict
             The other arguments of `generate`, by name.
         """
-        with torch.no_grad(), _host_as_default():
+        with torch.no_grad(), _cpu_as_default():
             prepared = config.prepare(kwargs)
-            self._refuse(config, kwargs)
+            self._check_arguments(config, kwargs)
             with self.claimed(config):
                 call = self._generate(kwargs, ())
                 yield dataclasses.replace(call, prepared=prepared)
 
-    def _check_free(self) -> None:
-        if self._parallel_config is not None:
-            raise RuntimeError(
-                "this model is generating in parallel already: generate was called again from a processor, a streamer "
-                "or another thread"
-            )
-
     @contextmanager
     def claimed(self, config: ParallelConfig) -> Iterator[None]:
-        """Hold the model for one call of a mode, which switches it to block attention for everybody."""
-        with _CLAIMING:
+        """Hold the model for one call of a mode, which replaces its attention implementation meanwhile.
+
+        Raises
+        ------
+        RuntimeError
+            If another call of a mode holds it.
+        """
+        with _CLAIM_LOCK:
             self._check_free()
             self._parallel_config, self._parallel_thread = config, threading.get_ident()
         try:
@@ -141,9 +113,16 @@ class ParallelGenerationMixin:
         finally:
             del self._parallel_config, self._parallel_thread
 
+    def _check_free(self) -> None:
+        if self._parallel_config is not None:
+            raise RuntimeError(
+                "this model is already generating in parallel: generate was called again from a processor, a streamer "
+                "or another thread"
+            )
+
     def _generate(self, kwargs: dict[str, Any], args: tuple[Any, ...]) -> Any:
-        first = [kwargs.pop(name, None) for name in _ARGUMENTS]
-        return super().generate(*first, *args, **kwargs)  # type: ignore[misc]
+        positional = [kwargs.pop(name, None) for name in _POSITIONAL]
+        return super().generate(*positional, *args, **kwargs)  # type: ignore[misc]
 
     def _sample(
         self,
@@ -155,9 +134,12 @@ class ParallelGenerationMixin:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Decoding method that `generate` calls when all is prepared: the mode's, or transformers' own."""
+        """Return the prepared call of the mode that holds the model; without one, sample as transformers does.
+
+        `generate` of transformers calls this decoding method once everything is prepared.
+        """
         config = self._parallel_config
-        if config is None or self._parallel_thread != threading.get_ident():  # plain `generate`, perhaps beside a mode
+        if config is None or self._parallel_thread != threading.get_ident():  # plain `generate`, maybe beside a mode
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
@@ -174,72 +156,60 @@ class ParallelGenerationMixin:
             Record(config, config.to_dict()),
         )
 
-    def _take_parallel_config(self, kwargs: dict[str, Any]) -> ParallelConfig | None:
-        return take_parallel_config(self.generation_config, kwargs)  # type: ignore[attr-defined]
-
-    def _refuse(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:
-        """Refuse arguments that cannot be honoured, before anything is prepared."""
-        mode = config.mode
-        for name in _REFUSED_ARGUMENTS:
-            if kwargs.get(name) is not None and kwargs[name] is not False:
-                raise ValueError(f"{name} cannot be honoured by generation_mode={mode!r}")
+    def _check_arguments(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:
+        """Raise an error for invalid or unsupported arguments, before anything is prepared."""
+        check_supported_arguments(config.mode, kwargs)
         check_inputs(kwargs)
-        check_helpers(kwargs)
-        known = set(GenerationConfig().to_dict()) | set(vars(GenerationConfig()))
+        check_objects(kwargs)
+        settings = set(vars(GenerationConfig()))
+        known = settings | set(GenerationConfig().to_dict())
         known |= set(inspect.signature(super().generate).parameters)  # type: ignore[misc]
-        known |= {"input_ids", "attention_mask", "position_ids", "past_key_values", "tokenizer", "assistant_tokenizer"}
         known |= set(inspect.signature(self.forward).parameters)  # type: ignore[attr-defined]
-        for name in kwargs:
-            if name not in known:
-                raise unknown_setting(type(config), name, kwargs[name], known)
-        for stored in (kwargs.get("generation_config"), self.generation_config):  # type: ignore[attr-defined]
+        known |= {"input_ids", "attention_mask", "position_ids", "past_key_values", "tokenizer", "assistant_tokenizer"}
+        check_setting_names(type(config), kwargs, known)
+        given = kwargs.get("generation_config")
+        for stored in (given, self.generation_config):  # type: ignore[attr-defined]
             check_values({} if stored is None else vars(stored))
         check_values(kwargs)
-        settings = {k: v for k, v in kwargs.items() if k in set(vars(GenerationConfig()))}
-        prepared, _ = self._prepare_generation_config(kwargs.get("generation_config"), **settings)  # type: ignore[attr-defined]
-        for name, harmless in _REFUSED.items():
-            value = getattr(prepared, name, None)
-            if value not in harmless:
-                allowed = " or ".join(map(repr, harmless))
-                raise ValueError(f"{name}={value!r} cannot be honoured by generation_mode={mode!r}; allowed: {allowed}")
-        if (asked := prepared.get_generation_mode()) not in _TAKEN_OVER:  # generate goes another way then
-            raise ValueError(f"these settings ask for {asked.value}, which generation_mode={mode!r} cannot honour")
+        overrides = {name: value for name, value in kwargs.items() if name in settings}
+        prepared, _ = self._prepare_generation_config(given, **overrides)  # type: ignore[attr-defined]
+        check_supported_settings(config.mode, prepared)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as ever; a mode that `generation_config` names is there again after `from_pretrained`.
+        """Save the model, including the mode that `generation_config` names.
 
         Raises
         ------
         ValueError
-            For settings of the mode that cannot be stored; nothing is written then.
+            If a setting of the mode cannot be stored; nothing is written then.
         """
         keep_mode(self.generation_config)  # type: ignore[attr-defined]
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the plain model and enable again: the subclass lives in this process only."""
+        """Pickle as the plain model and enable again: the subclass exists in this process only."""
         return _restore, (_plain_class(type(self)),), self.__dict__
 
 
 def take_parallel_config(own: GenerationConfig, kwargs: dict[str, Any]) -> ParallelConfig | None:
-    """Take the mode and its settings out of the arguments of `generate`.
+    """Remove the mode and its settings from the arguments of `generate` and return them as a config.
 
     Parameters
     ----------
     own : GenerationConfig
         The model's.
     kwargs : dict
-        Loses the mode and its settings.
+        Modified in place.
 
     Returns
     -------
-    ParallelConfig, optional
-        None: no mode is asked for, or `custom_generate` is, which gets all arguments.
+    ParallelConfig or None
+        None if no mode is named, or if `custom_generate` is given, which receives all arguments.
 
     Raises
     ------
     TypeError
-        If `generation_config` is none.
+        If `generation_config` is not a `GenerationConfig`.
     ValueError
         For an unknown mode, and for unknown or contradictory settings.
     """
@@ -247,33 +217,33 @@ def take_parallel_config(own: GenerationConfig, kwargs: dict[str, Any]) -> Paral
     check_generation_config(given)
     if kwargs.get("custom_generate") is not None and "generation_mode" not in kwargs:
         return None
-    stored: list[Any] = [c for c in (given, own) if c is not None]
-    object_given = kwargs.pop("parallel_config", None)
+    stored: list[Any] = [source for source in (given, own) if source is not None]
+    config = kwargs.pop("parallel_config", None)
     if "generation_mode" in kwargs:
         mode = kwargs.pop("generation_mode")
-    elif isinstance(object_given, ParallelConfig):
-        mode = object_given.mode
+    elif isinstance(config, ParallelConfig):
+        mode = config.mode
     else:
-        mode = next((m for m in (getattr(c, "generation_mode", None) for c in stored) if m is not None), None)
+        mode = next((m for m in (getattr(source, "generation_mode", None) for source in stored) if m is not None), None)
     if mode is None:
-        if object_given is not None:
+        if config is not None:
             raise ValueError("parallel_config was given without a generation_mode")
         return None
     fields = MODES[mode].fields() if isinstance(mode, str) and mode in MODES else ()
     settings = {name: kwargs.pop(name) for name in fields if name in kwargs}
     for name in fields:
-        if any(hasattr(config, name) for config in stored):
+        if any(hasattr(source, name) for source in stored):
             raise ValueError(f"{name} is in generation_config itself; put it in generation_config.parallel_config")
     saved = [
-        c.parallel_config
-        for c in stored
-        if getattr(c, "parallel_config", None) and getattr(c, "generation_mode", mode) in (mode, None)
+        source.parallel_config
+        for source in stored
+        if getattr(source, "parallel_config", None) and getattr(source, "generation_mode", mode) in (mode, None)
     ]
-    return make_config(mode, settings, object_given, *saved)
+    return make_config(mode, settings, config, *saved)
 
 
 def keep_mode(config: Any) -> None:
-    """See to it that a `GenerationConfig` that names a mode is saved with it.
+    """Make a `GenerationConfig` that names a mode save the mode and its settings.
 
     Raises
     ------
@@ -283,21 +253,21 @@ def keep_mode(config: Any) -> None:
     if getattr(config, "generation_mode", None) is None:
         return
     make_config(config.generation_mode, getattr(config, "parallel_config", None)).stored()
-    config._from_model_config = False  # a config that says so loses what transformers does not know
+    config._from_model_config = False  # otherwise transformers drops attributes that it does not define
 
 
 def enable(model: PreTrainedModel, known: Capabilities | None = None) -> PreTrainedModel:
     """Give one model the `generation_mode` argument.
 
-    Finds out what block attention can do with the model by running it on a few tokens. Idempotent; nothing global is
-    changed. `disable` undoes it.
+    Probes with short forward passes how block attention can serve the model. Idempotent; nothing global is changed.
+    `disable` reverts it.
 
     Parameters
     ----------
     model : PreTrainedModel
-        A decoder-only model with a language modelling head. A PEFT model's base model may be given.
+        A decoder-only model with a language modelling head. For PEFT, pass the base model.
     known : Capabilities, optional
-        What block attention can do with just this model; it is not run then.
+        Result of an earlier probe of this model, which is not probed then.
 
     Returns
     -------
@@ -307,7 +277,7 @@ def enable(model: PreTrainedModel, known: Capabilities | None = None) -> PreTrai
     Raises
     ------
     TypeError
-        If `model` is no `PreTrainedModel`.
+        If `model` is not a `PreTrainedModel`.
     UnsupportedModelError
         If block attention cannot serve the model, with the reason.
     ValueError
@@ -317,8 +287,8 @@ def enable(model: PreTrainedModel, known: Capabilities | None = None) -> PreTrai
         return model
     if isinstance(model, PreTrainedModel) and model.device.type == "meta":
         raise ValueError(f"{type(model).__name__} is on the meta device: load its weights first")
-    with _host_as_default():
-        found = capabilities(model) if known is None else known
+    with _cpu_as_default():
+        found = probe_capabilities(model) if known is None else known
     plain = type(model)
     model.__class__ = _enabled_class(plain)
     model._parallel_capabilities = found  # type: ignore[assignment]
@@ -326,12 +296,12 @@ def enable(model: PreTrainedModel, known: Capabilities | None = None) -> PreTrai
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `enable`; does nothing to a model that is not enabled. Returns the same object.
+    """Revert `enable`. Leave a model that is not enabled unchanged. Return the same object.
 
     Raises
     ------
     TypeError
-        If `model` is no `PreTrainedModel`.
+        If `model` is not a `PreTrainedModel`.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
@@ -341,8 +311,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _host_as_default() -> AbstractContextManager[Any]:
-    """Where tensors are made that name no device: here, whatever the caller has set."""
+def _cpu_as_default() -> AbstractContextManager[Any]:
+    """Create tensors without a device on the CPU, whatever default device the caller has set."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
@@ -350,7 +320,7 @@ _enabled: dict[type, type] = {}
 
 
 def _enabled_class(plain: type) -> type:
-    """The subclass of a model's class that has the argument, under the same name (which `save_pretrained` writes)."""
+    """Return the subclass of a model's class, under the same name: `save_pretrained` writes it."""
     if plain not in _enabled:
         names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
         _enabled[plain] = type(plain.__name__, (ParallelGenerationMixin, plain), names)
@@ -358,7 +328,7 @@ def _enabled_class(plain: type) -> type:
 
 
 def _plain_class(enabled: type) -> type:
-    return next(plain for plain, made in _enabled.items() if made is enabled)
+    return next(plain for plain, subclass in _enabled.items() if subclass is enabled)
 
 
 def _restore(plain: type) -> Any:

@@ -1,88 +1,67 @@
-"""What the modes return besides tokens."""
+"""ParallelOutput: the base class of the modes' outputs."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_parallel.generation.arguments import check_tokenizer
 from hf_parallel.generation.stats import GenerationStats
-from hf_parallel.transcript.page import render
 from hf_parallel.transcript.record import Record
-from hf_parallel.transcript.sections import (
-    Section,
-    as_dict,
-    beside,
-    completed_sections,
-    written_cards,
-)
+from hf_parallel.transcript.transcribable import Transcribable
 
 
 @dataclass
-class ParallelOutput(GenerateDecoderOnlyOutput):
-    """`GenerateDecoderOnlyOutput` and what the call cost.
+class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
+    """Output of a mode: `GenerateDecoderOnlyOutput` with the cost of the call and its transcript.
 
-    `past_key_values` is the cache of the run, `record` what `to_dict` and `to_html` tell of it.
+    Attributes
+    ----------
+    past_key_values : BlockCache
+        The cache of the call.
+    stats : GenerationStats
+        Its cost.
+    record : Record
+        The source of `to_dict` and `to_html`.
     """
 
     stats: GenerationStats | None = None
     record: Record | None = None
 
-    def to_dict(self, tokenizer: Any = None) -> dict[str, Any]:
-        """Tell how the call came about: who wrote what at which forward pass, ready for JSON.
+    def to_records(self) -> list[dict[str, Any]]:
+        """Return the mode's own fields and `stats` as plain data: one dictionary per answer.
 
-        Parameters
-        ----------
-        tokenizer : optional
-            Of the model. Without one a prompt is not told; modes that know tokens alone (shared_prefix, resample)
-            need it.
-
-        Returns
-        -------
-        dict
-            What `hf-parallel view` reads.
-
-        Raises
-        ------
-        ValueError
-            If the mode has written no text and there is no tokenizer; if the output was not made by a call.
+        An answer is a row, or all rows of a prompt in modes that merge them (`ParallelConfig.merges_rows`). Of a field
+        that is a list, each answer gets its item.
         """
-        if self.record is None:
-            raise ValueError("this output has no record of its call, so there is nothing to tell")
-        if tokenizer is not None:
-            check_tokenizer(tokenizer)
-        return as_dict(
-            self.record, self.stats, self.record.config.transcript_style, self._sections(self.record, tokenizer)
-        )
+        fields = {name: getattr(self, name) for name in self._own_fields()}
+        count = len(self.sequences)
+        if self.record is not None and self.record.config.merges_rows:
+            count = len(fields["transcripts"])
+            fields = {self.record.config.rows_name: grouped(fields.pop("texts"), count), **fields}
+        items = [{n: v[i] if isinstance(v, list) else v for n, v in fields.items()} for i in range(count)]
+        return [{name: _plain(value) for name, value in {**item, "stats": self.stats}.items()} for item in items]
 
-    def to_html(self, tokenizer: Any = None) -> str:
-        """The same as one page of HTML that needs nothing else: columns against forward passes.
+    @classmethod
+    def _own_fields(cls) -> list[str]:
+        """Return the fields and properties that the outputs of other modes do not have."""
+        common = {field.name for field in dataclasses.fields(ParallelOutput)}
+        fields = [field.name for field in dataclasses.fields(cls) if field.name not in common]
+        return fields + [name for name, value in vars(cls).items() if isinstance(value, property)]
 
-        Parameters, errors: see `to_dict`. In a notebook: `IPython.display.HTML(output.to_html())`.
-        """
-        return render(self.to_dict(tokenizer))
 
-    def columns(self, prompt: int) -> list[str]:
-        """Names of a prompt's columns, as far as the mode knows them."""
-        return []
+def grouped(items: list[Any], count: int) -> list[list[Any]]:
+    """Return the items in `count` consecutive groups of equal length."""
+    size = len(items) // count
+    return [items[i * size : (i + 1) * size] for i in range(count)]
 
-    def notes(self, prompt: int) -> list[tuple[str, str]]:
-        """What else is to be said of a prompt: headings and texts."""
-        return []
 
-    def _sections(self, record: Record, tokenizer: Any) -> list[Section]:
-        if not record.events:
-            if tokenizer is None:
-                raise ValueError(f"{record.mode} knows tokens alone: give the tokenizer that turns them into text")
-            return completed_sections(record, self.sequences.tolist(), tokenizer)
-        sections, style = [], record.config.transcript_style
-        for prompt, cards in sorted(written_cards(record, record.place, steps_stay=bool(style.past)).items()):
-            tokens = record.prompts[prompt]
-            names, count = self.columns(prompt), 1 + max((card.column or 0 for card in cards), default=0)
-            names = [*names, *(f"{style.unit} {number + 1}" for number in range(len(names), count))]
-            beside(cards, names, style.across)
-            text = None if tokenizer is None else tokenizer.decode(tokens.tolist())
-            sections.append(Section(text, len(tokens), names, cards, self.notes(prompt)))
-        return sections
+def _plain(value: Any) -> Any:
+    """Return a value as dictionaries, lists, strings and numbers."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

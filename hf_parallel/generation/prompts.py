@@ -1,28 +1,28 @@
-"""Prompt helpers: a task through the model's chat template, with what the mode asks of the model."""
+"""Prompt builders: a task through the model's chat template, with the instructions of a mode."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import is_valid_message
 
-from hf_parallel.generation.arguments import check_tokenizer
-from hf_parallel.generation.config import ParallelConfig, check_int, check_template, unknown_setting
+from hf_parallel.detokenizer import check_tokenizer
+from hf_parallel.generation.config import ParallelConfig, check_setting_names
 from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.validation import check_int, check_template
 
-C = TypeVar("C", bound=ParallelConfig)
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
-"""Messages as chat templates take them."""
+"""Messages of a chat template."""
 THINK = "<think>"
-"""Opens the reasoning of models that think before they answer."""
+"""Starts the reasoning of a reasoning model."""
 CHAIN_OF_DRAFT = (
     "Think in steps, but write down only a draft of each step: at most {max_words} words or one short equation, no "
     "full sentences, nothing twice. In the end give the final answer in full, in the form that is asked for."
 )
-"""What `chain_of_draft_prompt` tells the model."""
+"""Instructions of `chain_of_draft_prompt`."""
 
 
 def build_prompt(
@@ -32,9 +32,9 @@ def build_prompt(
     config: ParallelConfig | None = None,
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
-    """Wrap a task with the instructions of a mode.
+    """Build the prompt of a task for a mode.
 
-    The instructions go into the system message or, where the template has none, before the first message of the user.
+    The mode's instructions go into the system message or, if the chat template has none, before the first user message.
     If the template contains `<think>`, the prompt ends with it.
 
     Parameters
@@ -43,9 +43,9 @@ def build_prompt(
     task : str or list of dict
         The task, or a chat that ends with it.
     tokenizer
-        Without a chat template the texts are joined by blank lines.
+        Without a chat template, instructions and task are joined by blank lines.
     config : ParallelConfig, optional
-        Settings of the mode; or pass the settings themselves as keyword arguments.
+        Settings of the mode. Alternatively pass them as keyword arguments.
 
     Returns
     -------
@@ -57,29 +57,35 @@ def build_prompt(
     ValueError
         For an empty task, an unknown mode or unknown settings.
     """
+    if isinstance(mode, str) and mode not in MODES:
+        raise ValueError(f"mode must be one of {sorted(MODES)}, got {mode!r}")
     cls = MODES[mode] if isinstance(mode, str) else mode
-    config = _config(cls, task, tokenizer, config, settings)
+    _check(task, tokenizer)
+    if config is not None and (settings or not isinstance(config, cls)):
+        raise ValueError(f"pass a {cls.__name__} or its settings, got config={config!r} and {sorted(settings)}")
+    check_setting_names(cls, settings)
+    config = cls(**settings) if config is None else config
     return encode_task(config.system_prompt(), task, tokenizer)
 
 
 def chain_of_draft_prompt(
     task: str | Chat, tokenizer: Any, max_words: int = 5, rules: str = CHAIN_OF_DRAFT
 ) -> dict[str, torch.Tensor]:
-    """Wrap a task for an answer with very short reasoning steps (Xu et al., Chain of Draft, 2025).
+    """Build a prompt for an answer with very short reasoning steps (Xu et al., Chain of Draft, 2025).
 
-    For plain `generate` and for any mode. The rules go before the task, as `hogwild_prompt` puts its own. For a mode
-    whose helper has rules too, put `rules` and the task together as its task.
+    For plain `generate` and any mode. To combine it with a mode's own instructions, pass `rules` and task together as
+    the task of `build_prompt`.
 
     Parameters
     ----------
     task : str or list of dict
-        What is to be solved, or a chat that ends with it.
+        The task, or a chat that ends with it.
     tokenizer
-        With a chat template; without one the texts are joined by blank lines.
+        Without a chat template, rules and task are joined by blank lines.
     max_words : int
-        Words that a step may have.
+        Maximum number of words of a step.
     rules : str
-        What the model is told; `{max_words}` is filled in.
+        Instructions, with the field `{max_words}`.
 
     Returns
     -------
@@ -92,21 +98,26 @@ def chain_of_draft_prompt(
     return encode_task(rules.format(max_words=max_words), task, tokenizer)
 
 
-def render(rules: str, task: str | Chat, tokenizer: Any, **template: Any) -> str:
-    """A task or a chat as the text that the model reads, with rules before it.
+def encode_task(rules: str | None, task: str | Chat, tokenizer: Any) -> dict[str, torch.Tensor]:
+    """Return the result of `render_prompt` as `input_ids` and `attention_mask`, `int64 [1, length]`."""
+    text = render_prompt(rules or "", task, tokenizer)
+    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not getattr(tokenizer, "chat_template", None))
+    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
 
-    Rules go into the system message or, where the template has none, before the first message of the user.
+
+def render_prompt(rules: str, task: str | Chat, tokenizer: Any, **template: Any) -> str:
+    """Return a task or a chat, preceded by rules, as prompt text.
 
     Parameters
     ----------
     rules : str
-        Empty: none.
+        Go into the system message or, if the template has none, before the first user message. Empty: none.
     task : str or list of dict
     tokenizer
-        A chat needs its chat template; a task without one is joined to the rules by a blank line.
+        A chat needs its chat template. Without one, rules and task are joined by a blank line.
     **template
-        Arguments of `apply_chat_template`. The answer goes on with the last message of a chat if that is the
-        assistant's, unless `continue_final_message` says otherwise.
+        Arguments of `apply_chat_template`. `continue_final_message` defaults to whether the last message is the
+        assistant's.
     """
     if isinstance(task, str):
         if not getattr(tokenizer, "chat_template", None):
@@ -131,32 +142,14 @@ def _check(task: Any, tokenizer: Any) -> None:
     check_tokenizer(tokenizer)
 
 
-def _config(cls: type[C], task: Any, tokenizer: Any, config: C | None, settings: dict[str, Any]) -> C:
-    """Check what a helper was given, and make the config."""
-    _check(task, tokenizer)
-    if config is not None and (settings or not isinstance(config, cls)):
-        raise ValueError(f"give a {cls.__name__} or its settings, got config={config!r} and {sorted(settings)}")
-    for name, value in settings.items():
-        if name not in cls.fields():
-            raise unknown_setting(cls, name, value)
-    return cls(**settings) if config is None else config
-
-
-def encode_task(rules: str | None, task: str | Chat, tokenizer: Any) -> dict[str, torch.Tensor]:
-    """What `render` gives as `input_ids` and `attention_mask`, `int64 [1, length]`; no rules: the task alone."""
-    text = render(rules or "", task, tokenizer)
-    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not getattr(tokenizer, "chat_template", None))
-    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
-
-
 def _with_rules(rules: str, chat: Chat, role: str) -> Chat:
-    """A chat whose first message of a role begins with the rules; a system message is added where there is none."""
+    """Prepend rules to the first message of a role, or insert such a message if there is none."""
     if not rules:
         return chat
-    place = next((i for i, message in enumerate(chat) if message["role"] == role), None)
-    if place is None:
+    index = next((i for i, message in enumerate(chat) if message["role"] == role), None)
+    if index is None:
         return [{"role": role, "content": rules}, *chat]
-    content = chat[place]["content"]
+    content = chat[index]["content"]
     if not isinstance(content, str):
-        raise ValueError(f"the content of the {role} message must be a string to put the rules before, got {content!r}")
-    return [*chat[:place], {**chat[place], "content": f"{rules}\n\n{content}"}, *chat[place + 1 :]]
+        raise ValueError(f"the content of the {role} message must be a string to prepend the rules to, got {content!r}")
+    return [*chat[:index], {**chat[index], "content": f"{rules}\n\n{content}"}, *chat[index + 1 :]]

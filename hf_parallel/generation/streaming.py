@@ -1,4 +1,4 @@
-"""Text of many rows as it is written. A streamer of transformers takes one row; this one takes them all."""
+"""Streaming of many rows: a streamer of transformers receives one row, a `ParallelStreamer` all of them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,37 @@ import torch
 
 @runtime_checkable
 class ParallelStreamer(Protocol):
-    """Pass an object with these methods as `streamer=`.
+    """Interface of a streamer of many rows. Pass an object with these methods as `streamer=`.
 
-    transformers' own streamers work too where a call has one row. One that also has a method `fail(error)` is told the
-    error with which a call of `generate` ends, be it that of a wrong argument.
+    Streamers of transformers work where a call has one row. If the streamer has a method `fail(error)`, it is called
+    with the error that ends a call of `generate`, also with one about an invalid argument.
     """
 
     def put(self, value: Any) -> None:
-        """Called with the prompts and then with each pass's new tokens `int64 [rows]`."""
+        """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
 
     def write_row(self, row: int, text: str, event: str) -> None:
-        """Called with what row `row` wrote.
+        """Receive text of a row, in modes that stream text.
 
-        `event` is `begin` (a step's prefix), `token`, `step` (the step has ended) or `end` (the row has). In a session
-        `inject` is what somebody else told the row, and row -1 is the history that all workers see. In the pdos mode
-        the k-th branch of prompt `p` is row `p + k * prompts`, from k = 1 on, and begins with its title; `join` tells a
-        prompt's row the text of its joined branches, which takes the place of the skeleton that it wrote.
+        Parameters
+        ----------
+        row : int
+            Row of the output, see `ParallelConfig.place`. -1 is the history that hogwild workers share. In the pdos
+            mode the k-th branch of prompt `p` is row `p + k * prompts`, counted from k = 1.
+        text : str
+            New text of the row.
+        event : str
+            `begin` (a step begins; the text is its prefix, or the title of a branch), `token`, `step` (the step ended),
+            `end` (the row ended), `inject` (a session added text to the row) or `join` (the text of the joined
+            branches, which replaces the skeleton that the row generated).
         """
 
     def end(self) -> None:
-        """Called when all is written."""
+        """Receive the end of the call."""
 
 
 class RowText(NamedTuple):
-    """What a row wrote; events as in `ParallelStreamer`."""
+    """New text of a row; events as in `ParallelStreamer.write_row`."""
 
     row: int
     text: str
@@ -47,22 +54,22 @@ class RowText(NamedTuple):
 class ParallelIteratorStreamer:
     """A `ParallelStreamer` that another thread iterates over, such as a server or a notebook.
 
-    It does for many rows what `transformers.TextIteratorStreamer` does for one.
+    The counterpart of `transformers.TextIteratorStreamer` for many rows.
 
     Parameters
     ----------
     timeout : float, optional
-        Seconds to wait for the next text; then `queue.Empty` is raised. Default: as long as it takes, which is for ever
-        if the other thread never calls `generate`.
+        Seconds to wait for the next text before `queue.Empty` is raised. Default: no limit; the iteration then blocks
+        forever if no thread calls `generate`.
 
     Raises
     ------
     ValueError
-        If `timeout` is no positive number.
+        If `timeout` is not a positive number.
 
     Notes
     -----
-    The iteration raises what `generate` raises in its thread, also before anything is written.
+    The iteration raises any error that `generate` raises in its thread.
 
     Examples
     --------
@@ -77,38 +84,38 @@ class ParallelIteratorStreamer:
         if timeout is not None and (not isinstance(timeout, Real) or isinstance(timeout, bool) or not timeout > 0):
             raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
         self.timeout = timeout
-        self._texts: Queue[RowText | BaseException | None] = Queue()
+        self._queue: Queue[RowText | BaseException | None] = Queue()
 
     def put(self, value: Any) -> None:
-        """Tokens are of no interest here, their texts come by `write_row`."""
+        """Ignore tokens: their text arrives in `write_row`."""
 
     def write_row(self, row: int, text: str, event: str) -> None:
-        """Called with what row `row` wrote."""
-        self._texts.put(RowText(row, text, event))
+        """Queue text of a row."""
+        self._queue.put(RowText(row, text, event))
 
     def end(self) -> None:
-        """Called when all is written: the iteration ends. Another call may be streamed then."""
-        self._texts.put(None)
+        """End the iteration. The streamer can then serve another call."""
+        self._queue.put(None)
 
     def fail(self, error: BaseException) -> None:
-        """Called when the call has failed: the iteration raises the error. Another call may be streamed then."""
-        self._texts.put(error)
+        """Raise an error in the iteration. The streamer can then serve another call."""
+        self._queue.put(error)
 
     def __iter__(self) -> Iterator[RowText]:
         return self
 
     def __next__(self) -> RowText:
-        text = self._texts.get(timeout=self.timeout)
-        if isinstance(text, BaseException):
-            raise text
-        if text is None:
+        item = self._queue.get(timeout=self.timeout)
+        if isinstance(item, BaseException):
+            raise item
+        if item is None:
             raise StopIteration
-        return text
+        return item
 
 
 @contextmanager
 def report_errors(streamer: Any) -> Iterator[None]:
-    """Tell a streamer that wants to know (see `ParallelStreamer`) if what happens inside fails."""
+    """Pass an error raised inside the context to the streamer's `fail`, if it has one, and re-raise it."""
     try:
         yield
     except BaseException as error:
@@ -119,29 +126,29 @@ def report_errors(streamer: Any) -> Iterator[None]:
 
 
 class FinalTokens:
-    """Hands tokens to a streamer when they are final, which for some rows may be later than for others.
+    """Passes tokens to a streamer once they are final, which may be later for some rows than for others.
 
     Parameters
     ----------
     streamer
-        Of transformers or a `ParallelStreamer`; None: nobody listens.
+        Of transformers, or a `ParallelStreamer`; None: tokens are dropped.
     num_rows : int
         Rows of the batch.
     pad_token_id : int
-        Stands for the rows that have no token when others have one.
+        Streamed for rows that have no token when others have one.
     """
 
     def __init__(self, streamer: Any, num_rows: int, pad_token_id: int) -> None:
         self.streamer, self.pad_token_id = streamer, pad_token_id
-        self._waiting: list[deque[int]] = [deque() for _ in range(num_rows)]
+        self._queues: list[deque[int]] = [deque() for _ in range(num_rows)]
 
     def put(self, row: int, tokens: Iterable[int]) -> None:
-        """Take tokens of a row that are final."""
+        """Queue final tokens of a row."""
         if self.streamer is not None:
-            self._waiting[row].extend(tokens)
+            self._queues[row].extend(tokens)
 
     def flush(self) -> None:
-        """Give the streamer what has been taken, `int64 [rows]` at a time."""
-        while any(self._waiting):
-            tokens = [waiting.popleft() if waiting else self.pad_token_id for waiting in self._waiting]
+        """Stream all queued tokens, `int64 [rows]` at a time."""
+        while any(self._queues):
+            tokens = [queue.popleft() if queue else self.pad_token_id for queue in self._queues]
             self.streamer.put(torch.tensor(tokens))

@@ -1,0 +1,62 @@
+"""Checks of single values: each raises a `ValueError` that names the value, what was given and what is allowed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+
+def is_int(value: Any) -> bool:
+    """Return whether a value is an integer (NumPy's included) and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_int(name: str, value: Any, at_least: int) -> None:
+    """Raise `ValueError` unless `value` is an int of at least `at_least`."""
+    if not is_int(value) or value < at_least:
+        raise ValueError(f"{name} must be an int of at least {at_least}, got {value!r}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise `ValueError` unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise `ValueError` unless `value` is one of `allowed`."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}")
+
+
+def check_text(name: str, value: Any, optional: bool = False) -> None:
+    """Raise `ValueError` unless `value` is a string, or None if that is allowed."""
+    if not isinstance(value, str) and not (optional and value is None):
+        raise ValueError(f"{name} must be a string{' or None' if optional else ''}, got {value!r}")
+
+
+def check_texts(name: str, value: Any) -> None:
+    """Raise `ValueError` unless `value` is a list or tuple of non-empty strings."""
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+        raise ValueError(f"{name} must be a list of non-empty strings, got {value!r}")
+
+
+def check_template(name: str, template: Any, /, **values: Any) -> None:
+    """Raise `ValueError` unless `template` is a string that `str.format` can fill with `values`."""
+    check_text(name, template)
+    try:
+        template.format(**values)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        fields = " and ".join(f"{{{field}}}" for field in values)
+        raise ValueError(f"{name} may hold {fields} and no other field, got {template!r} ({error!r})") from error
+
+
+def json_error(value: Any) -> str:
+    """Return why a value does not survive a round trip through JSON; empty if it does."""
+    try:
+        restored = json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "" if restored == value else f"JSON turns it into {restored!r}"
