@@ -1,9 +1,9 @@
 """Fills in the figures of README and the pages from the reports of the benchmarks: `python docs/figures.py`.
 
 A figure is a number, optionally with a unit, directly before a comment that names its source:
-`86 ms<!-- cpu: shared_prefix.shared_prefix.step_seconds -->`. It keeps its number of decimals. A path names the keys and
-list indices that lead to the value; `[a=b,c=d]` selects the item of a list by its fields; `a / b` is a ratio. With
-`--check` the script changes nothing and returns 1 if a figure is out of date.
+`86 ms<!-- cpu: shared_prefix.shared_prefix.step_seconds -->`. It keeps its number of decimals. A path names the keys
+and list indices that lead to the value; `[a=b,c=d]` selects the item of a list by its fields; `a / b` is a ratio.
+With `--check` the script changes nothing and returns 1 if a figure is out of date.
 """
 
 from __future__ import annotations

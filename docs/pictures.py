@@ -1,7 +1,7 @@
 """Draws the pictures of README and the pages as SVG: `python docs/pictures.py`.
 
 Views and rotation offsets are read from the caches. `workers` animates a recorded run of the embedded model:
-`hf-parallel generate --mode hogwild --seed 5 --max-new-tokens 42 -o docs/recorded_run.json "Plan a picnic in the park."`
+`hf-parallel generate "Plan a picnic in the park." --seed 5 --max-new-tokens 42 -o docs/recorded_run.json`.
 With `--check` the script changes nothing and returns 1 if a picture is out of date.
 """
 
@@ -29,7 +29,7 @@ RECORDED_RUN = Path(__file__).parent / "recorded_run.json"
 WIDTH = 540
 ROTARY = {0: RotarySpec(inv_freq=(1.0,))}
 INK, FAINT = "#1f2933", "#5f6b77"
-COLOURS = {
+COLORS = {
     "prompt": "#c9d6e2",
     "header": "#e9edf1",
     "history": "#a9d6b8",
@@ -71,13 +71,11 @@ class Drawing:
             f'dur="{self.seconds:.2f}s" repeatCount="indefinite"/>'
         )
 
-    def rect(
-        self, x: float, y: float, w: float, h: float, colour: str, dashed: bool = False, since: int = 0
-    ) -> None:
+    def rect(self, x: float, y: float, w: float, h: float, color: str, dashed: bool = False, since: int = 0) -> None:
         """Add a box with round corners."""
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         self.parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="4" fill="{COLOURS[colour]}" '
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="4" fill="{COLORS[color]}" '
             f'stroke="{INK}" stroke-width="1"{dash}>{self._appear(since)}</rect>'
         )
 
@@ -93,10 +91,10 @@ class Drawing:
         since: int = 0,
     ) -> None:
         """Add a line of text with its baseline at `y`."""
-        colour = FAINT if faint else INK
+        color = FAINT if faint else INK
         font = ' font-family="ui-monospace, Menlo, Consolas, monospace" xml:space="preserve"' if mono else ""
         self.parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}"{font}>'
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{color}"{font}>'
             f"{escape(text)}{self._appear(since)}</text>"
         )
 
@@ -125,9 +123,9 @@ class Drawing:
         self.text(14, self.y + 20, who)
         x = 92.0
         for number, block in enumerate(blocks):
-            name, colour = names[block]
+            name, color = names[block]
             width = scale * block.length
-            self.rect(x, self.y, width - 3, 30, colour)
+            self.rect(x, self.y, width - 3, 30, color)
             self.text(x + (width - 3) / 2, self.y + 20, name, anchor="middle")
             if below:
                 self.text(x + (width - 3) / 2, self.y + 45, below[number], anchor="middle", faint=True)
@@ -217,8 +215,8 @@ def _branches(drawing: Drawing) -> None:
     tree = Tree([prompt], fill(cache.new_trunks([80], 64)[0], 60))
     cache.branch(tree, 60, 3)
     names = {prompt: ("prompt", "prompt"), tree.trunk: ("trunk", "history")}
-    for (title, colour, length), block in zip(BRANCHES, tree.branches, strict=True):
-        names[fill(block, 6 * length)] = (title, colour)
+    for (title, color, length), block in zip(BRANCHES, tree.branches, strict=True):
+        names[fill(block, 6 * length)] = (title, color)
         drawing.view(title, tree.branch_view(block), names, 1.6)
 
 
@@ -257,8 +255,8 @@ def hogwild() -> Drawing:
         drawing.text(14, top + 21 + 44 * lane, who)
     ended = sorted((step for step in steps if step[3] < 32), key=lambda step: step[3])
     for name, worker, begin, end in steps:
-        colour, y = ("first", "second")[worker], top + 44 * worker
-        drawing.rect(left + scale * begin, y, scale * (end - begin) - 3, 30, colour, dashed=end == 32)
+        color, y = ("first", "second")[worker], top + 44 * worker
+        drawing.rect(left + scale * begin, y, scale * (end - begin) - 3, 30, color, dashed=end == 32)
         drawing.text(left + scale * (begin + end) / 2 - 2, y + 20, name, anchor="middle")
     floor = top + 92
     for count in (0, 10, 20, 30):
@@ -285,23 +283,23 @@ def pdos() -> Drawing:
     left, scale, top = 92, 14.0, drawing.y
     drawing.text(14, top + 21, "trunk")
     boxes = ((0, 6, "skeleton", "history"), (21, 31, "continuation", "prompt"))
-    for begin, end, name, colour in boxes:
-        drawing.rect(left + scale * begin, top, scale * (end - begin) - 3, 30, colour)
+    for begin, end, name, color in boxes:
+        drawing.rect(left + scale * begin, top, scale * (end - begin) - 3, 30, color)
         drawing.text(left + scale * (begin + end) / 2 - 2, top + 20, name, anchor="middle")
-    for lane, (name, colour, length) in enumerate(BRANCHES, start=1):
+    for lane, (name, color, length) in enumerate(BRANCHES, start=1):
         y = top + 36 * lane
         drawing.text(14, y + 21, f"branch {lane}")
-        drawing.rect(left + scale * 6, y, scale * length - 3, 30, colour)
+        drawing.rect(left + scale * 6, y, scale * length - 3, 30, color)
         drawing.text(left + scale * (6 + length / 2) - 2, y + 20, name, anchor="middle")
         drawing.line(left + scale * (6 + length), y + 15, left + scale * 22, y + 15)
     drawing.line(left + scale * 22, top + 36 * 3 + 15, left + scale * 22, top + 33, arrow=True)
     drawing.text(left + scale * 22 + 8, top + 36 * 2 + 10, "join")
     drawing.y = top + 36 * 4
-    drawing.heading("The joined answer has the tokens of a sequential one")
+    drawing.heading("The joined answer is as long as a sequential one")
     x: float = 14
-    for name, colour, length in (("start", "history", 6), *BRANCHES, ("continuation", "prompt", 10)):
+    for name, color, length in (("start", "history", 6), *BRANCHES, ("continuation", "prompt", 10)):
         width = 10 * length
-        drawing.rect(x, drawing.y, width - 3, 30, colour)
+        drawing.rect(x, drawing.y, width - 3, 30, color)
         drawing.text(x + width / 2 - 2, drawing.y + 20, name, size=12, anchor="middle")
         x += width
     drawing.y += 32
