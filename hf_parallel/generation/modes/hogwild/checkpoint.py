@@ -1,4 +1,4 @@
-"""Checkpoint: what is to be taken back if a change of a session does not come to its end."""
+"""Checkpoint: the state of a session, to be restored if a change fails."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_parallel.cache import BlockCache
-from hf_parallel.generation.sampling import TokenTable
+from hf_parallel.generation.token_table import TokenTable
 
 
 class Checkpoint:
-    """The attributes of objects as they are now, and how long the blocks of a cache are.
+    """Copies of the attributes of objects, and the lengths of the blocks of a cache.
 
-    Lists, dictionaries and sets are kept with what they hold, whatever is done to them afterwards; objects in them are
-    not. Blocks that are made later are freed, but what is freed or moved later is not brought back.
+    Lists, dicts and sets are restored in place, with their items; the items themselves are not copied. `restore` frees
+    blocks that were allocated later, but cannot bring back blocks that were freed or moved later.
 
     Parameters
     ----------
     cache : BlockCache
     table : TokenTable
-    things : sequence of objects
-        With attributes of their own; `table` needs not be among them.
+    objects : sequence of objects
+        With a `__dict__`.
     """
 
-    def __init__(self, cache: BlockCache, table: TokenTable, things: Sequence[Any]) -> None:
+    def __init__(self, cache: BlockCache, table: TokenTable, objects: Sequence[Any]) -> None:
         self._cache, self._table = cache, table
         self._lengths = {block: block.length for block in cache.blocks}
-        self._held = [
-            (thing, [_keep(name, value) for name, value in vars(thing).items()]) for thing in (*things, table)
+        self._attributes = [
+            (item, [(name, value, _items(value)) for name, value in vars(item).items()]) for item in (*objects, table)
         ]
 
     def restore(self) -> None:
-        """Take everything back."""
-        for thing, held in self._held:
-            vars(thing).clear()
-            for name, value, content in held:
-                if isinstance(content, list):
-                    value[:] = content
-                elif content is not None:
+        """Restore all objects and the cache."""
+        for item, attributes in self._attributes:
+            vars(item).clear()
+            for name, value, items in attributes:
+                if isinstance(items, list):
+                    value[:] = items
+                elif items is not None:
                     value.clear()
-                    value.update(content)
-                vars(thing)[name] = value
+                    value.update(items)
+                vars(item)[name] = value
         for row, length in enumerate(self._table.lengths):
             self._table.truncate(row, length)
         for block in self._cache.blocks - self._lengths.keys():
@@ -49,8 +49,7 @@ class Checkpoint:
             block.length = length
 
 
-def _keep(name: str, value: Any) -> tuple[str, Any, Any]:
-    """An attribute: its name, its value, and what that holds."""
+def _items(value: Any) -> Any:
     if isinstance(value, list):
-        return name, value, list(value)
-    return name, value, value.copy() if type(value) in (dict, set) else None
+        return list(value)
+    return value.copy() if type(value) in (dict, set) else None

@@ -1,4 +1,4 @@
-"""The journal of a session: what happened in it, in order, so that it can be told again."""
+"""Files of saved sessions: settings, and the journal of everything that happened, from which a session is restored."""
 
 from __future__ import annotations
 
@@ -7,55 +7,55 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_parallel.files import write_whole
-from hf_parallel.generation.config import lost_in_json
+from hf_parallel.files import write_atomically
+from hf_parallel.generation.validation import json_error
 
 FORMAT = "hf_parallel.HogwildSession"
 VERSION = 1
 
 
-def write_journal(path: str | Path, told: dict[str, Any]) -> None:
-    """Write plain data to a JSON file, which appears whole or not at all.
+def write_journal(path: str | Path, state: dict[str, Any]) -> None:
+    """Write the state of a session to a JSON file, atomically.
 
     Raises
     ------
     ValueError
-        If something in it is no plain data, named by its key.
+        If JSON cannot hold a value, naming its key.
     """
-    for name, value in told.items():
+    for name, value in state.items():
         check_plain(name, value)
-    write_whole(path, json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(told), **told}))
+    write_atomically(path, json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(state), **state}))
 
 
 def read_journal(path: str | Path) -> dict[str, Any]:
-    """What `write_journal` has written.
+    """Read a file written by `write_journal`.
 
     Raises
     ------
     OSError
-        If there is no such file.
+        If the file does not exist.
     ValueError
-        If it is none of this format and version, or not as it was written.
+        If the file has another format or version, or is damaged.
     """
     try:
-        told = json.loads(Path(path).read_text())
+        state = json.loads(Path(path).read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no saved session, or a part of one: {error}") from error
-    if not isinstance(told, dict) or told.pop("format", None) != FORMAT:
-        raise ValueError(f"{path} is no saved session: it must be a JSON object whose 'format' is {FORMAT!r}")
-    version = told.pop("version", None)
+        raise ValueError(f"{path} is not a saved session, or only a part of one: {error}") from error
+    if not isinstance(state, dict) or state.pop("format", None) != FORMAT:
+        raise ValueError(f"{path} is not a saved session: it must be a JSON object whose 'format' is {FORMAT!r}")
+    version = state.pop("version", None)
     if version != VERSION:
-        raise ValueError(f"{path} is a session of version {version!r}, this program reads version {VERSION}")
-    if told.pop("digest", None) != _digest(told):
-        raise ValueError(f"{path} is damaged: it is not as it was saved")
-    return told
+        raise ValueError(f"{path} is a session of version {version!r}, but only version {VERSION} can be read")
+    if state.pop("digest", None) != _digest(state):
+        raise ValueError(f"{path} is damaged: its content does not match its digest")
+    return state
 
 
 def check_plain(name: str, value: Any) -> None:
-    """Raise a `ValueError` unless a value comes back from JSON as it is."""
-    if lost_in_json(value):
+    """Raise `ValueError` unless JSON returns a value unchanged."""
+    if json_error(value):
         raise ValueError(f"{name} cannot be saved: it must be plain data, got {value!r}")
 
 
-def _digest(told: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+def _digest(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -28,4 +28,4 @@ Alice: I will ask my cousin, he plays the guitar.
 Bob: Great, then I will buy lemonade and paper cups.""",
 }
 EMBEDDED_PRESET = Preset(_SMALL_MODEL, SAMPLING, task="Task: {task}")
-"""For a model of 135 million parameters: it follows an example of a dialogue, and headings confuse it."""
+"""For a model of 135 million parameters, which follows an example dialogue better than headings and rules."""

@@ -13,19 +13,19 @@ from hf_parallel.generation.prompts import Chat, build_prompt
 def hogwild_prompt(
     task: str | Chat, tokenizer: Any, config: HogwildConfig | None = None, **settings: Any
 ) -> dict[str, torch.Tensor]:
-    """Wrap a task for workers that think together (Hogwild! Inference, section 3.3 and appendix C).
+    """Build the prompt of a task for several workers (Hogwild! Inference, section 3.3 and appendix C).
 
-    The collaboration prompt goes before the task, as system message or, where the template has none, in the user's.
-    If the template knows `<think>`, the answer begins inside it.
+    The collaboration prompt precedes the task: as system message or, if the chat template has none, in the user
+    message. If the template contains `<think>`, the answer starts inside it.
 
     Parameters
     ----------
     task : str or list of dict
-        What is to be solved, or a chat that ends with it.
+        The task, or a chat that ends with it.
     tokenizer
         With a chat template; without one the texts are joined by blank lines.
     config : HogwildConfig, optional
-        Names and texts; or give the settings themselves as keyword arguments.
+        Worker names and texts. Alternatively pass settings as keyword arguments.
 
     Returns
     -------

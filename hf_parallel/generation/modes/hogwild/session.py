@@ -1,11 +1,11 @@
-"""HogwildSession: workers that think together, one forward pass at a time, with somebody who joins in.
+"""HogwildSession: workers advanced by the caller, one forward pass at a time (Hogwild! Inference, section 3).
 
-The mode's own problem, workers and decode loop, stepped by hand; between passes texts are put in, steps are forgotten,
-workers come and go, and the whole is saved and goes on later (Hogwild! Inference, section 3).
+Between passes the caller injects texts, removes steps, adds and removes workers, and saves the session.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,46 +16,43 @@ import torch
 from transformers import PreTrainedModel, TextStreamer
 
 from hf_parallel.cache.fingerprint import fingerprint
-from hf_parallel.files import warn_of_version
+from hf_parallel.files import warn_on_other_version
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import vocabulary_size
-from hf_parallel.generation.config import check_int, is_int
 from hf_parallel.generation.mixin import ParallelGenerationMixin, enable
-from hf_parallel.generation.modes.hogwild.config import COMMON, HogwildConfig, HogwildOutput, default_name
+from hf_parallel.generation.modes.hogwild.config import HogwildConfig, default_name
 from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
+from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, Step
 from hf_parallel.generation.modes.hogwild.stepping import open_run
-from hf_parallel.generation.modes.hogwild.worker import Step, Worker
+from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.generation.validation import check_int, is_int
 
 
 class HogwildSession:
-    """Workers over one shared memory, of whom each gets one token per `step`. A context manager.
+    """Workers over one shared memory, each of which gets one token per `step`. A context manager.
 
-    Settings, tokens and texts are those of `generate(..., generation_mode="hogwild")`. Whatever fails, a step or a
-    change, leaves the session as it was before; only what a streamer has been told stays told. Other threads may talk
-    to a session while one runs it: what they do happens between two passes.
+    Settings, tokens and texts equal those of `generate(..., generation_mode="hogwild")`. A step or change that raises
+    leaves the session unchanged; only a streamer may have received its text. Other threads may call the session while
+    one runs it: their changes happen between two passes.
 
     Parameters
     ----------
     model : PreTrainedModel
-        Is enabled, if it is not. Between steps it is free for others; it must stay enabled, its weights as they are and
-        where they are.
+        Enabled if it is not. Other calls may use it between steps. Its weights, device and dtype must not change.
     tokenizer
     prompt : str, list of messages, mapping or int64 [1, length]
-        A task, or messages of a chat, which `hogwild_prompt` wraps; or `input_ids` that are taken as they are, alone or
-        with their `attention_mask`.
+        A task or a chat, for `hogwild_prompt`; or `input_ids` used as they are, optionally with an `attention_mask`.
     **settings
-        Those of `HogwildConfig` and of `generate`. `seed` is an int or a list of them; default: drawn from PyTorch's
-        global generator, if tokens are sampled. Without `max_new_tokens` or `max_length` workers write until the
-        positions of the model are used up.
+        Those of `HogwildConfig` and of `generate`. `seed` is an int or a list of ints; default: drawn from PyTorch's
+        global generator. Without `max_new_tokens` and `max_length`, workers may use all positions of the model.
 
     Raises
     ------
     ValueError
-        As `generate`; for several prompts or `num_return_sequences`; and for `logits_cache` and `max_time`, which
-        have no sense where steps are taken by hand.
+        As `generate`; also for several prompts, `num_return_sequences`, `logits_cache` and `max_time`.
     TypeError
-        For `input_ids` that are no tensor.
+        If `input_ids` are not a tensor.
     UnsupportedModelError
         As `generate`.
 
@@ -74,11 +71,11 @@ class HogwildSession:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, prompt: Any, **settings: Any) -> None:
         self._model: Any = enable(model)
-        self._place = model.device, model.dtype
+        self._location = model.device, model.dtype
         self._run = open_run(model, tokenizer, prompt, settings)
-        self._call, self.config = self._run.loop.call, self._run.run.config
-        self._over = ""
-        self._turn, self._lock, self._busy = threading.Lock(), threading.RLock(), False
+        self._call, self.config = self._run.loop.call, self._run.config
+        self._ended_by = ""
+        self._queue, self._lock, self._busy = threading.Lock(), threading.RLock(), False
 
     def __enter__(self) -> HogwildSession:
         return self
@@ -86,102 +83,88 @@ class HogwildSession:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # What there is
-
     @property
     def names(self) -> list[str]:
-        """The workers that are there, in the order in which they came."""
+        """Names of the workers that have not been removed, in the order in which they joined."""
         return [worker.name for worker in self._run.present]
 
     @property
     def writing(self) -> list[str]:
-        """Those of them that still write."""
-        return [worker.name for worker in self._run.writing]
+        """Names of the workers that have not stopped."""
+        return [worker.name for worker in self._run.active]
 
     @property
     def passes(self) -> int:
-        """Forward passes that have given tokens."""
+        """Decode passes so far."""
         return self._run.passes
 
     @property
     def history(self) -> list[Step]:
-        """Finished steps that have not been forgotten, in the order in which they ended; and what was told to all."""
-        return self._run.problem.finished
+        """Finished and injected steps that are still in memory, in the order in which they ended."""
+        return self._run.group.finished
 
     @property
     def transcript(self) -> str:
-        """The history, then what is unfinished, as text."""
-        return self._told["transcripts"][0]
+        """Text of the history and of the unfinished steps."""
+        return self._run.fields()["transcripts"][0]
 
     @property
     def texts(self) -> dict[str, str]:
-        """All that each worker wrote itself or was told, by name."""
+        """All text of each worker, by name, injected text included."""
         return {worker.name: worker.text for worker in self._run.present}
 
     @property
     def answer(self) -> str | None:
         """The final answer, if one has been found."""
-        return self._run.problem.answer
+        return self._run.group.answer
 
     @property
     def stats(self) -> GenerationStats:
-        """What the session has cost; of one that was loaded, since then, but for the tokens."""
+        """Costs of the session. Those of a loaded session start at `load`, except for the generated tokens."""
         return self._run.loop.stats
 
     def output(self) -> HogwildOutput:
-        """What `generate` would return with `return_dict_in_generate`, as things stand.
+        """Return the current state as `generate` would with `return_dict_in_generate=True`.
 
-        Rows are workers in the order in which they came, those that have been removed included.
+        Rows are workers in the order in which they joined, removed ones included.
         """
-        with self._alone():
-            return self._run.loop.result(HogwildOutput, **self._told)
-
-    @property
-    def _told(self) -> dict[str, Any]:
-        return self._run.run.told()
-
-    # Steps
+        with self._exclusive():
+            return self._run.loop.result(HogwildOutput, **self._run.fields())
 
     def step(self) -> dict[str, str]:
-        """One forward pass, in which every worker that still writes gets a token.
+        """Run one forward pass, in which every active worker gets one token.
 
         Returns
         -------
         dict of str to str
-            What each worker's text grew by, by its name: where a step has ended, the next one's prefix too. Empty when
-            nobody writes any more.
+            Text added by each worker, by name, including the prefix of a new step. Empty if no worker is active.
         """
         return self.run(1)
 
     def run(self, passes: int | None = None) -> dict[str, str]:
-        """So many steps, or until nobody writes any more.
-
-        Parameters
-        ----------
-        passes : int, optional
-            At most so many. Default: as many as it takes.
+        """Run up to `passes` steps (default: until all workers have stopped).
 
         Returns
         -------
         dict of str to str
-            As `step`, of all of them.
+            Text added by each worker, as from `step`.
 
         Raises
         ------
         RuntimeError
-            If the model has been disabled: enable it, and go on.
+            If the model has been disabled. Enable it to continue.
         ValueError
-            If its weights have changed, or been moved to another device or dtype.
+            If the model's weights, device or dtype have changed.
         """
         if passes is not None:
             check_int("passes", passes, at_least=0)
         written: dict[str, str] = {}
         done = 0
-        with self._at_work():
+        with self._model_held():
             while passes is None or done < passes:
-                with self._alone():
+                with self._exclusive():
                     self._check_open()
-                    if not self._run.writing:
+                    if not self._run.active:
                         break
                     added = self._run.step()
                 for name, text in added.items():
@@ -190,160 +173,142 @@ class HogwildSession:
         return written
 
     def finish(self) -> HogwildOutput:
-        """End the session as the mode ends a call: workers leave, and the early finisher answers if nobody has.
+        """Stop all workers and, if none has answered, let the early finisher answer. Return the final output.
 
-        Nothing but `output` can be asked for afterwards, also where this fails.
+        Afterwards only `output` and the properties can be used, even if `finish` raises.
         """
-        with self._at_work(), self._alone():
+        with self._model_held(), self._exclusive():
             self._check_open()
-            self._over = "finished"
-            self._run.problem.settle()
-            self._run.writing = []
-            self._run.run.finish()
-        return self._run.loop.output(HogwildOutput, **self._told)
+            self._ended_by = "finished"
+            self._run.group.move_ended_steps()
+            self._run.active = []
+            self._run.finish()
+        return self._run.loop.output(HogwildOutput, **self._run.fields())
 
     def close(self) -> None:
-        """Give the memory back. Nothing can be computed afterwards; what was written can still be read."""
-        with self._alone():
-            if not self._over and self._call.streamer is not None:
+        """Free the memory of the cache. Texts can still be read."""
+        with self._exclusive():
+            if not self._ended_by and self._call.streamer is not None:
                 self._call.streamer.end()
-            self._over, self._run.writing = "closed", []
-            self._run.loop.graphs = None
-            self._run.run.cache.reset()
-
-    # Changes between steps
+            self._ended_by, self._run.active = "closed", []
+            self._run.loop.runner.graphs = None
+            self._run.cache.reset()
 
     def inject(self, to: str, text: str) -> None:
-        """Tell a worker, or all of them, something; they read it in the next forward pass.
+        """Append a text, which the model reads in the next forward pass.
 
         Parameters
         ----------
         to : str
-            Name of a worker: the text goes behind what it has written so far of its step. Or `common`: the text becomes
-            a step of the history, behind those that have ended; the separator follows if it does not end in one.
+            Name of a worker, to whose unfinished step the text is appended; or `common`, to append it to the history
+            as a step of its own, followed by the separator unless it ends with it.
         text : str
-            Stands in the memory as it is: no name and no template goes around it.
+            Inserted as it is, without a name or template.
 
         Raises
         ------
         ValueError
-            If there is no such worker or it writes no more, for a text that is empty or that the model cannot read,
-            and for `common` in the layout `contiguous`, which has no history.
+            If the worker does not exist or has stopped, if the text is empty or cannot be encoded, and for `common` in
+            the layout `contiguous`, which has no history.
         """
-        with self._alone(), self._changing():
+        with self._change():
             worker = None if to == COMMON else self._find(to)
             if worker is None and self.config.layout == "contiguous":
                 raise ValueError(f"to must be one of {self.writing}: the layout 'contiguous' has no history")
-            if worker is not None and worker.left:
-                raise ValueError(f"to must be one of {[*self.writing, COMMON]}: {to} writes no more")
+            if worker is not None and worker.stopped:
+                raise ValueError(f"to must be one of {[*self.writing, COMMON]}: {to} has stopped")
             if not isinstance(text, str) or not text:
                 raise ValueError(f"text must be a non-empty string, got {text!r}")
             if worker is None and not text.endswith(self.config.separator):
                 text += self.config.separator
-            self._run.tell(worker, text, self._encode("text", text))
+            self._run.inject(worker, text, self._encode("text", text))
 
     def forget(self, step: Step | int) -> None:
-        """Forget a finished step: it leaves the memory, and what came after it in the history moves up.
+        """Remove a finished step from memory; later steps move up.
 
-        Nothing is computed again: what workers have written while they saw the step stays as it is.
+        Nothing is recomputed: text that workers wrote while they saw the step stays unchanged.
 
         Parameters
         ----------
         step : Step or int
-            One of `history`, or its place in it.
+            An element of `history`, or its index.
 
         Raises
         ------
         ValueError
-            If there is no such step, and in the layout `contiguous`, where steps stay in their workers' texts.
+            If there is no such step, and in the layout `contiguous`, which has no history.
         """
-        with self._alone(), self._changing():
+        with self._change():
             if self.config.layout == "contiguous":
-                raise ValueError("the layout 'contiguous' has no history that a step could leave")
-            places = [i for i, other in enumerate(self.history) if other == step or (is_int(step) and i == step)]
-            if not places:
-                raise ValueError(f"step must be one of the {len(self.history)} in history, or its place, got {step!r}")
-            self._run.forget(places[0])
+                raise ValueError("the layout 'contiguous' has no history from which a step could be removed")
+            found = [i for i, other in enumerate(self.history) if other == step or (is_int(step) and i == step)]
+            if not found:
+                raise ValueError(f"step must be one of the {len(self.history)} in history, or its index, got {step!r}")
+            self._run.forget(found[0])
 
     def add_worker(self, name: str | None = None) -> str:
-        """Let one worker more begin to write in the next forward pass.
+        """Add a worker, which starts writing in the next forward pass.
 
-        It reads the prompt as it is, so tell the others in a text of yours if they should know.
+        The prompt does not change; inject a text if the other workers should know.
 
         Parameters
         ----------
         name : str, optional
-            Default: the next of Alice, Bob, Carol, ... that nobody has had.
+            Default: the next of Alice, Bob, Carol, ... that no worker has had.
 
         Returns
         -------
         str
-            Its name.
+            The name.
 
         Raises
         ------
         ValueError
-            If a worker has that name, or it is `common`, or the streamer takes one row only; and when `max_new_tokens`
-            or the model's positions are spent, so that it could write nothing.
+            If the name is taken, is `common` or cannot be encoded; if the streamer supports one row only; if
+            `max_new_tokens` or the model's positions are used up.
         """
-        with self._alone(), self._changing():
+        with self._change():
             if self.passes >= self._call.max_new_tokens:
-                raise ValueError(f"no pass is left for a worker: max_new_tokens={self._call.max_new_tokens} is spent")
-            if self._run.problem.is_full():
-                raise ValueError("no room is left for a worker: the model's positions are used up")
+                raise ValueError(f"no pass is left for a worker: max_new_tokens={self._call.max_new_tokens} is used up")
+            if self._run.group.is_full():
+                raise ValueError("no capacity is left for a worker: the model's positions are used up")
             if name is None:
-                had = {worker.name for worker in self._run.run.workers}
-                number = len(had)
-                while (name := default_name(number)) in had:
-                    number += 1
+                used = {worker.name for worker in self._run.workers}
+                name = next(new for i in itertools.count(len(used)) if (new := default_name(i)) not in used)
             if not isinstance(name, str) or not name or name in (*self.names, COMMON):
                 raise ValueError(f"name must be none of {[*self.names, COMMON]} and not empty, got {name!r}")
             if isinstance(self._call.streamer, TextStreamer):
                 kind = type(self._call.streamer).__name__
-                raise ValueError(f"streamer must be a ParallelStreamer where several workers write, got a {kind}")
-            self._encode("name", self.config.step_prefix.format(name=name, step=1234567890))
+                raise ValueError(f"streamer must be a ParallelStreamer for several workers, got a {kind}")
+            self._encode("name", self.config.step_prefix_of(name))
             self._run.add_worker(name)
         return name
 
     def remove_worker(self, name: str) -> None:
-        """Let a worker go. What it is writing leaves the memory with it, its finished steps stay.
+        """Remove a worker and its unfinished step; its finished steps stay.
 
         Raises
         ------
         ValueError
             If there is no such worker.
         """
-        with self._alone(), self._changing():
+        with self._change():
             self._run.remove_worker(self._find(name))
 
-    def _find(self, name: Any) -> Worker:
-        for worker in self._run.present:
-            if worker.name == name:
-                return worker
-        raise ValueError(f"there is no worker {name!r}, only {self.names}")
-
-    def _encode(self, name: str, text: str) -> list[int]:
-        tokens, vocabulary = encode(self._call.tokenizer, text), vocabulary_size(self._model)
-        if not tokens or max(tokens) >= vocabulary:
-            raise ValueError(f"{name} must be text that the model can read, got {text!r} (tokens {tokens})")
-        return tokens
-
-    # What is kept
-
     def save(self, path: str | Path) -> None:
-        """Write the session to a JSON file, which appears whole or not at all.
+        """Write the session to a JSON file, atomically.
 
-        It holds tokens, texts and settings, no keys and values: `load` computes these again. Objects (streamer,
-        processors, criteria) are given to `load` anew; what they remember themselves is not saved.
+        The file holds tokens, texts and settings; `load` recomputes keys and values. The streamer, processors and
+        criteria must be passed to `load` again, and their internal state is not saved.
 
         Raises
         ------
         ValueError
-            For settings that are no plain data, with `output_scores` or `output_logits`, and if weights are offloaded.
+            For settings that are not plain data, for `output_scores` and `output_logits`, and for offloaded weights.
         """
-        with self._alone():
+        with self._exclusive():
             self._check_open()
-            write_journal(path, self._run.kept())
+            write_journal(path, self._run.state())
 
     @classmethod
     def load(
@@ -356,68 +321,85 @@ class HogwildSession:
         stopping_criteria: Sequence[Any] | None = None,
         prefix_allowed_tokens_fn: Any = None,
     ) -> HogwildSession:
-        """Go on with a session that was saved, as if it had never been interrupted.
+        """Load a saved session, which continues as if it had not been interrupted.
 
-        Keys and values are computed from the tokens, many passes at a time, each token seeing what it saw then; so the
-        logits are those of before, up to rounding, and the same seed draws the same tokens. A file of another
-        version of transformers, which may round in another way, gives a warning.
+        Keys and values are recomputed, many passes at a time, each token seeing the tokens that it saw originally.
+        Logits therefore agree up to rounding, and the same seed samples the same tokens. A file saved under another
+        version of transformers, which may round differently, causes a warning.
 
         Parameters
         ----------
         path : str or Path
         model : PreTrainedModel
-            The one that it was saved with.
+            The model of the saved session.
         tokenizer
         streamer, logits_processor, stopping_criteria, prefix_allowed_tokens_fn : optional
-            As they were given to the session. The streamer is told what was written before.
+            Those of the saved session. The streamer receives all earlier text.
 
         Raises
         ------
         OSError
-            If there is no such file.
+            If the file does not exist.
         ValueError
-            If the file is no saved session or is damaged; if it was saved with another model or tokenizer, or with
-            processors or criteria that are not given.
+            If the file is not a saved session or is damaged, or if the model, the tokenizer, the processors or the
+            criteria differ.
         """
-        told = read_journal(path)
-        warn_of_version(path, told["transformers"])
-        if told["model"] != fingerprint(enable(model), "HogwildSession.load"):
+        state = read_journal(path)
+        warn_on_other_version(path, state["transformers"])
+        if state["model"] != fingerprint(enable(model), "HogwildSession.load"):
             raise ValueError(f"{path} was saved with another model, or with other weights, adapters or dtype of it")
         session = cls(
             model,
             tokenizer,
-            torch.tensor([told["prompt"]]),
-            parallel_config=HogwildConfig(**told["settings"]),
+            torch.tensor([state["prompt"]]),
+            parallel_config=HogwildConfig(**state["settings"]),
             streamer=streamer,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
-            **told["generation"],
+            **state["generation"],
         )
-        with session._at_work():
+        with session._model_held():
             try:
-                session._run.restore(told)
+                session._run.restore(state)
             except ValueError as error:
-                raise ValueError(f"{path} was saved with another tokenizer, or with other helpers: {error}") from error
+                raise ValueError(
+                    f"{path} was saved with another tokenizer, or with other processors or criteria: {error}"
+                ) from error
         return session
 
-    # Around it
+    def _find(self, name: Any) -> Worker:
+        for worker in self._run.present:
+            if worker.name == name:
+                return worker
+        raise ValueError(f"there is no worker {name!r}, only {self.names}")
+
+    def _encode(self, name: str, text: str) -> list[int]:
+        tokens, vocabulary = encode(self._call.tokenizer, text), vocabulary_size(self._model)
+        if not tokens or max(tokens) >= vocabulary:
+            raise ValueError(f"{name} must be text in the model's vocabulary, got {text!r} (tokens {tokens})")
+        return tokens
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Hold the model, and compute with it."""
-        self._check_model()
+    def _model_held(self) -> Iterator[None]:
+        """Claim the model for computing."""
+        if not isinstance(self._model, ParallelGenerationMixin):
+            raise RuntimeError("the model is not enabled any more: call hf_parallel.enable(model) to continue")
+        location = self._model.device, self._model.dtype
+        if location != self._location:
+            before, now = ("{} in {}".format(*pair) for pair in (self._location, location))
+            raise ValueError(f"the model was on {before} when this session began, now it is on {now}: move it back")
         with torch.no_grad(), self._model.claimed(self.config), self._run.loop.running():
             try:
-                self._run.run.cache.claim(self._model)
+                self._run.cache.claim(self._model)
             except ValueError as error:
                 raise ValueError("the weights of the model have changed since this session began") from error
             yield
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other threads out, who take turns."""
-        with self._turn:
+    def _exclusive(self) -> Iterator[None]:
+        """Exclude other threads. The queue gives a waiting thread the next turn, before a thread in `run`."""
+        with self._queue:
             self._lock.acquire()
         try:
             if self._busy:
@@ -431,20 +413,12 @@ class HogwildSession:
             self._lock.release()
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Take everything back if what happens inside fails."""
-        self._check_open()
-        with self._run.changing():
-            yield
-
-    def _check_model(self) -> None:
-        now = self._model.device, self._model.dtype
-        if not isinstance(self._model, ParallelGenerationMixin):
-            raise RuntimeError("the model is not enabled any more: hf_parallel.enable(model) lets this session go on")
-        if now != self._place:
-            began, came = ("{} in {}".format(*place) for place in (self._place, now))
-            raise ValueError(f"the model was on {began} when this session began, now it is on {came}: move it back")
+    def _change(self) -> Iterator[None]:
+        with self._exclusive():
+            self._check_open()
+            with self._run.transaction():
+                yield
 
     def _check_open(self) -> None:
-        if self._over:
-            raise RuntimeError(f"this session has been {self._over}")
+        if self._ended_by:
+            raise RuntimeError(f"this session has been {self._ended_by}")

@@ -1,0 +1,84 @@
+"""Reasoning steps, and the output of a hogwild call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_parallel.generation.outputs import ParallelOutput
+
+COMMON = "common"
+"""Name of the history that all workers see, and of the author of steps injected into it."""
+
+
+@dataclass
+class Step:
+    """A reasoning step.
+
+    Attributes
+    ----------
+    worker : int
+        Index of the worker among those of its prompt; -1 for a step injected into the common history.
+    name : str
+        Name of the worker; `common` for an injected step.
+    step : int
+        Number of the step among those of its author, from 1.
+    text : str
+    tokens : list of int
+        Tokens of `text`, inserted ones included.
+    forward_pass : int, optional
+        Decode pass, counted from 1, whose token ended the step. None: the step is unfinished.
+    """
+
+    worker: int
+    name: str
+    step: int
+    text: str
+    tokens: list[int]
+    forward_pass: int | None = None
+
+
+def join_steps(steps: Sequence[Step]) -> str:
+    """Return the text of steps, separated by blank lines."""
+    return "\n\n".join(step.text.rstrip() for step in steps)
+
+
+@dataclass
+class HogwildOutput(ParallelOutput):
+    """Steps, texts and answers of the workers.
+
+    Attributes
+    ----------
+    sequences : int64 [batch * num_workers, length]
+        Prompt and text of each worker, step prefixes included, right-padded.
+    history : list per prompt of list of Step
+        Finished steps in the order in which they ended, followed by unfinished ones.
+    texts : list of str
+        Text of each worker, `batch * num_workers` of them.
+    transcripts : list of str
+        Text of `history`, one string per prompt.
+    answers : list of str or None
+        Final answer per prompt.
+    conclusions : list of str
+        Text of the early finisher per prompt, its prompt included; empty if it was not needed.
+    names : list per prompt of list of str
+        Names of the workers in the order in which they joined, those removed from a session included.
+    scores, logits : tuple of [batch * num_workers, vocabulary], optional
+        One entry per generated token. `sequences` also hold inserted tokens, so their columns do not correspond.
+    """
+
+    history: list[list[Step]] | None = None
+    texts: list[str] | None = None
+    transcripts: list[str] | None = None
+    answers: list[str | None] | None = None
+    conclusions: list[str] | None = None
+    names: list[list[str]] | None = None
+
+    def columns(self, prompt: int) -> list[str]:
+        """Return the names of the workers."""
+        return list((self.names or ())[prompt])
+
+    def notes(self, prompt: int) -> list[tuple[str, str]]:
+        """Return the answer and the text of the early finisher."""
+        found = (("Answer", self.answers), ("Written by a reader of everything", self.conclusions))
+        return [(label, texts[prompt] or "") for label, texts in found if texts and texts[prompt]]

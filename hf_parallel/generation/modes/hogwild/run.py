@@ -1,0 +1,140 @@
+"""HogwildRun: one call of the mode, from the prompts to the final answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+from hf_parallel.cache.hogwild import HogwildCache
+from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.modes.hogwild.finisher import Finisher
+from hf_parallel.generation.modes.hogwild.group import WorkerGroup
+from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_steps
+from hf_parallel.generation.modes.hogwild.processors import adapt_processors
+from hf_parallel.generation.modes.hogwild.worker import Worker
+from hf_parallel.generation.modes.stages import check_vocabulary
+from hf_parallel.generation.resampling.config import replaying
+from hf_parallel.generation.rows import Row
+from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.models.attention import UnsupportedModelError
+
+TABLE_CAPACITY = 1024
+"""Largest initial capacity of the token table, in new tokens per worker. The table grows on demand."""
+
+
+class HogwildRun:
+    """Groups of workers, one per prompt, and the decode loop that runs them. Nothing is computed before `generate`.
+
+    Parameters
+    ----------
+    config : HogwildConfig
+    call : GenerationCall
+
+    Raises
+    ------
+    ValueError
+        If the tokenizer returns tokens outside the vocabulary, a cache is given, or the model's positions do not hold
+        the first tokens of all workers.
+    UnsupportedModelError
+        If the keys of the model cannot be rotated.
+
+    Attributes
+    ----------
+    cache : HogwildCache
+    loop : DecodeLoop
+    groups : list of WorkerGroup
+    workers : list of Worker
+        By row.
+    """
+
+    def __init__(self, config: Any, call: GenerationCall) -> None:
+        headers = (config.history_header, config.others_header, config.own_header, config.step_gap)
+        prefixes = (config.step_prefix_of(name) for name in config.names)
+        check_vocabulary(
+            call, (*headers, *prefixes, config.separator, config.redundancy_prompt, config.finisher_prompt)
+        )
+        if call.capabilities.rotary is None:
+            raise UnsupportedModelError(f"hogwild rotates keys: {call.capabilities.why_no_rotation}")
+        if call.past_key_values is not None:
+            raise ValueError("hogwild creates its own cache; past_key_values cannot be given")
+        self.config = config
+        self.cache = HogwildCache(call.capabilities.rotary, device=call.input_ids.device)
+        self.cache.claim(call.model)
+        self.workers: list[Worker] = []
+        call = adapt_processors(call, self.workers)
+        capacity = min(2 * call.max_new_tokens, TABLE_CAPACITY)
+        table = TokenTable(call.input_ids.repeat_interleave(config.num_workers, dim=0), call.pad_token_id, capacity)
+        # The budget is counted in forward passes; a length in tokens would count headers too.
+        criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
+        self.loop = DecodeLoop(call, self.cache, table, criteria, config.seed)
+        leaves = [self.cache.insert(prompt) for prompt in call.prompts]
+        self.cache.nodes_to_prefill()  # allocates their blocks, which are filled when a group is first computed
+        self.groups = [WorkerGroup(config, self.loop, self.cache, index, leaf) for index, leaf in enumerate(leaves)]
+        for group in self.groups:
+            self.workers += [Worker(group, len(self.workers) + i, i, name) for i, name in enumerate(config.names)]
+            group.check_positions()
+
+    def generate(self) -> Any:
+        """Let the workers write until all have stopped. Return what `model.generate` returns."""
+        with self.loop.running(), replaying(self.loop, self.config):
+            logits = self._prefill(self.loop, self.workers)
+            self.loop.decode(self.workers, logits, Worker.advance, self.move_ended_steps)
+            self.finish()
+        output = self.loop.output(HogwildOutput, **self.fields())
+        if isinstance(output, torch.Tensor):
+            self.cache.reset()
+        return output
+
+    def finish(self) -> None:
+        """Stop all workers; early finishers answer where no worker has (appendix C)."""
+        for worker in self.workers:
+            worker.stop(finished=False)
+        config, loop = self.config, self.loop
+        unanswered = [group for group in self.groups if group.answer is None]
+        if not (config.finisher_tokens and config.finisher_prompt and config.answer_pattern and unanswered):
+            return
+        call, rngs = loop.call, loop.sampler.rngs
+        finishers = [Finisher(group) for group in unanswered]
+        table = TokenTable(call.input_ids, call.pad_token_id, config.finisher_tokens + len(finishers[0].pending))
+        # A finisher continues the random numbers of the first worker of its prompt.
+        seed = None if rngs is None else [rngs[group.index * config.num_workers] for group in self.groups]
+        reader = DecodeLoop(call, self.cache, table, loop.sampler.criteria, seed, stats=loop.stats, stream=False)
+        for finisher in finishers:
+            table.extend(finisher.index, finisher.pending)
+        with replaying(reader, config):
+            logits = self._prefill(reader, finishers)
+            reader.decode(finishers, logits, Finisher.advance, self.move_ended_steps)
+
+    def move_ended_steps(self) -> None:
+        """Move steps that have ended into the histories."""
+        for group in self.groups:
+            group.move_ended_steps()
+
+    def fields(self) -> dict[str, Any]:
+        """Return the current values of the fields of `HogwildOutput`."""
+        workers = [[worker for worker in self.workers if worker.group is group] for group in self.groups]
+        history = [
+            [*group.history, *(worker.current_step() for worker in members if not worker.stopped)]
+            for group, members in zip(self.groups, workers, strict=True)
+        ]
+        return {
+            "history": history,
+            "texts": [worker.text for worker in self.workers],
+            "transcripts": [join_steps(steps) for steps in history],
+            "answers": [group.answer for group in self.groups],
+            "conclusions": [group.conclusion for group in self.groups],
+            "names": [[worker.name for worker in members] for members in workers],
+        }
+
+    def _prefill(self, loop: DecodeLoop, rows: Sequence[Row]) -> torch.Tensor:
+        """Run the first forward pass, over prompts and inserted tokens; its seconds count as prefill."""
+        began, before = time.perf_counter(), loop.stats.prefill_seconds
+        logits = loop.step(rows, self.move_ended_steps)
+        loop.stats.prefill_seconds = before + time.perf_counter() - began
+        return logits
