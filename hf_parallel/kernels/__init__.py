@@ -1,21 +1,28 @@
-"""The kernel floor: tensors in, tensors out. The attention operation and RoPE; knows no cache and no model."""
+"""Kernels of block attention: tensors in, tensors out. Independent of caches and models."""
 
 from hf_parallel.kernels.dispatch import BACKEND_VARIABLE, Backend, backends, block_attention, select_backend
-from hf_parallel.kernels.plan import AttentionPlan, Growth, PlanOnDevice
-from hf_parallel.kernels.rope import RotarySpec, rotate
-from hf_parallel.kernels.transfer import ToHost, to_device
+from hf_parallel.kernels.params import AttentionParams
+from hf_parallel.kernels.plan import AttentionPlan, DeviceBuffers, Increments
+from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by
+from hf_parallel.kernels.storage import LayerStorage, TokenRange, storage_row
+from hf_parallel.kernels.transfer import HostCopy, to_device
 
 __all__ = [
     "BACKEND_VARIABLE",
+    "AttentionParams",
     "AttentionPlan",
     "Backend",
-    "Growth",
-    "PlanOnDevice",
+    "DeviceBuffers",
+    "HostCopy",
+    "Increments",
+    "LayerStorage",
     "RotarySpec",
-    "ToHost",
+    "TokenRange",
     "backends",
     "block_attention",
     "rotate",
+    "rotate_by",
     "select_backend",
+    "storage_row",
     "to_device",
 ]

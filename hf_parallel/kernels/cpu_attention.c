@@ -138,7 +138,7 @@ typedef struct {
     int64_t blocks, queries, num_keys;               /* N, M, L */
     int64_t key_offset, key_block, key_head;         /* in floats: of the first key, from block to block, head to head */
     int64_t value_offset, value_block, value_head;
-    const int64_t *take;                             /* [N * M] query of each place, -1: none; NULL: in order */
+    const int64_t *query_index;                            /* [N * M] query of each place, -1: none; NULL: in order */
     const int64_t *lo, *hi;                          /* [N * M] visible keys, NULL: all */
     const float *cos, *sin;                          /* [N * M][half] turns, NULL: none */
     int64_t half, interleaved;
@@ -155,7 +155,7 @@ typedef struct {
 
 /* The query of one place and head, turned and scaled, to to[d * stride]; returns whether there is one. */
 static int load_query(const Layer *layer, const Call *call, int64_t place, int64_t head, float *to, int64_t stride) {
-    const int64_t token = call->take ? call->take[place] : place;
+    const int64_t token = call->query_index ? call->query_index[place] : place;
     if (token < 0) return 0;
     const float *q = layer->query + (token * layer->heads + head) * layer->dim, scale = layer->scale;
     int64_t d = 0;
@@ -201,7 +201,7 @@ static void merge_unit(const Layer *layer, const Call *call, vec *ot, int64_t un
     const float *sums = (const float *)ot, *peaks = (const float *)best, *totals = (const float *)total;
     for (int64_t r = 0; r < span && from + r < rows; r++) {
         const int64_t place = block * call->queries + (from + r) / groups;
-        const int64_t token = call->take ? call->take[place] : place;
+        const int64_t token = call->query_index ? call->query_index[place] : place;
         if (token < 0) continue;
         const int64_t at = token * layer->heads + head * groups + (from + r) % groups;
         const float mine = peaks[r] + logf(totals[r]), seen = layer->lse[at];
@@ -324,7 +324,7 @@ static void attend_place(const Layer *layer, const Call *call, int64_t place, in
     if (lo >= hi) return;
     for (int64_t group = 0; group < groups; group++) {
         if (!load_query(layer, call, place, head * groups + group, q, 1)) return;
-        const int64_t token = call->take ? call->take[place] : place;
+        const int64_t token = call->query_index ? call->query_index[place] : place;
         const int64_t at = token * layer->heads + head * groups + group;
         float best = layer->lse[at], total = best == -INFINITY ? 0.0f : 1.0f, *out = layer->out + at * dim;
         attend_narrow(q, k, v, lo, hi, dim, out, &best, &total);

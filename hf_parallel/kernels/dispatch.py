@@ -1,6 +1,6 @@
-"""Picks the backend of block attention: one operation, several ways to compute it.
+"""Backend selection for block attention: one operation, several implementations.
 
-`HF_PARALLEL_BACKEND` overrides the choice (`torch`, `triton`, `reference`); what it names must be able to run.
+`HF_PARALLEL_BACKEND` (`torch`, `triton` or `reference`) overrides the choice; the backend it names must be available.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from types import ModuleType
 import torch
 
 from hf_parallel.kernels import reference, torch_attention
+from hf_parallel.kernels.dense import flash_package
+from hf_parallel.kernels.params import AttentionParams
 from hf_parallel.kernels.plan import AttentionPlan
 from hf_parallel.kernels.rope import RotarySpec
-from hf_parallel.kernels.work import Place, longest_run
+from hf_parallel.kernels.storage import LayerStorage, TokenRange
+from hf_parallel.kernels.work import longest_run
 
 BACKEND_VARIABLE = "HF_PARALLEL_BACKEND"
 
 SCHEDULED_RUN = 64
-"""New tokens of a row above which FlashAttention over a schedule's calls replaces the Triton kernels, on a GPU."""
+"""Number of new tokens of a row above which the torch backend (FlashAttention) replaces the Triton kernels on a GPU."""
 
 _NAMES = ("reference", "torch", "triton")
 _TRITON_CAPABILITY = (8, 0)
@@ -31,14 +34,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to compute block attention, and whether this machine has it.
+    """An implementation of block attention, and whether it is available on this machine.
 
     Attributes
     ----------
     name : str
     available : bool
     reason : str
-        What it is for, or why it is not available.
+        Purpose of the backend, or the reason why it is not available.
     """
 
     name: str
@@ -50,46 +53,46 @@ class Backend:
 
 
 def backends() -> tuple[Backend, ...]:
-    """What this machine can compute block attention with, fastest first."""
-    device = _this_device()
-    no_triton, no_flash = _why_not_triton(device, _interpreted()), _why_not_flash(device)
+    """Return the backends of block attention and their availability on this machine, fastest first."""
+    device = _default_device()
+    no_triton, no_flash = _triton_unavailable(device, _interpreted()), _flash_unavailable(device)
     return (
         Backend("triton", not no_triton, no_triton or "decode steps and short appends on a GPU"),
         Backend("flash", not no_flash, no_flash or "long prefills on a GPU, by the flash-attn package"),
         Backend("torch", True, "any device, by PyTorch's own attention and the compiled CPU kernel"),
-        Backend("reference", True, f"the oracle of the tests, slow: only where {BACKEND_VARIABLE} asks for it"),
+        Backend("reference", True, f"the oracle of the tests, slow: only if {BACKEND_VARIABLE} selects it"),
     )
 
 
 def select_backend(device: torch.device | str | None = None) -> str:
-    """Name of the backend that block attention uses on a device (None: the GPU, if there is one).
+    """Return the name of the backend that block attention uses on a device (None: the GPU, if there is one).
 
     Raises
     ------
     ValueError
-        If `HF_PARALLEL_BACKEND` names no backend, or one that cannot run on the device.
+        If `HF_PARALLEL_BACKEND` names no backend, or one that is not available on the device.
     """
-    at = _this_device() if device is None else torch.device(device)
-    asked = os.environ.get(BACKEND_VARIABLE, "")
-    return _select(asked, at, bool(asked) and _interpreted())
+    device = _default_device() if device is None else torch.device(device)
+    name = os.environ.get(BACKEND_VARIABLE, "")
+    return _select(name, device, bool(name) and _interpreted())
 
 
 @lru_cache
-def _select(asked: str, device: torch.device, interpreted: bool) -> str:
-    if not asked:
-        return "triton" if device.type == "cuda" and not _why_not_triton(device, interpreted) else "torch"
-    if asked not in _NAMES:
-        raise ValueError(f"{BACKEND_VARIABLE} must be one of {list(_NAMES)}, got {asked!r}")
-    if asked == "triton" and (reason := _why_not_triton(device, interpreted)):
+def _select(name: str, device: torch.device, interpreted: bool) -> str:
+    if not name:
+        return "triton" if device.type == "cuda" and not _triton_unavailable(device, interpreted) else "torch"
+    if name not in _NAMES:
+        raise ValueError(f"{BACKEND_VARIABLE} must be one of {list(_NAMES)}, got {name!r}")
+    if name == "triton" and (reason := _triton_unavailable(device, interpreted)):
         raise ValueError(f"{BACKEND_VARIABLE}=triton cannot be used on {device}: {reason}")
-    return asked
+    return name
 
 
-def _why_not_triton(device: torch.device, interpreted: bool) -> str:
-    """Why the Triton kernels cannot run on a device; empty if they can."""
+def _triton_unavailable(device: torch.device, interpreted: bool) -> str:
+    """Reason why the Triton kernels cannot run on a device; empty if they can."""
     if device.type != "cuda" and not interpreted:
         return "Triton needs a CUDA device (TRITON_INTERPRET=1 runs it on a CPU, slowly)"
-    if device.type == "cuda" and (reason := _why_too_old(device)):
+    if device.type == "cuda" and (reason := _too_old(device)):
         return reason
     try:
         importlib.import_module("triton")
@@ -98,54 +101,53 @@ def _why_not_triton(device: torch.device, interpreted: bool) -> str:
     return ""
 
 
-def _why_not_flash(device: torch.device) -> str:
-    """Why the flash-attn package does not serve a device; empty if it does."""
+def _flash_unavailable(device: torch.device) -> str:
+    """Reason why the flash-attn package is not used on a device; empty if it is."""
     if device.type != "cuda":
         return "flash-attn needs a CUDA device"
-    if reason := _why_too_old(device):
+    if reason := _too_old(device):
         return reason
-    installed = torch_attention.flash_package() is not None
-    return "" if installed else "PyTorch's FlashAttention serves instead: pip install 'hf_parallel[flash-attn]'"
+    return "" if flash_package() else "PyTorch's FlashAttention serves instead: pip install 'hf_parallel[flash-attn]'"
 
 
-def _why_too_old(device: torch.device) -> str:
+def _too_old(device: torch.device) -> str:
     found = torch.cuda.get_device_capability(device)
     if found >= _TRITON_CAPABILITY:
         return ""
-    wanted = ".".join(map(str, _TRITON_CAPABILITY))
-    return f"it needs compute capability {wanted}, {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+    needed = ".".join(map(str, _TRITON_CAPABILITY))
+    return f"it needs compute capability {needed}, {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
 
 
-def _this_device() -> torch.device:
+def _default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on the CPU."""
+    """Whether Triton runs its kernels in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _module(keys: torch.Tensor, values: torch.Tensor) -> ModuleType:
-    """The backend of a layer's storage."""
+def _backend(keys: torch.Tensor, values: torch.Tensor) -> ModuleType:
+    """The backend for a layer's storage."""
     name = select_backend(keys.device)
     if name == "reference":
         return reference
     if name == "triton":
-        triton_attention = importlib.import_module(".triton_attention", __package__)
-        reason = triton_attention.why_not(keys, values)
+        triton_attention = importlib.import_module(".triton.attention", __package__)
+        reason = triton_attention.unsupported_reason(keys, values)
         if not reason:
             return triton_attention
-        _say_once(f"block attention uses PyTorch's kernels instead of Triton's: {reason}")
+        _warn_once(f"block attention uses PyTorch's kernels instead of Triton's: {reason}")
     return torch_attention
 
 
 @lru_cache
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     _logger.warning(message)
 
 
-def replayable(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether a CUDA graph may hold decode steps over a layer's storage.
+def capturable(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether decode steps over a layer's storage can be captured in a CUDA graph.
 
     Parameters
     ----------
@@ -154,46 +156,26 @@ def replayable(keys: torch.Tensor, values: torch.Tensor) -> bool:
     Returns
     -------
     bool
-        True if the kernels that serve it read from the device what changes from step to step.
+        True if the layer's kernels read everything that changes from step to step from device memory.
     """
-    return _module(keys, values) not in (reference, torch_attention)
+    return _backend(keys, values) not in (reference, torch_attention)
 
 
 def block_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    plan: AttentionPlan,
-    *,
-    num_kv_heads: int,
-    scale: float,
-    rotary: RotarySpec | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    window: int | None = None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan, params: AttentionParams
 ) -> torch.Tensor:
-    """Attention of packed rows to the blocks that they see: `merge over b of softmax(rotate(q, delta_b) K_b) V_b`.
+    """Attention of packed rows to the blocks they see: `merge over b of softmax(rotate(q, delta_b) K_b) V_b`.
 
     Parameters
     ----------
     query : [T, heads, head_dim]
-        Packed new tokens, rotated by the model to the positions that it was given.
+        Packed new tokens, rotated by the model to their `position_ids`.
     keys, values : [slots * kv_heads, head_dim]
-        One layer's storage; the plan says where each block lies in it. The new tokens' own are stored already.
+        Storage of one layer, which holds the new tokens already. The plan locates each block in it.
     plan : AttentionPlan
-        What each query sees and by how much it is turned for it.
-    num_kv_heads : int
-        Must divide `heads` (grouped-query attention).
-    scale : float
-        Factor of the scores.
-    rotary : RotarySpec, optional
-        How this layer rotates; None for a layer without RoPE, whose queries are not turned.
-    softcap : float, optional
-        Scores become `softcap * tanh(score / softcap)` (Gemma 2).
-    sinks : [heads], optional
-        Logit of an attention sink per head, one more term of the merge (gpt-oss).
-    window : int, optional
-        Sliding window: positions that a query sees, itself included.
+        Blocks that each query attends to, its rotation for each of them, and the keys it sees.
+    params : AttentionParams
+        Parameters of the layer.
 
     Returns
     -------
@@ -202,75 +184,44 @@ def block_attention(
 
     Notes
     -----
-    Keys and values of a block are read once however many rows see it (Hydragen, section 3.2); partial results are
-    merged by their log-sum-exp (Hydragen, eq. 5).
+    Keys and values of a block are read once, regardless of how many rows see it (Hydragen, section 3.2); partial
+    results are merged by their log-sum-exp (Hydragen, eq. 5).
     """
-    backend = _module(keys, values)
-    if _is_prefill(keys, values, plan, softcap):
+    backend = _backend(keys, values)
+    if _is_prefill(keys, values, plan, params.softcap):
         backend = torch_attention
-    return backend.block_attention(
-        query,
-        keys,
-        values,
-        plan,
-        num_kv_heads=num_kv_heads,
-        scale=scale,
-        rotary=rotary,
-        softcap=softcap,
-        sinks=sinks,
-        window=window,
-    )
+    return backend.block_attention(query, keys, values, plan, params)
 
 
 def _is_prefill(keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan, softcap: float | None) -> bool:
-    """Whether FlashAttention does better on a pass than kernels made for few queries, and nobody asked for those."""
+    """Whether FlashAttention is faster for a pass than kernels for few queries, and no backend was selected."""
     if not keys.is_cuda or os.environ.get(BACKEND_VARIABLE) or softcap is not None or keys.shape != values.shape:
         return False
-    return plan.memo("longest run", lambda: longest_run(plan)) > SCHEDULED_RUN
+    return plan.cached("longest run", lambda: longest_run(plan)) > SCHEDULED_RUN
 
 
-def append(
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    plan: AttentionPlan,
-    num_kv_heads: int,
-) -> None:
-    """Store a pass's packed new keys and values where its plan says.
-
-    Parameters
-    ----------
-    new_keys, new_values : [kv_heads, T, head_dim]
-    keys, values : [slots * kv_heads, head_dim]
-        One layer's storage.
-    """
-    backend = _module(keys, values)
-    backend = torch_attention if backend is reference else backend
-    backend.append(new_keys, new_values, keys, values, plan, num_kv_heads)
+def append(layer: LayerStorage, new_keys: torch.Tensor, new_values: torch.Tensor, plan: AttentionPlan) -> None:
+    """Store the packed new keys and values `[kv_heads, T, head_dim]` of a pass at the locations that its plan gives."""
+    _storage_backend(layer).append(layer, new_keys, new_values, plan)
 
 
 def move(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    source: Place,
-    target: Place,
-    length: int,
-    num_kv_heads: int,
-    delta: int = 0,
-    rotary: RotarySpec | None = None,
+    layer: LayerStorage, source: TokenRange, target: TokenRange, delta: int = 0, rotary: RotarySpec | None = None
 ) -> None:
-    """Copy `length` tokens to another place in a layer's storage, keys turned by `delta` positions.
+    """Copy tokens to another location in a layer's storage and rotate their keys by `delta` positions.
 
     Parameters
     ----------
-    keys, values : [slots * kv_heads, head_dim]
-        One layer's storage.
-    source, target : Place
-        They do not overlap.
+    layer : LayerStorage
+    source, target : TokenRange
+        Of the same length, not overlapping.
+    delta : int
     rotary : RotarySpec, optional
-        How the layer rotates; None for a layer without RoPE, whose keys are not turned.
+        Rotary embedding of the layer. None: the layer has no RoPE, and its keys are not rotated.
     """
-    backend = _module(keys, values)
-    backend = torch_attention if backend is reference else backend
-    backend.move(keys, values, source, target, length, num_kv_heads, delta, rotary)
+    _storage_backend(layer).move(layer, source, target, delta, rotary)
+
+
+def _storage_backend(layer: LayerStorage) -> ModuleType:
+    backend = _backend(layer.keys, layer.values)
+    return torch_attention if backend is reference else backend

@@ -1,14 +1,14 @@
-"""RotarySpec: how a layer turns its queries and keys, and the turn by a further angle that block attention needs.
+"""RoPE: a layer's rotary embedding, and the rotation of queries and keys by further positions.
 
-A rotation is additive: a query that the model rotated to position `rho` and that is turned by `delta` stands at
-`rho + delta` (Hogwild! Inference, section 3.4). Scaling of the embeddings themselves (YaRN's attention factor) is
-in what the model gives already and is not applied again.
+Rotations add up: a query at position `rho` that is rotated by `delta` is at position `rho + delta` (Hogwild! Inference,
+section 3.4). Scaling of the embeddings themselves (YaRN's attention factor) is part of the model's queries and keys
+and is not applied again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """The rotary embedding of one layer. Dimensions from `rotary_dim` on are left alone (partial rotary).
+    """The rotary embedding of one layer. Dimensions from `rotary_dim` on are not rotated (partial rotary).
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class RotarySpec:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of leading dimensions of a head that turn."""
+        """Number of leading dimensions of a head that are rotated."""
         return 2 * len(self.inv_freq)
 
     @cached_property
@@ -39,7 +39,7 @@ class RotarySpec:
         return np.asarray(self.inv_freq, dtype=np.float64)
 
     def tables(self, delta: np.ndarray, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of turns by `delta` positions.
+        """Cosines and sines of rotations by `delta` positions.
 
         Parameters
         ----------
@@ -55,7 +55,7 @@ class RotarySpec:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, spec: RotarySpec) -> torch.Tensor:
-    """Turn the leading `spec.rotary_dim` dimensions of `x`.
+    """Rotate the leading `spec.rotary_dim` dimensions of `x`.
 
     Parameters
     ----------
@@ -69,12 +69,31 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, spec: RotarySp
     torch.Tensor
         Same shape and dtype as `x`; computed in the dtype of the tables.
     """
-    turned, rest = x[..., : spec.rotary_dim].to(cos.dtype), x[..., spec.rotary_dim :]
+    head, rest = x[..., : spec.rotary_dim].to(cos.dtype), x[..., spec.rotary_dim :]
     if spec.interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
+        a, b = head[..., 0::2], head[..., 1::2]
         out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     else:
-        a, b = turned.chunk(2, dim=-1)
+        a, b = head.chunk(2, dim=-1)
         out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     out = out.to(x.dtype)
     return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
+
+
+def rotate_by(x: torch.Tensor, delta: int, spec: RotarySpec) -> torch.Tensor:
+    """Rotate queries or keys `[..., head_dim]` by `delta` positions, in float32 (float64 if `x` is float64)."""
+    return rotate(x, *_shift_tables(spec, delta, table_dtype(x.dtype), x.device), spec)
+
+
+def table_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which tensors of `dtype` are rotated."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@lru_cache(maxsize=8)
+def _shift_tables(
+    spec: RotarySpec, delta: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables `[1, rotary_dim / 2]` of one rotation, shared by all layers with the same rotary embedding."""
+    with torch.inference_mode(False):  # later uses may need gradients
+        return spec.tables(np.array([delta]), dtype, device)

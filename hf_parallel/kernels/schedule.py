@@ -1,41 +1,50 @@
-"""From an AttentionPlan to the few dense attention calls that carry it out (Hydragen, sections 3.1 to 3.3).
+"""Schedule: the few dense attention calls that compute an AttentionPlan (Hydragen, sections 3.1 to 3.3).
 
-All queries that see a block meet it in one call; blocks of equal shape that lie evenly spaced in the arena, such as
-the suffixes of many completions, share one batched call; a long run of new tokens becomes a full part and a plain
-causal part, so that no mask is built for it.
+All queries that see a block attend to it in one call. Blocks of equal shape that are evenly spaced in the arena, such
+as the suffixes of many completions, share one batched call. A long run of new tokens is split into a full part and a
+plain causal part, so that no mask is built for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
+import torch
 
-from hf_parallel.kernels.plan import AttentionPlan, Growth, Memo
+from hf_parallel.kernels.plan import AttentionPlan, Derived, Increments
 
 CAUSAL_RUN = 16
-"""New tokens of one row from which a causal call of its own is cheaper than a mask."""
+"""Number of new tokens of one row from which a causal call of its own is cheaper than a mask."""
 MASK_TILE = 256
 """Queries per call where a mask is needed: a sliding window then touches a band of keys, not all of them."""
 PADDED_KEYS = 4096
-"""Keys that a batched call may read in vain, beyond as many again as it needs."""
+"""Keys that a batched call may read without use, in addition to as many as it uses."""
 
-
-MERGE_INDEX = "merge index"
-"""What a schedule remembers under this name, and a device, depends on `merge` alone."""
+MergeIndex = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One dense attention call: N evenly spaced runs of L keys, each met by M queries.
+    """One dense attention call: N evenly spaced blocks of L keys, each with M queries.
 
-    `pairs` are indices `[N * M]` into the plan's pair arrays, -1 where a run stands in for a gap in the spacing and
-    its result is dropped. `origin` and `spacing` are in slots, `first` is the row of the first key in its extent.
-    `lo` and `hi` `[N, M]` bound the visible keys, counted from `first`; both are None where all L are visible or the
-    call is `causal` (then N = 1 and M = L). `growth` says by how many keys the beginning and the end of every run move
-    in one more decode step, None where that is not one number each.
+    Attributes
+    ----------
+    pairs : int64 [N * M]
+        Indices into the plan's pair arrays; -1 for a gap in the spacing, whose result is dropped.
+    num_blocks, num_keys : int
+        N and L.
+    origin, spacing, capacity : int
+        First extent, distance from extent to extent, and capacity of each, in slots.
+    first : int
+        Index of the first key in its extent.
+    causal : bool
+        Query `i` sees keys up to `i`; then N = 1 and M = L.
+    lo, hi : int64 [N, M], optional
+        Visible keys `lo <= j < hi`, counted from `first`. None: all L keys, or the call is causal.
+    increments : (int, int), optional
+        Number of keys by which the start and the end of every block move in the next decode step. None if they differ
+        between blocks.
     """
 
     pairs: np.ndarray
@@ -48,57 +57,71 @@ class Call:
     causal: bool = False
     lo: np.ndarray | None = None
     hi: np.ndarray | None = None
-    growth: tuple[int, int] | None = None
+    increments: tuple[int, int] | None = None
 
     @property
     def num_queries(self) -> int:
-        """Queries M that meet each run of keys."""
+        """Number of queries M per block."""
         return len(self.pairs) // self.num_blocks
 
-    def grown(self) -> Call | None:
-        """The call over the keys of one more decode step; None if it cannot go on or leaves a query without any."""
-        if self.growth is None:
+    def next_step(self) -> Call | None:
+        """Return the call of the next decode step; None if a query would see no key or blocks move differently."""
+        if self.increments is None:
             return None
-        begin, end = self.growth
-        if begin == end == 0:
+        start, end = self.increments
+        if start == end == 0:
             return self
-        num_keys = self.num_keys + end - begin
-        hi = None if self.hi is None else self.hi + end - begin
+        num_keys = self.num_keys + end - start
+        hi = None if self.hi is None else self.hi + end - start
         if num_keys < 1 or (hi is not None and self.lo is not None and (hi <= self.lo).any()):
             return None
-        return replace(self, first=self.first + begin, num_keys=num_keys, hi=hi)
+        return replace(self, first=self.first + start, num_keys=num_keys, hi=hi)
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule(Memo):
-    """The calls of a plan and how their results are put together.
+class Schedule(Derived):
+    """The calls of a plan and how their results are merged.
 
-    `merge` is `int64 [K, T]`: for each query the positions of its K partial results in the concatenated results of
-    the calls, padded with -1. `in_order` says that it reads them just as they lie, each call holding all queries.
-    `growth` is that of the plan, from which the calls have theirs.
+    Attributes
+    ----------
+    calls : list of Call
+    merge : int64 [K, T]
+        For each query, the positions of its K partial results in the concatenated results of all calls, padded
+        with -1.
+    in_order : bool
+        Whether `merge` is 0, 1, 2, ...: each call holds all queries in order.
+    increments : Increments, optional
+        Those of the plan, from which the calls' increments were computed.
+    merge_indices : dict
+        `merge` on each device used so far. Shared by the schedules of following steps, whose `merge` is the same.
     """
 
     calls: list[Call]
     merge: np.ndarray
     in_order: bool
-    growth: Growth | None = None
-    _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    increments: Increments | None = None
+    merge_indices: dict[torch.device, MergeIndex] = field(default_factory=dict, repr=False)
 
-    def following(self, plan: AttentionPlan) -> Schedule | None:
-        """The schedule of the next decode step's plan: the same calls over other runs of keys."""
-        calls = [grown for call in self.calls if (grown := call.grown()) is not None]
+    def next_step(self, plan: AttentionPlan) -> Schedule | None:
+        """Return the schedule of the next decode step's plan: the same calls over shifted keys."""
+        calls = [following for call in self.calls if (following := call.next_step()) is not None]
         if len(calls) < len(self.calls):
             return None
-        if plan.growth is not self.growth:
-            calls = [_with_growth(plan, call) for call in calls]
-        known: dict[Hashable, Any] = {
-            key: value for key, value in self._memo.items() if isinstance(key, tuple) and key[0] == MERGE_INDEX
-        }
-        return replace(self, calls=calls, growth=plan.growth, _memo=known)
+        if plan.increments is not self.increments:
+            calls = [_with_increments(plan, call) for call in calls]
+        return replace(self, calls=calls, increments=plan.increments)
+
+    def merge_index(self, device: torch.device) -> MergeIndex:
+        """Return `merge` on a device, and a mask `[K, T, 1]` of missing results (None if every query has K)."""
+        if device not in self.merge_indices:
+            index = torch.from_numpy(self.merge).to(device)
+            missing = index < 0
+            self.merge_indices[device] = index.clamp(min=0), missing[..., None] if bool(missing.any()) else None
+        return self.merge_indices[device]
 
 
 def make_schedule(plan: AttentionPlan) -> Schedule:
-    """Split a plan into dense calls.
+    """Split a plan into dense attention calls.
 
     Raises
     ------
@@ -109,7 +132,7 @@ def make_schedule(plan: AttentionPlan) -> Schedule:
     flat: list[Call] = []
     bounds = plan.block_pairs.tolist()
     for block in range(plan.num_blocks):
-        if bounds[block + 1] - bounds[block] == 1:  # a row's own block in a decode step: the usual case, kept short
+        if bounds[block + 1] - bounds[block] == 1:  # fast path: a row's own block in a decode step
             flat += _single_call(plan, block, bounds[block])
             continue
         pairs = np.arange(bounds[block], bounds[block + 1])
@@ -120,11 +143,11 @@ def make_schedule(plan: AttentionPlan) -> Schedule:
         if len(rest):
             flat += _flat_calls(plan, block, rest)
     calls += _batch(flat)
-    return _with_merge(plan, [_with_growth(plan, call) for call in calls])
+    return _with_merge(plan, [_with_increments(plan, call) for call in calls])
 
 
 def _causal_runs(plan: AttentionPlan, pairs: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """Separate the long runs of pairs whose visible end grows by one from query to query."""
+    """Separate long causal runs (the visible end grows by one from query to query) from the other pairs."""
     if len(pairs) < CAUSAL_RUN:
         return [], pairs
     steps = (np.diff(plan.pair_hi[pairs]) == 1) & (np.diff(plan.pair_query[pairs]) == 1)
@@ -135,7 +158,7 @@ def _causal_runs(plan: AttentionPlan, pairs: np.ndarray) -> tuple[list[np.ndarra
 
 
 def _causal_calls(plan: AttentionPlan, block: int, run: np.ndarray) -> list[Call]:
-    """A full part over the keys before the run and a causal part over its own; tiles with a mask under a window."""
+    """A full call over the keys before the run and a causal call over its own; masked tiles under a window."""
     lo, hi = plan.pair_lo[run], plan.pair_hi[run]
     if lo[0] != lo[-1]:
         tiles = np.split(run, np.arange(MASK_TILE, len(run), MASK_TILE))
@@ -150,7 +173,7 @@ def _causal_calls(plan: AttentionPlan, block: int, run: np.ndarray) -> list[Call
 
 
 def _single_call(plan: AttentionPlan, block: int, pair: int) -> list[Call]:
-    """What `_flat_calls` gives for one pair, which sees all keys between its bounds or none."""
+    """Same as `_flat_calls` for a single pair."""
     lo, hi = int(plan.pair_lo[pair]), int(plan.pair_hi[pair])
     if lo >= hi:
         return []
@@ -159,6 +182,7 @@ def _single_call(plan: AttentionPlan, block: int, pair: int) -> list[Call]:
 
 
 def _flat_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[Call]:
+    """One call without a mask if all pairs see the same keys, masked tiles otherwise."""
     lo, hi = plan.pair_lo[pairs], plan.pair_hi[pairs]
     if (lo == lo[0]).all() and (hi == hi[0]).all():
         return [_call(plan, block, pairs, masked=False)]
@@ -175,7 +199,7 @@ def _call(
     masked: bool = True,
     causal: bool = False,
 ) -> Call:
-    """A call over one block; its keys are those that any of its queries sees unless given."""
+    """A call over keys `start <= j < stop` of one block, by default those that any of its queries sees."""
     lo, hi = plan.pair_lo[pairs], plan.pair_hi[pairs]
     start = int(lo.min()) if start is None else start
     stop = int(hi.max()) if stop is None else stop
@@ -194,41 +218,41 @@ def _call(
 
 
 def _batch(calls: list[Call]) -> list[Call]:
-    """Join calls of equal shape over evenly spaced extents into batched ones."""
+    """Join calls of equal shape over evenly spaced extents into batched calls."""
     shapes: dict[tuple[int, int], list[Call]] = {}
     for call in calls:
         shapes.setdefault((call.num_queries, call.capacity), []).append(call)
     out: list[Call] = []
     for alike in shapes.values():
         alike.sort(key=lambda call: call.origin)
-        places = np.array([(call.origin, call.first, call.first + call.num_keys) for call in alike]).T
-        begin = 0
-        while begin < len(alike):
-            count, spacing = _evenly_spaced(*places[:, begin:])
-            out.append(_join(alike[begin : begin + count], spacing) if count > 1 else alike[begin])
-            begin += count
+        bounds = np.array([(call.origin, call.first, call.first + call.num_keys) for call in alike]).T
+        start = 0
+        while start < len(alike):
+            count, spacing = _evenly_spaced(*bounds[:, start:])
+            out.append(_join(alike[start : start + count], spacing) if count > 1 else alike[start])
+            start += count
     return out
 
 
-def _evenly_spaced(origins: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> tuple[int, int]:
-    """How many of the first calls one batched call can serve, and at what spacing.
+def _evenly_spaced(origins: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[int, int]:
+    """Return the number of leading calls that one batched call can replace, and their spacing.
 
-    Extents that are missing from the spacing are bridged while they are fewer than those that are there, and keys are
-    read in vain while they are few (`PADDED_KEYS`).
+    Gaps in the spacing are bridged as long as they are fewer than the extents present and the unused keys that the
+    batched call reads are few (`PADDED_KEYS`).
 
     Parameters
     ----------
-    origins, begins, ends : int64 [calls]
-        The extent of each call, ascending, and the rows of it that the call reads.
+    origins, starts, ends : int64 [calls]
+        Extent of each call, ascending, and the range of it that the call reads.
     """
     gaps = np.diff(origins)
-    if not len(gaps) or gaps[0] <= 0:  # a call alone, or two calls over one extent
+    if not len(gaps) or gaps[0] <= 0:  # a single call, or two calls over one extent
         return 1, 0
     spacing = int(gaps[0])
     slots = np.cumsum(gaps // spacing) + 1  # of the first two calls, the first three, ...
     even = (gaps % spacing == 0) & (gaps > 0) & (slots <= 2 * np.arange(2, len(origins) + 1))
-    longest = np.maximum.accumulate(ends)[1:] - np.minimum.accumulate(begins)[1:]
-    fits = longest * slots <= 2 * np.cumsum(ends - begins)[1:] + PADDED_KEYS
+    longest = np.maximum.accumulate(ends)[1:] - np.minimum.accumulate(starts)[1:]
+    fits = longest * slots <= 2 * np.cumsum(ends - starts)[1:] + PADDED_KEYS
     joined = np.flatnonzero(fits & np.logical_and.accumulate(even))
     return (int(joined[-1]) + 2, spacing) if len(joined) else (1, 0)
 
@@ -260,28 +284,29 @@ def _join(calls: list[Call], spacing: int) -> Call:
     )
 
 
-def _with_growth(plan: AttentionPlan, call: Call) -> Call:
-    """Note how the keys of a call move in the next decode step."""
-    if plan.growth is None or call.causal:
+def _with_increments(plan: AttentionPlan, call: Call) -> Call:
+    """Add the number of keys by which the call's blocks move in the next decode step."""
+    step = plan.increments
+    if step is None or call.causal:
         return call
     pairs = call.pairs[call.pairs >= 0]
-    moves = [np.zeros(1, np.int64) if grows is None else grows[pairs] for grows in (plan.growth.lo, plan.growth.hi)]
+    moves = [np.zeros(1, np.int64) if change is None else change[pairs] for change in (step.lo, step.hi)]
     alike = all((move == move[0]).all() for move in moves)
-    return replace(call, growth=(int(moves[0][0]), int(moves[1][0])) if alike else None)
+    return replace(call, increments=(int(moves[0][0]), int(moves[1][0])) if alike else None)
 
 
 def _with_merge(plan: AttentionPlan, calls: list[Call]) -> Schedule:
-    """Find, for each query, where its partial results lie."""
+    """Find the partial results of each query."""
     pairs = np.concatenate([call.pairs for call in calls]) if calls else np.empty(0, np.int64)
-    places = np.flatnonzero(pairs >= 0)
-    queries = plan.pair_query[pairs[places]]
+    results = np.flatnonzero(pairs >= 0)
+    queries = plan.pair_query[pairs[results]]
     order = np.argsort(queries, kind="stable")
-    places, queries = places[order], queries[order]
+    results, queries = results[order], queries[order]
     counts = np.bincount(queries, minlength=plan.num_queries)
     if plan.num_queries and counts.min() == 0:
         raise ValueError(f"query {int(counts.argmin())} of the pass sees no key")
     rank = np.arange(len(queries)) - np.repeat(np.cumsum(counts) - counts, counts)
     merge = np.full((int(counts.max(initial=0)), plan.num_queries), -1, dtype=np.int64)
-    merge[rank, queries] = places
+    merge[rank, queries] = results
     in_order = merge.size == len(pairs) and np.array_equal(merge.reshape(-1), np.arange(len(pairs)))
-    return Schedule(calls, merge, in_order, plan.growth)
+    return Schedule(calls, merge, in_order, plan.increments)

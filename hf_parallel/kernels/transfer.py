@@ -1,4 +1,4 @@
-"""Integers on their way between the host and a device."""
+"""Copies of integers between the CPU and a device that do not wait for queued GPU work."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import torch
 
 
 def to_device(numbers: np.ndarray | Sequence[int], device: torch.device) -> torch.Tensor:
-    """Integers as `int64 [n]` on a device, without waiting for what a GPU is doing.
+    """Return integers as `int64 [n]` on a device, without waiting for queued GPU work.
 
-    A copy from ordinary memory makes the host wait until the GPU has come to it; one from pinned memory is queued.
+    The copy goes through pinned memory: a copy from pageable memory would block until the GPU reaches it.
     """
     tensor = torch.as_tensor(numbers, dtype=torch.int64)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-class ToHost:
-    """A tensor that is being copied to the host: reading it waits for what a GPU had been given until now, not longer.
+class HostCopy:
+    """Asynchronous copy of a tensor to host memory. Reading it waits for the GPU work queued before the copy only.
 
     Parameters
     ----------
-    numbers : torch.Tensor
-        Of any shape and type; must not be written to before it has been read.
+    source : torch.Tensor
+        Any shape and dtype. Must not be written to before the copy has been read.
     """
 
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self._numbers = numbers
-        self._arrived: torch.cuda.Event | None = None
-        if numbers.is_cuda:
-            self._numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
-            self._arrived = torch.cuda.current_stream(numbers.device).record_event()
+    def __init__(self, source: torch.Tensor) -> None:
+        self._copy = source
+        self._done: torch.cuda.Event | None = None
+        if source.is_cuda:
+            self._copy = source.to("cpu", non_blocking=True)  # into pinned memory
+            self._done = torch.cuda.current_stream(source.device).record_event()
 
     def tolist(self) -> list[Any]:
-        """The numbers, when they are there."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._numbers.tolist()
+        """Wait for the copy and return its values as nested lists."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copy.tolist()

@@ -1,1 +1,1 @@
-"""The Triton backend of block attention: kernels, their launches, and the functions that `dispatch` calls."""
+"""Triton backend of block attention: kernels, their launches, and the functions called by `dispatch`."""

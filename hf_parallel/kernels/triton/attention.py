@@ -1,7 +1,7 @@
-"""Block attention in Triton: one kernel over equal shares of keys, one that merges their results.
+"""Triton backend of block attention: one kernel over equal work items, one that merges their results.
 
-Also the kernels that store and move keys and values. What a pass needs is prepared once, in a `Launch`, for all layers
-of one shape; docs/kernels.md explains the kernels and their numbers.
+Also launches the kernels that store and move keys and values. The inputs of a pass are prepared once, in a `Launch`, for
+all layers of one shape. docs/kernels.md explains the kernels and their constants.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from triton import knobs
 
+from hf_parallel.kernels.params import AttentionParams
 from hf_parallel.kernels.plan import AttentionPlan
 from hf_parallel.kernels.rope import RotarySpec
+from hf_parallel.kernels.storage import LayerStorage, TokenRange, storage_row
 from hf_parallel.kernels.triton.kernels import append_kernel, attend_kernel, merge_kernel, move_kernel
 from hf_parallel.kernels.triton.launch import (
     AttendLaunch,
     LayerShape,
-    Tiling,
     WriteLaunch,
     block_size,
     bucket,
@@ -23,19 +24,18 @@ from hf_parallel.kernels.triton.launch import (
     launch_for,
     on_device,
 )
-from hf_parallel.kernels.work import Place
 
 MAX_DIM = 256
-"""Largest head size: beyond it a tile leaves no registers."""
+"""Largest head size: with larger heads a tile would not fit into registers."""
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _NO_WINDOW = 1 << 30
-_TOKENS_AT_ONCE = 16  # that one program stores or moves
-_PARTS_AT_ONCE = 16  # that one program merges in one go
+_TOKENS_PER_PROGRAM = 16  # stored or moved
+_PARTS_PER_STEP = 16  # partial results merged at once
 
 
-def why_not(keys: torch.Tensor, values: torch.Tensor) -> str:
-    """Why the kernels do not serve a layer's storage; empty if they do."""
+def unsupported_reason(keys: torch.Tensor, values: torch.Tensor) -> str:
+    """Return why the kernels do not support a layer's storage; empty if they do."""
     if keys.dtype not in _DTYPES:
         return f"its kernels compute in float16, bfloat16 and float32, not {keys.dtype}"
     if keys.dtype == torch.bfloat16 and knobs.runtime.interpret:
@@ -46,45 +46,42 @@ def why_not(keys: torch.Tensor, values: torch.Tensor) -> str:
 
 
 def block_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    plan: AttentionPlan,
-    *,
-    num_kv_heads: int,
-    scale: float,
-    rotary: RotarySpec | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    window: int | None = None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan, params: AttentionParams
 ) -> torch.Tensor:
     """Block attention; shapes as in `hf_parallel.kernels.block_attention`.
 
-    There may be more queries than the plan has: those behind its own get zeros.
+    Queries after those of the plan are padding, whose output is zero.
     """
     tokens, heads, dim = query.shape
     shape = LayerShape(
-        heads // num_kv_heads, num_kv_heads, dim, values.shape[-1], query.dtype, query.device, window, rotary
+        heads // params.num_kv_heads,
+        params.num_kv_heads,
+        dim,
+        values.shape[-1],
+        query.dtype,
+        query.device,
+        params.window,
+        params.rotary,
     )
-    room = bucket(tokens)
-    launch = launch_for(plan, (shape, room), lambda: AttendLaunch(plan, shape, room))
+    max_tokens = bucket(tokens)
+    launch = launch_for(plan, (shape, max_tokens), lambda: AttendLaunch(plan, shape, max_tokens))
     query = query if query.stride(-1) == 1 else query.contiguous()
     out = query.new_empty(tokens, heads, shape.value_dim)
     with on_device(query.device):
-        for number, (tiling, lines) in enumerate(zip(launch.tilings, launch.lines, strict=True)):
-            _attend(query, keys, values, launch, tiling, launch.buffers[f"lines {number}"], lines, scale, softcap)
+        for number in range(len(launch.tilings)):
+            _attend(query, keys, values, launch, number, params)
         merge_kernel[(tokens, heads)](
             launch.part_out,
             launch.part_lse,
             launch.buffers["merge_start"],
             launch.buffers["merge_slot"],
-            launch.part_lse if sinks is None else sinks,
+            launch.part_lse if params.sinks is None else params.sinks,
             out,
             heads,
             DIM_V=shape.value_dim,
             BLOCK_V=block_size(shape.value_dim),
-            BLOCK_S=_PARTS_AT_ONCE,
-            SINKS=sinks is not None,
+            BLOCK_S=_PARTS_PER_STEP,
+            SINKS=params.sinks is not None,
             num_warps=2,
         )
     return out
@@ -95,28 +92,25 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     launch: AttendLaunch,
-    tiling: Tiling,
-    lines: torch.Tensor,
-    num_lines: int,
-    scale: float,
-    softcap: float | None,
+    number: int,
+    params: AttentionParams,
 ) -> None:
-    """Partial results of the shares of one tiling."""
-    shape, buffers = launch.shape, launch.buffers
+    """Compute the partial results of one tiling's work items."""
+    shape, buffers, tiling = launch.shape, launch.buffers, launch.tilings[number]
     group_tile = tiling.group_tile(shape.groups)
     head_tiles = -(-shape.groups // group_tile)
-    attend_kernel[(num_lines * shape.num_kv_heads * head_tiles,)](
+    attend_kernel[(launch.max_programs[number] * shape.num_kv_heads * head_tiles,)](
         query,
         keys,
         values,
         buffers["items"],
-        lines,
+        buffers[f"item_offsets {number}"],
         buffers["pair_query"],
         buffers["pair_lo"],
         buffers["pair_hi"],
-        buffers["pair_reach"],
-        buffers["growth_hi"],
-        buffers["growth_reach"],
+        buffers["pair_position"],
+        buffers["hi_increment"],
+        buffers["position_increment"],
         launch.cos,
         launch.sin,
         buffers["step"],
@@ -125,8 +119,8 @@ def _attend(
         query.stride(0),
         query.stride(1),
         shape.num_kv_heads,
-        scale,
-        softcap or 0.0,
+        params.scale,
+        params.softcap or 0.0,
         shape.window or _NO_WINDOW,
         GROUPS=shape.groups,
         GROUP_TILE=group_tile,
@@ -138,42 +132,34 @@ def _attend(
         BLOCK_N=tiling.block_n,
         HALF=0 if shape.rotary is None else len(shape.rotary.inv_freq),
         INTERLEAVED=shape.rotary is not None and shape.rotary.interleaved,
-        SOFTCAP=softcap is not None,
+        SOFTCAP=params.softcap is not None,
         PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
 
 
-def append(
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    plan: AttentionPlan,
-    num_kv_heads: int,
-) -> None:
+def append(layer: LayerStorage, new_keys: torch.Tensor, new_values: torch.Tensor, plan: AttentionPlan) -> None:
     """Store packed new keys and values; shapes as in `hf_parallel.kernels.dispatch.append`.
 
-    There may be more tokens than the plan has: those behind its own are not stored.
+    Tokens after those of the plan are padding and are not stored.
     """
-    device, dim, value_dim = keys.device, keys.shape[-1], values.shape[-1]
-    launch = launch_for(plan, ("writes", device), lambda: WriteLaunch(plan, device))
-    buffers = launch.buffers
+    device, dim, value_dim = layer.keys.device, layer.keys.shape[-1], layer.values.shape[-1]
+    buffers = launch_for(plan, ("writes", device), lambda: WriteLaunch(plan, device)).buffers
     new_keys, new_values = (new if new.stride(-1) == 1 else new.contiguous() for new in (new_keys, new_values))
     with on_device(device):
-        append_kernel[(-(-len(buffers["query"]) // _TOKENS_AT_ONCE), num_kv_heads)](
+        append_kernel[(-(-len(buffers["query"]) // _TOKENS_PER_PROGRAM), layer.num_kv_heads)](
             new_keys,
             new_values,
-            keys,
-            values,
+            layer.keys,
+            layer.values,
             buffers["query"],
             buffers["origin"],
             buffers["capacity"],
             buffers["index"],
             buffers["count"],
             buffers["step"],
-            num_kv_heads,
+            layer.num_kv_heads,
             new_keys.stride(0),
             new_keys.stride(1),
             new_values.stride(0),
@@ -182,41 +168,35 @@ def append(
             DIM_V=value_dim,
             BLOCK_D=block_size(dim),
             BLOCK_V=block_size(value_dim),
-            BLOCK_T=_TOKENS_AT_ONCE,
+            BLOCK_T=_TOKENS_PER_PROGRAM,
         )
 
 
 def move(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    source: Place,
-    target: Place,
-    length: int,
-    num_kv_heads: int,
-    delta: int = 0,
-    rotary: RotarySpec | None = None,
+    layer: LayerStorage, source: TokenRange, target: TokenRange, delta: int = 0, rotary: RotarySpec | None = None
 ) -> None:
-    """Copy tokens within a layer's storage, keys turned; arguments as in `hf_parallel.kernels.dispatch.move`."""
-    if not length:
+    """Copy tokens within a layer's storage; arguments as in `hf_parallel.kernels.dispatch.move`."""
+    if not source.length:
         return
-    turn = rotary if delta else None
+    keys, values, num_kv_heads = layer.keys, layer.values, layer.num_kv_heads
+    rotary = rotary if delta else None
     dim, value_dim = keys.shape[-1], values.shape[-1]
     with on_device(keys.device):
-        move_kernel[(-(-length // _TOKENS_AT_ONCE), num_kv_heads)](
+        move_kernel[(-(-source.length // _TOKENS_PER_PROGRAM), num_kv_heads)](
             keys,
             values,
-            keys if turn is None else frequencies(turn, keys.device),
-            source.origin * num_kv_heads + source.first,
+            keys if rotary is None else frequencies(rotary, keys.device),
+            storage_row(source.origin, source.capacity, source.start, num_kv_heads),
             source.capacity,
-            target.origin * num_kv_heads + target.first,
+            storage_row(target.origin, target.capacity, target.start, num_kv_heads),
             target.capacity,
-            length,
+            source.length,
             delta,
             DIM=dim,
             DIM_V=value_dim,
             BLOCK_D=block_size(dim),
             BLOCK_V=block_size(value_dim),
-            BLOCK_T=_TOKENS_AT_ONCE,
-            HALF=0 if turn is None else len(turn.inv_freq),
-            INTERLEAVED=turn is not None and turn.interleaved,
+            BLOCK_T=_TOKENS_PER_PROGRAM,
+            HALF=0 if rotary is None else len(rotary.inv_freq),
+            INTERLEAVED=rotary is not None and rotary.interleaved,
         )

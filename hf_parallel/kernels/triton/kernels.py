@@ -1,12 +1,11 @@
-"""The Triton kernels of block attention. Each says what it reads and writes; `triton_attention.py` launches them.
+"""Triton kernels of block attention; `attention.py` launches them.
 
-All sums are in float32. Offsets into the arena and into partial results are 64-bit, as either may hold more than 2^31
-elements; within a block they are not.
-What changes from one decode step to the next is one number on the device, `step`: it is read here, so that kernels
-captured in a CUDA graph go on by themselves.
+All sums are in float32. Offsets into the storage and into partial results are 64-bit, as either may hold more than 2^31
+elements; offsets within a block are 32-bit. From one decode step to the next, only the number `step` in device memory
+changes: the kernels read it, so that they can be captured in a CUDA graph.
 """
 
-# Triton reads this file's syntax tree: arguments without annotation are pointers and scalars.
+# Arguments without annotation are pointers and scalars: Triton reads annotations itself.
 # mypy: ignore-errors
 
 import triton
@@ -17,8 +16,14 @@ FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit
+def _storage_row(origin, capacity, index, num_kv_heads, head):
+    """`storage_row` of `hf_parallel.kernels.storage`."""
+    return origin * num_kv_heads + head * capacity + index
+
+
+@triton.jit
 def _partners(d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """For each dimension: the one that it turns with, the index of its frequency, and the sign of its sine."""
+    """For each dimension: the other dimension of its rotated pair, the index of its frequency, the sign of its sine."""
     if INTERLEAVED:
         partner = d ^ 1
         frequency = d // 2
@@ -27,7 +32,7 @@ def _partners(d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
         partner = tl.where(d < HALF, d + HALF, d - HALF)
         frequency = tl.where(d < HALF, d, d - HALF)
         sign = tl.where(d < HALF, -1.0, 1.0)
-        if HALF % 8 == 0:  # so that what is read there is read in vectors
+        if HALF % 8 == 0:  # allows vectorised loads
             partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
             frequency = tl.max_contiguous(tl.multiple_of(frequency, 8), 8)
     return partner, frequency, sign
@@ -35,26 +40,27 @@ def _partners(d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _visible_tiles(start, stop, live, lo, hi, BLOCK_N: tl.constexpr):
-    """The keys of a share that some row sees, and the tiles of them that all rows see whole, which need no mask.
+    """Keys of an item that some row sees, and the tiles that all rows see completely, which need no mask.
 
-    Returns the first of these keys and their end, the number of tiles, and which the first whole one is of how many.
+    Returns the start and end of these keys, the number of tiles, and the index of the first and the number of complete
+    tiles.
     """
     begin = tl.maximum(start, tl.min(tl.where(live, lo, FAR), 0))
     end = tl.minimum(stop, tl.max(tl.where(live, hi, 0), 0))
     num_tiles = tl.maximum(end - begin + BLOCK_N - 1, 0) // BLOCK_N
     all_lo = tl.max(tl.where(live, lo, 0), 0)
     all_hi = tl.minimum(end, tl.min(tl.where(live, hi, FAR), 0))
-    first_whole = tl.minimum(num_tiles, tl.maximum(all_lo - begin + BLOCK_N - 1, 0) // BLOCK_N)
-    num_whole = tl.maximum(all_hi - begin - first_whole * BLOCK_N, 0) // BLOCK_N
-    return begin, end, num_tiles, first_whole, num_whole
+    first_full = tl.minimum(num_tiles, tl.maximum(all_lo - begin + BLOCK_N - 1, 0) // BLOCK_N)
+    num_full = tl.maximum(all_hi - begin - first_full * BLOCK_N, 0) // BLOCK_N
+    return begin, end, num_tiles, first_full, num_full
 
 
 @triton.jit
-def _turned_query(
+def _rotated_query(
     q_at,  # pointers [BLOCK_M, 1]
-    asked,  # [BLOCK_M, 1]
+    load_mask,  # [BLOCK_M, 1]
     pair,  # [BLOCK_M]
-    turned,  # 0 where no row turns
+    rotated,  # 0 if no row is rotated
     cos,
     sin,
     DIM: tl.constexpr,
@@ -63,24 +69,24 @@ def _turned_query(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Queries `[BLOCK_M, BLOCK_D]`, turned in float32."""
+    """Queries `[BLOCK_M, BLOCK_D]`, rotated in float32."""
     d = tl.arange(0, BLOCK_D)
-    q = tl.load(q_at + d[None, :], mask=asked & (d < DIM)[None, :], other=0.0)
+    q = tl.load(q_at + d[None, :], mask=load_mask & (d < DIM)[None, :], other=0.0)
     if HALF > 0 and INTERLEAVED:
         h = tl.arange(0, BLOCK_D // 2)
-        turning = asked & (h < HALF * turned)[None, :]
-        c = tl.load(cos + pair[:, None] * HALF + h[None, :], mask=turning, other=1.0)
-        s = tl.load(sin + pair[:, None] * HALF + h[None, :], mask=turning, other=0.0)
+        mask = load_mask & (h < HALF * rotated)[None, :]
+        c = tl.load(cos + pair[:, None] * HALF + h[None, :], mask=mask, other=1.0)
+        s = tl.load(sin + pair[:, None] * HALF + h[None, :], mask=mask, other=0.0)
         even, odd = tl.split(tl.reshape(q.to(tl.float32), (BLOCK_M, BLOCK_D // 2, 2)))
-        turned_q = tl.join(even * c - odd * s, odd * c + even * s)
-        q = tl.reshape(turned_q, (BLOCK_M, BLOCK_D)).to(q.dtype)
+        rotated_q = tl.join(even * c - odd * s, odd * c + even * s)
+        q = tl.reshape(rotated_q, (BLOCK_M, BLOCK_D)).to(q.dtype)
     elif HALF > 0:
         partner, frequency, sign = _partners(d, HALF, False)
-        turning = asked & (d < 2 * HALF * turned)[None, :]
-        other = tl.load(q_at + partner[None, :], mask=turning, other=0.0).to(tl.float32)
+        mask = load_mask & (d < 2 * HALF * rotated)[None, :]
+        other = tl.load(q_at + partner[None, :], mask=mask, other=0.0).to(tl.float32)
         at = pair[:, None] * HALF + frequency[None, :]
-        c = tl.load(cos + at, mask=turning, other=1.0)
-        s = tl.load(sin + at, mask=turning, other=0.0)
+        c = tl.load(cos + at, mask=mask, other=1.0)
+        s = tl.load(sin + at, mask=mask, other=0.0)
         q = (q.to(tl.float32) * c + other * s * sign[None, :]).to(q.dtype)
     return q
 
@@ -88,10 +94,10 @@ def _turned_query(
 @triton.jit
 def _fold_tile(
     q,  # [BLOCK_M, BLOCK_D]
-    keys,  # where the block's first key lies
+    keys,  # pointer to the block's first key
     values,
-    first,  # of the tile's keys, counted from the block's first
-    end,  # key at which the share ends
+    first,  # first key of the tile, relative to the block
+    end,  # end of the visible keys
     lo,  # int32 [BLOCK_M]
     hi,  # int32 [BLOCK_M]
     best,  # [BLOCK_M], in units of log2
@@ -108,7 +114,7 @@ def _fold_tile(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add a tile of keys and values to running sums (online softmax)."""
+    """Add a tile of keys and values to the running sums (online softmax)."""
     n = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     d_v = tl.arange(0, BLOCK_V)
@@ -150,13 +156,13 @@ def attend_kernel(
     keys,  # [slots * kv_heads, DIM]
     values,  # [slots * kv_heads, DIM_V]
     items,  # int32 [W, 9], see work.ITEM_FIELDS
-    lines,  # int32 [L + 1]
+    item_offsets,  # int32 [programs + 1]
     pair_query,  # int32 [P]
     pair_lo,  # int32 [P]
     pair_hi,  # int32 [P]
-    pair_reach,  # int32 [P]
-    growth_hi,  # int32 [P]
-    growth_reach,  # int32 [P]
+    pair_position,  # int32 [P]
+    hi_increment,  # int32 [P]
+    position_increment,  # int32 [P]
     cos,  # float32 [P, HALF]
     sin,  # float32 [P, HALF]
     step,  # int32 [1]
@@ -181,14 +187,14 @@ def attend_kernel(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Shares of keys for one KV head: each key and value of a share is read once, for all rows of its tile.
+    """Attention of work items for one KV head: each key and value of an item is read once, for all rows of its tile.
 
-    A program takes the shares of one line, one after another; lines have equal numbers of keys. Rows of a tile are
-    (pair, head of the group), `GROUP_TILE` heads of a group at a time. Memory traffic of a share: its keys times
-    `DIM + DIM_V` elements of the arena, and `BLOCK_M` rows of queries and of partial results.
+    A program computes its items one after another; all programs have equal numbers of keys. Rows of a tile are (pair,
+    head of the group), `GROUP_TILE` heads of a group at a time. Memory traffic of an item: its keys times
+    `DIM + DIM_V` elements of storage, and `BLOCK_M` rows of queries and of partial results.
     """
     HEAD_TILES: tl.constexpr = (GROUPS + GROUP_TILE - 1) // GROUP_TILE
-    line = tl.program_id(0) // (num_kv_heads * HEAD_TILES)
+    program = tl.program_id(0) // (num_kv_heads * HEAD_TILES)
     head_tile = tl.program_id(0) % (num_kv_heads * HEAD_TILES)
     kv_head = head_tile // HEAD_TILES
     now = tl.load(step)
@@ -196,7 +202,7 @@ def attend_kernel(
     d_v = tl.arange(0, BLOCK_V)
     in_group = (head_tile % HEAD_TILES) * GROUP_TILE + m % GROUP_TILE
     head = kv_head * GROUPS + in_group
-    for index in tl.range(tl.load(lines + line), tl.load(lines + line + 1), disable_licm=True):
+    for index in tl.range(tl.load(item_offsets + program), tl.load(item_offsets + program + 1), disable_licm=True):
         item = items + index * 9
         origin = tl.load(item).to(tl.int64)
         capacity = tl.load(item + 1).to(tl.int64)
@@ -206,33 +212,34 @@ def attend_kernel(
         first_pair = tl.load(item + 5)
         num_pairs = tl.load(item + 6)
         first_slot = tl.load(item + 7)
-        turned = tl.load(item + 8)
+        rotated = tl.load(item + 8)
 
         live = (m < num_pairs * GROUP_TILE) & (in_group < GROUPS)
         pair = first_pair + m // GROUP_TILE
-        reach = tl.load(pair_reach + pair, mask=live, other=0) + now * tl.load(growth_reach + pair, mask=live, other=0)
-        lo = tl.maximum(tl.load(pair_lo + pair, mask=live, other=0), reach - window + 1)
-        hi = tl.load(pair_hi + pair, mask=live, other=0) + now * tl.load(growth_hi + pair, mask=live, other=0)
-        begin, end, num_tiles, first_whole, num_whole = _visible_tiles(start, stop, live, lo, hi, BLOCK_N)
+        position = tl.load(pair_position + pair, mask=live, other=0)
+        position += now * tl.load(position_increment + pair, mask=live, other=0)
+        lo = tl.maximum(tl.load(pair_lo + pair, mask=live, other=0), position - window + 1)
+        hi = tl.load(pair_hi + pair, mask=live, other=0) + now * tl.load(hi_increment + pair, mask=live, other=0)
+        begin, end, num_tiles, first_full, num_full = _visible_tiles(start, stop, live, lo, hi, BLOCK_N)
         token = tl.load(pair_query + pair, mask=live, other=0).to(tl.int64)
         q_at = query + token[:, None] * query_stride_token + head[:, None].to(tl.int64) * query_stride_head
-        asked = (live & (m < (end - begin) * BLOCK_M))[:, None]  # none, of a share that no row sees
-        q = _turned_query(q_at, asked, pair, turned, cos, sin, DIM, BLOCK_M, BLOCK_D, HALF, INTERLEAVED)
+        load_mask = (live & (m < (end - begin) * BLOCK_M))[:, None]  # empty if no row sees the item
+        q = _rotated_query(q_at, load_mask, pair, rotated, cos, sin, DIM, BLOCK_M, BLOCK_D, HALF, INTERLEAVED)
 
-        block = origin * num_kv_heads + kv_head * capacity + block_first
+        block = _storage_row(origin, capacity, block_first, num_kv_heads, kv_head)
         k_base = keys + block * DIM
         v_base = values + block * DIM_V
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.full([BLOCK_M], 0.0, tl.float32)
         acc = tl.full([BLOCK_M, BLOCK_V], 0.0, tl.float32)
-        whole = begin + first_whole * BLOCK_N
-        for tile in range(0, num_whole):
+        full = begin + first_full * BLOCK_N
+        for tile in range(0, num_full):
             best, total, acc = _fold_tile(
-                q, k_base, v_base, whole + tile * BLOCK_N, end, lo, hi, best, total, acc, scale, softcap,
+                q, k_base, v_base, full + tile * BLOCK_N, end, lo, hi, best, total, acc, scale, softcap,
                 DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_N, False, SOFTCAP, PRECISION,
             )  # fmt: skip
-        for edge in range(0, num_tiles - num_whole):
-            tile = tl.where(edge < first_whole, edge, edge + num_whole)
+        for edge in range(0, num_tiles - num_full):
+            tile = tl.where(edge < first_full, edge, edge + num_full)
             best, total, acc = _fold_tile(
                 q, k_base, v_base, begin + tile * BLOCK_N, end, lo, hi, best, total, acc, scale, softcap,
                 DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_N, True, SOFTCAP, PRECISION,
@@ -260,9 +267,9 @@ def merge_kernel(
     BLOCK_S: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Join one query's partial results by their log-sum-exp (Hydragen, eq. 5); a sink is one more, empty, part.
+    """Merge one query's partial results by their log-sum-exp (Hydragen, eq. 5); a sink is one more part of zeros.
 
-    Reads each partial result once, `BLOCK_S` of them at a time. A query without any, which pads a batch, gets zeros.
+    Reads each partial result once, `BLOCK_S` of them at a time. Padded queries have none, and their output is zero.
     """
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -287,15 +294,15 @@ def merge_kernel(
         acc = acc * decay + tl.sum(tl.where((i < stop)[:, None], part, 0.0) * weight[:, None], 0)
         total = total * decay + tl.sum(weight, 0)
         best = new_best
-    joined = acc / tl.where(total == 0.0, 1.0, total)
+    merged = acc / tl.where(total == 0.0, 1.0, total)
     at = (token.to(tl.int64) * heads + head) * DIM_V + d
-    tl.store(out + at, joined.to(out.dtype.element_ty), mask=d < DIM_V)
+    tl.store(out + at, merged.to(out.dtype.element_ty), mask=d < DIM_V)
 
 
 @triton.jit(do_not_specialize=["now"])
 def advance_kernel(
     pair_delta,  # int32 [P]
-    growth_delta,  # int32 [P]
+    delta_increment,  # int32 [P]
     inv_freq,  # float64 [HALF]
     cos,  # float32 [P, HALF]
     sin,  # float32 [P, HALF]
@@ -305,13 +312,13 @@ def advance_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Go to decode step `now`: note it and tabulate the turns of its pairs, angles in float64.
+    """Go to decode step `now`: store it and compute the rotation tables of its pairs, with angles in float64.
 
-    P is a multiple of `BLOCK_P`. Depends on nothing that an earlier step wrote, so that steps may be taken again.
+    P is a multiple of `BLOCK_P`. Reads nothing that an earlier step wrote, so steps can be repeated.
     """
     pair = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     h = tl.arange(0, BLOCK_H)
-    delta = tl.load(pair_delta + pair) + now * tl.load(growth_delta + pair)
+    delta = tl.load(pair_delta + pair) + now * tl.load(delta_increment + pair)
     angle = delta.to(tl.float64)[:, None] * tl.load(inv_freq + h, mask=h < HALF, other=0.0)[None, :]
     at = pair[:, None] * HALF + h[None, :]
     inside = (h < HALF)[None, :] & (pair >= 0)[:, None]
@@ -331,7 +338,7 @@ def append_kernel(
     write_origin,  # int32 [W]
     write_capacity,  # int32 [W]
     write_index,  # int32 [W]
-    count,  # int32 [1]: how many of the W there are
+    count,  # int32 [1]: number of tokens W
     step,  # int32 [1]
     num_kv_heads,
     key_stride_head,
@@ -344,7 +351,7 @@ def append_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Store packed new keys and values in their extents: each is read and written once."""
+    """Store packed new keys and values in their extents; each is read and written once."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -353,7 +360,8 @@ def append_kernel(
     token = tl.load(write_query + t, mask=live, other=0).to(tl.int64)
     origin = tl.load(write_origin + t, mask=live, other=0).to(tl.int64)
     capacity = tl.load(write_capacity + t, mask=live, other=0)
-    row = origin * num_kv_heads + head * capacity + tl.load(write_index + t, mask=live, other=0) + tl.load(step)
+    index = tl.load(write_index + t, mask=live, other=0)
+    row = _storage_row(origin, capacity, index, num_kv_heads, head) + tl.load(step)
     inside = live[:, None] & (d < DIM)[None, :]
     k = tl.load(new_keys + head * key_stride_head + token[:, None] * key_stride_token + d[None, :], mask=inside)
     tl.store(keys + row[:, None] * DIM + d[None, :], k, mask=inside)
@@ -381,9 +389,9 @@ def move_kernel(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Copy a finished step to another place in the arena, keys turned by `delta`: each is read and written once.
+    """Copy tokens to another extent and rotate their keys by `delta`; each is read and written once.
 
-    Source and target do not overlap.
+    Source and target must not overlap.
     """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1).to(tl.int64)
@@ -397,11 +405,11 @@ def move_kernel(
     k = tl.load(k_at + d[None, :], mask=inside)
     if HALF > 0:
         partner, frequency, sign = _partners(d, HALF, INTERLEAVED)
-        turning = d < 2 * HALF
-        angle = tl.load(inv_freq + frequency, mask=turning, other=0.0) * delta
+        mask = d < 2 * HALF
+        angle = tl.load(inv_freq + frequency, mask=mask, other=0.0) * delta
         c = tl.cos(angle).to(tl.float32)
         s = tl.sin(angle).to(tl.float32) * sign
-        other = tl.load(k_at + partner[None, :], mask=inside & turning[None, :], other=0.0).to(tl.float32)
+        other = tl.load(k_at + partner[None, :], mask=inside & mask[None, :], other=0.0).to(tl.float32)
         k = (k.to(tl.float32) * c[None, :] + other * s[None, :]).to(k.dtype)
     tl.store(keys + to_row[:, None] * DIM + d[None, :], k, mask=inside)
     inside = live[:, None] & (d_v < DIM_V)[None, :]

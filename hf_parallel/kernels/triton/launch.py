@@ -1,13 +1,13 @@
-"""Launch: the integers of a plan on a device, in buffers that stay where they are.
+"""Launch: the integers of a plan in persistent device buffers.
 
-A launch is loaded with a decode step's plan and serves the steps that follow by one number, `step`, which its kernels
-read from the device. It can be loaded with another plan that fits its buffers, so that kernels which a CUDA graph has
-captured over them stay right. It belongs to the plans that remember it and to the graphs that were captured over it.
+A launch holds the plan of a decode step and serves the following steps by one number, `step`, which its kernels read from
+the device. Another plan that fits its buffers can be loaded into it, so kernels captured over them in a CUDA graph stay
+valid. A launch is owned by the plans that cache it and by the graphs captured over it.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -16,28 +16,28 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from hf_parallel.kernels.plan import AttentionPlan
+from hf_parallel.kernels.plan import AttentionPlan, DeviceBuffers
 from hf_parallel.kernels.rope import RotarySpec
 from hf_parallel.kernels.triton.kernels import advance_kernel
-from hf_parallel.kernels.work import ITEM_FIELDS, Cut, Work, make_work
+from hf_parallel.kernels.work import ITEM_FIELDS, Partition, Work, make_work
 
 HORIZON = 64
-"""Decode steps that shares are cut for. Longer, and they grow unequal; shorter, and the host cuts more often."""
+"""Number of decode steps that work items are made for. Longer: they become unequal; shorter: more work on the CPU."""
 
 INTERPRETED_PROCESSORS = 1
-"""Processors that a CPU has for Triton's interpreter."""
+"""Number of processors of a CPU, for Triton's interpreter."""
 
 _ALIGNMENT = 32
-"""Buffers begin at multiples of 128 bytes: Triton compiles a kernel anew for pointers that are aligned otherwise."""
+"""Buffers begin at multiples of 128 bytes: Triton compiles a kernel again for pointers of another alignment."""
 
-_PAIRS_AT_ONCE = 16
-"""Pairs whose turns one program tabulates. Divides every bucket."""
+_PAIRS_PER_PROGRAM = 16
+"""Number of pairs for which one program computes rotation tables. Divides every bucket."""
 
 AnyLaunch = TypeVar("AnyLaunch", bound="Launch")
 
 
 class LayerShape(NamedTuple):
-    """What layers have in common that share a launch."""
+    """Properties shared by all layers that use one launch."""
 
     groups: int
     num_kv_heads: int
@@ -50,7 +50,7 @@ class LayerShape(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Shape of an attention kernel: rows and keys of a tile, warps, pipeline stages, programs per processor."""
+    """Configuration of the attention kernel: rows and keys of a tile, warps, pipeline stages, programs per processor."""
 
     block_m: int
     block_n: int
@@ -59,12 +59,12 @@ class Tiling(NamedTuple):
     programs: int
 
     def group_tile(self, groups: int) -> int:
-        """Heads of a group that a tile takes at a time: all of them, if they fit."""
+        """Return the number of heads of a group that a tile holds: all of them, if they fit."""
         return -(-groups // -(-groups // self.block_m))
 
 
 def select_tilings(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Tiling, ...]:
-    """The tilings for a head size, a dtype and a GPU, that of fewest rows first; docs/kernels.md says why these."""
+    """Return the tilings for a head size, a dtype and a GPU, in ascending order of rows (see docs/kernels.md)."""
     if dtype == torch.float32:
         return (Tiling(16, 16, 4, 3, 2 if head_dim <= 128 else 1),)
     if head_dim > 128:
@@ -76,24 +76,24 @@ def select_tilings(head_dim: int, dtype: torch.dtype, capability: tuple[int, int
     return Tiling(16, 64, 4, 3, 3), Tiling(64, 64, 4, 3, 2), Tiling(128, 64, 8, 3, 1)
 
 
-class Launch(ABC):
+class Launch(DeviceBuffers):
     """Buffers of a plan on a device.
 
     Attributes
     ----------
     buffers : Buffers
     step : int
-        Decode steps since the plan that was loaded.
+        Number of decode steps since the loaded plan.
     horizon : int
-        Decode steps that a loaded plan serves.
+        Number of decode steps that a loaded plan serves.
     """
 
     buffers: Buffers
     step: int
     horizon: int
 
-    def serve(self, plan: AttentionPlan) -> bool:
-        """Make the buffers hold `plan`, unless they do; returns whether it fits."""
+    def update(self, plan: AttentionPlan) -> bool:
+        """Load `plan` into the buffers unless they hold it; return False if it does not fit."""
         step = self._step_of(plan)
         if step is None:
             arrays = self._arrays(plan)
@@ -104,41 +104,41 @@ class Launch(ABC):
             self._advance(step)
         return True
 
-    def following(self, plan: AttentionPlan) -> Launch | None:
-        """Itself, if `plan` follows from the one that was loaded and lies within the horizon."""
+    def next_step(self, plan: AttentionPlan) -> Launch | None:
+        """Return itself if `plan` follows from the loaded plan within the horizon."""
         return None if self._step_of(plan) is None else self
 
     def _step_of(self, plan: AttentionPlan) -> int | None:
-        """Steps from the loaded plan to `plan`, whose arrays are its own then; None if it does not serve it."""
-        if any(mine is not its for mine, its in zip(self._shared, _shared(plan), strict=True)):
+        """Number of steps from the loaded plan to `plan`; None if `plan` does not follow from it."""
+        if any(mine is not its for mine, its in zip(self._shared, _shared_arrays(plan), strict=True)):
             return None
         step = _first_write(plan) - self._first_write
-        return step if 0 <= step <= (0 if plan.growth is None else self.horizon) else None
+        return step if 0 <= step <= (0 if plan.increments is None else self.horizon) else None
 
     def _load(self, plan: AttentionPlan, arrays: Mapping[str, np.ndarray]) -> None:
         self.buffers.load(arrays)
-        self._shared, self._first_write = _shared(plan), _first_write(plan)
+        self._shared, self._first_write = _shared_arrays(plan), _first_write(plan)
         self._advance(0)
 
     @abstractmethod
     def _arrays(self, plan: AttentionPlan) -> dict[str, np.ndarray] | None:
-        """What the buffers hold for a plan; None if they cannot serve it, however large."""
+        """Contents of the buffers for a plan; None if the launch cannot serve it at any size."""
 
     @abstractmethod
     def _advance(self, step: int) -> None:
-        """Go to a step, which may be an earlier one: a pass may be taken back and taken again."""
+        """Go to a step, which may be an earlier one: a pass may be rolled back and repeated."""
 
 
 def launch_for(plan: AttentionPlan, key: Hashable, make: Callable[[], AnyLaunch]) -> AnyLaunch:
-    """The launch that a plan remembers under `key`, holding that plan; a new one where none does."""
-    launch = plan.memo(key, make)
-    if not launch.serve(plan):
-        launch = plan._memo[key] = make()
+    """Return the launch that a plan caches under `key`, holding that plan; a new one if it does not fit."""
+    launch = plan.cached(key, make)
+    if not launch.update(plan):
+        launch = plan.derived[key] = make()
     return launch
 
 
-def _shared(plan: AttentionPlan) -> tuple[np.ndarray, ...]:
-    """Arrays that a plan shares with the decode steps after it and with no other plan."""
+def _shared_arrays(plan: AttentionPlan) -> tuple[np.ndarray, ...]:
+    """Arrays that a plan shares with the following decode steps and with no other plan."""
     return plan.pair_query, plan.pair_lo, plan.write_query
 
 
@@ -147,7 +147,7 @@ def _first_write(plan: AttentionPlan) -> int:
 
 
 class WriteLaunch(Launch):
-    """Where a plan's new tokens are stored, in layers of any shape."""
+    """Locations at which a plan's new tokens are stored, for layers of any shape."""
 
     horizon = np.iinfo(np.int32).max
 
@@ -172,103 +172,104 @@ class WriteLaunch(Launch):
 
 
 class AttendLaunch(Launch):
-    """Shares of a plan's attention for layers of one shape, and the scratch memory of their partial results.
+    """Work items of a plan's attention for layers of one shape, and scratch memory for their partial results.
 
     Parameters
     ----------
-    num_tokens : int
-        Queries that a pass may have at most. Those beyond the plan's own pad it and see nothing.
+    plan : AttentionPlan
+    shape : LayerShape
+    max_tokens : int
+        Largest number of queries of a pass. Those after the plan's own are padding without visible keys.
 
     Attributes
     ----------
     tilings : tuple of Tiling
-        Of the attention kernels, launched one after another. The lines of the first are in `buffers["lines 0"]`.
+        Attention kernels launched one after another. Program offsets of kernel `i` are in
+        `buffers["item_offsets i"]`.
+    max_programs : list of int
+        For each tiling, the largest number of programs per KV head and head tile.
     part_out, part_lse : float32 [S, heads, value_dim], [S, heads]
     cos, sin : float32 [P, rotary_dim / 2]
-        Turns of the pairs at this step, of those that turn.
+        Rotations of the pairs at this step. Undefined if no pair is rotated.
     """
 
     horizon = HORIZON
 
-    def __init__(self, plan: AttentionPlan, shape: LayerShape, num_tokens: int) -> None:
-        self.shape, self.num_tokens = shape, num_tokens
-        self.tilings = self._needed(plan)
+    def __init__(self, plan: AttentionPlan, shape: LayerShape, max_tokens: int) -> None:
+        self.shape, self.max_tokens = shape, max_tokens
+        self.tilings = self._select(plan)
+        processors = _num_processors(shape.device)
+        heads = [shape.num_kv_heads * -(-shape.groups // t.group_tile(shape.groups)) for t in self.tilings]
+        self.max_programs = [max(1, t.programs * processors // n) for t, n in zip(self.tilings, heads, strict=True)]
         work = self._work(plan)
         arrays = self._named(plan, work)
-        most = {"items": work.most_items * len(ITEM_FIELDS), "merge_slot": work.most_slots}
-        self.buffers = Buffers(arrays, shape.device, {**most, "merge_start": num_tokens + 1})
+        sizes = {"items": work.max_items * len(ITEM_FIELDS), "merge_slot": work.max_slots}
+        self.buffers = Buffers(arrays, shape.device, {**sizes, "merge_start": max_tokens + 1})
         half = 0 if shape.rotary is None else len(shape.rotary.inv_freq)
-        slots, heads = len(self.buffers["merge_slot"]), shape.groups * shape.num_kv_heads
+        slots, num_heads = len(self.buffers["merge_slot"]), shape.groups * shape.num_kv_heads
         new = torch.empty(0, dtype=torch.float32, device=shape.device).new_empty
-        self.part_out, self.part_lse = new(slots, heads, shape.value_dim), new(slots, heads)
+        self.part_out, self.part_lse = new(slots, num_heads, shape.value_dim), new(slots, num_heads)
         self.cos, self.sin = new(2, len(self.buffers["pair_query"]), half)
         self._load(plan, arrays)
 
-    @property
-    def lines(self) -> list[int]:
-        """Per tiling, into how many lines its work may be cut."""
-        shape, processors = self.shape, _processors(self.shape.device)
-        heads = [shape.num_kv_heads * -(-shape.groups // t.group_tile(shape.groups)) for t in self.tilings]
-        return [max(1, t.programs * processors // count) for t, count in zip(self.tilings, heads, strict=True)]
-
-    def _needed(self, plan: AttentionPlan) -> tuple[Tiling, ...]:
-        """One tiling for blocks that few rows see, one for those that many do."""
+    def _select(self, plan: AttentionPlan) -> tuple[Tiling, ...]:
+        """One tiling for blocks with few rows, one for blocks with many, as far as the plan has both."""
         shape = self.shape
-        fewest, *wider = select_tilings(max(shape.head_dim, shape.value_dim), shape.dtype, _capability(shape.device))
+        smallest, *wider = select_tilings(max(shape.head_dim, shape.value_dim), shape.dtype, _capability(shape.device))
         rows = np.diff(plan.block_pairs) * shape.groups
-        if not wider or rows.max() <= fewest.block_m:
-            return (fewest,)
+        if not wider or rows.max() <= smallest.block_m:
+            return (smallest,)
         wide = next((tiling for tiling in wider if rows.max() <= tiling.block_m), wider[-1])
-        return (fewest, wide) if rows.min() <= fewest.block_m else (wide,)
+        return (smallest, wide) if rows.min() <= smallest.block_m else (wide,)
 
     def _arrays(self, plan: AttentionPlan) -> dict[str, np.ndarray] | None:
-        if plan.num_queries > self.num_tokens or not set(self._needed(plan)) <= set(self.tilings):
+        if plan.num_queries > self.max_tokens or not set(self._select(plan)) <= set(self.tilings):
             return None
         return self._named(plan, self._work(plan))
 
     def _work(self, plan: AttentionPlan) -> Work:
         groups = self.shape.groups
-        cuts = [
-            Cut(tiling.block_m // tiling.group_tile(groups), tiling.block_n, lines)
-            for tiling, lines in zip(self.tilings, self.lines, strict=True)
+        partitions = [
+            Partition(tiling.block_m // tiling.group_tile(groups), tiling.block_n, max_programs)
+            for tiling, max_programs in zip(self.tilings, self.max_programs, strict=True)
         ]
-        return make_work(plan, cuts, self.shape.window, 0 if plan.growth is None else self.horizon)
+        return make_work(plan, partitions, self.shape.window, 0 if plan.increments is None else self.horizon)
 
     def _named(self, plan: AttentionPlan, work: Work) -> dict[str, np.ndarray]:
-        pairs, growth, none = work.pairs, plan.growth, np.zeros(len(plan.pair_query), np.int64)
+        pairs, step, none = work.pairs, plan.increments, np.zeros(len(plan.pair_query), np.int64)
         return {
             "items": work.items.reshape(-1),
-            **{f"lines {i}": lines for i, lines in enumerate(work.lines)},
+            **{f"item_offsets {i}": offsets for i, offsets in enumerate(work.item_offsets)},
             "pair_query": plan.pair_query[pairs],
             "pair_lo": plan.pair_lo[pairs],
             "pair_hi": plan.pair_hi[pairs],
-            "pair_reach": plan.pair_reach[pairs],
+            "pair_position": plan.pair_position[pairs],
             "pair_delta": plan.pair_delta[pairs],
-            "growth_hi": (none if growth is None else growth.hi)[pairs],
-            "growth_reach": (none if growth is None else growth.reach)[pairs],
-            "growth_delta": (none if growth is None else growth.delta)[pairs],
-            "merge_start": work.merge_start,  # zeros behind it: queries that pad a pass merge nothing
+            "hi_increment": (none if step is None else step.hi)[pairs],
+            "position_increment": (none if step is None else step.position)[pairs],
+            "delta_increment": (none if step is None else step.delta)[pairs],
+            "merge_start": work.merge_start,  # followed by zeros: padded queries have no partial results
             "merge_slot": work.merge_slot,
             "step": np.zeros(1),
         }
 
     def _load(self, plan: AttentionPlan, arrays: Mapping[str, np.ndarray]) -> None:
-        self._turns = bool(arrays["items"][ITEM_FIELDS.index("turned") :: len(ITEM_FIELDS)].any())
+        self._rotates = bool(arrays["items"][ITEM_FIELDS.index("rotated") :: len(ITEM_FIELDS)].any())
         super()._load(plan, arrays)
 
     def _advance(self, step: int) -> None:
         rotary = self.shape.rotary
-        if rotary is not None and self._turns:
-            self._tabulate(rotary, step)
+        if rotary is not None and self._rotates:
+            self._compute_tables(rotary, step)
         else:
             self.buffers["step"].fill_(step)
         self.step = step
 
-    def _tabulate(self, rotary: RotarySpec, step: int) -> None:
+    def _compute_tables(self, rotary: RotarySpec, step: int) -> None:
         with on_device(self.shape.device):
-            advance_kernel[(len(self.cos) // _PAIRS_AT_ONCE,)](
+            advance_kernel[(len(self.cos) // _PAIRS_PER_PROGRAM,)](
                 self.buffers["pair_delta"],
-                self.buffers["growth_delta"],
+                self.buffers["delta_increment"],
                 frequencies(rotary, self.shape.device),
                 self.cos,
                 self.sin,
@@ -276,42 +277,43 @@ class AttendLaunch(Launch):
                 step,
                 HALF=len(rotary.inv_freq),
                 BLOCK_H=block_size(len(rotary.inv_freq)),
-                BLOCK_P=_PAIRS_AT_ONCE,
+                BLOCK_P=_PAIRS_PER_PROGRAM,
             )
 
 
 class Buffers:
-    """Named int32 arrays side by side in one tensor on the device, filled by one copy.
+    """Named int32 arrays in one device tensor, filled by one copy.
 
     Parameters
     ----------
     arrays : mapping of str to integer array
-        What they hold first.
-    room : mapping of str to int
-        Entries that some may have at most. Each has some room to grow.
+        Names, and sizes to begin with; each is rounded up.
+    device : torch.device
+    sizes : mapping of str to int
+        Larger sizes of some arrays.
     """
 
     def __init__(
-        self, arrays: Mapping[str, np.ndarray], device: torch.device, room: Mapping[str, int] | None = None
+        self, arrays: Mapping[str, np.ndarray], device: torch.device, sizes: Mapping[str, int] | None = None
     ) -> None:
         self._slices: dict[str, slice] = {}
         end = 0
         for name, array in arrays.items():
-            size = bucket(max(len(array), (room or {}).get(name, 0)))
+            size = bucket(max(len(array), (sizes or {}).get(name, 0)))
             self._slices[name] = slice(end, end + size)
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._all = torch.zeros(end, dtype=torch.int32, device=device)
-        self._views = {name: self._all[place] for name, place in self._slices.items()}
+        self._views = {name: self._all[part] for name, part in self._slices.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._views[name]
 
     def fit(self, arrays: Mapping[str, np.ndarray]) -> bool:
-        """Whether there is room for arrays of these names."""
+        """Whether the buffers are large enough for arrays of these names."""
         return all(len(array) <= len(self._views[name]) for name, array in arrays.items())
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Fill the buffers, zeros behind what is given. The host does not wait for the device."""
+        """Fill the buffers, padded with zeros, without waiting for the device."""
         staged = torch.zeros(len(self._all), dtype=torch.int32, pin_memory=self._all.is_cuda)
         host = staged.numpy()
         for name, array in arrays.items():
@@ -321,24 +323,24 @@ class Buffers:
 
 
 def bucket(n: int) -> int:
-    """Room for `n` entries: the next of 32, 48, 64, 96, 128, ..., so that few sizes occur."""
+    """Round up to 32, 48, 64, 96, 128, ..., so that few sizes occur."""
     power = 1 << max(5, (n - 1).bit_length())
     return power * 3 // 4 if n <= power * 3 // 4 and power > 32 else power
 
 
 def block_size(dim: int) -> int:
-    """Size of a tile's side that holds `dim` elements: a power of two of at least 16, as tensor cores want it."""
+    """Round up to a power of two of at least 16, as tensor cores need it."""
     return 1 << max(4, (dim - 1).bit_length())
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Where Triton launches what is called inside."""
+    """Launch Triton kernels on `device` inside the context."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @lru_cache(maxsize=64)
 def frequencies(rotary: RotarySpec, device: torch.device) -> torch.Tensor:
-    """Radians per position, float64 `[rotary_dim / 2]`."""
+    """Return the radians per position, float64 `[rotary_dim / 2]`."""
     return torch.tensor(rotary.inv_freq, dtype=torch.float64, device=device)
 
 
@@ -348,7 +350,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @lru_cache
-def _processors(device: torch.device) -> int:
+def _num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

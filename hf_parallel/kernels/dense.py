@@ -1,0 +1,120 @@
+"""Dense attention that also returns the log-sum-exp, by the best primitive of the device.
+
+PyTorch's fused kernels serve most calls. On a GPU, FlashAttention serves calls without a mask: the flash-attn package
+where it is installed, PyTorch's own otherwise. Calls that no fused kernel supports (soft-capping, other devices) are
+computed by plain matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+_FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_EFFICIENT_CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLASH_CUDA_DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_CUDA_DIM = 256
+_FLASH_CUDA_CAPABILITY = (8, 0)
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one batch of queries to one batch of keys.
+
+    Parameters
+    ----------
+    q : [N, heads, M, head_dim]
+    k, v : [N, kv_heads, L, head_dim]
+    mask : broadcastable to [N, heads, M, L], optional
+        Added to the scores.
+    causal : bool
+        Whether query `i` sees keys up to `i`; then M = L.
+    scale : float
+    softcap : float, optional
+
+    Returns
+    -------
+    (out, lse) : [N, heads, M, head_dim], [N, heads, M]
+    """
+    ops = torch.ops.aten
+    if softcap is None and q.shape[-1] == v.shape[-1]:
+        if q.device.type == "cpu" and q.dtype in _FLASH_CPU_DTYPES:
+            return ops._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, dropout_p=0.0, is_causal=causal, attn_mask=mask, scale=scale
+            )
+        if mask is None and flash_supports(q):
+            return _flash(q, k, v, causal, scale)
+        if q.device.type == "cuda" and q.dtype in _EFFICIENT_CUDA_DTYPES:
+            k, v = _repeat_heads(q, k, v)
+            bias = None if mask is None else mask.expand(*q.shape[:3], -1)
+            out, lse, *_ = ops._scaled_dot_product_efficient_attention(
+                q, k, v, bias, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal, scale=scale
+            )
+            return out, lse[..., : q.shape[2]]
+    return matmul_attention(q, k, v, mask, causal, scale, softcap)
+
+
+def flash_supports(q: torch.Tensor) -> bool:
+    """Whether FlashAttention supports queries of this dtype, head size and device."""
+    fits = q.dtype in _FLASH_CUDA_DTYPES and q.shape[-1] <= _FLASH_CUDA_DIM and q.shape[-1] % 8 == 0
+    return q.is_cuda and fits and torch.cuda.get_device_capability(q.device) >= _FLASH_CUDA_CAPABILITY
+
+
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    function = flash_package()
+    if function is None:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse, _ = function(q, k, v, softmax_scale=scale, causal=causal, return_attn_probs=True)
+    return out.transpose(1, 2), lse
+
+
+@lru_cache
+def flash_package() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
+    """Return `flash_attn_func` of the flash-attn package; None if it is not installed."""
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError:
+        return None
+    return flash_attn_func
+
+
+def _repeat_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
+
+
+def matmul_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by plain matrix products; arguments as in `dense_attention`."""
+    k, v = _repeat_heads(q, k, v)
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    scores = scores.float() if scores.dtype != torch.float64 else scores
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    return torch.matmul(torch.exp(scores - lse[..., None]).to(v.dtype), v), lse

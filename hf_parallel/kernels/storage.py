@@ -1,0 +1,52 @@
+"""Layout of a layer's storage: the row of `[slots * kv_heads, head_dim]` that holds a token's key or value.
+
+An extent of `capacity` slots at slot `origin` is a contiguous `[kv_heads, capacity, head_dim]` in every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+def storage_row(origin: Any, capacity: Any, index: Any, num_kv_heads: int, head: Any = 0) -> Any:
+    """Return the row of the token at `index` of an extent, for KV head `head`.
+
+    All arguments but `num_kv_heads` may be integers, NumPy arrays or tensors, which are broadcast.
+    """
+    return origin * num_kv_heads + head * capacity + index
+
+
+class TokenRange(NamedTuple):
+    """`length` tokens from index `start` of the extent of `capacity` slots at slot `origin`."""
+
+    origin: int
+    capacity: int
+    start: int
+    length: int
+
+    def rows(self, num_kv_heads: int, device: torch.device) -> torch.Tensor:
+        """Storage rows of the tokens: int64 `[kv_heads, length]`."""
+        index = self.start + torch.arange(self.length, device=device)
+        heads = torch.arange(num_kv_heads, device=device)[:, None]
+        return storage_row(self.origin, self.capacity, index, num_kv_heads, heads)
+
+
+@dataclass(eq=False)
+class LayerStorage:
+    """Keys and values of one layer: `[slots * kv_heads, head_dim]` each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    num_kv_heads: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's key and value in this layer."""
+        return self.num_kv_heads * sum(t.shape[-1] * t.element_size() for t in (self.keys, self.values))
+
+    def rows(self, tokens: TokenRange) -> torch.Tensor:
+        """Storage rows of tokens: int64 `[kv_heads, length]`."""
+        return tokens.rows(self.num_kv_heads, self.keys.device)
