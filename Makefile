@@ -21,7 +21,7 @@ help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY) ## show what the package does, on the embedded model
-	@$(RUN) -m hf_parallel.cli.demo $(ARGS)
+	@$(RUN) -m hf_parallel_command demo $(ARGS)
 
 test: lint ## lint, then run the tests on several processes
 	@$(RUN) -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)

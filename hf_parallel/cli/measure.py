@@ -1,4 +1,4 @@
-"""What the demo and the benchmarks measure with: a clock for the steps of `generate`, a prompt, bytes of a cache."""
+"""Measurements of the demo and the benchmarks: a clock for the steps of `generate`, a prompt, the size of a cache."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ QUESTION = "...\n\nIn short, our guests like"
 
 
 class StepClock(BaseStreamer):
-    """When a call of `generate` had its prompt and each of its tokens. Pass it as `streamer=`, in any mode or none.
+    """Streamer that records the times of the prompt and of each token, in any mode or none.
 
-    A streamer is given the prompt when the work begins and tokens that have reached the host, so the times between
-    are those of whole steps, on a GPU too.
+    Tokens reach a streamer in host memory, so the times between them are those of complete steps, on a GPU too.
 
     Parameters
     ----------
@@ -41,12 +40,12 @@ class StepClock(BaseStreamer):
 
     @property
     def prefill_seconds(self) -> float:
-        """From the prompt to the first token."""
+        """Time from the prompt to the first token."""
         return self.times[1] - self.times[0]
 
     @property
     def step_seconds(self) -> list[float]:
-        """What each later token took."""
+        """Times of the later tokens."""
         return [after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)]
 
     @property
@@ -56,24 +55,24 @@ class StepClock(BaseStreamer):
 
     @property
     def seconds(self) -> float:
-        """From the prompt to the last token."""
+        """Time from the prompt to the last token."""
         return self.times[-1] - self.times[0]
 
     def put(self, value: Any) -> None:
-        """Note the time."""
+        """Record the time."""
         self.times.append(time.perf_counter())
         if self._on_step is not None and len(self.times) > 1:
             self._on_step(len(self.times) - 1)
 
     def write_row(self, row: int, text: str, event: str) -> None:
-        """Text is not timed; who takes it is not put the prefixes of a row, which are no steps."""
+        """Ignore text. A streamer without this method would also receive the prefixes of steps as tokens."""
 
     def end(self) -> None:
-        """Nothing is left to note."""
+        """Ignore the end."""
 
 
 def long_prompt(tokenizer: Any, length: int) -> torch.Tensor:
-    """`int64 [1, length]`: the guest book of a hotel that does not exist, and the beginning of a remark on it."""
+    """Return a prompt `int64 [1, length]`: the guest book of a fictional hotel and the beginning of a remark on it."""
     draw = random.Random(0)
     lines = [
         f"{draw.choice(GUESTS)} came from {draw.choice(TOWNS)}, stayed {draw.randint(2, 9)} nights and liked "
@@ -85,6 +84,6 @@ def long_prompt(tokenizer: Any, length: int) -> torch.Tensor:
 
 
 def dense_bytes(cache: Cache) -> int:
-    """Bytes of keys and values in a cache of transformers' own, such as `DynamicCache`."""
-    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
-    return sum(states.nbytes for states in held if isinstance(states, torch.Tensor))
+    """Return the bytes of keys and values in a cache of transformers, such as `DynamicCache`."""
+    states = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return sum(tensor.nbytes for tensor in states if isinstance(tensor, torch.Tensor))

@@ -1,103 +1,97 @@
-"""What many rows write, printed as if one spoke after the other: for pipes, files and plain terminals.
+"""Streamers that print concurrent texts one after another, for pipes, files and plain terminals.
 
-One text has the floor and is printed as it grows; the others wait, finished ones first. Streamers for `generate`. What
-rows are called, and what of a text a terminal may be shown, is said here for the live view too.
+One text is printed as it grows. The others are buffered; finished texts are printed before unfinished ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TextIO
 
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation import ParallelConfig
-from hf_parallel.generation.modes.hogwild.config import HogwildConfig
 
 
-def printable(text: str, kept: str = "\n\t", instead: str = "\ufffd") -> str:
-    """A text without what a terminal would take for commands.
+def printable(text: str, kept: str = "\n\t", replacement: str = "\ufffd") -> str:
+    """Replace the characters that a terminal could interpret as commands.
 
     Parameters
     ----------
     text : str
     kept : str
-        Characters that stay though they are no printable ones.
-    instead : str
-        Takes the place of each of the others.
+        Unprintable characters that are kept.
+    replacement : str
+        Replacement for each of the others.
     """
-    return "".join(char if char.isprintable() or char in kept else instead for char in text)
+    return "".join(char if char.isprintable() or char in kept else replacement for char in text)
 
 
 @dataclass(eq=False)
-class _Speech:
-    """A text that is printed in one go, whole or while it grows."""
-
+class _Text:
     group: int
     heading: str
+    order: tuple[bool, int]  # whether it is unfinished, then the order of beginnings and ends
     text: str = ""
-    shown: int = 0
-    closed: bool = False
+    printed: int = 0
 
 
-class Floor:
-    """Prints texts that grow at the same time, each in one go.
+class SequentialPrinter:
+    """Prints texts that grow concurrently, one after another.
 
     Parameters
     ----------
     out : text file
     headings : sequence of str
-        One per group of texts, printed before it; a group is printed before the next one. Empty: no heading.
+        One per group of texts, printed before it; empty: none. A group is printed completely before the next one.
 
     Attributes
     ----------
-    written : sequence of IncrementalDetokenizer
-        What each row wrote, where rows come as tokens.
+    completions : sequence of IncrementalDetokenizer
+        Tokens and text of each row, if rows arrive as tokens.
     """
 
-    written: Sequence[IncrementalDetokenizer] = ()
+    completions: Sequence[IncrementalDetokenizer] = ()
 
     def __init__(self, out: TextIO, headings: Sequence[str]) -> None:
         self.out, self.headings = out, headings
-        self._speeches: dict[Hashable, _Speech] = {}
-        self._waiting: list[_Speech] = []  # those that have not begun to be printed, finished ones first
-        self._speaker: _Speech | None = None
-        self._group: int | None = None
+        self._texts: dict[Hashable, _Text] = {}
+        self._buffered: list[_Text] = []
+        self._current: _Text | None = None
+        self._group: int | None = None  # group of the line that is not ended yet
+        self._counter = count()
         self._clean: Callable[[str], str] = printable if out.isatty() else str
 
-    def begin(self, name: Hashable, group: int, heading: str = "") -> None:
-        """Begin the text `name` of a group."""
-        speech = self._speeches[name] = _Speech(group, heading)
-        self._waiting.append(speech)
-        if self._speaker is None:
-            self._pass_on()
+    def begin(self, key: Hashable, group: int, heading: str = "") -> None:
+        """Begin a text of a group."""
+        self._texts[key] = _Text(group, heading, (True, next(self._counter)))
+        self._buffered.append(self._texts[key])
+        self._print_next()
 
-    def write(self, name: Hashable, text: str) -> None:
+    def write(self, key: Hashable, text: str) -> None:
         """Append to a text."""
-        speech = self._speeches[name]
-        speech.text += text
-        if speech is self._speaker:
-            self._say(speech)
+        self._texts[key].text += text
+        if self._texts[key] is self._current:
+            self._print_new(self._current)
 
-    def close(self, name: Hashable) -> None:
-        """End a text; the next one is printed, if it was this one's turn."""
-        speech = self._speeches[name]
-        speech.closed = True
-        if speech is self._speaker:
-            self._pass_on()
-        elif speech in self._waiting:  # behind those that had ended before
-            self._waiting.remove(speech)
-            self._waiting.insert(sum(other.closed for other in self._waiting), speech)
+    def close(self, key: Hashable) -> None:
+        """End a text. Has no effect on a text that has ended."""
+        text = self._texts[key]
+        if text.order[0]:
+            text.order = (False, next(self._counter))
+            if text is self._current:
+                self._current = None
+                self._print_next()
 
     def finish(self) -> None:
-        """Print all that is still waiting, and end the line."""
-        for name, speech in self._speeches.items():
-            if not speech.closed:
-                self.close(name)
-        self.line("")
+        """Print all buffered texts and end the line."""
+        for key in self._texts:
+            self.close(key)
+        self.print_line("")
 
-    def line(self, text: str) -> None:
-        """Print a line of its own, or end one that is not ended."""
+    def print_line(self, text: str) -> None:
+        """Print a separate line. Empty: only end the current line."""
         if self._group is not None:
             self.out.write("\n")
         self._group = None
@@ -105,90 +99,104 @@ class Floor:
             self.out.write(self._clean(text) + "\n")
         self.out.flush()
 
-    def _pass_on(self) -> None:
-        """Print what has ended, and give the floor to a text that has not; a group is left when all of it has."""
-        self._speaker = None
-        while self._waiting and self._speaker is None:
-            group = min(speech.group for speech in self._waiting)
-            speech = next(speech for speech in self._waiting if speech.group == group)
-            self._waiting.remove(speech)
-            self._introduce(speech)
-            self._say(speech)
-            if not speech.closed:
-                self._speaker = speech
+    def _print_next(self) -> None:
+        """Print buffered texts up to the first that is unfinished, which becomes the current one."""
+        while self._buffered and self._current is None:
+            text = min(self._buffered, key=lambda text: (text.group, text.order))
+            self._buffered.remove(text)
+            self._print_headings(text)
+            self._print_new(text)
+            if text.order[0]:
+                self._current = text
 
-    def _introduce(self, speech: _Speech) -> None:
-        headings = [speech.heading]
+    def _print_headings(self, text: _Text) -> None:
+        headings = [text.heading]
         if self._group is not None:
             self.out.write("\n\n")
-        if speech.group != self._group:
-            headings.insert(0, self.headings[speech.group])
-        self._group = speech.group
+        if text.group != self._group:
+            headings.insert(0, self.headings[text.group])
+        self._group = text.group
         self.out.write("".join(f"{self._clean(heading)}\n" for heading in headings if heading))
 
-    def _say(self, speech: _Speech) -> None:
-        """Print what is new of a text; space around it is not, and space inside it when more has come."""
-        if not speech.shown:
-            speech.text = speech.text.lstrip()
-        ready = len(speech.text.rstrip())
-        if ready > speech.shown:
-            self.out.write(self._clean(speech.text[speech.shown : ready]))
+    def _print_new(self, text: _Text) -> None:
+        """Print the new part of a text without leading whitespace, and without trailing until more text follows."""
+        if not text.printed:
+            text.text = text.text.lstrip()
+        end = len(text.text.rstrip())
+        if end > text.printed:
+            self.out.write(self._clean(text.text[text.printed : end]))
             self.out.flush()
-            speech.shown = ready
+            text.printed = end
 
 
-class RowPrinter(Floor):
-    """Prints the tokens of each row: what `generate` gives any streamer.
+class TokenPrinter(SequentialPrinter):
+    """Prints the tokens of each row.
 
     Parameters
     ----------
     out, headings
-        See `Floor`; there is a group per prompt.
+        See `SequentialPrinter`; one group per prompt.
     tokenizer
-    rows : int
-        Rows per prompt.
-    ends : collection of int
+    config : ParallelConfig, optional
+        Settings of the call; None without a mode.
+    answers : int
+        Sequences per prompt (`num_return_sequences`).
+    eos_token_ids : collection of int
         Tokens that end a row.
     """
 
     def __init__(
-        self, out: TextIO, headings: Sequence[str], tokenizer: Any, rows: int = 1, ends: Collection[int] = ()
+        self,
+        out: TextIO,
+        headings: Sequence[str],
+        tokenizer: Any,
+        config: ParallelConfig | None = None,
+        answers: int = 1,
+        eos_token_ids: Collection[int] = (),
     ) -> None:
         super().__init__(out, headings)
-        self.ends, self.skipped = set(ends), set(getattr(tokenizer, "all_special_ids", ()))
-        self.rows = rows
-        self.written = [IncrementalDetokenizer(tokenizer) for _ in range(len(headings) * rows)]
+        self.config, self.answers = config, answers
+        self.eos_token_ids, self.skipped = set(eos_token_ids), set(getattr(tokenizer, "all_special_ids", ()))
+        rows = len(headings) * answers * (1 if config is None else config.rows_per_prompt)
+        self.completions = [IncrementalDetokenizer(tokenizer) for _ in range(rows)]
         self._ended: set[int] = set()
 
     def put(self, value: Any) -> None:
-        """Take the prompts `[rows, length]`, then each pass's tokens `[rows]`."""
+        """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
         if value.ndim > 1:
-            for row in range(len(self.written)):
-                self.begin(row, row // self.rows, f"[{row % self.rows + 1} of {self.rows}]" if self.rows > 1 else "")
+            for row in range(len(self.completions)):
+                self._begin_row(row)
             return
         for row, token in enumerate(value.tolist()):
             if row in self._ended:
                 continue
             if token not in self.skipped:
-                self.write(row, self.written[row].add([token]))
-            if token in self.ends:
+                self.write(row, self.completions[row].add([token]))
+            if token in self.eos_token_ids:
                 self._ended.add(row)
                 self.close(row)
+
+    def _begin_row(self, row: int) -> None:
+        sequence, name = row, ""
+        if self.config is not None:
+            sequence, index, _ = self.config.place(row, len(self.headings) * self.answers)
+            name = self.config.row_name(index) if self.config.rows_per_prompt > 1 else ""
+        self.begin(row, sequence // self.answers, _heading(sequence, self.answers, name))
 
     def end(self) -> None:
         """Print the rest."""
         self.finish()
 
 
-class StepPrinter(Floor):
-    """Prints what rows write where a mode tells it as text: steps of workers, answers, points of an outline.
+class TextPrinter(SequentialPrinter):
+    """Prints the text of modes that stream text: steps of workers, answers, points of an outline.
 
     Parameters
     ----------
     out, headings
-        See `Floor`; there is a group per prompt.
+        See `SequentialPrinter`; one group per prompt.
     config : ParallelConfig
-        That of the call.
+        Settings of the call.
     answers : int
         Sequences per prompt (`num_return_sequences`).
     """
@@ -199,28 +207,26 @@ class StepPrinter(Floor):
         self._steps: dict[int, int] = {}
 
     def put(self, value: Any) -> None:
-        """Tokens are of no interest here."""
+        """Ignore tokens."""
 
     def write_row(self, row: int, text: str, event: str) -> None:
-        """Take what a row wrote; events as in `ParallelStreamer`."""
+        """Receive text of a row; see `ParallelStreamer`."""
         if event == "begin":
-            self._steps[row] = self._steps.get(row, 0) + 1
-            sequence, number, _ = self.config.place(row, len(self.headings) * self.answers)
-            self.begin((row, self._steps[row]), sequence // self.answers, self._heading(row, sequence, number, text))
+            step = self._steps[row] = self._steps.get(row, 0) + 1
+            sequence, index, _ = self.config.place(row, len(self.headings) * self.answers)
+            named = self.config.step_text(index, step, text) != text  # the text itself begins with the name
+            name = "" if named else self.config.step_name(index, step, text)
+            self.begin((row, step), sequence // self.answers, _heading(sequence, self.answers, name))
         self.write((row, self._steps[row]), text)
-        if event in ("step", "end") and not self._speeches[row, self._steps[row]].closed:
+        if event in ("step", "end"):
             self.close((row, self._steps[row]))
-
-    def _heading(self, row: int, sequence: int, number: int, text: str) -> str:
-        """What a text is called, and which answer it is of; steps of workers begin with their author's name."""
-        which = f"{sequence % self.answers + 1} of {self.answers}" if self.answers > 1 else ""
-        if isinstance(self.config, HogwildConfig):
-            return f"[{which}]" if which else ""
-        name = self.config.row_name(number)
-        if self._steps[row] > 1:  # the row of an outline goes on behind its points, or answers without any
-            name = "Conclusion" if text else "Answer"
-        return f"[{which}, {name}]" if which else f"[{name}]"
 
     def end(self) -> None:
         """Print the rest."""
         self.finish()
+
+
+def _heading(sequence: int, answers: int, name: str) -> str:
+    """Return the heading of a text, such as `[1 of 2, Alice]`."""
+    which = f"{sequence % answers + 1} of {answers}" if answers > 1 else ""
+    return f"[{', '.join(filter(None, (which, name)))}]" if which or name else ""

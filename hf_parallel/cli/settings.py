@@ -1,4 +1,4 @@
-"""Settings of `hf-parallel generate`: read from options, told by `--settings`, checked before a model is loaded."""
+"""Settings of `hf-parallel generate`: read from options and checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from transformers import (
 )
 
 from hf_parallel.cache.logits import LogitsCache
-from hf_parallel.generation import MODES, ParallelConfig
+from hf_parallel.generation import MODES, ParallelConfig, Preset
 from hf_parallel.generation.arguments import check_values
-from hf_parallel.generation.config import SAMPLING, make_config, unknown_setting
-from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_PRESET
+from hf_parallel.generation.config import check_setting_names, make_config
 
 PLAIN = "generate"
-"""Stands for no mode: what `generate` does by itself."""
+"""Value of `--mode` for plain `generate`."""
 GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
-    ("max_new_tokens", int, "tokens of an answer; of a worker in hogwild (256)"),
+    ("max_new_tokens", int, "maximum number of new tokens of each row (256)"),
     ("num_return_sequences", int, "answers per prompt (1)"),
-    ("temperature", float, "of the sampling"),
-    ("top_p", float, "sample from the likeliest tokens that have this probability together"),
-    ("top_k", int, "sample from so many of the likeliest tokens"),
+    ("temperature", float, "sampling temperature"),
+    ("top_p", float, "sample from the most probable tokens whose probabilities sum to this"),
+    ("top_k", int, "sample from this many of the most probable tokens"),
     ("repetition_penalty", float, "above 1: repeat less"),
 )
 """Settings of `generate` that have an option: name, type, help."""
-_DRAWING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Settings of `generate` that have a sense only where tokens are drawn."""
-_WRITTEN_OUT = {"True": True, "False": False, "None": None}
+GENERATION_SETTINGS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+"""All settings of `generate`."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings of `generate` that have an effect only with `do_sample=True`."""
+_CONSTANTS = {"True": True, "False": False, "None": None}
 _PROCESSORS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "temperature": (TemperatureLogitsWarper, 1),
     "top_k": (TopKLogitsWarper, 0),
@@ -52,17 +53,17 @@ _PROCESSORS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "eta_cutoff": (EtaLogitsWarper, 0),
     "repetition_penalty": (RepetitionPenaltyLogitsProcessor, 1),
 }
-"""What `generate` makes of a setting, which refuses a value out of its range; the value at which it makes nothing."""
+"""The logits processor of a setting, which raises for a value out of range, and the value that disables it."""
 
 
 def describe(mode: str) -> str:
-    """What a mode does, and what its settings mean and are by default."""
+    """Return what a mode does, and the meanings and defaults of its settings."""
     if mode not in MODES:
-        return "No mode: what `generate` of transformers does. Its settings: " + ", ".join(GENERATION_SETTINGS)
+        return "No mode: plain `generate` of transformers. Its settings: " + ", ".join(GENERATION_SETTINGS)
     cls = MODES[mode]
-    classes = [of for of in cls.__mro__ if dataclasses.is_dataclass(of) and of is not object]
-    texts = [inspect.cleandoc(of.__doc__ or "") for of in classes]
-    defaults = [f"{field.name} = {_default(field)}" for field in dataclasses.fields(cls) if field.name in cls.fields()]
+    classes = [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]
+    texts = [inspect.cleandoc(base.__doc__ or "") for base in classes]
+    defaults = [f"{field.name} = {_default(field)}" for field in dataclasses.fields(cls) if field.init]
     return "\n\n".join([*texts, "Defaults\n--------\n" + "\n".join(defaults)])
 
 
@@ -71,111 +72,122 @@ def _default(field: dataclasses.Field[Any]) -> str:
     return repr(value)
 
 
+def embedded_preset(options: argparse.Namespace) -> Preset:
+    """Return the mode's preset for the embedded model; an empty one for other models and with `--no-preset`."""
+    presets = MODES[options.mode].presets if options.mode in MODES else {}
+    return presets.get("embedded", Preset()) if options.model is None and not options.no_preset else Preset()
+
+
 def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, dict[str, Any]]:
-    """The mode's config, None without a mode, and the arguments of `generate`.
+    """Return the mode's config (None without a mode) and the arguments of `generate`.
 
     Raises
     ------
     ValueError
-        Naming the setting, what was given and what is allowed.
+        Naming the setting, the value and what is allowed.
     """
     cls = MODES.get(options.mode)
-    preset = options.model is None and not options.no_preset
-    settings: dict[str, Any] = {**SAMPLING} if preset and options.mode in ("hogwild", "self_consistency") else {}
-    given = {} if options.seed is None else {"seed": options.seed}
-    asked: dict[str, Any] = {}  # of `generate`
-    named = _settings_with_options(options)
-    for text in options.set:
-        name, _, value = text.partition("=")
-        if not _:
-            raise ValueError(f"--set must be NAME=VALUE, got {text!r}")
-        if name in named:
-            raise ValueError(f"--set {name} and {named[name]} are one setting, give one of them")
-        if cls is not None and name == "logits_cache" and name in cls.fields():
-            raise ValueError(f"--set cannot hold logits (got {text!r}); use --logits-cache FILE")
-        if cls is not None and name in cls.fields() and name not in cls.not_stored:
-            given[name] = parse(value, getattr(cls, name, None))
-        elif name in GENERATION_SETTINGS:
-            asked[name] = parse(value, getattr(GenerationConfig(), name))
-        elif cls is None:
-            raise ValueError(f"generate has no setting {name!r} (got {value!r})")
-        else:
-            raise unknown_setting(cls, name, value, GENERATION_SETTINGS)
-    settings |= asked | _generation_options(options, asked)
+    preset = embedded_preset(options)
+    of_mode, of_generate = _split_set_options(options, cls)
+    settings = {**preset.generation, **of_generate, **_generation_options(options, of_generate)}
     if settings.get("max_length") is None:
         settings.setdefault("max_new_tokens", 256)
     if not settings.get("do_sample", True):
-        settings = {name: value for name, value in settings.items() if name not in _DRAWING}
+        settings = {name: value for name, value in settings.items() if name not in _SAMPLING}
     _check_generation(settings)
-    if options.logits_cache is not None or options.mode == "resample":
-        given["logits_cache"] = _logits_cache(options.logits_cache, cls)
     if cls is None:
+        if options.logits_cache is not None:
+            raise ValueError(f"--logits-cache needs a mode with logits_cache, got --mode {PLAIN}")
         return None, settings
-    return make_config(
-        cls.mode, given, EMBEDDED_PRESET.settings if preset and options.mode == "hogwild" else None
-    ), settings
+    if options.seed is not None:
+        of_mode["seed"] = options.seed
+    if options.logits_cache is not None or cls.needs_logits_cache:
+        if "logits_cache" not in cls.fields():
+            raise ValueError(f"--logits-cache needs a mode with logits_cache, got --mode {cls.mode}")
+        of_mode["logits_cache"] = _load_logits_cache(options.logits_cache)
+    return make_config(cls.mode, of_mode, preset.settings), settings
+
+
+def _split_set_options(
+    options: argparse.Namespace, cls: type[ParallelConfig] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of all `--set` options: settings of the mode, and settings of `generate`."""
+    given = _given_options(options)
+    of_mode: dict[str, Any] = {}
+    of_generate: dict[str, Any] = {}
+    for text in options.set:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise ValueError(f"--set must be NAME=VALUE, got {text!r}")
+        if name in given:
+            raise ValueError(f"--set {name} and {given[name]} are the same setting, give one of them")
+        if cls is not None and name in cls.not_stored:
+            hint = "; use --logits-cache FILE" if name == "logits_cache" else ""
+            raise ValueError(f"--set cannot hold the object {name} (got {text!r}){hint}")
+        if cls is not None and name in cls.fields():
+            of_mode[name] = parse(value, getattr(cls, name, None))
+        elif name in GENERATION_SETTINGS:
+            of_generate[name] = parse(value, getattr(GenerationConfig(), name))
+        elif cls is None:
+            raise ValueError(f"generate has no setting {name!r} (got {value!r})")
+        else:
+            check_setting_names(cls, {name: value}, GENERATION_SETTINGS)
+    return of_mode, of_generate
 
 
 def _check_generation(settings: dict[str, Any]) -> None:
-    """Raise an error for what `generate` would refuse whatever the model."""
+    """Raise `ValueError` for values that `generate` rejects for any model."""
     check_values(settings)
-    GenerationConfig(**{"do_sample": True, **settings})  # unless told, the model's own config may ask for sampling
-    for name, (make, nothing) in _PROCESSORS.items():
+    GenerationConfig(**{"do_sample": True, **settings})  # the model's own config may enable sampling
+    for name, (processor, disabled) in _PROCESSORS.items():
         value = settings.get(name)
-        if value is None or value == nothing:
+        if value is None or value == disabled:
             continue
         try:
-            make(value)
+            processor(value)
         except ValueError as error:
-            raise ValueError(f"{name}={value!r} is refused by generate: {error}") from error
+            raise ValueError(f"{name}={value!r} is invalid: {error}") from error
 
 
-def _settings_with_options(options: argparse.Namespace) -> dict[str, str]:
-    """Settings that options give, and which."""
+def _given_options(options: argparse.Namespace) -> dict[str, str]:
+    """Return the names of settings that were given as options, with those options."""
     names = [*(name for name, _, _ in GENERATION_OPTIONS), "seed"]
-    named = {name: f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None}
+    given = {name: f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None}
     if options.greedy or options.sample:
-        named["do_sample"] = "--greedy" if options.greedy else "--sample"
-    return named
+        given["do_sample"] = "--greedy" if options.greedy else "--sample"
+    return given
 
 
-def _generation_options(options: argparse.Namespace, asked: dict[str, Any]) -> dict[str, Any]:
-    """What options say of the arguments of `generate`, and whether they or those `asked` for by --set draw tokens."""
+def _generation_options(options: argparse.Namespace, of_generate: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of `generate` that were given as options, with `do_sample` if any setting implies it."""
     names = [name for name, _, _ in GENERATION_OPTIONS]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    drawing = [f"--{name.replace('_', '-')}" for name in _DRAWING if name in given]
-    drawing += [f"--set {name}" for name in _DRAWING if asked.get(name) is not None]
-    drawing += ["--sample"] * bool(options.sample)
-    greedy = "--greedy" if options.greedy else "" if asked.get("do_sample", True) else "--set do_sample=False"
-    if greedy and drawing:
-        raise ValueError(f"{greedy} draws no tokens, so it cannot be combined with {', '.join(drawing)}")
-    if greedy or drawing:
+    sampling = [f"--{name.replace('_', '-')}" for name in _SAMPLING if name in given]
+    sampling += [f"--set {name}" for name in _SAMPLING if of_generate.get(name) is not None]
+    sampling += ["--sample"] * bool(options.sample)
+    greedy = "--greedy" if options.greedy else "" if of_generate.get("do_sample", True) else "--set do_sample=False"
+    if greedy and sampling:
+        raise ValueError(f"{greedy} disables sampling, so it cannot be combined with {', '.join(sampling)}")
+    if greedy or sampling:
         given["do_sample"] = not greedy
     return given
 
 
-GENERATION_SETTINGS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-"""What `generate` itself can be set to."""
-
-
 def parse(text: str, default: Any) -> Any:
-    """The value of a setting: JSON, `True`, `False` or `None`, or plain text, which a setting that is text remains.
+    """Parse the value of a setting: JSON, `True`, `False` or `None`, or plain text.
 
     Parameters
     ----------
     text : str
     default : Any
-        The setting's.
+        Default of the setting. If it is a string, the value is a string too.
     """
     try:
         value = json.loads(text)
     except ValueError:
-        return _WRITTEN_OUT.get(text, text) if not isinstance(default, str) else text
+        return _CONSTANTS.get(text, text) if not isinstance(default, str) else text
     return value if isinstance(value, str) or not isinstance(default, str) else text
 
 
-def _logits_cache(path: Path | None, cls: type[ParallelConfig] | None) -> LogitsCache:
-    """The cache that a file holds, or a new one."""
-    if cls is None or "logits_cache" not in cls.fields():
-        raise ValueError(f"--logits-cache needs a mode that remembers logits, got {PLAIN if cls is None else cls.mode}")
+def _load_logits_cache(path: Path | None) -> LogitsCache:
     return LogitsCache.load(path) if path is not None and path.exists() else LogitsCache()

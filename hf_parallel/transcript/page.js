@@ -1,5 +1,5 @@
 "use strict";
-// Everything is read off the elements: a card has its column, the passes between which it was written and what ended it.
+// Reads all state from data attributes: the column of a card, the passes of its text, and the event that ended it.
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : /(ch|s|x)$/.test(word) ? "es" : "s"}`;
 const listed = names => names.length < 2 ? names.join("") : names.slice(0, -1).join(", ") + " and " + names.at(-1);
 
@@ -7,14 +7,14 @@ function play(section) {
   const find = selector => [...section.querySelectorAll(selector)];
   const slide = section.querySelector("input"), view = section.querySelector("select");
   const pieces = find("[data-p]"), ticks = find(".tick");
-  const {sight, unit, done, past} = section.parentElement.dataset;
+  const {visibility, unit, final_event: finalEvent, history} = section.parentElement.dataset;
   const cards = find(".card").map(element => {
     const {c, b, e, g, s, n, who} = element.dataset;
     const number = value => value === "" ? null : +value;
     return {element, column: number(c), begin: +b, end: number(e), gone: number(g), how: s, name: n, who};
   });
   const across = cards.filter(card => card.column === null);
-  const isDone = (card, pass) => card.end !== null && card.end <= pass && (card.how === done || card.how === "join");
+  const isDone = (card, pass) => card.end !== null && card.end <= pass && (card.how === finalEvent || card.how === "join");
   const isThere = (card, pass) => card.begin <= pass && (card.gone === null || card.gone > pass);
   const joined = (card, pass) => across.some(other => other.begin >= card.end && other.begin <= pass);
 
@@ -22,7 +22,7 @@ function play(section) {
     if (!isThere(card, pass)) return viewer === "all";
     if (viewer === card.column || (card.column === null && viewer !== "all")) return true;
     if (viewer === null) return isDone(card, pass) && joined(card, pass);
-    return sight === "live" || (sight === "ended" && isDone(card, pass));
+    return visibility === "live" || (visibility === "ended" && isDone(card, pass));
   }
 
   function say(viewer, pass, there) {
@@ -31,18 +31,18 @@ function play(section) {
     const at = pass === 0 ? "Before the first pass" : `After pass ${pass}`;
     if (viewer === "all") {
       const who = [...new Set(writing.map(card => card.who))], one = who.length === 1;
-      const does = pass < last ? one ? "is writing" : "are writing" : one ? "has not ended" : "have not ended";
-      const now = who.length ? `${listed(who)} ${does}` : pass < last ? "nobody is writing" : "all is written";
-      const moved = past ? finished.sort((a, b) => a.end - b.end).map(card => card.name).join(" \u00b7 ") : "";
-      return `${at}: ${now}. ` + (moved ? `In the ${past}: ${moved}.` : `${plural(finished.length, unit)} finished.`);
+      const does = pass < last ? one ? "is writing" : "are writing" : one ? "has not finished" : "have not finished";
+      const now = who.length ? `${listed(who)} ${does}` : pass < last ? "no row is writing" : "all rows have ended";
+      const moved = history ? finished.sort((a, b) => a.end - b.end).map(card => card.name).join(" \u00b7 ") : "";
+      return `${at}: ${now}. ` + (moved ? `In the ${history}: ${moved}.` : `${plural(finished.length, unit)} finished.`);
     }
     const seen = finished.filter(card => card.column !== viewer && sees(viewer, card, pass));
     const live = there.filter(card => card.column !== viewer && card.column !== null && !isDone(card, pass) && sees(viewer, card, pass)).sort((a, b) => a.column - b.column);
-    const parts = ["the prompt", "what it wrote itself"];
+    const parts = ["the prompt", "its own text"];
     if (seen.length) parts.push(`${plural(seen.length, "finished " + unit)} of others`);
     if (live.length) parts.push(`what ${listed([...new Set(live.map(card => card.who))])} ${live.length === 1 ? "has" : "have"} written so far`);
-    if (viewer !== null && across.some(card => card.begin < pass && isThere(card, pass))) parts.push("what is written across all columns");
-    return `${at}, ${view.selectedOptions[0].text} can read ${listed(parts)}.`;
+    if (viewer !== null && across.some(card => card.begin < pass && isThere(card, pass))) parts.push("the text across all columns");
+    return `${at}, ${view.selectedOptions[0].text} can see ${listed(parts)}.`;
   }
 
   const last = +slide.max;

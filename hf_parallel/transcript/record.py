@@ -1,4 +1,4 @@
-"""What a call of `generate` keeps of how it came about, so that an output can tell it: who wrote what, and when."""
+"""Record of one `generate` call: which row wrote which text at which forward pass."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 COMPUTED, DRAFTED, REPLAYED, HOTSPOT = "m", "d", "r", "h"
-"""Where a token comes from: the model ran, it ran once for this token and the one before, its logits were remembered,
-they were and it was drawn at a hotspot."""
+"""Origins of a token: a forward pass of its own; the forward pass of an earlier token, as an accepted draft token;
+replayed from cached logits; replayed and sampled again at a hotspot."""
 
 
 class Event(NamedTuple):
-    """What a row wrote, as a `ParallelStreamer` is told it; `forward_pass` counts decode passes, 0 is before them.
+    """Text or event of a row, with the arguments of `ParallelStreamer.write_row`.
 
-    Two events come from sessions alone, and no streamer hears of them: `forget` (a finished step of the row leaves the
-    history; `text` is its place among those that the row has there) and `leave` (the row's worker is removed).
+    `forward_pass` counts decode passes; 0 is before the first. Sessions add two events that streamers do not receive:
+    `forget` (a finished step of the row is removed from the history; `text` is its index among the row's steps there)
+    and `leave` (the row's worker is removed).
     """
 
     forward_pass: int
@@ -28,28 +29,27 @@ class Event(NamedTuple):
 
 @dataclass(eq=False)
 class Record:
-    """How one call came about.
+    """Record of one call.
 
     Attributes
     ----------
     config : ParallelConfig
-        That of the call; None outside of a mode.
+        Settings of the call; None without a mode.
     settings : dict
-        Those of the mode that were given.
+        Settings of the mode that were given.
     prompts : list of int64 arrays
-        What each row of the batch followed from, without padding.
+        Prompt of each row of `input_ids`, without padding.
     begin : int
-        Tokens of a row of `sequences` that are its prompt and padding.
+        Length of the padded prompts: index of the first generated token in a row of `sequences`.
     lengths : list of int
-        Tokens that each row of `sequences` has, padding behind it not counted.
+        Length of each row of `sequences` without padding on the right.
     passes : int
-        Decode passes: how often rows were given tokens.
+        Number of decode passes.
     events : list of Event
-        Empty in modes that write no text.
+        Empty in modes that stream no text.
     origins : dict of int to str
-        For rows over a LogitsCache a letter for each of its new tokens: `m` (the model ran), `d` (it was a draft in the
-        pass that gave the token before, see `draft_tokens`), `r` (replayed) or `h` (replayed, and drawn anew at a
-        hotspot).
+        One letter for each new token of a row: `m`, `d`, `r` or `h` (see `COMPUTED` and the constants beside it).
+        Only rows of calls with a LogitsCache.
     """
 
     config: Any = None
@@ -67,16 +67,16 @@ class Record:
         return "" if self.config is None else self.config.mode
 
     def place(self, row: int) -> tuple[int, int | None]:
-        """The prompt that a row belongs to, and its column; None: it spans all columns."""
+        """Return the prompt of a row and its column (None: the row spans all columns)."""
         place = self.config.place(row, len(self.prompts))
         return place.prompt, place.column
 
     def write(self, row: int, text: str, event: str) -> None:
-        """Keep what a row wrote, or what became of it; see `Event`."""
+        """Append an event at the current decode pass."""
         self.events.append(Event(self.passes, row, text, event))
 
-    def came_from(self, origins: Mapping[int, Sequence[str]], rows: Mapping[int, int] | None = None) -> None:
-        """Keep where more tokens of rows come from; `rows` says which rows they are, where the numbers differ."""
+    def add_origins(self, origins: Mapping[int, Sequence[str]], rows: Mapping[int, int] | None = None) -> None:
+        """Append the origins of new tokens by row; `rows` maps the keys to rows of the call where they differ."""
         for index, letters in origins.items():
             row = index if rows is None else rows[index]
             self.origins[row] = self.origins.get(row, "") + "".join(letters)

@@ -1,13 +1,13 @@
-"""Transcripts: what the rows of a call wrote at which pass, as plain data that goes into JSON and onto a page.
+"""Transcript of a call as plain data, for JSON and the HTML page.
 
-A transcript has a section per prompt; a section has columns (workers, branches, completions), and a column has cards:
-what a row wrote in one go. Knows the record of a call and tokenizers, nothing of modes.
+A transcript has one section per prompt, a section has columns (workers, branches, completions), and a column has cards:
+pieces of text that a row wrote without interruption, such as a step.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from os.path import commonprefix
@@ -16,35 +16,32 @@ from typing import Any, NamedTuple
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.transcript.record import COMPUTED, Record
 
-FORMAT, VERSION = "hf_parallel run", 1
-"""What a file of a transcript begins with."""
+FORMAT, VERSION = "hf_parallel run", 2
+"""Values of `format` and `version` in a transcript."""
 GIVEN = "g"
-"""Where a piece comes from that nobody generated; see `Record.origins` for the others."""
-
-Place = Callable[[int], tuple[int, int | None]]
-"""Says of a row which prompt it belongs to, and its column; None: it is written across all of them."""
+"""Origin of text that was inserted, not generated; the other origins are those of `Record.origins`."""
 
 
 @dataclass
 class Card:
-    """What a row wrote in one go, such as a step.
+    """Text that a row wrote without interruption, such as a step.
 
     Attributes
     ----------
     column : int or None
-        None: across all columns.
+        None: the card spans all columns.
     begin : int
-        The decode pass behind which it began; 0: before the first.
+        Decode pass after which the card began; 0: before the first.
     end : int or None
-        The decode pass that wrote its last token; None: it wrote none.
+        Decode pass of its last token; None: it has no tokens.
     ended : str
-        The event that ended it (see `ParallelStreamer`); empty: none did.
+        Event that ended it (see `ParallelStreamer`); empty: it is unfinished.
     given : str
         Text that it began with.
     pieces : list of (int, str, str)
-        What each token added: the pass that wrote it, its text, and where it comes from.
+        Decode pass, text and origin of each token.
     gone : int or None
-        The decode pass behind which nobody reads it any more: it was forgotten, or left with its worker.
+        Decode pass after which no row attends to it: it was forgotten, or its worker was removed.
     """
 
     column: int | None
@@ -57,35 +54,35 @@ class Card:
 
 
 class TranscriptStyle(NamedTuple):
-    """How a mode lets its rows write, in the words of a page.
+    """How a page shows the rows of a mode.
 
-    `unit` is what a card is called, and `across` who writes across all columns. Columns read each other `live` (as it
-    is written), `ended` (finished cards alone) or `never`: that is `sight`. The event `done` finishes a card, which
-    then moves into what `past` names, if anything.
+    `unit` is the name of a card and `spanning` that of the row that spans all columns. `visibility` says which text of
+    the other columns a row sees: `live` (all), `ended` (finished cards) or `never` (none). `final_event` finishes a
+    card, which then moves to the shared text named `history` (empty: it stays in its column).
     """
 
     unit: str = "completion"
-    across: str = "answer"
-    sight: str = "never"
-    done: str = "end"
-    past: str = ""
+    spanning: str = "answer"
+    visibility: str = "never"
+    final_event: str = "end"
+    history: str = ""
 
 
 @dataclass
 class Section:
-    """One prompt, and what was written from it.
+    """One prompt and its rows.
 
     Attributes
     ----------
     prompt : str or None
-        None: it is not known as text.
+        None: unknown without a tokenizer.
     prompt_tokens : int
     columns : list of str
-        Their names.
+        Names of the columns.
     cards : list of Card
         In the order in which they began.
     notes : list of (str, str)
-        Headings and texts of what else is to be said.
+        Headings and texts shown below the columns.
     """
 
     prompt: str | None
@@ -95,18 +92,19 @@ class Section:
     notes: list[tuple[str, str]] = field(default_factory=list)
 
 
-def written_cards(record: Record, place: Place, steps_stay: bool = True) -> dict[int, list[Card]]:
-    """The cards of each prompt, from the events of a call; `steps_stay`: finished ones do when their worker leaves."""
+def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
+    """Return the cards of each prompt from the events of a call."""
+    keep_steps = bool(record.config.transcript_style.history)  # finished steps outlive their worker in the history
     origins = {row: iter(letters) for row, letters in record.origins.items()}
     found: dict[int, list[Card]] = {}
     open_cards: dict[int, Card] = {}
-    of_rows: dict[int, list[Card]] = {}
+    cards_by_row: dict[int, list[Card]] = {}
 
     def begin(row: int, at: int, text: str = "") -> Card:
-        prompt, column = place(row)
+        prompt, column = record.place(row)
         card = open_cards[row] = Card(column, at, given=text)
         found.setdefault(prompt, []).append(card)
-        of_rows.setdefault(row, []).append(card)
+        cards_by_row.setdefault(row, []).append(card)
         return card
 
     for at, row, text, event in record.events:
@@ -118,10 +116,10 @@ def written_cards(record: Record, place: Place, steps_stay: bool = True) -> dict
                 card.ended = event
                 del open_cards[row]
         elif event in ("forget", "leave"):
-            there = [card for card in of_rows.get(row, []) if card.gone is None]
-            steps = [card for card in there if card.ended == "step"]
-            left = [card for card in there if not (steps_stay and card.ended == "step")]
-            for card in [steps[int(text)]] if event == "forget" else left:
+            present = [card for card in cards_by_row.get(row, []) if card.gone is None]
+            steps = [card for card in present if card.ended == "step"]
+            leaving = [card for card in present if not (keep_steps and card.ended == "step")]
+            for card in [steps[int(text)]] if event == "forget" else leaving:
                 card.gone = at
         else:
             before = max(at - 1, 0) if event == "token" else at
@@ -132,19 +130,30 @@ def written_cards(record: Record, place: Place, steps_stay: bool = True) -> dict
     return {prompt: [card for card in cards if card.given or card.pieces] for prompt, cards in found.items()}
 
 
-def beside(cards: Sequence[Card], columns: list[str], name: str) -> None:
-    """Give what is written across columns one of its own if it was not written in turn with them."""
-    across = [card for card in cards if card.column is None]
+def column_names(record: Record, prompt: int, cards: Sequence[Card]) -> list[str]:
+    """Return the names of the columns of a prompt's cards: those of the rows that wrote them."""
+    config = record.config
+    places = [config.place(row, len(record.prompts)) for row in {event.row for event in record.events}]
+    names = {place.column: config.row_name(place.index) for place in places if place.prompt == prompt}
+    count = 1 + max((card.column or 0 for card in cards), default=0)
+    return [names.get(column, f"{config.transcript_style.unit} {column + 1}") for column in range(count)]
+
+
+def separate_overlapping(cards: Sequence[Card], columns: list[str], name: str) -> None:
+    """Move cards that span all columns to a column of their own if any of them overlaps another card in time."""
+    spanning = [card for card in cards if card.column is None]
     spans = [(card.begin, card.end) for card in cards if card.column is not None and card.end is not None]
-    ends = [(card, card.begin if card.end is None else card.end) for card in across]
+    ends = [(card, card.begin if card.end is None else card.end) for card in spanning]
     if any(begin < last and card.begin < end for card, last in ends for begin, end in spans):
-        for card in across:
+        for card in spanning:
             card.column = len(columns)
         columns.append(name)
 
 
-def completed_sections(record: Record, sequences: Sequence[Sequence[int]], tokenizer: Any) -> list[Section]:
-    """Sections of a mode that writes no text: rows of one prompt side by side, or all rows if each has its own.
+def completion_sections(record: Record, sequences: Sequence[Sequence[int]], tokenizer: Any) -> list[Section]:
+    """Return the sections of a mode that streams no text.
+
+    Rows of one prompt share a section. If every prompt has a single row, all rows share one.
 
     Parameters
     ----------
@@ -152,9 +161,10 @@ def completed_sections(record: Record, sequences: Sequence[Sequence[int]], token
     sequences : list per row of list of int
         Prompts and completions, padded on both sides.
     tokenizer
-        Of the model.
+        Tokenizer of the model.
     """
-    prompts = [prompt.tolist() for prompt in record.prompts]
+    places = [record.config.place(row, len(record.prompts)) for row in range(len(sequences))]
+    prompts = [record.prompts[place.prompt].tolist() for place in places]
     groups = [list(rows) for _, rows in groupby(range(len(prompts)), key=prompts.__getitem__)]
     if len(groups) == len(prompts) > 1:
         groups = [list(range(len(prompts)))]
@@ -164,28 +174,30 @@ def completed_sections(record: Record, sequences: Sequence[Sequence[int]], token
         cards = []
         for column, row in enumerate(rows):
             tokens = sequences[row][record.begin : record.lengths[row]]
-            own = tokenizer.decode(prompts[row][len(shared) :])
-            cards.append(_completion(column, own, tokens, record.origins.get(row, ""), tokenizer))
-        names = [f"completion {number}" for number in range(1, len(rows) + 1)]
+            rest = tokenizer.decode(prompts[row][len(shared) :])
+            cards.append(_completion(column, rest, tokens, record.origins.get(row, ""), tokenizer))
+        names = [record.config.row_name(places[row].index) for row in rows]
+        if record.config.rows_per_prompt == 1 or len(set(names)) < len(names):
+            names = [f"completion {number}" for number in range(1, len(rows) + 1)]
         sections.append(Section(tokenizer.decode(shared), len(shared), names, cards))
     return sections
 
 
-def _completion(column: int, own: str, tokens: Sequence[int], origins: str, tokenizer: Any) -> Card:
-    """The card of a row; what it replayed was there before the first pass."""
-    card, text = Card(column, 0, ended="end", given=own), IncrementalDetokenizer(tokenizer)
+def _completion(column: int, given: str, tokens: Sequence[int], origins: str, tokenizer: Any) -> Card:
+    """Return the card of a row; only computed tokens advance its decode pass."""
+    card, text = Card(column, 0, ended="end", given=given), IncrementalDetokenizer(tokenizer)
     special = set(getattr(tokenizer, "all_special_ids", ()))
     at = 0
-    for place, token in enumerate(tokens):
-        origin = origins[place] if place < len(origins) else COMPUTED
+    for index, token in enumerate(tokens):
+        origin = origins[index] if index < len(origins) else COMPUTED
         at += origin == COMPUTED
         card.pieces.append((at, "" if token in special else text.add([token]), origin))
         card.end = at
     return card
 
 
-def as_dict(record: Record, stats: Any, style: TranscriptStyle, sections: Sequence[Section]) -> dict[str, Any]:
-    """A transcript as plain data."""
+def transcript_dict(record: Record, stats: Any, sections: Sequence[Section]) -> dict[str, Any]:
+    """Return a transcript as plain data; settings that JSON cannot hold are left out."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -193,13 +205,12 @@ def as_dict(record: Record, stats: Any, style: TranscriptStyle, sections: Sequen
         "settings": {name: value for name, value in record.settings.items() if _is_plain(value)},
         "stats": None if stats is None else stats.to_dict(),
         "passes": record.passes,
-        "style": style._asdict(),
+        "style": record.config.transcript_style._asdict(),
         "sections": [asdict(section) for section in sections],
     }
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a setting is data, and no object of the process."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -208,17 +219,17 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_run(run: Any) -> Mapping[str, Any]:
-    """Return a transcript that was read from a file, if it is one.
+    """Check a transcript that was read from a file, and return it.
 
     Raises
     ------
     ValueError
-        Saying what is wrong with it.
+        If it is not a transcript, has another version, or is damaged.
     """
     if not isinstance(run, Mapping) or run.get("format") != FORMAT:
-        raise ValueError(f"no transcript: it must be a JSON object whose 'format' is {FORMAT!r}")
+        raise ValueError(f"not a transcript: it must be a JSON object whose 'format' is {FORMAT!r}")
     if run.get("version") != VERSION:
-        raise ValueError(f"a transcript of version {run.get('version')!r}, this program reads version {VERSION}")
+        raise ValueError(f"the transcript has version {run.get('version')!r}, but only version {VERSION} can be read")
     try:
         for section in run["sections"]:
             _check_section(section)
@@ -227,28 +238,27 @@ def check_run(run: Any) -> Mapping[str, Any]:
         _expect(isinstance(run["settings"], Mapping) and isinstance(run["stats"], Mapping | None))
         _expect(isinstance((run["stats"] or {}).get("kv_bytes", 0), int))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"a transcript that is damaged: {type(error).__name__} {error}") from error
+        raise ValueError(f"the transcript is damaged: {type(error).__name__} {error}") from error
     return run
 
 
 def _check_section(section: Any) -> None:
-    """Raise an error unless a section has what a page shows, of the right types."""
+    """Check the types and ranges that the page relies on."""
     names = section["columns"]
     _expect(isinstance(section["prompt"], str | None) and isinstance(section["prompt_tokens"], int))
     _expect(all(isinstance(name, str) for name in names))
     for heading, text in section["notes"]:
         _expect(isinstance(heading, str) and isinstance(text, str))
     for card in section["cards"]:
-        column, begin, end = card["column"], card["begin"], card["end"]
+        column, begin, end, gone = card["column"], card["begin"], card["end"], card["gone"]
         _expect(column is None or (isinstance(column, int) and 0 <= column < len(names)))
         _expect(isinstance(begin, int) and (end is None or (isinstance(end, int) and end >= begin >= 0)))
-        gone = card.get("gone")  # an older transcript does not tell it
         _expect(gone is None or (isinstance(gone, int) and gone >= (begin if end is None else end)))
         _expect(isinstance(card["given"], str) and isinstance(card["ended"], str))
         for at, text, origin in card["pieces"]:
             _expect(isinstance(at, int) and begin <= at <= end and isinstance(text, str) and isinstance(origin, str))
 
 
-def _expect(holds: bool) -> None:
-    if not holds:
-        raise ValueError("a value has the wrong type or lies outside its range")
+def _expect(condition: bool) -> None:
+    if not condition:
+        raise ValueError("a value has the wrong type or is out of range")

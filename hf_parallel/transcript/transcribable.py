@@ -1,0 +1,81 @@
+"""Transcripts of an output: the methods that turn the record of a call into plain data and an HTML page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_parallel.detokenizer import check_tokenizer
+from hf_parallel.transcript.page import render
+from hf_parallel.transcript.record import Record
+from hf_parallel.transcript.sections import (
+    Section,
+    cards_by_prompt,
+    column_names,
+    completion_sections,
+    separate_overlapping,
+    transcript_dict,
+)
+
+
+class Transcribable:
+    """Mixin for outputs with the attributes `record`, `stats` and `sequences`."""
+
+    record: Record | None
+    stats: Any
+    sequences: Any
+
+    def to_dict(self, tokenizer: Any = None) -> dict[str, Any]:
+        """Return the transcript of the call: which row generated which text at which forward pass.
+
+        Parameters
+        ----------
+        tokenizer : optional
+            The model's. Adds the text of the prompts. Required in modes that stream no text.
+
+        Returns
+        -------
+        dict
+            Plain data that `json` can write and `hf-parallel view` reads.
+
+        Raises
+        ------
+        ValueError
+            If a tokenizer is required, or the output was not made by a call of a mode.
+        """
+        if self.record is None:
+            raise ValueError(
+                "this output has no record of its call: only outputs of a generation mode have transcripts"
+            )
+        if tokenizer is not None:
+            check_tokenizer(tokenizer)
+        return transcript_dict(self.record, self.stats, self._sections(self.record, tokenizer))
+
+    def to_html(self, tokenizer: Any = None) -> str:
+        """Return the transcript as a self-contained HTML page: columns against forward passes.
+
+        Parameters and errors are those of `to_dict`. In a notebook: `IPython.display.HTML(output.to_html())`.
+        """
+        return render(self.to_dict(tokenizer))
+
+    def columns(self, prompt: int) -> list[str]:
+        """Return the names of a prompt's first columns. Further columns are named after their rows."""
+        return []
+
+    def notes(self, prompt: int) -> list[tuple[str, str]]:
+        """Return further text about a prompt: pairs of heading and text."""
+        return []
+
+    def _sections(self, record: Record, tokenizer: Any) -> list[Section]:
+        if not record.events:
+            if tokenizer is None:
+                raise ValueError(f"{record.mode} streams no text: pass the tokenizer that decodes its tokens")
+            return completion_sections(record, self.sequences.tolist(), tokenizer)
+        sections = []
+        for prompt, cards in sorted(cards_by_prompt(record).items()):
+            names = self.columns(prompt)
+            names = [*names, *column_names(record, prompt, cards)[len(names) :]]
+            separate_overlapping(cards, names, record.config.transcript_style.spanning)
+            tokens = record.prompts[prompt]
+            text = None if tokenizer is None else tokenizer.decode(tokens.tolist())
+            sections.append(Section(text, len(tokens), names, cards, self.notes(prompt)))
+        return sections
