@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers.cache_utils import Cache
 
-from hf_parallel.cache.arena import Arena
 from hf_parallel.cache.blocks import BlockPool
 from hf_parallel.cache.layout import ForwardPass, Segment, View, view_length
-from hf_parallel.kernels import RotarySpec, rotate
+from hf_parallel.kernels import RotarySpec, rotate_by
 
 
 class BlockCache(BlockPool, Cache):
@@ -55,19 +54,12 @@ class BlockCache(BlockPool, Cache):
         ----------
         key_states, value_states : [1, kv_heads, T, head_dim], or [rows, kv_heads, n, head_dim] under stock attention
             New tokens in packed order, rotated to the pass's position ids.
-        layer_idx : int
-            Index of the layer.
 
         Returns
         -------
         (keys, values)
             Under block attention the arguments. Under stock attention `[rows, kv_heads, L, head_dim]`: each row's
             whole view, left-padded with zeros to the longest. Under autocast in its dtype.
-
-        Raises
-        ------
-        ValueError
-            Under stock attention, if the prepared pass stands for several, or the batch does not match `rows`.
         """
         device = key_states.device.type
         if torch.is_autocast_enabled(device):
@@ -80,9 +72,7 @@ class BlockCache(BlockPool, Cache):
             self._prepare_rows(key_states)
         assert self._pass is not None
         if self._pass.num_passes > 1:
-            raise ValueError(
-                "a run of passes sees blocks as long as they were in each pass, which needs block attention"
-            )
+            raise ValueError("consecutive passes prepared as one need block attention")
         self._updated.add(layer_idx)
         packed = [states.transpose(0, 1).flatten(1, 2) for states in (key_states, value_states)]
         self.arena.write(layer_idx, packed[0], packed[1], self.plan)
@@ -125,11 +115,11 @@ class BlockCache(BlockPool, Cache):
             position = 0
             shift = view_length(segment.view[:-1]) - segment.view[-1].base
             for block in segment.view:
-                stored = layer.rows(block.extent, block.first, block.first + block.length)
+                stored = layer.rows(block.tokens)
                 k = layer.keys[stored]
                 delta = (position - block.base) - shift
                 if delta and spec is not None and block.length:
-                    k = rotate(k, *Arena._turn(spec, delta, k), spec)
+                    k = rotate_by(k, delta, spec)
                 keys[row, :, start : start + block.length] = k
                 values[row, :, start : start + block.length] = layer.values[stored]
                 start, position = start + block.length, position + block.length
@@ -187,7 +177,7 @@ class BlockCache(BlockPool, Cache):
                 self.free(view[-1])
         for index, view in enumerate(views):
             if chosen[index] in chosen[:index]:
-                views[index] = [*view[:-1], self.fork(view[-1], view[-1].room)]
+                views[index] = [*view[:-1], self.fork(view[-1], view[-1].free_slots)]
         self.rows = views
 
     def crop(self, tokens_to_remove: int) -> None:

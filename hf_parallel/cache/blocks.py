@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from hf_parallel.cache.arena import Arena, LayerStorage
-from hf_parallel.cache.layout import Block, ForwardPass, RunLayout, Segment, plan_pass
+from hf_parallel.cache.arena import Arena
+from hf_parallel.cache.layout import Block, ForwardPass, PassPlanner, Segment
 from hf_parallel.kernels import AttentionPlan, RotarySpec
+from hf_parallel.kernels.storage import LayerStorage
 
 
 class BlockPool:
@@ -28,8 +29,7 @@ class BlockPool:
         self._undo: list[tuple[Block, int]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, without passes: their plans hold kernel buffers."""
-        return self.__dict__ | {"_pass": None, "_last": None}
+        return self.__dict__ | {"_pass": None, "_last": None}  # plans of passes hold kernel buffers
 
     # Blocks
 
@@ -51,26 +51,14 @@ class BlockPool:
         self.arena.release(block.extent)
 
     def truncate(self, block: Block, length: int) -> None:
-        """Remove the tokens of a block from index `length` on.
-
-        Raises
-        ------
-        ValueError
-            If `length` is not between 0 and the block's length.
-        """
+        """Remove the tokens of a block from index `length` on, which must be between 0 and the block's length."""
         self._check_owned(block)
         if not 0 <= length <= block.length:
             raise ValueError(f"length must be between 0 and the block's {block.length}, got {length}")
         block.length = length
 
     def split(self, block: Block, at: int) -> Block:
-        """Split a block in two without copying: it keeps `at` tokens, the returned block holds the others.
-
-        Raises
-        ------
-        ValueError
-            If `at` is not inside the block's tokens.
-        """
+        """Split a block in two without copying: it keeps `at` tokens, the returned block holds the others."""
         self._check_owned(block)
         if not 0 < at < block.length:
             raise ValueError(f"at must lie inside the block's {block.length} tokens, got {at}")
@@ -85,7 +73,7 @@ class BlockPool:
         self._check_owned(block)
         copy = self.new_block(block.length + extra_capacity, block.base)
         try:
-            self.arena.copy(block.extent, block.first, copy.extent, 0, block.length)
+            self.arena.copy(block.tokens, copy.extent.range(0, block.length))
         except BaseException:
             self.free(copy)
             raise
@@ -95,12 +83,8 @@ class BlockPool:
     def move(self, source: Block, target: Block) -> None:
         """Move all tokens of `source` to the end of `target`, with keys rotated to their new positions.
 
-        Copies only these tokens; `source` is empty afterwards.
-
-        Raises
-        ------
-        ValueError
-            If the blocks are the same, or positions change and the rotary embedding is unknown.
+        Copies only these tokens; `source` is empty afterwards. Raises `ValueError` if the blocks are the same, or if
+        positions change and the rotary embedding is unknown.
         """
         self._check_owned(source)
         self._check_owned(target)
@@ -110,8 +94,8 @@ class BlockPool:
         if delta and self.rotary is None:
             raise ValueError("moving a block to other positions needs the rotary embedding of the model's layers")
         self.reserve([(target, target.length + source.length)])
-        end = target.first + target.length
-        self.arena.copy(source.extent, source.first, target.extent, end, source.length, delta, self.rotary)
+        end = target.extent.range(target.first + target.length, source.length)
+        self.arena.copy(source.tokens, end, delta, self.rotary)
         target.length += source.length
         source.length = 0
 
@@ -128,7 +112,7 @@ class BlockPool:
         for capacity, growing in outgrown.items():
             size = max(2 * capacity, *(length for _, length in growing), 1)
             runs = [(block.extent, block.first, block.length) for block, _ in growing]
-            for (block, _), extent in zip(growing, self.arena.rehouse(runs, size), strict=True):
+            for (block, _), extent in zip(growing, self.arena.relocate(runs, size), strict=True):
                 block.extent, block.first = extent, 0
 
     def storage(self, layer_idx: int) -> LayerStorage:
@@ -161,11 +145,6 @@ class BlockPool:
         segments : sequence of Segment
             New tokens of each row, in packed order.
 
-        Returns
-        -------
-        ForwardPass
-            Holds the position ids for the model.
-
         Raises
         ------
         ValueError
@@ -173,12 +152,11 @@ class BlockPool:
             segment; or if a block is seen at a position other than its own and the rotary embedding is unknown.
         """
         if self._last is not None and self._last.leads_to(segments):
-            self._extend({segment.view[-1]: 1 for segment in segments})
+            self._undo = [(segment.view[-1], segment.view[-1].length) for segment in segments]
+            for segment in segments:
+                segment.view[-1].length += 1
             return self._begin(self._last.next_step())
-        new_tokens = self._check([segments])
-        self._allocate(new_tokens)
-        self._extend(new_tokens)
-        return self._begin(plan_pass(segments, self.device))
+        return self.prepare_run([segments])
 
     def prepare_run(self, passes: Sequence[Sequence[Segment]]) -> ForwardPass:
         """Lay out several consecutive passes whose tokens are all known as one forward pass.
@@ -196,7 +174,7 @@ class BlockPool:
         Returns
         -------
         ForwardPass
-            All segments in packed order, pass by pass. It needs block attention.
+            All segments in packed order, pass by pass. Several passes need block attention.
 
         Raises
         ------
@@ -206,14 +184,15 @@ class BlockPool:
         if not passes:
             raise ValueError("a run needs at least one pass, got none")
         new_tokens = self._check(passes)
-        self._allocate(new_tokens)
+        self.reserve([(block, block.length + n) for block, n in new_tokens.items()])
+        self.arena.grow()
         self._undo = [(block, block.length) for block in new_tokens]
-        layout = RunLayout()
+        planner = PassPlanner()
         for segments in passes:
             for segment in segments:
                 segment.view[-1].length += segment.num_tokens if segment.write else 0
-            layout.add(segments)
-        return self._begin(layout.forward_pass(self.device))
+            planner.add(segments)
+        return self._begin(planner.build(self.device))
 
     @property
     def plan(self) -> AttentionPlan:
@@ -241,35 +220,21 @@ class BlockPool:
             written: set[Block] = set()
             read: set[Block] = set()
             for segment in segments:
-                self._check_segment(segment, new_tokens)
+                if not segment.view or segment.num_tokens < 1:
+                    raise ValueError(f"a segment needs a view and at least one new token, got {segment!r}")
+                for block in segment.view:
+                    self._check_owned(block)
                 target = segment.view[-1]
+                if not segment.write and segment.num_tokens > target.length + new_tokens[target]:
+                    raise ValueError(f"a segment cannot reread more tokens than its block holds, got {segment!r}")
                 if target in written or (segment.write and target in read):
-                    reason = "two segments of a forward pass write to one block, or one rereads what the other writes"
-                    raise ValueError(reason)
+                    raise ValueError(
+                        "two segments of a forward pass write to one block, or one rereads what the other writes"
+                    )
                 (written if segment.write else read).add(target)
                 if segment.write:
                     new_tokens[target] += segment.num_tokens
         return new_tokens
-
-    def _check_segment(self, segment: Segment, new_tokens: Counter[Block]) -> None:
-        if not segment.view or segment.num_tokens < 1:
-            raise ValueError(f"a segment needs a view and at least one new token, got {segment!r}")
-        for block in segment.view:
-            self._check_owned(block)
-        target = segment.view[-1]
-        if not segment.write and segment.num_tokens > target.length + new_tokens[target]:
-            raise ValueError(f"a segment cannot reread more tokens than its block holds, got {segment!r}")
-
-    def _allocate(self, new_tokens: Mapping[Block, int]) -> None:
-        """Ensure capacity for the new tokens of each block, in every layer."""
-        self.reserve([(block, block.length + n) for block, n in new_tokens.items()])
-        self.arena.grow()
-
-    def _extend(self, new_tokens: Mapping[Block, int]) -> None:
-        """Add new tokens to the lengths of their blocks; `rollback` restores them."""
-        self._undo = [(block, block.length) for block in new_tokens]
-        for block, n in new_tokens.items():
-            block.length += n
 
     def _begin(self, forward: ForwardPass) -> ForwardPass:
         """Make a pass the prepared one."""

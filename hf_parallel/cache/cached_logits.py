@@ -15,22 +15,14 @@ TENSOR_BYTES = 800
 class CachedLogits:
     """Logits of one node, all of them or the highest.
 
-    Attributes
-    ----------
-    values : [vocabulary] or [top_k]
-        In the model's dtype.
-    ids : int32 [top_k], optional
-        Token ids of `values` if only the highest are kept. Each is strictly higher than every dropped logit, so
-        there may be fewer than `top_k`: ties with a dropped logit are dropped too.
-    vocabulary : int
-    log_tail : float
-        Log of the total probability of the dropped tokens (at temperature 1); -inf if none was dropped.
+    Kept logits are strictly higher than dropped ones. A tie with a dropped logit is dropped too, so there may be fewer
+    than `top_k`.
     """
 
-    values: torch.Tensor
-    ids: torch.Tensor | None
+    values: torch.Tensor  # [vocabulary] or [top_k], in the model's dtype
+    ids: torch.Tensor | None  # int32 [top_k]: tokens of `values`; None if all logits are kept
     vocabulary: int
-    log_tail: float
+    log_tail: float  # log of the total probability of the dropped tokens at temperature 1; -inf if none was dropped
 
     @classmethod
     def from_logits(cls, logits: torch.Tensor, top_k: int | None) -> CachedLogits:
@@ -50,7 +42,7 @@ class CachedLogits:
         return _num_bytes(self.values) + (0 if self.ids is None else _num_bytes(self.ids))
 
     def covers(self, count: int, log_tail: float) -> bool:
-        """Return whether the `count` highest logits are kept and the others have a log probability of at most `log_tail`.
+        """Return whether the `count` highest logits are kept and `self.log_tail` is at most `log_tail`.
 
         If so, sampling settings that need no more give the same result as with all logits.
         """
@@ -75,21 +67,11 @@ class CachedLogits:
 
 @dataclass(frozen=True, eq=False)
 class CachedDistribution:
-    """Sparse probabilities of the next token under certain sampling settings.
+    """Sparse probabilities of the next token under certain sampling settings."""
 
-    Attributes
-    ----------
-    settings : str
-        Sampling settings that the probabilities were computed with.
-    ids : int32 [n]
-        Token ids in ascending order.
-    probs : float32 [n]
-        Their probabilities; all other tokens have probability 0.
-    """
-
-    settings: str
-    ids: torch.Tensor
-    probs: torch.Tensor
+    settings: str  # sampling settings that the probabilities were computed with
+    ids: torch.Tensor  # int32 [n], ascending
+    probs: torch.Tensor  # float32 [n]; all other tokens have probability 0
 
     @classmethod
     def from_probs(cls, probs: torch.Tensor, settings: str) -> CachedDistribution | None:

@@ -21,42 +21,20 @@ LAYOUTS = ("contiguous", "interleaved", "combined")
 
 @dataclass(eq=False)
 class Workspace:
-    """Blocks of one problem.
+    """Blocks of one problem. Headers and `gap` are texts between the parts; an empty block is no text."""
 
-    Attributes
-    ----------
-    layout : str
-        One of `LAYOUTS`.
-    prompt : list of Block
-        The problem's prompt, root to leaf.
-    workers : list of Block
-        Each worker's current step.
-    history : Block
-        Finished steps in the order in which they ended.
-    history_header, others_header, own_header, gap : Block
-        Texts between the parts; an empty block is no text. `gap` separates the current steps of other workers.
-    pending_steps : list of Block
-        Ended steps at the end of the history that have not been moved into it: keys of their last tokens are pending.
-    step_workers : list of int
-        Worker of each ended step, in the order in which they ended; -1 for a step that no worker wrote.
-    step_lengths : list of int
-        Number of tokens of each step in `history`.
-    removed : set of int
-        Removed workers.
-    """
-
-    layout: str
-    prompt: list[Block]
-    workers: list[Block]
-    history: Block
+    layout: str  # one of `LAYOUTS`
+    prompt: list[Block]  # root to leaf
+    workers: list[Block]  # each worker's current step
+    history: Block  # ended steps in the order in which they ended
     history_header: Block
     others_header: Block
     own_header: Block
-    gap: Block
-    pending_steps: list[Block] = field(default_factory=list)
-    step_workers: list[int] = field(default_factory=list)
-    step_lengths: list[int] = field(default_factory=list)
-    removed: set[int] = field(default_factory=set)
+    gap: Block  # between the current steps of other workers
+    pending_steps: list[Block] = field(default_factory=list)  # end of the history: writes of last tokens are pending
+    step_workers: list[int] = field(default_factory=list)  # worker of each ended step; -1: written by no worker
+    step_lengths: list[int] = field(default_factory=list)  # number of tokens of each step in `history`
+    removed: set[int] = field(default_factory=set)  # removed workers
 
     @property
     def active_steps(self) -> dict[int, Block]:
@@ -123,15 +101,8 @@ class HogwildCache(SharedPrefixCache):
     ) -> Workspace:
         """Allocate the blocks of a problem.
 
-        Parameters
-        ----------
-        layout : str
-            One of `LAYOUTS`.
-        prompt : list of Block
-            The problem's prompt, root to leaf.
-        num_workers : int
-        header_lengths : sequence of int
-            Number of tokens of the history header, the others' header, the own header and the gap.
+        `header_lengths` are the numbers of tokens of the history header, the others' header, the own header and the
+        gap.
         """
         headers = self.new_blocks(len(header_lengths), max(header_lengths))  # of one size: read in one call
         workers = self.new_blocks(num_workers, STEP_CAPACITY)
@@ -188,9 +159,10 @@ class HogwildCache(SharedPrefixCache):
         """Remove the tokens `start <= j < stop` of a block."""
         kept = self.new_block(block.length - (stop - start), block.base)
         try:
-            old, new, after = block.extent, kept.extent, block.length - stop
-            self.arena.copy(old, block.first, new, 0, start)
-            self.arena.copy(old, block.first + stop, new, start, after, start - stop, self.rotary)
+            after = block.length - stop
+            self.arena.copy(block.extent.range(block.first, start), kept.extent.range(0, start))
+            source, target = block.extent.range(block.first + stop, after), kept.extent.range(start, after)
+            self.arena.copy(source, target, start - stop, self.rotary)
         except BaseException:
             self.free(kept)
             raise

@@ -57,21 +57,12 @@ class LogitsCache(LogitsTrie):
         super().__init__(max_bytes, top_k)
 
     def __copy__(self) -> LogitsCache:
-        """Return the cache itself: `generate` copies settings, and copies share the cache."""
-        return self
+        return self  # `generate` copies settings; copies share the cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LogitsCache:
-        """Return the cache itself, as `__copy__`."""
         return self
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled, as other threads may be using the cache.
-
-        Raises
-        ------
-        TypeError
-            Always; the message names `save` and `load`.
-        """
         raise TypeError("a LogitsCache cannot be pickled: save(path) writes it, LogitsCache.load(path) reads it")
 
     def __repr__(self) -> str:
@@ -80,13 +71,10 @@ class LogitsCache(LogitsTrie):
     def save(self, path: str | Path) -> None:
         """Write all nodes to a safetensors file, atomically."""
         with self._lock:
-            tensors: dict[str, torch.Tensor] = {}
-            keys = []
-            for number, (key, root) in enumerate(self._roots.items()):
-                tensors |= {f"{number}.{name}": tensor for name, tensor in _to_arrays(root).items()}
-                keys.append(key)
+            roots = enumerate(self._roots.values())
+            tensors = {f"{i}.{name}": tensor for i, root in roots for name, tensor in _to_arrays(root).items()}
             metadata = {"format": _FORMAT, "transformers": transformers.__version__}
-            metadata |= {"keys": json.dumps(keys), "top_k": json.dumps(self.top_k)}
+            metadata |= {"keys": json.dumps(list(self._roots)), "top_k": json.dumps(self.top_k)}
         with atomic_file(Path(path)) as temporary:
             save_file(tensors, temporary, metadata)
 
@@ -94,8 +82,7 @@ class LogitsCache(LogitsTrie):
     def load(cls, path: str | Path, max_bytes: int = 1 << 30) -> LogitsCache:
         """Read a file written by `save`. Nodes beyond `max_bytes` are evicted, the least recently used first.
 
-        Logs a warning if the file was saved under another version of transformers, whose logits may differ in their
-        last bits.
+        Logs a warning if the file was saved under another version of transformers.
 
         Raises
         ------

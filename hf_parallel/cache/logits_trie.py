@@ -26,41 +26,19 @@ NODE_BYTES = 400
 
 @dataclass(eq=False)
 class TrieNode:
-    """A token sequence: that of the parent, followed by `token`.
-
-    Attributes
-    ----------
-    token : int
-    children : dict of int to TrieNode
-    logits : CachedLogits, optional
-        Logits of the next token, if known.
-    distribution : CachedDistribution, optional
-        Probabilities of the next token under the latest sampling settings.
-    uncertainty : float, optional
-        Score of a replay policy.
-    sampled_with : str, optional
-        Sampling settings under which `token` was sampled last, as in `CachedDistribution.settings`.
-    last_used : int
-        Time of the last visit.
-    pins : int
-        Number of cursors on this node; a pinned node is not evicted.
-    alive : bool
-        False once the node has been evicted or cleared.
-    queued : bool
-        Whether the node is in the eviction queue.
-    """
+    """A token sequence: that of the parent, followed by `token`."""
 
     token: int
     parent_node: InitVar[TrieNode | None]
     children: dict[int, TrieNode] = field(default_factory=dict)
-    logits: CachedLogits | None = None
-    distribution: CachedDistribution | None = None
-    uncertainty: float | None = None
-    sampled_with: str | None = None
+    logits: CachedLogits | None = None  # of the next token
+    distribution: CachedDistribution | None = None  # of the next token, under the latest sampling settings
+    uncertainty: float | None = None  # score of a replay policy
+    sampled_with: str | None = None  # `CachedDistribution.settings` under which `token` was sampled last
     last_used: int = 0
-    pins: int = 0
-    alive: bool = True
-    queued: bool = False
+    pins: int = 0  # number of cursors; a pinned node is not evicted
+    alive: bool = True  # False once evicted or cleared
+    queued: bool = False  # whether in the eviction queue
 
     def __post_init__(self, parent_node: TrieNode | None) -> None:
         # A weak reference: a trie without reference cycles is freed at once.
@@ -76,17 +54,15 @@ class TrieNode:
         """Memory in bytes."""
         return NODE_BYTES + sum(kept.num_bytes for kept in (self.logits, self.distribution) if kept is not None)
 
+    def delete(self) -> None:
+        """Free the tensors, even if the node is referenced elsewhere; a pinned node keeps them."""
+        self.alive = False
+        if not self.pins:
+            self.logits = self.distribution = None
+
 
 class LogitsTrie:
-    """Nodes by model and token sequence, within a budget of host memory. Thread-safe.
-
-    Parameters
-    ----------
-    max_bytes : int
-        Budget of all nodes.
-    top_k : int, optional
-        Number of highest logits that are kept at a node. Default: all.
-    """
+    """Nodes by model and token sequence, within a budget. Base of `LogitsCache`, which has the same parameters."""
 
     def __init__(self, max_bytes: int, top_k: int | None) -> None:
         self.max_bytes, self.top_k = max_bytes, top_k
@@ -94,11 +70,10 @@ class LogitsTrie:
         self.num_bytes = 0
         self._roots: dict[str, TrieNode] = {}
         self._clock = 0
-        self._queue: list[tuple[int, int, TrieNode]] = []  # heap of leaves by last use; entries may be outdated
         self._lock = threading.RLock()
+        self._queue: list[tuple[int, int, TrieNode]] = []  # heap of leaves by last use; entries may be outdated
 
     def __len__(self) -> int:
-        """Number of nodes that have logits."""
         return sum(node.logits is not None for _, node in self.nodes())
 
     @contextmanager
@@ -132,14 +107,13 @@ class LogitsTrie:
         """Delete all nodes; the counters stay. Running calls continue, but store nothing on deleted nodes."""
         with self._lock:
             for _, node in list(self.nodes()):
-                self._delete(node)
+                node.delete()
             self._roots, self._queue, self.num_bytes = {}, [], 0
 
     def keep_last_path(self) -> None:
-        """Delete all but the most recently used sequence of each model, which is what Hive's cache holds.
+        """Delete all but the most recently used sequence of each model: the content of Hive's own cache.
 
-        Saves memory if the next samples continue the last one. Running calls continue, but store nothing on deleted
-        nodes.
+        Running calls continue, but store nothing on deleted nodes.
         """
         with self._lock:
             nodes = list(self.nodes())
@@ -154,7 +128,7 @@ class LogitsTrie:
                     kept.add(node)
                 elif node not in kept:
                     self.num_bytes -= node.num_bytes
-                    self._delete(node)
+                    node.delete()
             self._queue = [entry for entry in self._queue if entry[2].alive]
             heapq.heapify(self._queue)
             for node in last.values():
@@ -197,17 +171,6 @@ class LogitsTrie:
             self.num_bytes += child.num_bytes if child.alive else 0
         return child
 
-    @staticmethod
-    def _delete(node: TrieNode) -> None:
-        """Free a node's tensors, even if the node is referenced elsewhere; cursors on it keep them."""
-        node.alive = False
-        if not node.pins:
-            node.logits = node.distribution = None
-
-    def _touch(self, node: TrieNode) -> None:
-        self._clock += 1
-        node.last_used = self._clock
-
     def _enqueue(self, node: TrieNode) -> None:
         """Add a node to the eviction queue if it is an unpinned leaf."""
         if node.alive and not (node.queued or node.children or node.pins) and node.parent is not None:
@@ -227,7 +190,7 @@ class LogitsTrie:
             parent = node.parent
             assert parent is not None, "roots are never queued"
             self.num_bytes -= node.num_bytes
-            self._delete(node)
+            node.delete()
             del parent.children[node.token]
             self._enqueue(parent)
             if parent.parent is None and not (parent.children or parent.pins):
@@ -288,7 +251,8 @@ class Cursors:
         if row in self._nodes:
             self._unpin(row)
         self._nodes[row] = node
-        self._trie._touch(node)
+        self._trie._clock += 1
+        node.last_used = self._trie._clock
         self._trie._evict(0)
 
     def _unpin(self, row: Any) -> None:

@@ -22,26 +22,13 @@ from hf_parallel.kernels import RotarySpec
 
 @dataclass(eq=False)
 class Node:
-    """A token sequence in the tree.
+    """A token sequence in the tree."""
 
-    Attributes
-    ----------
-    tokens : int64 [length]
-    parent : Node, optional
-        None for the root.
-    block : Block, optional
-        Keys and values of `tokens`, as far as they have been prefilled.
-    children : dict of int to list of Node
-        Children by their first token. Several completions may start with the same token.
-    last_used : int
-        Number of the last call that used the node; at least that of its children.
-    """
-
-    tokens: np.ndarray
+    tokens: np.ndarray  # int64 [length]
     parent: Node | None = None
-    block: Block | None = None
-    children: dict[int, list[Node]] = field(default_factory=dict)
-    last_used: int = 0
+    block: Block | None = None  # keys and values of `tokens`, as far as they have been prefilled
+    children: dict[int, list[Node]] = field(default_factory=dict)  # by first token; completions may start alike
+    last_used: int = 0  # number of the last call that used the node, at least that of its children
 
     @property
     def siblings(self) -> list[Node]:
@@ -82,7 +69,6 @@ class _WeightsVersion:
         self._versions = self._read(model)
 
     def is_of(self, model: nn.Module) -> bool:
-        """Return whether it was read from this model object."""
         return self._model() is model
 
     def unchanged(self) -> bool:
@@ -171,7 +157,7 @@ class SharedPrefixCache(BlockCache):
         root : Node, optional
             Node that the sequence continues. Default: the root of the tree.
         """
-        node, rest = self.root if root is None else root, tokens
+        node, rest = root or self.root, tokens
         while len(rest):
             child, shared = self._best_child(node, rest)
             if child is None:
@@ -260,7 +246,7 @@ class SharedPrefixCache(BlockCache):
         return best, longest
 
     def _split(self, node: Node, at: int) -> Node:
-        """Split a node in two without copying. It keeps its end, so that references to leaves stay; returns the head."""
+        """Split a node in two without copying. It keeps its end, as leaf of its rows; returns the head."""
         parent = node.parent
         assert parent is not None, "the root has no tokens to split"
         head = Node(node.tokens[:at], parent, children={int(node.tokens[at]): [node]})

@@ -20,22 +20,13 @@ BRANCH_CAPACITY = 64
 class Tree:
     """Blocks of one answer.
 
-    Attributes
-    ----------
-    prompt : list of Block
-        The prompt, root to leaf.
-    trunk : Block
-        The answer outside of branches, and the branches that have been moved into it.
-    branches : list of Block
-        Branches that are being decoded, each directly after the trunk.
-    joining : list of Block
-        Branches that are seen one after another at the end of the trunk but have not been moved there, and the block
-        in which the trunk continues.
+    `joining` are branches seen one after another at the end of the trunk that have not been moved there yet, and the
+    block in which the trunk continues.
     """
 
-    prompt: list[Block]
-    trunk: Block
-    branches: list[Block] = field(default_factory=list)
+    prompt: list[Block]  # root to leaf
+    trunk: Block  # the answer outside of branches, and the branches that have been moved into it
+    branches: list[Block] = field(default_factory=list)  # being decoded, each directly after the trunk
     joining: list[Block] = field(default_factory=list)
 
     @property
@@ -65,11 +56,8 @@ class TreeBranchCache(SharedPrefixCache):
 
         Parameters
         ----------
-        tree : Tree
-        length : int
-            Number of tokens of the trunk that stay.
-        count : int
-            Number of branches.
+        length, count : int
+            Number of tokens of the trunk that stay, and number of branches.
         pending : int
             Number of tokens that will be appended to the trunk before the branches get their first ones.
         expected_length : int
@@ -83,14 +71,7 @@ class TreeBranchCache(SharedPrefixCache):
         """Append the first `kept` branches to the trunk in order, and delete the others.
 
         From now on they are seen at their positions in the trunk; `move_joined` moves them there. The trunk continues
-        in a new empty block after them.
-
-        Parameters
-        ----------
-        tree : Tree
-        kept : int
-        pending : int
-            Number of tokens that will be appended to the kept branches before the trunk continues.
+        in a new empty block, after `pending` tokens that will still be appended to the kept branches.
         """
         for block in tree.branches[kept:]:
             self.free(block)

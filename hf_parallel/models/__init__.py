@@ -1,1 +1,1 @@
-"""How a Transformers model meets the cache: attention registration, capability probing, decode graphs, loading."""
+"""Transformers models under block attention: attention function, capability probing, CUDA graphs, loading."""

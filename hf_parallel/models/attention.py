@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from hf_parallel.cache import BlockCache
-from hf_parallel.kernels import block_attention
+from hf_parallel.kernels import AttentionParams, block_attention
 
 IMPLEMENTATION = "hf_parallel"
 """Name under which block attention is registered with Transformers."""
@@ -31,38 +31,18 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(eq=False)
 class AttentionRecorder:
-    """Records the arguments of the attention function during a forward pass over one token.
+    """Records the arguments of the attention function during a forward pass over one token."""
 
-    Attributes
-    ----------
-    keyword_arrives : bool
-        Whether the keyword argument `block_cache` reached the attention function.
-    masked : bool
-        Whether the model passed an attention mask of its own.
-    bidirectional : bool
-        Whether a layer is not causal.
-    hidden_windows : set of int
-        Sliding windows that are in the mask but not in the arguments.
-    queries : dict of int to [heads, head_dim]
-        Rotated query by layer index.
-    """
-
-    keyword_arrives: bool = False
-    masked: bool = False
-    bidirectional: bool = False
-    hidden_windows: set[int] = field(default_factory=set)
-    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    keyword_arrives: bool = False  # whether `block_cache` reached the attention function
+    masked: bool = False  # whether the model passed an attention mask of its own
+    bidirectional: bool = False  # whether a layer is not causal
+    hidden_windows: set[int] = field(default_factory=set)  # sliding windows in the mask but not in the arguments
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)  # rotated, [heads, head_dim], by layer index
 
     def record(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        sliding_window: int | None,
-        keyword: bool,
+        self, module: nn.Module, query: torch.Tensor, attention_mask: torch.Tensor | None, sliding_window: int | None
     ) -> None:
         """Record one call of the attention function."""
-        self.keyword_arrives |= keyword
         self.bidirectional |= not getattr(module, "is_causal", True)
         if attention_mask is not None and attention_mask.dtype == torch.int64:  # from `_mask`: the window
             self.hidden_windows |= {int(attention_mask)} - {sliding_window}
@@ -97,7 +77,8 @@ def _block_attention_forward(
     """
     cache = block_cache if block_cache is not None else _current.get()
     if isinstance(cache, AttentionRecorder):
-        cache.record(module, query, attention_mask, sliding_window, block_cache is not None)
+        cache.keyword_arrives |= block_cache is not None
+        cache.record(module, query, attention_mask, sliding_window)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
     if cache is None:
         raise RuntimeError(
@@ -108,20 +89,18 @@ def _block_attention_forward(
         raise UnsupportedModelError(f"attention dropout must be 0 while generating in parallel, got {dropout}")
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     layer = cache.storage(layer_idx)
+    params = AttentionParams(
+        num_kv_heads=layer.num_kv_heads,
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        rotary=None if cache.rotary is None else cache.rotary.get(layer_idx),
+        softcap=softcap,
+        sinks=s_aux,
+        window=sliding_window,
+    )
     mixed = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
-        out = block_attention(
-            query[0].transpose(0, 1).to(layer.keys.dtype),
-            layer.keys,
-            layer.values,
-            cache.plan,
-            num_kv_heads=layer.num_kv_heads,
-            scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-            rotary=None if cache.rotary is None else cache.rotary.get(layer_idx),
-            softcap=softcap,
-            sinks=s_aux,
-            window=sliding_window,
-        )
+        packed = query[0].transpose(0, 1).to(layer.keys.dtype)
+        out = block_attention(packed, layer.keys, layer.values, cache.plan, params)
     return out.unsqueeze(0), None
 
 

@@ -3,21 +3,29 @@
 The rotary embedding of each layer is measured in forward passes over one token, not inferred from the model's class: a
 single token attends only to itself, so its queries at two positions differ only by their rotation. Finally the logits
 over blocks are compared with those over a plain sequence.
+
+Probing takes as long as several decode steps, so the capabilities of the embedded model are saved in the cache folder.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from hf_parallel.cache import BlockCache, Segment
-from hf_parallel.kernels import RotarySpec, rotate
+from hf_parallel.files import cache_folder, write_atomically
+from hf_parallel.kernels import RotarySpec, rotate_by
+from hf_parallel.models import attention
 from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
 
 PROBE_POSITIONS = (1, 7)
@@ -42,23 +50,31 @@ Queries = dict[int, torch.Tensor]
 class Capabilities:
     """Capabilities of a model under block attention.
 
-    Attributes
-    ----------
-    keyword : bool
-        Whether a keyword argument of `model.forward` reaches the attention function.
-    rotary : dict of int to RotarySpec or None, optional
-        Rotary embedding by layer index; a layer without one has None. If the whole is None, blocks can be seen only
-        at the positions that they were written for.
-    why_no_rotation : str
-        The reason if `rotary` is None.
-    max_length : int, optional
-        Length from which the RoPE frequencies change, which makes stored keys invalid.
+    `rotary` is the rotary embedding by layer index; a layer without one has None. If `rotary` itself is None, blocks
+    can be seen only at the positions that they were written for.
     """
 
-    keyword: bool
+    keyword: bool  # whether a keyword argument of `model.forward` reaches the attention function
     rotary: dict[int, RotarySpec | None] | None
     why_no_rotation: str = ""
-    max_length: int | None = None
+    max_length: int | None = None  # length beyond which RoPE frequencies change, which makes stored keys invalid
+
+    def to_json(self) -> str:
+        """Serialize to JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Capabilities:
+        """Deserialize the output of `to_json`; other text raises one of several built-in errors."""
+        fields = json.loads(text)
+        if fields["rotary"] is not None:
+            rotary = {
+                int(layer): spec and RotarySpec(tuple(spec["inv_freq"]), spec["interleaved"])
+                for layer, spec in fields["rotary"].items()
+            }
+            shared = {spec: spec for spec in rotary.values()}  # layers share equal embeddings, as after probing
+            fields["rotary"] = {layer: shared[spec] for layer, spec in rotary.items()}
+        return cls(**fields)
 
 
 def probe_capabilities(model: PreTrainedModel) -> Capabilities:
@@ -85,6 +101,25 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
         rotary, why = _match_rotary(model, queries.pop(0), queries)
         _check_logits(model, recorder.keyword_arrives)
     return Capabilities(recorder.keyword_arrives, rotary, why, _max_length(model))
+
+
+def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
+    """Return the capabilities of a model that `load_embedded_model` has just returned; probe it once per version.
+
+    The saved file is keyed by the model's config and dtype, the versions of torch and transformers, and the source of
+    the probing code. Any other model may have been modified and must be probed.
+    """
+    code = [Path(path).read_text(encoding="utf-8") for path in (__file__, attention.__file__)]
+    known = (code, torch.__version__, transformers.__version__, str(model.dtype), model.config.to_json_string())
+    path = cache_folder() / f"capabilities-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.json"
+    try:
+        return Capabilities.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
+        found = probe_capabilities(model)
+    with suppress(OSError):  # the next process probes again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, found.to_json())
+    return found
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
@@ -254,8 +289,7 @@ def _explains(spec: RotarySpec | None, base: torch.Tensor, rotated: Queries) -> 
     for position, query in rotated.items():
         expected = base.double()
         if spec is not None:
-            delta = torch.tensor([position]).numpy()
-            expected = rotate(expected, *spec.tables(delta, torch.float64, base.device), spec)
+            expected = rotate_by(expected, position, spec)
         if _differ(query, expected.to(base.dtype)):
             return False
     return True

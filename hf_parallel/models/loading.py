@@ -1,4 +1,4 @@
-"""A model by its name, for programs: the embedded one, a folder, or one of the Hub."""
+"""Loads a model by name for commands, the demo and benchmarks: the embedded model, a folder, or a model of the Hub."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hf_parallel.models.embedded import load_embedded_model
 def load_model(
     name: str | None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Any, Any]:
-    """A model in evaluation mode, and its tokenizer.
+    """Load a model in evaluation mode, and its tokenizer.
 
     Parameters
     ----------
     name : str, optional
-        A folder, or an id on the Hub. Default: the embedded model.
+        A folder, or a model id on the Hub. Default: the embedded model.
     dtype : torch.dtype, optional
-        None: the one that its weights were saved in; float32 for the embedded model.
+        None: the dtype of the saved weights; float32 for the embedded model.
     device : torch.device or str
 
     Raises
     ------
     ValueError
-        If the name is no folder, nothing of it lies in the Hub's cache and the Hub cannot be reached.
+        If `name` is not a folder, the model is not in the Hub's cache, and the Hub cannot be reached.
     ImportError, OSError, RuntimeError
-        As `load_embedded_model` and `from_pretrained` raise them.
+        As raised by `load_embedded_model` and `from_pretrained`.
     """
     if name is None:
         return load_embedded_model(dtype=dtype or torch.float32, device=device)
@@ -43,12 +43,12 @@ def load_model(
 
 
 def _check_hub(name: str) -> None:
-    """Raise an error, at once, for a model that can come from nowhere; `from_pretrained` would try for a minute."""
+    """Fail at once for a model that cannot be found; `from_pretrained` would retry for a minute."""
     if try_to_load_from_cache(name, "config.json") is not None:
         return
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"))
-    except HfHubHTTPError:  # the Hub answers, and what it has to say is said when the model is loaded
+    except HfHubHTTPError:  # the Hub can be reached; `from_pretrained` reports its error
         return
     except (HTTPError, OfflineModeIsEnabled) as error:
         raise ValueError(
