@@ -1,9 +1,6 @@
 """Parallel generation over a shared KV cache, for Hugging Face Transformers."""
 
-from transformers import AutoModelForCausalLM
-from transformers.pipelines import PIPELINE_REGISTRY
-
-from hf_parallel import hub
+from hf_parallel import hub, pipelines
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.cache.logits import LogitsCache
@@ -23,33 +20,13 @@ from hf_parallel.generation import (
     chain_of_draft_prompt,
     disable,
     enable,
+    modes,
 )
-from hf_parallel.generation.modes import (
-    BlockFormat,
-    Branch,
-    HogwildConfig,
-    HogwildOutput,
-    HogwildSession,
-    ParallelBlock,
-    ParallelBlockLogitsProcessor,
-    PDOSConfig,
-    PDOSOutput,
-    ResampleConfig,
-    SelfConsistencyConfig,
-    SelfConsistencyOutput,
-    SharedPrefixConfig,
-    SkeletonOfThoughtConfig,
-    SkeletonOfThoughtOutput,
-    SkeletonPoint,
-    StageStats,
-    Step,
-    hogwild_prompt,
-    pdos_prompt,
-)
+from hf_parallel.generation.modes import *  # noqa: F403
 from hf_parallel.kernels import Backend, backends
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.embedded import load_embedded_model
-from hf_parallel.pipelines import TASK, ParallelTextGenerationPipeline
+from hf_parallel.pipelines import ParallelTextGenerationPipeline
 
 __version__ = "0.1.0"
 
@@ -57,35 +34,17 @@ __all__ = [
     "CHAIN_OF_DRAFT",
     "Backend",
     "BlockCache",
-    "BlockFormat",
-    "Branch",
     "GenerationStats",
     "HogwildCache",
-    "HogwildConfig",
-    "HogwildOutput",
-    "HogwildSession",
     "Hotspot",
     "LogitsCache",
-    "PDOSConfig",
-    "PDOSOutput",
-    "ParallelBlock",
-    "ParallelBlockLogitsProcessor",
     "ParallelConfig",
     "ParallelIteratorStreamer",
     "ParallelOutput",
     "ParallelStreamer",
     "ParallelTextGenerationPipeline",
     "ReplayPolicy",
-    "ResampleConfig",
-    "SelfConsistencyConfig",
-    "SelfConsistencyOutput",
     "SharedPrefixCache",
-    "SharedPrefixConfig",
-    "SkeletonOfThoughtConfig",
-    "SkeletonOfThoughtOutput",
-    "SkeletonPoint",
-    "StageStats",
-    "Step",
     "Stepwise",
     "TreeBranchCache",
     "UnsupportedModelError",
@@ -94,10 +53,14 @@ __all__ = [
     "chain_of_draft_prompt",
     "disable",
     "enable",
-    "hogwild_prompt",
     "hub",
     "load_embedded_model",
-    "pdos_prompt",
 ]
+__all__ += modes.__all__
 
-PIPELINE_REGISTRY.register_pipeline(TASK, ParallelTextGenerationPipeline, pt_model=AutoModelForCausalLM, type="text")
+
+def __dir__() -> list[str]:
+    return ["__version__", *__all__]
+
+
+pipelines.register()

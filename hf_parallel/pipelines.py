@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.text_generation import Chat, ReturnType, TextGenerationPipeline
 from transformers.utils.chat_template_utils import is_valid_message
 
@@ -159,21 +160,29 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         if not isinstance(model.output, ParallelOutput):
             return outputs
         records = grouped(model.output.to_records(), len(outputs["generated_sequence"]))
-        outputs["records"] = records if isinstance(outputs["prompt_text"], list) else records[0]
-        outputs["merges_rows"] = config.merges_rows
+        name = "merged_records" if config.merges_rows else "records"
+        outputs[name] = records if isinstance(outputs["prompt_text"], list) else records[0]
         return outputs
 
     def postprocess(self, model_outputs: Any, **kwargs: Any) -> list[dict[str, Any]]:  # type: ignore[override]
         """Decode tokens and add the mode's output fields."""
         results = super().postprocess(model_outputs, **kwargs)
-        if "records" not in model_outputs:
+        merged = model_outputs.get("merged_records")
+        records = model_outputs.get("records", merged)
+        if records is None:
             return results
-        records = model_outputs["records"]
-        if model_outputs["merges_rows"]:
+        if merged is not None:
             prompt, rows = model_outputs["prompt_text"], grouped(results, len(records))
             pairs = zip(rows, records, strict=True)
             results = [_merged(row, record["transcripts"], prompt, **kwargs) for row, record in pairs]
         return [{**result, **record} for result, record in zip(results, records, strict=True)]
+
+
+def register() -> None:
+    """Register the task `parallel-text-generation` with transformers."""
+    PIPELINE_REGISTRY.register_pipeline(
+        TASK, ParallelTextGenerationPipeline, pt_model=AutoModelForCausalLM, type="text"
+    )
 
 
 class _Rows(Dataset):

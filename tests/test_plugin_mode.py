@@ -1,0 +1,245 @@
+"""A mode of another package, with two rows per prompt, works everywhere: `generate`, command line, pipeline, live view,
+transcript, Hub. The package is the module of docs/new_mode.md with an entry point."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_tokenizers
+import tiny
+import torch
+from consoles import a_pipe, a_terminal, printed
+from transformers import AutoModelForCausalLM, pipeline
+
+import hf_parallel
+from hf_parallel.cli import main as cli
+from hf_parallel.cli.live import live_view
+from hf_parallel.generation import MODES
+
+PAGE = Path(__file__).parent.parent / "docs" / "new_mode.md"
+OPENINGS = ["Yes,", "Nope:"]  # of different lengths
+PROMPTS = ["Oslo or Rome?", "Is 12 a number?"]
+NEW_TOKENS = 14
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The package, installed in a folder on `sys.path`; it is not imported here."""
+    folder = tmp_path_factory.mktemp("site")
+    info = folder / "some_openings-1.0.dist-info"
+    info.mkdir()
+    (module,) = re.findall(r"^```python\n(.*?class OpeningsRun.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (folder / "some_openings.py").write_text(module)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-openings\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hf_parallel.modes]\nopenings = some_openings:OpeningsConfig\n")
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    yield folder
+    sys.path.remove(str(folder))
+    sys.modules.pop("some_openings", None)
+    MODES.pop("openings", None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    tokenizer = copy.deepcopy(small_tokenizers.make("split_marker"))
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+@pytest.fixture
+def model() -> Any:
+    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """Model and tokenizer in a folder, for the command line."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny.build("llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def generate(model: Any, tokenizer: Any, prompts: list[str] = PROMPTS, **settings: Any) -> Any:
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    given = {"generation_mode": "openings", "openings": OPENINGS, "max_new_tokens": NEW_TOKENS, "tokenizer": tokenizer}
+    return model.generate(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], return_dict_in_generate=True, **given | settings
+    )
+
+
+def texts(out: Any, tokenizer: Any, prompts: list[str] = PROMPTS) -> list[str]:
+    begin = tokenizer(prompts, return_tensors="pt", padding=True)["input_ids"].shape[1]
+    return tokenizer.batch_decode(out.sequences[:, begin:], skip_special_tokens=True)
+
+
+def command(saved: Path, *arguments: str) -> list[str]:
+    openings = f"openings={json.dumps(OPENINGS)}"
+    fixed = ["--model", str(saved), "--mode", "openings", "--set", openings, "--raw", "--greedy", "--device", "cpu"]
+    return ["generate", *arguments, *fixed, "--max-new-tokens", str(NEW_TOKENS), "--dtype", "float32"]
+
+
+def test_the_mode_is_listed_before_it_is_imported() -> None:
+    assert "openings" in list(MODES)
+    assert MODES["openings"].__module__ == "some_openings"
+    with pytest.raises(ValueError, match=r"one of \[.*'openings'.*\]"):
+        hf_parallel.enable(copy.deepcopy(tiny.build("llama"))).generate(torch.ones(1, 3).long(), generation_mode="no")
+
+
+def test_every_row_equals_plain_generate(model: Any, tokenizer: Any) -> None:
+    out = generate(model, tokenizer)
+    assert len(out.sequences) == len(PROMPTS) * len(OPENINGS)
+    rows = iter(texts(out, tokenizer))
+    for prompt in PROMPTS:
+        for opening in OPENINGS:
+            ids = tokenizer(prompt + opening, return_tensors="pt")["input_ids"]
+            count = NEW_TOKENS - len(tokenizer(opening)["input_ids"])
+            plain = model.generate(ids, generation_mode=None, max_new_tokens=count, do_sample=False)
+            assert next(rows) == opening + tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
+    assert out.stats.prefilled_tokens == sum(len(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS)
+
+
+def test_rows_of_several_sequences_are_sampled_alike_alone_and_together(model: Any, tokenizer: Any) -> None:
+    out = generate(model, tokenizer, do_sample=True, num_return_sequences=2, seed=3)
+    assert len(out.sequences) == len(PROMPTS) * 2 * len(OPENINGS)
+    assert len(set(texts(out, tokenizer))) > len(PROMPTS) * len(OPENINGS)
+
+
+def test_a_streamer_receives_the_tokens_of_all_rows(model: Any, tokenizer: Any) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.puts: list[torch.Tensor] = []
+            self.ended = False
+
+        def put(self, value: torch.Tensor) -> None:
+            self.puts.append(value)
+
+        def end(self) -> None:
+            self.ended = True
+
+    streamer = Streamer()
+    out = generate(model, tokenizer, streamer=streamer)
+    prompts, *steps = streamer.puts
+    assert prompts.shape[0] == len(PROMPTS)
+    assert {tuple(step.shape) for step in steps} == {(len(PROMPTS) * len(OPENINGS),)}
+    assert streamer.ended
+    streamed = tokenizer.batch_decode(torch.stack(steps, dim=1), skip_special_tokens=True)
+    expected = texts(out, tokenizer)
+    assert [opening + text for opening, text in zip(OPENINGS * 2, streamed, strict=True)] == expected
+
+
+def test_the_transcript_has_a_column_per_row(model: Any, tokenizer: Any) -> None:
+    out = generate(model, tokenizer)
+    run = out.to_dict(tokenizer)
+    assert [section["columns"] for section in run["sections"]] == [OPENINGS, OPENINGS]
+    assert [section["prompt"] for section in run["sections"]] == PROMPTS
+    written = [
+        "".join(piece[1] for piece in card["pieces"]) for section in run["sections"] for card in section["cards"]
+    ]
+    assert written == texts(out, tokenizer)
+    page = out.to_html(tokenizer)
+    assert all(opening in page for opening in OPENINGS)
+
+
+# Command line
+
+
+def test_the_command_prints_each_row_under_its_name(
+    saved: Path, model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(command(saved, *PROMPTS)) == 0
+    shown = capsys.readouterr().out
+    for prompt in PROMPTS:
+        assert f"== {prompt}" in shown
+    rows = texts(generate(model, tokenizer), tokenizer)
+    for opening, text in zip(OPENINGS * 2, rows, strict=True):
+        assert f"[{opening}]\n{text.removeprefix(opening).strip()}" in shown
+
+
+def test_the_command_writes_one_line_of_json_per_row(
+    saved: Path, model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(command(saved, *PROMPTS, "--format", "jsonl")) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["prompt"] for record in records] == [prompt for prompt in PROMPTS for _ in OPENINGS]
+    assert [record["generated_text"] for record in records] == texts(generate(model, tokenizer), tokenizer)
+
+
+def test_the_command_shows_the_rows_live(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(command(saved, PROMPTS[0], "--format", "live")) == 0
+    shown = capsys.readouterr().out
+    assert all(opening in shown for opening in OPENINGS)
+
+
+def test_the_command_describes_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--mode", "openings", "--settings"]) == 0
+    assert "First words of the answers." in capsys.readouterr().out
+
+
+def test_a_saved_run_can_be_viewed(saved: Path, tmp_path: Path) -> None:
+    run, page = tmp_path / "run.json", tmp_path / "run.html"
+    assert cli.main(command(saved, *PROMPTS, "-o", str(run))) == 0
+    assert json.loads(run.read_text())["mode"] == "openings"
+    assert cli.main(["view", str(run), "-o", str(page)]) == 0
+    assert all(opening in page.read_text() for opening in OPENINGS)
+
+
+@pytest.mark.parametrize("console", [a_pipe, a_terminal])
+def test_the_live_view_has_a_column_per_row(console: Any, model: Any, tokenizer: Any) -> None:
+    screen, config = console(), MODES["openings"](openings=OPENINGS)
+    with live_view(config, screen, tokenizer) as view, view.watching(model):
+        generate(model, tokenizer, PROMPTS[:1], streamer=view)
+    assert [row.name for row in view.rows.values()] == OPENINGS
+    assert view.passes > 0
+    assert all(opening in printed(screen) for opening in OPENINGS)
+
+
+# Pipeline and Hub
+
+
+def test_the_pipeline_returns_a_record_per_row(model: Any, tokenizer: Any) -> None:
+    given = {"generation_mode": "openings", "openings": OPENINGS, "max_new_tokens": NEW_TOKENS}
+    pipe = pipeline("parallel-text-generation", model=model, tokenizer=tokenizer, **given)
+    results = pipe(PROMPTS, return_full_text=False)
+    assert [len(records) for records in results] == [2, 2]
+    found = [record["generated_text"] for records in results for record in records]
+    assert found == texts(generate(model, tokenizer), tokenizer)
+    assert all(record["stats"]["forward_passes"] > 0 for records in results for record in records)
+
+
+def test_an_export_of_settings_runs_the_mode(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    hf_parallel.hub.export(MODES["openings"](openings=OPENINGS), tmp_path / "mode")
+    assert "`openings`" in (tmp_path / "mode" / hf_parallel.hub.CARD).read_text()
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
+    given = {"tokenizer": tokenizer, "max_new_tokens": NEW_TOKENS}
+    found = model.generate(ids, custom_generate=str(tmp_path / "mode"), trust_remote_code=True, **given)
+    assert torch.equal(found, generate(model, tokenizer, PROMPTS[:1]).sequences)
+
+
+def test_an_exported_model_generates_in_the_mode(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    expected = generate(model, tokenizer, PROMPTS[:1]).sequences
+    model.generation_config.generation_mode = "openings"
+    model.generation_config.parallel_config = {"openings": OPENINGS}
+    hf_parallel.hub.export(model, tmp_path / "model", tokenizer=tokenizer)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
+    assert torch.equal(loaded.generate(ids, tokenizer=tokenizer, max_new_tokens=NEW_TOKENS), expected)
