@@ -1,4 +1,4 @@
-"""What Hogwild! workers do with what they write: steps, histories, answers, the early finisher; told with scripts."""
+"""Steps, histories, answers and the early finisher of Hogwild! workers that write scripts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import tiny
 from workers import FILLER, SETTINGS, TOKENIZER, Recording, Script, encode, write
 
 from hf_parallel import HogwildConfig
+from hf_parallel.generation.modes.final_answers import find_answer
 
 EOS = tiny.EOS
-BLANK, STOP_BLANK, BLANKS, FENCE, TWO_BLANKS = 3, 4, 5, 6, 7  # tokens that hold a separator inside, or a code fence
+BLANK, STOP_BLANK, BLANKS, FENCE, TWO_BLANKS = 3, 4, 5, 6, 7  # tokens that contain a separator or a code fence
 BOX = "\\boxed{"
 
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def steps(out: Any, problem: int = 0) -> list[tuple[str, bool]]:
-    """Text and whether it was finished, of each step in the history."""
+    """Return the text of each step in the history, and whether it is finished."""
     return [(step.text, step.forward_pass is not None) for step in out.history[problem]]
 
 
@@ -45,7 +46,7 @@ def steps(out: Any, problem: int = 0) -> list[tuple[str, bool]]:
     ],
     ids=repr,
 )
-def test_a_step_ends_at_a_separator_behind_a_sentence(script: Script) -> None:
+def test_a_step_ends_at_a_separator_after_a_sentence(script: Script) -> None:
     out = write([*script, "Next"])
     text = TOKENIZER.decode(encode(script))
     assert steps(out) == [(f"Alice 1: {text}", True), ("Alice 2: Next", False)]
@@ -65,18 +66,18 @@ def test_a_step_ends_at_a_separator_behind_a_sentence(script: Script) -> None:
     ],
     ids=repr,
 )
-def test_a_step_goes_on_over_other_separators(script: Script) -> None:
+def test_a_step_continues_after_other_separators(script: Script) -> None:
     out = write([*script, "Next"])
     assert steps(out) == [(f"Alice 1: {TOKENIZER.decode(encode(script))}Next", False)]
 
 
 def test_a_step_is_never_empty() -> None:
-    """The texts that begin a step may end a sentence; a separator right behind them ends nothing."""
+    """A step prefix may end a sentence; a separator that directly follows it ends nothing."""
     out = write(["A.\n\n", "\n\nB.\n\n", "C"], step_prefix="{name}? ")
     assert steps(out) == [("Alice? A.\n\n", True), ("Alice? \n\nB.\n\n", True), ("Alice? C", False)]
 
 
-def test_what_ends_a_step_is_a_setting() -> None:
+def test_the_end_of_a_step_is_configurable() -> None:
     out = write("One.\n\nTwo;##Three;\n\n```four;##..", separator="##", sentence_ends=[";"], code_fence="")
     texts = [text for text, _ in steps(out)]
     assert texts == ["Alice 1: One.\n\nTwo;##", "Alice 2: Three;\n\n```four;##", "Alice 3: .."]
@@ -98,11 +99,11 @@ def test_every_worker_counts_its_own_steps() -> None:
     assert [step.forward_pass for step in out.history[0]] == [4, 8, 9, 12, None]
 
 
-def test_steps_that_end_in_the_same_pass_stand_in_the_order_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = Recording(monkeypatch)
+def test_steps_that_end_in_the_same_pass_are_in_the_order_of_workers() -> None:
+    recording = Recording()
     out = write("a.\n\nA", "b.\n\nB", "c", step_prefix="{name}:")
     assert [step.text for step in out.history[0]][:2] == ["Alice:a.\n\n", "Bob:b.\n\n"]
-    assert recording.read()[-1].seen == [
+    assert recording.passes[-1].seen == [
         "P[DONE]Alice:a.\n\n",
         "P[DONE]Alice:a.\n\nBob:b.\n\n",
         "P[DONE]Alice:a.\n\nBob:b.\n\n[OTHERS]Bob:|Carol:cxxx[ME]Alice:",
@@ -127,23 +128,23 @@ def test_steps_that_end_in_the_same_pass_stand_in_the_order_of_workers(monkeypat
         ),
     ],
 )
-def test_who_sees_what(monkeypatch: pytest.MonkeyPatch, layout: str, seen_by_alice: str, seen_by_bob: str) -> None:
-    """Appendix A. The tokens written last are seen as soon as they are read."""
-    recording = Recording(monkeypatch)
+def test_each_layout_shows_the_steps_of_appendix_a(layout: str, seen_by_alice: str, seen_by_bob: str) -> None:
+    """The latest tokens of other workers are visible in the same pass."""
+    recording = Recording()
     write("hello the", "b.\n\ntwo b", layout=layout, max_new_tokens=9)
-    assert recording.read()[-1].seen[-2:] == [seen_by_alice, seen_by_bob]
+    assert recording.passes[-1].seen[-2:] == [seen_by_alice, seen_by_bob]
 
 
-def test_what_one_worker_writes_last_is_seen_in_the_same_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = Recording(monkeypatch)
+def test_the_latest_token_of_a_worker_is_visible_in_the_same_pass() -> None:
+    recording = Recording()
     write("ab", "cd")
-    first, second = recording.read()[-2:]
+    first, second = recording.passes[-2:]
     assert first.seen[-2:] == ["P[DONE][OTHERS]Bob 1: [ME]Alice 1: ", "P[DONE][OTHERS]Alice 1: [ME]Bob 1: "]
     assert second.seen == ["P[DONE][OTHERS]Bob 1: c[ME]Alice 1: a", "P[DONE][OTHERS]Alice 1: a[ME]Bob 1: c"]
 
 
 def test_the_redundancy_prompt_begins_the_next_step_after_the_interval() -> None:
-    """Counted over all workers: whoever ends a step when 10 tokens have been written since the last time is asked."""
+    """Counted over all workers: the first to end a step 10 tokens after the last prompt gets the next one."""
     out = write("aaa.\n\nbbbbb.\n\nc", "dd.\n\nee.\n\nf", redundancy_interval=10, redundancy_prompt="Again? ")
     texts = [(step.name, step.text) for step in out.history[0]]
     assert texts == [
@@ -169,21 +170,21 @@ def test_the_redundancy_prompt_begins_the_next_step_after_the_interval() -> None
         ("boxed{42}", None),
     ],
 )
-def test_an_answer_is_read_with_its_braces(text: str, answer: str | None) -> None:
+def test_an_answer_may_contain_balanced_braces(text: str, answer: str | None) -> None:
     assert write(text).answers == [answer]
 
 
 def test_the_last_answer_of_a_text_counts() -> None:
-    assert HogwildConfig().find_answer(f"{BOX}1}}, no, {BOX}2}}") == "2"
+    assert find_answer(HogwildConfig().answer_pattern, f"{BOX}1}}, no, {BOX}2}}") == "2"
 
 
-def test_the_answer_pattern_is_a_setting() -> None:
+def test_the_answer_pattern_is_configurable() -> None:
     assert write("The answer is 17.", answer_pattern=r"answer is (\d+)\.").answers == ["17"]
     assert write("The answer is 17.", answer_pattern=r"\d+\.").answers == ["17."]
     assert write(BOX + "4}", answer_pattern="", finisher="5}").answers == [None]
 
 
-def test_any_answer_ends_the_problem_for_all_workers() -> None:
+def test_any_answer_stops_all_workers_of_the_prompt() -> None:
     out = write("hello world hello world", f"so {BOX}7}} and more", "zz")
     passes = len(f"so {BOX}7}}")
     assert out.answers == ["7"]
@@ -196,13 +197,13 @@ def test_any_answer_ends_the_problem_for_all_workers() -> None:
     assert out.stats.decoded_tokens == 3 * passes
 
 
-def test_all_workers_answer_each_for_itself() -> None:
+def test_with_all_each_worker_stops_at_its_own_answer() -> None:
     out = write(f"{BOX}1}}zzzz", f"more {BOX}2}}zzzz", stop_on_answer="all")
     assert out.answers == ["1"]
     assert steps(out) == [(f"Alice 1: {BOX}1}}", True), (f"Bob 1: more {BOX}2}}", True)]
 
 
-def test_nobody_stops_for_an_answer_if_told_so() -> None:
+def test_with_never_no_worker_stops_at_an_answer() -> None:
     out = write(f"{BOX}1}}zzzz", "more", stop_on_answer="never", finisher="9}")
     assert out.answers == ["1"]
     assert steps(out) == [(f"Alice 1: {BOX}1}}zzzz", False), ("Bob 1: more" + FILLER * 9, False)]
@@ -213,37 +214,37 @@ def test_nobody_stops_for_an_answer_if_told_so() -> None:
 
 
 @pytest.mark.parametrize("layout", ["combined", "interleaved", "contiguous"])
-def test_the_finisher_reads_everything_and_answers(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    recording = Recording(monkeypatch)
+def test_the_finisher_reads_everything_and_answers(layout: str) -> None:
+    recording = Recording()
     out = write("a.\n\nhello", "there", "C.\n\n??", finisher="12}zzz", layout=layout)
     everything = {
         "combined": "P[DONE]Alice 1: a.\n\nCarol 1: C.\n\n[OTHERS]Alice 2: hello|Bob 1: therexxxx[ME]Carol 2: ??xxx",
         "contiguous": "P[OTHERS]Alice 1: a.\n\nAlice 2: hello|Bob 1: therexxxx[ME]Carol 1: C.\n\nCarol 2: ??xxx",
     }
-    passes = recording.read()
+    passes = recording.passes
     assert passes[-3].seen[-1] == everything.get(layout, everything["combined"]) + f"So {BOX}"
-    assert passes[-1].brought == ["2"]
+    assert passes[-1].appended == ["2"]
     assert (out.answers, out.conclusions) == (["12"], [f"So {BOX}12}}"])
     assert out.stats.decoded_tokens == 3 * 9 + 3
 
 
-def test_the_finisher_reads_a_step_that_ended_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = Recording(monkeypatch)
+def test_the_finisher_reads_a_step_that_ended_with_the_budget() -> None:
+    recording = Recording()
     out = write("ab.\n\n", ["cc", EOS], finisher="1}")
-    assert recording.read()[-2].seen[-1] == f"P[DONE]Bob 1: cc\n\nAlice 1: ab.\n\n[OTHERS][ME]So {BOX}"
+    assert recording.passes[-2].seen[-1] == f"P[DONE]Bob 1: cc\n\nAlice 1: ab.\n\n[OTHERS][ME]So {BOX}"
     assert steps(out) == [("Bob 1: cc", True), ("Alice 1: ab.\n\n", True)]
 
 
-def test_the_finisher_waits_for_the_other_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = Recording(monkeypatch)
+def test_finishers_start_when_all_prompts_have_stopped() -> None:
+    recording = Recording()
     out = write(["a", EOS], ["bb", EOS], "c.\n\ncc", "d", prompts=["P", "Q"], finisher="1}")
     assert out.answers == ["1", "1"]
-    seen = recording.read()[-2].seen
+    seen = recording.passes[-2].seen
     assert f"P[DONE]Alice 1: a\n\nBob 1: bb\n\n[OTHERS][ME]So {BOX}" in seen
     assert f"Q[DONE]Alice 1: c.\n\n[OTHERS]Alice 2: cc[ME]Bob 1: dxxxxxSo {BOX}" in seen
 
 
-def test_the_finisher_gets_its_number_of_tokens_and_no_more() -> None:
+def test_the_finisher_gets_finisher_tokens_and_no_more() -> None:
     out = write("a", "b", finisher="1234567")
     assert (out.answers, out.conclusions) == ([None], [f"So {BOX}1234567"])
     assert out.stats.decoded_tokens == 2 + 7
@@ -254,16 +255,16 @@ def test_the_finisher_ends_at_eos() -> None:
     assert (out.answers, out.conclusions) == ([None], [f"So {BOX}12"])
 
 
-def test_only_problems_without_an_answer_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = Recording(monkeypatch)
+def test_only_prompts_without_an_answer_get_a_finisher() -> None:
+    recording = Recording()
     out = write(f"{BOX}1}}", "bb", "cc", "dd", prompts=["P", "Q"], finisher="2}")
     assert out.answers == ["1", "2"]
     assert out.conclusions == ["", f"So {BOX}2}}"]
-    assert [text[0] for text in recording.read()[-1].seen] == ["Q"]
+    assert [text[0] for text in recording.passes[-1].seen] == ["Q"]
 
 
 @pytest.mark.parametrize("off", [{"finisher_tokens": 0}, {"finisher_prompt": ""}, {"answer_pattern": ""}])
-def test_the_finisher_can_be_left_out(off: dict[str, Any]) -> None:
+def test_the_finisher_can_be_disabled(off: dict[str, Any]) -> None:
     out = write("aaa", "bbb", finisher="2}", **off)
     assert (out.answers, out.conclusions) == ([None], [""])
     assert out.stats.decoded_tokens == 2 * 3
@@ -273,27 +274,27 @@ def test_the_finisher_can_be_left_out(off: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["combined", "interleaved", "contiguous"])
-def test_a_worker_that_ends_costs_nothing_while_the_others_go_on(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    recording = Recording(monkeypatch)
+def test_a_stopped_worker_costs_nothing_while_the_others_continue(layout: str) -> None:
+    recording = Recording()
     out = write(["aa", EOS], "bbbbbbbb", "cccc", layout=layout)
-    tokens = [forward.num_tokens for forward in recording.read()[2:]]
-    closing = len("\n\n") if layout != "contiguous" else 0  # its step joins the history as a finished one
+    tokens = [forward.num_tokens for forward in recording.passes[2:]]
+    closing = len("\n\n") if layout != "contiguous" else 0  # its step joins the history
     assert tokens == [3, 3, 2 + closing, 2, 2, 2, 2]
     assert steps(out)[0] == ("Alice 1: aa", True)
     assert out.stats.decoded_tokens == 3 + 8 + 8
 
 
-def test_what_a_worker_wrote_before_it_ended_stays_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = Recording(monkeypatch)
+def test_the_text_of_a_stopped_worker_stays_visible() -> None:
+    recording = Recording()
     write(["aa", EOS], "bbbbbbbb")
-    assert recording.read()[-1].seen == ["P[DONE]Alice 1: aa\n\n[OTHERS][ME]Bob 1: bbbbbbb"]
+    assert recording.passes[-1].seen == ["P[DONE]Alice 1: aa\n\n[OTHERS][ME]Bob 1: bbbbbbb"]
 
 
-def test_a_call_ends_when_all_workers_have() -> None:
+def test_a_call_ends_when_all_workers_have_stopped() -> None:
     out = write(["a", EOS], ["bbb", EOS], max_new_tokens=50)
     assert steps(out) == [("Alice 1: a", True), ("Bob 1: bbb", True)]
     assert out.stats.decoded_tokens == 2 + 4
 
 
-def test_settings_of_the_tests_are_settings_of_the_mode() -> None:
+def test_the_settings_of_the_tests_are_settings_of_the_mode() -> None:
     assert set(SETTINGS) - {"tokenizer"} <= set(HogwildConfig.fields())

@@ -25,6 +25,27 @@ from hf_parallel import (
 )
 from hf_parallel.generation.modes.final_answers import BOXED, find_answer, majority, normal_form
 
+EVERY_SETTING: dict[str, Any] = {
+    "seed": [1, 2, 3],
+    "cuda_graph": False,
+    "replay": "hotspot",
+    "prefetch": True,
+    "num_answers": 3,
+    "vote": "final",
+    "answer_pattern": "= (\\d+)",
+    "answer_header": "({number}) ",
+    "conclusion_prompt": "So ",
+    "conclusion_tokens": 5,
+}
+"""A value other than the default for each setting that can be stored."""
+SMALL_CALL: dict[str, Any] = {
+    "num_answers": 3,
+    "do_sample": True,
+    "seed": 7,
+    "answer_pattern": "[a-z]",
+}
+"""Arguments of a short call with a tiny model."""
+
 EOS = tiny.EOS
 PROMPTS = tiny.make_prompts([23, 11])
 BATCH, MASK = tiny.left_pad(PROMPTS)
@@ -260,10 +281,10 @@ def test_without_return_dict_the_sequences_come_back(monkeypatch: pytest.MonkeyP
 
 
 def test_the_reader_reads_all_answers_and_says_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = Recording(monkeypatch)
+    recording = Recording()
     out = vote(["x \\boxed{4}", EOS], "\\boxed{5}.....", ["\\boxed{6}", EOS], vote="final", final="5.0} is it")
     read = "P[1]x \\boxed{4}[2]\\boxed{5}.....[3]\\boxed{6}So \\boxed{"
-    passes = recording.read()
+    passes = recording.passes
     reading = next(p for p in passes if p.seen[-1] == read)
     assert TOKENIZER.decode(out.sequences[0].tolist()) == read + "5.0}"  # it stops at its answer
     assert out.conclusions == ["So \\boxed{5.0}"]

@@ -1,26 +1,23 @@
-"""Hogwild! runs in which every token is known beforehand, and what their forward passes did.
+"""Hogwild! runs with scripted tokens, and recordings of their forward passes.
 
-A tiny model writes what a script says, one token per ASCII character, so that a test reads like the story it tells.
+A tiny model writes the text of a script, one token per ASCII character.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import pytest
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
 from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_parallel
-from hf_parallel.cache import Block, BlockCache
-from hf_parallel.generation.decode import DecodeLoop
 
 TOKENIZER = AsciiTokenizer()
 SETTINGS: dict[str, Any] = {
@@ -32,12 +29,12 @@ SETTINGS: dict[str, Any] = {
     "step_prefix": "{name} {step}: ",
     "finisher_prompt": "So \\boxed{",
 }
-"""Short texts, so that what a worker sees can be written out in a test."""
+"""Short texts, so that tests can spell out everything that a worker sees."""
 FILLER = "x"
-"""What a worker goes on writing when its script is at its end."""
+"""Written after the end of a script."""
 
 Script = str | Sequence[str | int]
-"""What a row writes: text, and tokens that have no text of their own."""
+"""Text, and ids of special tokens."""
 
 
 def encode(script: Script) -> list[int]:
@@ -46,10 +43,7 @@ def encode(script: Script) -> list[int]:
 
 
 class Scripted(LogitsProcessor):
-    """Forces each row of the batch to write its script.
-
-    The early finisher's rows are one per prompt, in a batch of their own: they write `finisher`.
-    """
+    """Forces each row of the batch to write its script; rows of early finishers, a batch of their own, `finisher`."""
 
     def __init__(self, scripts: Sequence[Script], finisher: Script = "") -> None:
         self.scripts, self.finisher = [encode(script) for script in scripts], encode(finisher)
@@ -72,7 +66,7 @@ def small_model() -> PreTrainedModel:
 
 
 def write(*scripts: Script, prompts: Sequence[str] = ("P",), finisher: Script = "", **settings: Any) -> Any:
-    """Let workers write; as many new tokens as the longest script has, unless `max_new_tokens` is given."""
+    """Generate by scripts, by default as many tokens as the longest one has."""
     ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in prompts])
     given = {
         "num_workers": len(scripts) // len(prompts),
@@ -89,53 +83,99 @@ def write(*scripts: Script, prompts: Sequence[str] = ("P",), finisher: Script = 
     )
 
 
-class Recording:
-    """What the forward passes of a call do, in order: steps that move, and passes with the logits that they gave."""
+@dataclass
+class Pass:
+    """One forward pass: its segments, and the logits at the packed tokens `kept`, `[len(kept), vocabulary]`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.events: list[Callable[[Any], None]] = []
-        forward, move = DecodeLoop.forward, BlockCache.move
+    segments: list[Segment]
+    kept: list[int]
+    logits: torch.Tensor
 
-        def noted_forward(loop: DecodeLoop, brought: Any, ends: Sequence[int]) -> torch.Tensor:
-            views = [([*segment.view], list(tokens)) for segment, tokens in brought]
-            logits = forward(loop, brought, ends)
-            self.events.append(lambda replay: replay.forward(views, list(ends), logits))
-            return logits
+    @property
+    def seen(self) -> list[str]:
+        """For each segment the text that its last token attends to, itself included."""
+        return [segment.seen for segment in self.segments]
 
-        def noted_move(cache: BlockCache, source: Block, target: Block) -> None:
-            self.events.append(lambda replay: replay.move(source, target))
-            move(cache, source, target)
+    @property
+    def appended(self) -> list[str]:
+        """Text of each segment's tokens."""
+        return [TOKENIZER.decode(segment.tokens) for segment in self.segments]
 
-        monkeypatch.setattr(DecodeLoop, "forward", noted_forward)
-        monkeypatch.setattr(BlockCache, "move", noted_move)
-
-    def read(self) -> list[Pass]:
-        reader = _Reader()
-        for event in self.events:
-            event(reader)
-        return reader.passes
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all segments."""
+        return sum(len(segment.tokens) for segment in self.segments)
 
 
 @dataclass
-class Pass:
-    """One forward pass: for each segment all text that its last token sees, and the tokens that it brought."""
+class Segment:
+    """Consecutive new tokens of a row. `places` number the tokens that the last one attends to, in reading order.
 
-    seen: list[str]
-    brought: list[str]
-    num_tokens: int
+    Tokens are numbered in the order in which forward passes computed them.
+    """
+
+    tokens: list[int]
+    places: list[int]
+    seen: str
 
 
-class _Reader:
-    def __init__(self) -> None:
-        self.texts: dict[Block, str] = defaultdict(str)
+class Recording:
+    """Records the forward passes of a model over a block cache, while the recording exists.
+
+    It reads the attention plan and the storage of the cache. A stored token is recognised by its value vector in the
+    last layer, which differs from that of any other token and does not change when the token is moved.
+    """
+
+    def __init__(self, model: PreTrainedModel | None = None) -> None:
         self.passes: list[Pass] = []
+        self.moved: set[int] = set()
+        """Tokens that were read from another place than the one they were written to."""
+        self._tokens: list[int] = []
+        self._places: dict[bytes, int] = {}
+        self._rows: dict[int, int] = {}  # storage row that each token was written to
+        this = weakref.ref(self)
 
-    def move(self, source: Block, target: Block) -> None:
-        self.texts[target] += self.texts.pop(source)
+        def record(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if (recording := this()) is not None:
+                recording._record(kwargs, output.logits[0])
 
-    def forward(self, views: Any, ends: list[int], logits: torch.Tensor) -> None:
-        for view, tokens in views:
-            self.texts[view[-1]] += TOKENIZER.decode(tokens)
-        seen = ["".join(self.texts[block] for block in view) for view, _ in views]
-        brought = [TOKENIZER.decode(tokens) for _, tokens in views]
-        self.passes.append(Pass(seen, brought, sum(len(tokens) for _, tokens in views)))
+        hook = (model or small_model()).register_forward_hook(record, with_kwargs=True)
+        weakref.finalize(self, hook.remove)
+
+    def _record(self, kwargs: dict[str, Any], logits: torch.Tensor) -> None:
+        tokens, first, cache = kwargs["input_ids"][0].tolist(), len(self._tokens), kwargs["past_key_values"]
+        plan, storage = cache.plan, cache.storage(len(cache) - 1)
+        self._tokens += tokens
+        values = storage.values.numpy()
+
+        def row(origin: int, index: int) -> int:
+            return int(origin * storage.num_kv_heads + index)
+
+        for query, origin, index in zip(plan.write_query, plan.write_origin, plan.write_index, strict=True):
+            written = row(origin, index)
+            self._places[values[written].tobytes()] = first + int(query)
+            self._rows[first + int(query)] = written
+        seen: list[list[tuple[int, list[int]]]] = [[] for _ in tokens]
+        for block in range(plan.num_blocks):
+            pairs = range(plan.block_pairs[block], plan.block_pairs[block + 1])
+            places = []
+            for j in range(max((int(plan.pair_hi[pair]) for pair in pairs), default=0)):
+                at = row(plan.block_origin[block], plan.block_first[block] + j)
+                places.append(self._places[values[at].tobytes()])
+                if self._rows[places[-1]] != at:
+                    self.moved.add(places[-1])
+            for pair in pairs:
+                part = places[plan.pair_lo[pair] : plan.pair_hi[pair]]
+                seen[plan.pair_query[pair]].append((-int(plan.pair_position[pair]), part))
+        visible = [[place for _, part in sorted(parts, key=lambda part: part[0]) for place in part] for parts in seen]
+        extents, segments = dict(zip(plan.write_query.tolist(), plan.write_origin.tolist(), strict=True)), []
+        for query, places in enumerate(visible):
+            if query and extents[query] == extents[query - 1] and places[:-1] == visible[query - 1]:
+                segments.pop()
+            else:
+                begin = query
+            text = TOKENIZER.decode([self._tokens[place] for place in places])
+            segments.append(Segment(tokens[begin : query + 1], places, text))
+        keep = kwargs.get("logits_to_keep")
+        kept = list(range(len(tokens))) if keep is None else keep.tolist()
+        self.passes.append(Pass(segments, kept, logits.clone()))

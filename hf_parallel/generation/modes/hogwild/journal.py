@@ -8,22 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_parallel.files import write_atomically
-from hf_parallel.generation.validation import json_error
 
 FORMAT = "hf_parallel.HogwildSession"
 VERSION = 1
 
 
 def write_journal(path: str | Path, state: dict[str, Any]) -> None:
-    """Write the state of a session to a JSON file, atomically.
-
-    Raises
-    ------
-    ValueError
-        If JSON cannot hold a value, naming its key.
-    """
-    for name, value in state.items():
-        check_plain(name, value)
+    """Write the state of a session, plain data, to a JSON file, atomically."""
     write_atomically(path, json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(state), **state}))
 
 
@@ -49,12 +40,6 @@ def read_journal(path: str | Path) -> dict[str, Any]:
     if state.pop("digest", None) != _digest(state):
         raise ValueError(f"{path} is damaged: its content does not match its digest")
     return state
-
-
-def check_plain(name: str, value: Any) -> None:
-    """Raise `ValueError` unless JSON returns a value unchanged."""
-    if json_error(value):
-        raise ValueError(f"{name} cannot be saved: it must be plain data, got {value!r}")
 
 
 def _digest(state: dict[str, Any]) -> str:

@@ -46,11 +46,7 @@ class _PassCountingProcessor(LogitsProcessor):
 def adapt_processors(call: GenerationCall, workers: Sequence[Worker]) -> GenerationCall:
     """Return a call whose length limits count decode passes, and whose `prefix_allowed_tokens_fn` gets prompt indices.
 
-    Parameters
-    ----------
-    call : GenerationCall
-    workers : sequence of Worker
-        Read at each call of a processor; workers may join later.
+    `workers` is read at each pass, as workers may join.
     """
     length, processors = call.input_ids.shape[1], LogitsProcessorList()
     for processor in call.logits_processor:

@@ -13,8 +13,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.modes.hogwild.finisher import Finisher
-from hf_parallel.generation.modes.hogwild.group import WorkerGroup
+from hf_parallel.generation.modes.hogwild.group import Finisher, WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_steps
 from hf_parallel.generation.modes.hogwild.processors import adapt_processors
 from hf_parallel.generation.modes.hogwild.worker import Worker
@@ -29,28 +28,15 @@ TABLE_CAPACITY = 1024
 
 
 class HogwildRun:
-    """Groups of workers, one per prompt, and the decode loop that runs them. Nothing is computed before `generate`.
-
-    Parameters
-    ----------
-    config : HogwildConfig
-    call : GenerationCall
+    """Groups of workers, one per prompt, and their decode loop. `workers` are in the order of the rows.
 
     Raises
     ------
     ValueError
-        If the tokenizer returns tokens outside the vocabulary, a cache is given, or the model's positions do not hold
-        the first tokens of all workers.
+        If the tokenizer returns tokens outside the vocabulary, a cache is passed, or the model's positions do not
+        suffice for the first tokens of all workers.
     UnsupportedModelError
-        If the keys of the model cannot be rotated.
-
-    Attributes
-    ----------
-    cache : HogwildCache
-    loop : DecodeLoop
-    groups : list of WorkerGroup
-    workers : list of Worker
-        By row.
+        If the model's keys cannot be rotated.
     """
 
     def __init__(self, config: Any, call: GenerationCall) -> None:

@@ -132,13 +132,7 @@ class HogwildSession:
             return self._run.loop.result(HogwildOutput, **self._run.fields())
 
     def step(self) -> dict[str, str]:
-        """Run one forward pass, in which every active worker gets one token.
-
-        Returns
-        -------
-        dict of str to str
-            Text added by each worker, by name, including the prefix of a new step. Empty if no worker is active.
-        """
+        """Run one forward pass, in which every active worker gets one token. Return as `run`."""
         return self.run(1)
 
     def run(self, passes: int | None = None) -> dict[str, str]:
@@ -147,7 +141,7 @@ class HogwildSession:
         Returns
         -------
         dict of str to str
-            Text added by each worker, as from `step`.
+            Text added by each worker, by name, prefixes of new steps included. Empty if no worker is active.
 
         Raises
         ------
@@ -221,12 +215,11 @@ class HogwildSession:
                 raise ValueError(f"text must be a non-empty string, got {text!r}")
             if worker is None and not text.endswith(self.config.separator):
                 text += self.config.separator
-            self._run.inject(worker, text, self._encode("text", text))
+            number = None if worker is None else worker.number
+            self._run.apply({"tell": number, "text": text, "tokens": self._encode("text", text)})
 
     def forget(self, step: Step | int) -> None:
-        """Remove a finished step from memory; later steps move up.
-
-        Nothing is recomputed: text that workers wrote while they saw the step stays unchanged.
+        """Remove a finished step from memory; later steps move up, but no text is recomputed.
 
         Parameters
         ----------
@@ -244,10 +237,10 @@ class HogwildSession:
             found = [i for i, other in enumerate(self.history) if other == step or (is_int(step) and i == step)]
             if not found:
                 raise ValueError(f"step must be one of the {len(self.history)} in history, or its index, got {step!r}")
-            self._run.forget(found[0])
+            self._run.apply({"forget": found[0]})
 
     def add_worker(self, name: str | None = None) -> str:
-        """Add a worker, which starts writing in the next forward pass.
+        """Add a worker, which starts writing in the next forward pass. Return its name.
 
         The prompt does not change; inject a text if the other workers should know.
 
@@ -255,11 +248,6 @@ class HogwildSession:
         ----------
         name : str, optional
             Default: the next of Alice, Bob, Carol, ... that no worker has had.
-
-        Returns
-        -------
-        str
-            The name.
 
         Raises
         ------
@@ -281,19 +269,13 @@ class HogwildSession:
                 kind = type(self._call.streamer).__name__
                 raise ValueError(f"streamer must be a ParallelStreamer for several workers, got a {kind}")
             self._encode("name", self.config.step_prefix_of(name))
-            self._run.add_worker(name)
+            self._run.apply({"add": name})
         return name
 
     def remove_worker(self, name: str) -> None:
-        """Remove a worker and its unfinished step; its finished steps stay.
-
-        Raises
-        ------
-        ValueError
-            If there is no such worker.
-        """
+        """Remove a worker and its unfinished step; its finished steps stay. Raises `ValueError` for unknown names."""
         with self._change():
-            self._run.remove_worker(self._find(name))
+            self._run.apply({"remove": self._find(name).number})
 
     def save(self, path: str | Path) -> None:
         """Write the session to a JSON file, atomically.
@@ -330,11 +312,10 @@ class HogwildSession:
         Parameters
         ----------
         path : str or Path
-        model : PreTrainedModel
-            The model of the saved session.
-        tokenizer
-        streamer, logits_processor, stopping_criteria, prefix_allowed_tokens_fn : optional
-            Those of the saved session. The streamer receives all earlier text.
+        model, tokenizer, logits_processor, stopping_criteria, prefix_allowed_tokens_fn
+            Those of the saved session.
+        streamer : optional
+            Receives all earlier text first.
 
         Raises
         ------
@@ -369,10 +350,10 @@ class HogwildSession:
         return session
 
     def _find(self, name: Any) -> Worker:
-        for worker in self._run.present:
-            if worker.name == name:
-                return worker
-        raise ValueError(f"there is no worker {name!r}, only {self.names}")
+        found = [worker for worker in self._run.present if worker.name == name]
+        if not found:
+            raise ValueError(f"there is no worker {name!r}, only {self.names}")
+        return found[0]
 
     def _encode(self, name: str, text: str) -> list[int]:
         tokens, vocabulary = encode(self._call.tokenizer, text), vocabulary_size(self._model)
@@ -383,9 +364,10 @@ class HogwildSession:
     @contextmanager
     def _model_held(self) -> Iterator[None]:
         """Claim the model for computing."""
-        if not isinstance(self._model, ParallelGenerationMixin):
+        model = self._model
+        if not isinstance(model, ParallelGenerationMixin):
             raise RuntimeError("the model is not enabled any more: call hf_parallel.enable(model) to continue")
-        location = self._model.device, self._model.dtype
+        location = model.device, model.dtype
         if location != self._location:
             before, now = ("{} in {}".format(*pair) for pair in (self._location, location))
             raise ValueError(f"the model was on {before} when this session began, now it is on {now}: move it back")

@@ -8,24 +8,24 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import transformers
 from transformers import GenerationConfig, MaxTimeCriteria
 
+from hf_parallel.cache import BlockCache
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.generation.arguments import check_inputs
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.modes.hogwild.checkpoint import Checkpoint
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig
-from hf_parallel.generation.modes.hogwild.journal import check_plain
 from hf_parallel.generation.modes.hogwild.output import COMMON
 from hf_parallel.generation.modes.hogwild.prompt import hogwild_prompt
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.modes.hogwild.worker import Worker
-from hf_parallel.generation.validation import is_int
+from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.generation.validation import is_int, json_error
 from hf_parallel.models.capabilities import max_positions
 
 RESTORED_TOGETHER = 256
@@ -37,13 +37,7 @@ _UNSAVED = ("max_length", "max_new_tokens", "transformers_version")
 
 
 def open_run(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any]) -> SteppedRun:
-    """Create the run of a session; parameters and errors as of `HogwildSession`. Nothing is computed yet.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Must be enabled.
-    """
+    """Return the run of a session of an enabled model; arguments and errors as of `HogwildSession`."""
     settings = {"generation_mode": HogwildConfig.mode, **settings}
     config = model._take_parallel_config(settings)
     _check_config(config)
@@ -62,14 +56,9 @@ def open_run(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any]) 
 
 
 class SteppedRun(HogwildRun):
-    """Run of one prompt, advanced by the caller.
+    """Run of one prompt, advanced by the caller. `active` are the workers that have not stopped.
 
-    Attributes
-    ----------
-    active : list of Worker
-        Workers that have not stopped.
-    journal : list of dict
-        Passes and changes as plain data.
+    `journal` holds the passes and changes as plain data.
     """
 
     config: HogwildConfig
@@ -109,60 +98,48 @@ class SteppedRun(HogwildRun):
             stats.decode_seconds += time.perf_counter() - began - (stats.prefill_seconds - prefilling)
         return {worker.name: worker.text[length:] for worker, length in before}
 
-    def inject(self, worker: Worker | None, text: str, tokens: list[int]) -> None:
-        """Append a text to the step of a worker, or (None) to the history."""
-        self.journal.append({"tell": None if worker is None else worker.number, "text": text, "tokens": tokens})
-        if worker is None:
-            self.group.inject_step(text, tokens, self.passes)
+    def apply(self, change: dict[str, Any]) -> None:
+        """Apply a change between two passes, and append it to the journal.
+
+        Parameters
+        ----------
+        change : dict
+            `{"tell": number of a worker or None for the history, "text": ..., "tokens": ...}`, `{"add": name}`,
+            `{"remove": number of a worker}` or `{"forget": index of a finished step}`.
+        """
+        self.journal.append(change)
+        group, record = self.group, self.loop.call.record
+        if "tell" in change:
+            if change["tell"] is None:
+                group.inject_step(change["text"], change["tokens"], self.passes)
+            else:
+                self.workers[change["tell"]].insert(change["tokens"])
+        elif "add" in change:
+            row = self.loop.sampler.add_row(record.begin, self.passes)
+            self.cache.add_worker(group.space)
+            group.append_headers()
+            self.workers.append(Worker(group, row, len(self.workers), change["add"], self.passes))
+            self.active.append(self.workers[-1])
+        elif "remove" in change:
+            worker = self.workers[change["remove"]]
+            record.write(worker.index, "", "leave")
+            self.active = [other for other in self.active if other is not worker]
+            worker.remove()
         else:
-            worker.insert(tokens)
+            *before, step = group.finished[: change["forget"] + 1]
+            own_index = sum(other.worker == step.worker for other in before)
+            record.write(step.worker, str(own_index), "forget")
+            group.remove_step(change["forget"])
 
-    def forget(self, index: int) -> None:
-        """Remove a finished step from memory, by its index in the history."""
-        self.journal.append({"forget": index})
-        *before, step = self.group.finished[: index + 1]
-        own_index = sum(other.worker == step.worker for other in before)
-        self.loop.call.record.write(step.worker, str(own_index), "forget")
-        self.group.remove_step(index)
-
-    def add_worker(self, name: str) -> None:
-        """Add a worker, which starts writing in the next pass."""
-        self.journal.append({"add": name})
-        row = self.loop.sampler.add_row(self.loop.call.record.begin, self.passes)
-        self.cache.add_worker(self.group.space)
-        self.group.append_headers()
-        worker = Worker(self.group, row, len(self.workers), name, self.passes)
-        self.workers.append(worker)
-        self.active.append(worker)
-
-    def remove_worker(self, worker: Worker) -> None:
-        """Remove a worker and its unfinished step."""
-        self.journal.append({"remove": worker.number})
-        self.loop.call.record.write(worker.index, "", "leave")
-        self.active = [other for other in self.active if other is not worker]
-        worker.remove()
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Undo everything if the body raises. Removing steps or workers must come last in the body."""
+    def transaction(self) -> AbstractContextManager[None]:
+        """Undo everything if the body raises."""
         loop, group = self.loop, self.group
         objects = [self, group, group.space, group.writes, loop.sampler, loop.stats, loop.call.record]
         objects += [item for worker in self.workers for item in (worker, worker.current)]
-        checkpoint = Checkpoint(self.cache, loop.table, [*objects, *(loop.sampler.rngs or ())])
-        try:
-            yield
-        except BaseException:
-            checkpoint.restore()
-            raise
+        return _restored_on_error(self.cache, loop.table, [*objects, *(loop.sampler.rngs or ())])
 
     def state(self) -> dict[str, Any]:
-        """Return all that `restore` needs, as plain data.
-
-        Raises
-        ------
-        ValueError
-            For settings that are not plain data, for `output_scores` and `output_logits`, and for offloaded weights.
-        """
+        """Return all that `restore` needs, as plain data; errors as of `HogwildSession.save`."""
         call, config = self.loop.call, self.config
         names = [name for name in vars(GenerationConfig()) if not name.startswith("_") and name not in _UNSAVED]
         values = call.generation_config.to_dict()
@@ -172,7 +149,8 @@ class SteppedRun(HogwildRun):
             del generation["min_length"]
         settings = {name: _plain(getattr(config, name)) for name in config.fields() if name not in config.not_stored}
         for name, value in {**generation, **settings}.items():
-            check_plain(name, value)
+            if json_error(value):
+                raise ValueError(f"{name} cannot be saved: it must be plain data, got {value!r}")
             if name in ("output_scores", "output_logits") and value:
                 raise ValueError(f"a session with {name} cannot be saved: scores and logits are not stored")
         return {
@@ -190,13 +168,8 @@ class SteppedRun(HogwildRun):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Repeat the journal of another run with the same model, prompt and settings.
 
-        Nothing is sampled. Keys and values are computed in as few forward passes as possible; each token sees the
-        tokens that it saw originally.
-
-        Raises
-        ------
-        ValueError
-            If the processors, the criteria or the tokenizer are others.
+        Nothing is sampled; keys and values are computed in as few forward passes as possible. Raises `ValueError` if
+        the processors, the criteria or the tokenizer are others.
         """
         if self._helpers != state["helpers"]:
             raise ValueError(f"it had the processors and criteria {state['helpers']}, this session has {self._helpers}")
@@ -205,17 +178,10 @@ class SteppedRun(HogwildRun):
         for event in state["journal"]:
             if "pass" in event:
                 self._repeat_pass(event["pass"])
-            elif "tell" in event:
-                number = event["tell"]
-                self.inject(None if number is None else self.workers[number], event["text"], event["tokens"])
-            elif "add" in event:
-                self.add_worker(event["add"])
-            else:  # removes blocks that earlier passes attend to
+                continue
+            if "remove" in event or "forget" in event:  # removes a block that earlier passes attend to
                 self._compute_backlog()
-                if "forget" in event:
-                    self.forget(event["forget"])
-                else:
-                    self.remove_worker(self.workers[event["remove"]])
+            self.apply(event)
         self._compute_backlog()
         if self._tokens != state["tokens"]:
             raise ValueError("its texts have other tokens")
@@ -249,6 +215,39 @@ class SteppedRun(HogwildRun):
         self.group.move_ended_steps()
 
 
+@contextmanager
+def _restored_on_error(cache: BlockCache, table: TokenTable, objects: Sequence[Any]) -> Iterator[None]:
+    """Restore the attributes of objects, the table and the blocks of the cache if the body raises.
+
+    Lists, dicts and sets get their items back; the items themselves are not copied. Blocks that the body has freed or
+    moved are not restored, so it must do this last.
+    """
+    lengths = {block: block.length for block in cache.blocks}
+    attributes = [(item, dict(vars(item))) for item in (*objects, table)]
+    containers = [
+        (value, copy.copy(value))
+        for _, held in attributes
+        for value in held.values()
+        if type(value) in (list, dict, set)
+    ]
+    try:
+        yield
+    except BaseException:
+        for item, held in attributes:
+            vars(item).clear()
+            vars(item).update(held)
+        for value, items in containers:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(items)
+        for row, length in enumerate(table.lengths):
+            table.truncate(row, length)
+        for block in cache.blocks - lengths.keys():
+            cache.free(block)
+        for block, length in lengths.items():
+            block.length = length
+        raise
+
+
 def _plain(value: Any) -> Any:
     """Convert tuples to lists and NumPy integers to ints."""
     if isinstance(value, list | tuple):
@@ -265,9 +264,7 @@ def _check_config(config: Any) -> None:
     if config.seed is not None and not all(map(is_int, seeds)):
         raise ValueError(f"seed must be an int or a list of ints in a session, which may be saved, got {config.seed!r}")
     if COMMON in config.names:
-        raise ValueError(
-            f"worker_names must not contain {COMMON!r}, the name of the history, got {config.worker_names!r}"
-        )
+        raise ValueError(f"worker_names must not contain {COMMON!r}, the name of the history, got {config.names!r}")
 
 
 def _prompt_arguments(prompt: Any, tokenizer: Any, config: HogwildConfig) -> dict[str, Any]:

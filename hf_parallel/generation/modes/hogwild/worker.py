@@ -12,37 +12,15 @@ from hf_parallel.generation.rows import PassInputs, Row
 
 
 class Worker(Row):
-    """One worker. Its block is replaced by an empty one whenever it ends a step.
+    """Worker `number` of a group. Its block is replaced by an empty one whenever it ends a step.
 
-    Parameters
-    ----------
-    group : WorkerGroup
-    index : int
-        Row of the batch.
-    number : int
-        Index among the workers of the group.
-    name : str
-    passes : int
-        Decode passes before the worker joined.
-
-    Attributes
-    ----------
-    passes : int
-        Decode passes so far.
-    text : str
-        Text of all its steps.
-    current : IncrementalDetokenizer
-        Tokens and text of its unfinished step.
-    answered : bool
-        Whether it has generated a final answer.
-    stopped : bool
-        Whether it has stopped writing.
+    `passes` counts decode passes, including those before the worker joined.
     """
 
     def __init__(self, group: WorkerGroup, index: int, number: int, name: str, passes: int = 0) -> None:
         super().__init__(index, ())
         self._group, self.number, self.name, self.passes = group, number, name, passes
-        self.text = ""
+        self.text = ""  # of all its steps
         self.answered = self.stopped = False
         self._step = 0
         self._begin_step()
@@ -65,7 +43,7 @@ class Worker(Row):
         """Append a generated token; `ended`: a stopping criterion is met. Return whether the worker writes on."""
         group, config = self.group, self.group.config
         self.passes += 1
-        group.generated += 1
+        group.num_generated += 1
         is_eos = token in group.call.eos_token_ids
         added = "" if is_eos else self._write([token], "token")
         self._generated += added
@@ -159,22 +137,10 @@ class Worker(Row):
 
 
 def ends_step(text: str, added: str, separator: str, sentence_ends: Sequence[str], code_fence: str) -> bool:
-    """Return whether a token completes a reasoning step (Hogwild! Inference, appendix C).
+    """Return whether the text `added` by a token completes a reasoning step (Hogwild! Inference, appendix C).
 
-    A step ends where a separator follows the end of a sentence, outside a code block.
-
-    Parameters
-    ----------
-    text : str
-        The step so far, `added` included.
-    added : str
-        Text of the last token, which must complete the separator.
-    separator : str
-        Such as a blank line. A token may hold it inside, or only its last character.
-    sentence_ends : sequence of str
-        The text before the separator must end with one of these.
-    code_fence : str
-        Opens and closes a code block. Empty: code blocks are not recognised.
+    A step, whose whole text is `text`, ends where a separator follows one of `sentence_ends` outside a code block. The
+    token may hold the separator inside, or only its last character.
     """
     if not added:
         return False
