@@ -1,7 +1,4 @@
-"""Writes `docs/architectures.md` and the table in the README: what each architecture can do, asked of a tiny model.
-
-`python tests/architecture_table.py` writes both, `tests/test_architectures.py` compares them.
-"""
+"""Writes `docs/architectures.md` from probes of tiny models: `python tests/architecture_table.py`."""
 
 from __future__ import annotations
 
@@ -13,45 +10,38 @@ from tiny import ARCHITECTURES, REFUSED, Architecture
 from transformers import PreTrainedModel
 
 from hf_parallel.kernels import RotarySpec
-from hf_parallel.models.attention import Capabilities, UnsupportedModelError, capabilities
+from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.models.capabilities import Capabilities, probe_capabilities, rope_types
 
 ROOT = Path(__file__).parent.parent
-PAGE, README = ROOT / "docs" / "architectures.md", ROOT / "README.md"
-BEGIN, END = "<!-- architectures -->\n", "<!-- /architectures -->"
+PAGE = ROOT / "docs" / "architectures.md"
 TEXT = """\
 # Architectures
 
-What `hf_parallel.enable` finds out about a model, shown for {works} configurations that the tests run and
-{refused} that it refuses. It does not know architectures by name: it reads what a model does off a few forward passes,
-so a model that is not listed may well work, and one that cannot raises `UnsupportedModelError` with the reason.
+Capabilities that `hf_parallel.enable` finds in tiny models of {works} supported and {refused} unsupported configurations.
+Probing does not know architectures by name: it runs a few forward passes and compares queries and logits. A model that
+is not listed may work; an unsupported one raises `UnsupportedModelError` with the reason.
 
-- **shared_prefix** needs keys and values of all tokens in a cache, behind Transformers' attention interface. Tested:
-  greedy output equals `generate`'s token for token.
-- **hogwild** also turns queries to other positions, which needs rotary embeddings (RoPE) whose frequencies stay as they
-  are.
-- **RoPE**: the pairs of dimensions that turn together (`half-split` as in Llama, `interleaved` as in GLM), how many of
-  a head's dimensions turn where not all do, layers without RoPE, how the frequencies are scaled.
-- **Attention**: a sliding window (in all layers or in some), soft-capped scores, attention sinks. All are honoured.
+- **shared_prefix** needs keys and values of all tokens in a cache, and Transformers' attention interface. Tested: greedy
+  output equals `generate`'s token for token.
+- **hogwild** also rotates queries to other positions, which needs rotary embeddings (RoPE) with constant frequencies.
+- **RoPE**: which dimensions form a rotated pair (`half-split` as in Llama, `interleaved` as in GLM), the number of
+  rotated dimensions of a head if not all are, layers without RoPE, and the scaling of the frequencies.
+- **Attention**: a sliding window (in all layers or in some), soft-capped scores, attention sinks. All are supported.
 
-This page is made by `python tests/architecture_table.py`; a test compares it with what the models do.
+`python tests/architecture_table.py` writes this page; a test compares it with the models.
 
 {table}
 """
 
 
 def make_page() -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     return TEXT.format(works=len(ARCHITECTURES), refused=len(REFUSED), table=make_table())
 
 
-def make_readme() -> str:
-    """The README with the table of today between its marks."""
-    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    return f"{before}{BEGIN}{make_table()}\n{END}{rest.split(END)[1]}"
-
-
 def make_table() -> str:
-    """The table of all architectures, those that work first."""
+    """Return the table of all architectures, supported ones first."""
     rows = [row_of(architecture) for architecture in (*ARCHITECTURES.values(), *REFUSED.values())]
     rows.sort(key=lambda row: (row[1] == "no", row[0]))
     heads = ("architecture", "shared_prefix", "hogwild", "RoPE", "attention", "why not")
@@ -59,10 +49,10 @@ def make_table() -> str:
 
 
 def row_of(architecture: Architecture) -> Sequence[str]:
-    """Cells of one architecture."""
+    """Return the cells of one architecture."""
     model, name = tiny.build(architecture.name), f"`{architecture.name}`"
     try:
-        found = capabilities(model)
+        found = probe_capabilities(model)
     except UnsupportedModelError as error:
         return name, "no", "no", "", "", _reason(model, str(error))
     turns = "yes" if found.rotary is not None else "no"
@@ -73,7 +63,7 @@ def row_of(architecture: Architecture) -> Sequence[str]:
 
 
 def _reason(model: PreTrainedModel, why: str) -> str:
-    """A reason without the name of the class, whose row it stands in."""
+    """Return a reason without the name of the class."""
     return why.removeprefix(type(model).__name__).removeprefix("'s").strip()
 
 
@@ -85,8 +75,7 @@ def _rope(model: PreTrainedModel, found: Capabilities) -> str:
     specs = {spec: None for spec in found.rotary.values() if spec is not None}
     parts = [f"{len(specs)} tables"] if len(specs) > 1 else []
     parts += dict.fromkeys(_one_table(spec, head_dim) for spec in specs)
-    kinds = _scalings(config)
-    parts += [kind for kind in kinds if kind != "default"]
+    parts += sorted(rope_types(config) - {"default"})
     without = [str(layer) for layer, spec in found.rotary.items() if spec is None]
     if without:
         parts.append(f"none in layers {', '.join(without)}")
@@ -96,12 +85,6 @@ def _rope(model: PreTrainedModel, found: Capabilities) -> str:
 def _one_table(spec: RotarySpec, head_dim: int) -> str:
     style = "interleaved" if spec.interleaved else "half-split"
     return style if spec.rotary_dim == head_dim else f"{style} {spec.rotary_dim} of {head_dim}"
-
-
-def _scalings(config: object) -> list[str]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    return sorted({str(p.get("rope_type", "default")) for p in nested})
 
 
 def _attention(model: PreTrainedModel, architecture: Architecture) -> str:
@@ -119,5 +102,4 @@ def _attention(model: PreTrainedModel, architecture: Architecture) -> str:
 if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(make_page(), encoding="utf-8")
-    README.write_text(make_readme(), encoding="utf-8")
-    print(f"wrote {PAGE} and {README}")
+    print(f"wrote {PAGE}")

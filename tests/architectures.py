@@ -1,6 +1,6 @@
-"""Which architectures the tests speak of, and how each is configured: small, and with all of its features on.
+"""Tiny configurations of the tested architectures, with all of their features enabled.
 
-Knows transformers' config classes alone. `tiny.build` makes models of these; `tests/test_tiny.py` checks them.
+`tiny.build` creates models from them; `tests/test_tiny.py` checks them.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ Positions = Literal["rotary", "learned", "alibi", "relative", "none"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One tiny model: how it is configured, and what a test must know of it.
+    """A tiny model: its config and facts that tests need.
 
     Parameters
     ----------
     name : str
         Key in `ARCHITECTURES` or `REFUSED`: the `model_type`, with a suffix for a RoPE variant (`llama-yarn`).
     config : callable
-        Takes nothing, returns a fresh tiny config.
+        Returns a new tiny config.
     positions : {"rotary", "learned", "alibi", "relative", "none"}
-        How the model learns where a token stands.
+        Kind of position information.
     sliding_window : int or None
-        Window, in tokens, of those layers that have one; None where every layer sees everything.
+        Window in tokens of the layers that have one; None if all layers have full attention.
     attn_implementation : str
-        The stock implementation that the model runs with, exact for this architecture.
+        Stock implementation of the model that is exact for this architecture.
     attention_gain, embedding_std, head_gain : float
-        Scales of the drawn weights: see `_draw_weights`.
+        Scales of the random weights: see `_draw_weights`.
     seed : int
-        Added to the seed given to `build`, where draw 0 of an architecture is degenerate.
+        Added to the seed of `build` if the weights of seed 0 are degenerate.
     notes : str
-        What surprises, and where stock transformers disagrees with itself.
+        Unusual properties, and where transformers disagrees with itself.
     """
 
     name: str
@@ -97,14 +97,14 @@ _FREQUENCIES_CHANGE = (
 def _architecture(
     name: str, settings: dict[str, Any] | None = None, *, without: Collection[str] = (), **facts: Any
 ) -> Architecture:
-    """An architecture whose config is `_COMMON` with `settings` over it, less the keys that its class does not have."""
+    """Return an architecture with the config `_COMMON | settings`, less the keys that its class does not have."""
     merged = {key: value for key, value in {**_COMMON, **(settings or {})}.items() if key not in without}
     config = partial(_make_config, name.split("-")[0], merged)
     return Architecture(name, config, sliding_window=merged.get("sliding_window"), **facts)
 
 
 def _make_config(model_type: str, settings: dict[str, Any]) -> PreTrainedConfig:
-    # Config classes write defaults into the dicts and lists that they are given.
+    # Config classes write defaults into the dictionaries and lists that they receive.
     return AutoConfig.for_model(model_type, **copy.deepcopy(settings))
 
 
@@ -135,7 +135,7 @@ ARCHITECTURES: dict[str, Architecture] = _by_name(
     _architecture(
         "phi3",
         {**_WINDOW, "hidden_size": 96, "partial_rotary_factor": 0.75},
-        notes="head_dim 24, of which 18 turn: no power of two.",
+        notes="head_dim 24, of which 18 are rotated: not a power of two.",
     ),
     _architecture("glm", {"head_dim": 16}),
     _architecture("glm4", {"head_dim": 16}, seed=1),
@@ -154,7 +154,7 @@ ARCHITECTURES: dict[str, Architecture] = _by_name(
     _architecture(
         "olmo3",
         {**_ALTERNATING, "rope_parameters": {_FULL: _YARN, _SLIDING: _DEFAULT}},
-        notes="Full layers turn by YaRN, sliding layers by plain RoPE: two rotary tables.",
+        notes="Full layers use YaRN, sliding layers plain RoPE: two rotary tables.",
     ),
     _architecture(
         "smollm3",
@@ -196,7 +196,7 @@ ARCHITECTURES: dict[str, Architecture] = _by_name(
             },
         },
         embedding_std=0.1,
-        notes="Full layers turn by scaled RoPE of another base: two rotary tables.",
+        notes="Full layers use scaled RoPE with another base: two rotary tables.",
     ),
     _architecture(
         "starcoder2",
@@ -321,7 +321,7 @@ REFUSED: dict[str, Architecture] = _by_name(
             "first_k_dense_replace": 2,
             "num_mtp_layers": 0,
         },
-        notes="MLA: keys of 24, of which the last 8 turn, over values of 16.",
+        notes="MLA: keys of 24 dimensions, of which the last 8 are rotated, values of 16.",
     ),
     _architecture(
         "t5",
@@ -338,17 +338,17 @@ REFUSED: dict[str, Architecture] = _by_name(
         positions="relative",
         notes="Encoder and decoder.",
     ),
-    _architecture("diffllama", notes="Takes the values apart between the cache and attention."),
+    _architecture("diffllama", notes="Splits the values between the cache and attention."),
     _architecture(
         "phimoe",
         {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
-        notes="Its layers do not tell attention of the window, which is in the mask.",
+        notes="The window is in the mask but not in the arguments of attention.",
     ),
     _architecture(
         "bert",
         without=("num_key_value_heads", "attention_dropout"),
         positions="learned",
-        notes="Not made to be causal.",
+        notes="Not causal.",
     ),
     _architecture(
         "gemma4_text",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from scenes import turn
+from scenes import rotate_to
 
 from hf_parallel.cache import Block, BlockCache, Segment, View
 from hf_parallel.kernels import RotarySpec
@@ -26,14 +26,14 @@ def append(cache: BlockCache, *brought: tuple[View, Sequence[int]]) -> None:
     """What a model of one layer does to the cache in a forward pass."""
     forward = cache.prepare([Segment(view, len(tokens)) for view, tokens in brought])
     tokens = [token for _, run in brought for token in run]
-    keys = turn(unrotated(tokens), forward.position_ids, ROTARY)
+    keys = rotate_to(unrotated(tokens), forward.position_ids, ROTARY)
     cache.arena.write(0, keys, unrotated(tokens, 1), forward.plan)
     cache.commit()
 
 
 def stored(cache: BlockCache, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     layer = cache.storage(0)
-    rows = layer.rows(block.extent, block.first, block.first + block.length)
+    rows = layer.rows(block.tokens)
     return layer.keys[rows], layer.values[rows]
 
 
@@ -43,7 +43,7 @@ def assert_holds(cache: BlockCache, block: Block, tokens: Sequence[int]) -> None
     if tokens:
         keys, values = stored(cache, block)
         at = torch.arange(block.base, block.base + len(tokens))
-        torch.testing.assert_close(keys, turn(unrotated(tokens), at, ROTARY), rtol=0, atol=1e-12)
+        torch.testing.assert_close(keys, rotate_to(unrotated(tokens), at, ROTARY), rtol=0, atol=1e-12)
         assert torch.equal(values, unrotated(tokens, 1))
 
 

@@ -1,19 +1,19 @@
-"""The table of architectures in the docs and the README says what the models do."""
+"""The table of architectures in the docs equals the capabilities that probing finds."""
 
 from __future__ import annotations
 
-from architecture_table import PAGE, README, make_page, make_readme
+from architecture_table import PAGE, make_page
 from tiny import ARCHITECTURES, REFUSED
 
 
 def table() -> dict[str, list[str]]:
-    """Cells of each row of the page, by architecture."""
+    """Return the cells of each row of the page by architecture."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {name.strip("`"): rest for name, *rest in cells}
 
 
-def test_page_is_what_the_models_say() -> None:
+def test_page_equals_the_probed_capabilities() -> None:
     assert PAGE.read_text(encoding="utf-8") == make_page(), "run: python tests/architecture_table.py"
 
 
@@ -27,7 +27,3 @@ def test_page_holds_every_architecture_with_its_reason() -> None:
 
 def test_thirty_architectures_at_least() -> None:
     assert len({name.split("-")[0] for name in ARCHITECTURES}) >= 30
-
-
-def test_readme_holds_the_same_table() -> None:
-    assert README.read_text(encoding="utf-8") == make_readme(), "run: python tests/architecture_table.py"

@@ -1,4 +1,4 @@
-"""What a model can do is read off the model, what cannot work is refused with the reason, and all is put back after."""
+"""Probing of capabilities, unsupported models, and the state of models after `enable`, calls and errors."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ from transformers import (
 import hf_parallel
 from hf_parallel import SharedPrefixCache, UnsupportedModelError
 from hf_parallel.kernels import RotarySpec, rotate
-from hf_parallel.models.attention import IMPLEMENTATION, Capabilities, capabilities
+from hf_parallel.models.attention import IMPLEMENTATION
+from hf_parallel.models.capabilities import Capabilities, probe_capabilities
 
 NO_ROTATION = {
     "llama-dynamic": "dynamic RoPE scaling, whose frequencies change with the length",
     "llama-longrope": "longrope RoPE scaling, whose frequencies change with the length",
-    "gpt2": "positions that are no rotary embeddings",
-    "opt": "positions that are no rotary embeddings",
-    "hunyuan_v1_dense": "changes its queries behind their rotary embedding",
+    "gpt2": "positions that are not rotary embeddings",
+    "opt": "positions that are not rotary embeddings",
+    "hunyuan_v1_dense": "changes its queries after their rotary embedding",
     "ministral3": "scales its queries by their position",
 }
 REASONS = {
@@ -48,8 +49,8 @@ REASONS = {
     "qwen3_next": "linear_attention",
     "deepseek_v3": "multi-head latent attention",
     "t5": "encoder-decoder",
-    "diffllama": "gives other logits over blocks than over a plain row",
-    "phimoe": "sliding window of 16 in the attention mask alone",
+    "diffllama": "computes other logits over blocks than over a plain sequence",
+    "phimoe": "sliding window of 16 only in the attention mask",
     "bert": "bidirectional",
     "gemma4_text": "2 layers that read keys of earlier ones",
 }
@@ -61,7 +62,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def a_copy(name: str, **settings: Any) -> PreTrainedModel:
-    """A tiny model of one's own."""
+    """A tiny model that the test may modify."""
     return copy.deepcopy(tiny.build(name, **settings))
 
 
@@ -71,11 +72,11 @@ def generate(model: PreTrainedModel, mode: str | None = None, **settings: Any) -
     return model.generate(**given, **(inputs | {"do_sample": False, "max_new_tokens": 8} | settings))  # type: ignore[operator]
 
 
-# What the layers do to positions
+# Rotary embeddings
 
 
 def queries_of(model: PreTrainedModel, positions: list[int]) -> dict[int, list[torch.Tensor]]:
-    """Each layer's query `[heads, head_dim]` of one token that stands at one position after another."""
+    """Each layer's query `[heads, head_dim]` of one token at each of the positions."""
     seen: dict[int, list[torch.Tensor]] = {}
 
     def attend(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -96,10 +97,10 @@ def queries_of(model: PreTrainedModel, positions: list[int]) -> dict[int, list[t
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in NO_ROTATION])
-def test_turning_by_the_spec_is_what_the_model_does(name: str) -> None:
-    """At positions other than those that the spec was found with; and back again."""
+def test_rotating_by_the_probed_embedding_equals_the_model(name: str) -> None:
+    """At positions other than those of the probe, in both directions."""
     model, positions = tiny.build(name), [0, 2, 3, 50, 171, 400]
-    found = capabilities(model)
+    found = probe_capabilities(model)
     assert found.rotary is not None
     assert found.why_no_rotation == ""
     assert sorted(found.rotary) == list(range(tiny.NUM_LAYERS))
@@ -107,19 +108,19 @@ def test_turning_by_the_spec_is_what_the_model_does(name: str) -> None:
         spec = found.rotary[layer]
         for start, query in zip(positions, queries, strict=True):
             for end, expected in zip(positions, queries, strict=True):
-                turned = query.double()
+                rotated = query.double()
                 if spec is not None:
                     delta = torch.tensor([end - start]).numpy()
-                    turned = rotate(turned, *spec.tables(delta, torch.float64, torch.device("cpu")), spec)
-                torch.testing.assert_close(turned, expected.double(), rtol=0, atol=2e-4 * float(expected.abs().max()))
+                    rotated = rotate(rotated, *spec.tables(delta, torch.float64, torch.device("cpu")), spec)
+                torch.testing.assert_close(rotated, expected.double(), rtol=0, atol=2e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("name", NO_ROTATION)
-def test_models_that_cannot_be_turned_say_why(name: str) -> None:
+def test_models_without_rotation_have_a_reason(name: str) -> None:
     model = a_copy(name)
     before = snapshot(model)
-    found = capabilities(model)
-    assert snapshot(model) == before  # frequencies that follow the length too
+    found = probe_capabilities(model)
+    assert snapshot(model) == before  # including frequencies that follow the length
     assert found.rotary is None
     assert NO_ROTATION[name] in found.why_no_rotation
     hf_parallel.enable(model)
@@ -128,23 +129,23 @@ def test_models_that_cannot_be_turned_say_why(name: str) -> None:
 
 
 def specs(name: str) -> list[RotarySpec | None]:
-    found: Capabilities = capabilities(tiny.build(name))
+    found: Capabilities = probe_capabilities(tiny.build(name))
     assert found.rotary is not None
     return [found.rotary[layer] for layer in range(tiny.NUM_LAYERS)]
 
 
-def test_pairs_that_turn_together() -> None:
+def test_pairing_of_dimensions() -> None:
     interleaved = {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "helium"}
     for name in set(ARCHITECTURES) - set(NO_ROTATION):
         assert {spec.interleaved for spec in specs(name) if spec is not None} == {name in interleaved}, name
 
 
 @pytest.mark.parametrize(
-    ("name", "turning"),
+    ("name", "dimensions"),
     [("llama", 16), ("phi", 8), ("phi3", 18), ("glm", 8), ("gpt_neox", 4), ("stablelm", 4), ("qwen3", 32)],
 )
-def test_dimensions_that_turn(name: str, turning: int) -> None:
-    assert [spec and spec.rotary_dim for spec in specs(name)] == [turning] * tiny.NUM_LAYERS
+def test_number_of_rotated_dimensions(name: str, dimensions: int) -> None:
+    assert [spec and spec.rotary_dim for spec in specs(name)] == [dimensions] * tiny.NUM_LAYERS
 
 
 @pytest.mark.parametrize(
@@ -170,13 +171,13 @@ def test_scaled_frequencies(name: str, factor: float) -> None:
     assert (scaled.inv_freq[0] == pytest.approx(plain.inv_freq[0])) == (name != "llama-linear")
 
 
-def test_keyword_arrives_but_in_two() -> None:
-    """Those get the cache through a context variable; `test_shared_prefix.py` shows that it works."""
-    assert {n for n in ARCHITECTURES if not capabilities(tiny.build(n)).keyword} == {"stablelm", "nemotron"}
+def test_the_keyword_arrives_in_all_but_two_architectures() -> None:
+    """They get the cache through a context variable, which `test_shared_prefix.py` tests."""
+    assert {n for n in ARCHITECTURES if not probe_capabilities(tiny.build(n)).keyword} == {"stablelm", "nemotron"}
 
 
 @pytest.mark.parametrize(("name", "length"), [("llama-dynamic", tiny.MAX_POSITIONS), ("llama-longrope", 256)])
-def test_frequencies_that_would_change_are_refused_at_the_call(name: str, length: int) -> None:
+def test_lengths_at_which_frequencies_change_raise(name: str, length: int) -> None:
     model = hf_parallel.enable(a_copy(name))
     prompt = tiny.make_prompts([length - 8])[0][None]
     settings = {"generation_mode": "shared_prefix", "do_sample": False}
@@ -186,11 +187,11 @@ def test_frequencies_that_would_change_are_refused_at_the_call(name: str, length
         model.generate(prompt, max_new_tokens=9, **settings)  # type: ignore[operator]
 
 
-# What is refused
+# Unsupported models
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_model_is_left_as_it_was(name: str) -> None:
+def test_unsupported_model_raises_and_is_unchanged(name: str) -> None:
     model = a_copy(name)
     before = snapshot(model)
     prompt = ROWS[0][None]
@@ -203,7 +204,7 @@ def test_refused_model_is_left_as_it_was(name: str) -> None:
 
 
 def snapshot(model: PreTrainedModel) -> dict[str, Any]:
-    """What `enable`, a mode and `disable` may not change."""
+    """State that `enable`, a call and `disable` must not change."""
     names = ("gradient_checkpointing", "training", "layer_idx")
     return {
         "class": type(model),
@@ -219,7 +220,7 @@ def snapshot(model: PreTrainedModel) -> dict[str, Any]:
 # Enable and disable
 
 
-def test_enable_and_disable_are_idempotent_and_leave_nothing() -> None:
+def test_enable_and_disable_are_idempotent_and_restore_the_model() -> None:
     model, plain = a_copy("llama"), LlamaForCausalLM
     before, expected = snapshot(model), generate(model)
     for _ in range(2):
@@ -230,7 +231,7 @@ def test_enable_and_disable_are_idempotent_and_leave_nothing() -> None:
         assert hf_parallel.disable(model) is model
     assert snapshot(model) == before
     assert torch.equal(generate(model), expected)
-    with pytest.raises((ValueError, TypeError)):  # the argument is unknown again
+    with pytest.raises((ValueError, TypeError)):  # unknown argument
         generate(model, "shared_prefix")
 
 
@@ -256,7 +257,7 @@ def test_copy_of_an_enabled_model_is_enabled(copied: Any) -> None:
     assert type(hf_parallel.disable(twin)) is type(tiny.build("stablelm"))
 
 
-def test_enabled_model_is_saved_as_what_it_is(tmp_path: Path) -> None:
+def test_enabled_model_is_saved_with_its_own_class(tmp_path: Path) -> None:
     model = hf_parallel.enable(a_copy("qwen3"))
     expected = generate(model, "shared_prefix")
     model.save_pretrained(tmp_path)
@@ -268,11 +269,11 @@ def test_enabled_model_is_saved_as_what_it_is(tmp_path: Path) -> None:
     assert torch.equal(generate(loaded), expected)
 
 
-# Where it runs
+# Precision and training
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "gemma2", "mixtral"])
-def test_bfloat16_is_as_near_to_float32_as_plain_generate(name: str) -> None:
+def test_bfloat16_is_as_close_to_float32_as_generate(name: str) -> None:
     model = hf_parallel.enable(a_copy(name, dtype=torch.bfloat16))
     prompts = torch.stack([tiny.make_prompts([40], seed=seed)[0] for seed in range(40)])
 
@@ -302,7 +303,7 @@ def test_training_with_gradient_checkpointing() -> None:
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_model_in_training_mode_with_dropout_is_understood() -> None:
+def test_probing_a_model_in_training_mode_with_dropout() -> None:
     model = a_copy("phi")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -310,12 +311,12 @@ def test_model_in_training_mode_with_dropout_is_understood() -> None:
     model.train()
     model.lm_head.eval()  # a module of another mode than the rest
     before = snapshot(model)
-    assert capabilities(model).rotary == capabilities(tiny.build("phi")).rotary
+    assert probe_capabilities(model).rotary == probe_capabilities(tiny.build("phi")).rotary
     assert snapshot(model) == before
 
 
-def test_parts_keep_their_own_attention() -> None:
-    """A model of images and text, given text."""
+def test_submodels_keep_their_attention_implementation() -> None:
+    """A model for images and text, with text only."""
     text = ARCHITECTURES["gemma3_text"].config().to_dict()
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
@@ -328,23 +329,23 @@ def test_parts_keep_their_own_attention() -> None:
     assert [part._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
 
 
-def test_block_attention_outside_a_mode_says_so() -> None:
+def test_block_attention_outside_a_mode_raises() -> None:
     model = a_copy("llama")
     model.set_attn_implementation(IMPLEMENTATION)
     with pytest.raises(RuntimeError, match="runs only inside a parallel generation mode"):
         model(INPUT_IDS)
 
 
-def test_config_of_an_unknown_kind_is_no_obstacle() -> None:
+def test_enabling_something_other_than_a_model_raises() -> None:
     with pytest.raises(TypeError, match="must be a transformers.PreTrainedModel, got LlamaConfig"):
         hf_parallel.enable(AutoConfig.for_model("llama"))  # type: ignore[arg-type]
 
 
-# Exceptions in the middle
+# Exceptions during a call
 
 
-class Trouble(LogitsProcessor):
-    """Raises at a step."""
+class Failing(LogitsProcessor):
+    """Raises an error at a step."""
 
     def __init__(self, error: type[BaseException], step: int) -> None:
         self.error, self.left = error, step
@@ -358,28 +359,28 @@ class Trouble(LogitsProcessor):
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "stablelm"])
-def test_exception_between_passes_leaves_model_and_cache_as_they_were(name: str, error: type[BaseException]) -> None:
+def test_exception_between_passes_leaves_model_and_cache_unchanged(name: str, error: type[BaseException]) -> None:
     model, cache = hf_parallel.enable(a_copy(name)), SharedPrefixCache()
     before, expected = snapshot(model), generate(model)
     for step in (0, 3):
-        processors = LogitsProcessorList([Trouble(error, step)])
+        processors = LogitsProcessorList([Failing(error, step)])
         with pytest.raises(error, match="in the middle"):
             generate(model, "shared_prefix", past_key_values=cache, logits_processor=processors)
         assert snapshot(model) == before
         assert torch.equal(generate(model), expected)
         output = generate(model, "shared_prefix", return_dict_in_generate=True, keep_completions=False)
         assert torch.equal(output.sequences, expected)
-        assert cache.kv_bytes == output.stats.kv_bytes  # the prompts, and nothing of the completions
+        assert cache.kv_bytes == output.stats.kv_bytes  # the prompts without completions
         assert torch.equal(generate(model, "shared_prefix", past_key_values=cache, keep_completions=False), expected)
 
 
 @pytest.mark.parametrize("passes", [0, 1, 2, 4])
-def test_exception_inside_a_pass_leaves_model_and_cache_as_they_were(passes: int) -> None:
-    """In the third layer: two have written their keys. With `passes` 0 and 1 in the middle of a chunked prefill."""
+def test_exception_inside_a_pass_leaves_model_and_cache_unchanged(passes: int) -> None:
+    """In the third layer, after two have written their keys. With `passes` 0 and 1 during a chunked prefill."""
     model, cache = hf_parallel.enable(a_copy("llama")), SharedPrefixCache()
     expected, left = generate(model), passes
 
-    def trouble(module: nn.Module, args: Any) -> None:
+    def fail(module: nn.Module, args: Any) -> None:
         nonlocal left
         left -= 1
         if left < 0:
@@ -387,13 +388,13 @@ def test_exception_inside_a_pass_leaves_model_and_cache_as_they_were(passes: int
 
     other = {"input_ids": tiny.make_prompts([12], seed=9)[0][None], "attention_mask": None, "max_new_tokens": 1}
     before = snapshot(model)
-    hook = model.model.layers[2].register_forward_pre_hook(trouble)
+    hook = model.model.layers[2].register_forward_pre_hook(fail)
     with pytest.raises(ZeroDivisionError, match="in a layer"):
         generate(model, "shared_prefix", past_key_values=cache, prefill_chunk_size=17)
     hook.remove()
     assert snapshot(model) == before
     assert torch.equal(generate(model), expected)
-    stranger = generate(model, "shared_prefix", past_key_values=cache, return_dict_in_generate=True, **other)
-    assert stranger.stats.prefilled_tokens == 12  # nothing of what failed
+    unrelated = generate(model, "shared_prefix", past_key_values=cache, return_dict_in_generate=True, **other)
+    assert unrelated.stats.prefilled_tokens == 12  # nothing remains of the failed call
     for _ in range(2):
         assert torch.equal(generate(model, "shared_prefix", past_key_values=cache), expected)

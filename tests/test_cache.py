@@ -1,4 +1,4 @@
-"""The cache floor: blocks keep what was written to them whatever happens around them."""
+"""Blocks of a cache keep the tokens that were written to them, under any sequence of operations."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hf_parallel.cache import Arena, Block, BlockCache, Segment, view_length
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# Any life of a cache
+# Random operations
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """A cache against a dictionary of lists of tokens."""
+    """Random operations on a cache, compared with a dictionary of token lists."""
 
     blocks = Bundle("blocks")
 
     @initialize()
-    def begin(self) -> None:
+    def start(self) -> None:
         self.cache = new_cache()
         self.tokens: dict[Block, list[int]] = {}
         self.next = 0
@@ -44,15 +44,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(into=st.lists(blocks, min_size=1, max_size=4), data=st.data())
     def append(self, into: list[Block], data: st.DataObject) -> None:
-        brought = [([block], self.fresh(data.draw(st.integers(1, 12)))) for block in dict.fromkeys(into)]
-        append(self.cache, *brought)
-        for (block,), tokens in brought:
+        appended = [([block], self.fresh(data.draw(st.integers(1, 12)))) for block in dict.fromkeys(into)]
+        append(self.cache, *appended)
+        for (block,), tokens in appended:
             self.tokens[block] += tokens
 
-    @rule(target=blocks, block=blocks, room=st.integers(0, 5))
-    def fork(self, block: Block, room: int) -> Block:
-        made = self.cache.fork(block, room)
-        assert made.room >= room
+    @rule(target=blocks, block=blocks, extra=st.integers(0, 5))
+    def fork(self, block: Block, extra: int) -> Block:
+        made = self.cache.fork(block, extra)
+        assert made.free_slots >= extra
         self.tokens[made] = list(self.tokens[block])
         return made
 
@@ -84,11 +84,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(block=blocks, more=st.integers(0, 20))
     def reserve(self, block: Block, more: int) -> None:
         self.cache.reserve([(block, block.length + more)])
-        assert block.room >= more
+        assert block.free_slots >= more
 
     @rule(into=st.lists(blocks, min_size=1, max_size=3))
     def roll_back(self, into: list[Block]) -> None:
-        """A pass that fails after some layers have written."""
+        """A pass that fails after a layer has written its keys."""
         forward = self.cache.prepare([Segment([block], 3) for block in dict.fromkeys(into)])
         tokens = [-1] * forward.plan.num_queries
         self.cache.arena.write(0, unrotated(tokens), unrotated(tokens, 1), forward.plan)
@@ -102,17 +102,17 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.free(block)
 
     @invariant()
-    def everything_is_where_it_was_put(self) -> None:
+    def blocks_hold_their_tokens(self) -> None:
         for block, tokens in self.tokens.items():
             assert_holds(self.cache, block, tokens)
 
     @invariant()
-    def bytes_are_those_of_unique_tokens(self) -> None:
+    def kv_bytes_counts_unique_tokens(self) -> None:
         if self.cache.arena.layers:
             assert self.cache.kv_bytes == sum(map(len, self.tokens.values())) * BYTES_PER_TOKEN
 
     @invariant()
-    def no_extent_overlaps_another(self) -> None:
+    def extents_do_not_overlap(self) -> None:
         extents = sorted({block.extent for block in self.tokens if block.extent.capacity}, key=lambda e: e.origin)
         ends = [extent.origin + extent.capacity for extent in extents]
         assert all(end <= extent.origin for end, extent in zip(ends, extents[1:], strict=False))
@@ -122,42 +122,42 @@ class CacheMachine(RuleBasedStateMachine):
 CacheMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
-TestAnyLifeOfACache = CacheMachine.TestCase
+TestRandomOperations = CacheMachine.TestCase
 
 
 # Arena
 
 
-def test_released_extents_are_joined_and_handed_out_again() -> None:
+def test_released_extents_are_merged_and_reused() -> None:
     arena = Arena()
     a, b, c, d = arena.allocate(10, 4)
     for extent in (b, a, c):
         arena.release(extent)
     assert arena.allocate(30)[0].origin == a.origin
     arena.release(d)
-    assert arena.allocate(50)[0].origin == d.origin  # free room at the end grows
+    assert arena.allocate(50)[0].origin == d.origin  # free slots at the end are extended
     assert arena.num_slots == d.origin + 50
 
 
-def test_an_extent_is_free_when_its_last_owner_is_gone() -> None:
+def test_an_extent_is_freed_with_its_last_owner() -> None:
     cache = new_cache()
     head = cache.new_block(4)
     append(cache, ([head], [1, 2, 3, 4]))
     tail = cache.split(head, 1)
-    place = head.extent.origin
+    origin = head.extent.origin
     cache.free(head)
-    assert cache.new_block(1).extent.origin != place
+    assert cache.new_block(1).extent.origin != origin
     assert_holds(cache, tail, [2, 3, 4])
     other = cache.new_block()
     append(cache, ([other], [5]))
     cache.truncate(tail, 1)
-    cache.move(other, tail)  # there is room behind it now, not at the extent's first row
+    cache.move(other, tail)  # the extent has free slots after the tail, which does not start at its first slot
     assert_holds(cache, tail, [2, 5])
     cache.free(tail)
-    assert cache.new_block(4).extent.origin == place
+    assert cache.new_block(4).extent.origin == origin
 
 
-def test_storage_of_another_model_is_refused() -> None:
+def test_keys_of_another_model_raise() -> None:
     cache = new_cache()
     block = cache.new_block()
     append(cache, ([block], [1]))
@@ -175,17 +175,17 @@ def evenly_spaced(blocks: Sequence[Block]) -> bool:
     return len(origins.diff().unique()) == 1 and len({block.extent.capacity for block in blocks}) == 1
 
 
-def test_blocks_that_outgrow_their_room_together_stay_evenly_spaced() -> None:
+def test_blocks_that_grow_together_stay_evenly_spaced() -> None:
     cache = new_cache()
     first, *blocks = cache.new_blocks(6, 8)
     append(cache, ([first], [7] * 8))
     for _ in range(40):
         append(cache, *(([block], [7]) for block in blocks))
         assert evenly_spaced(blocks)
-    assert cache.new_blocks(5, 8)[0].extent.origin == 8 + 5 * 64  # no hole: they grew over where they had been
+    assert cache.new_blocks(5, 8)[0].extent.origin == 8 + 5 * 64  # no hole: they grew over their old extents
 
 
-def test_moving_needs_the_rotary_embedding_where_positions_change() -> None:
+def test_moving_to_other_positions_needs_the_rotary_embedding() -> None:
     cache = BlockCache()
     first, second, third = (cache.new_block() for _ in range(3))
     append(cache, ([first], [1, 2]), ([second], [3]))
@@ -195,21 +195,21 @@ def test_moving_needs_the_rotary_embedding_where_positions_change() -> None:
     assert_holds(cache, third, [3])
 
 
-@pytest.mark.parametrize("steps", [0, 1], ids=["at once", "in a step that follows"])
-def test_seeing_a_block_elsewhere_needs_the_rotary_embedding(steps: int) -> None:
-    """Two rows of which one sees the other: from the second token on, what it sees has moved."""
+@pytest.mark.parametrize("steps", [0, 1], ids=["first pass", "following step"])
+def test_seeing_a_block_at_another_position_needs_the_rotary_embedding(steps: int) -> None:
+    """One row sees the other: from the second token on, the block that it sees is at another position."""
     cache = BlockCache()
-    front, behind = cache.new_blocks(2, 8)
-    behind.base = steps
-    views = [[front], [front, behind]]
+    first, second = cache.new_blocks(2, 8)
+    second.base = steps
+    views = [[first], [first, second]]
     for _ in range(steps):
         append(cache, *((view, [1]) for view in views))
     with pytest.raises(ValueError, match="another position .* needs the rotary embedding"):
         append(cache, *((view, [2]) for view in views))
-    assert (front.length, behind.length) == (steps, steps)
+    assert (first.length, second.length) == (steps, steps)
 
 
-def test_a_block_is_cut_inside_of_what_it_has() -> None:
+def test_split_and_truncate_are_limited_to_the_tokens_of_the_block() -> None:
     cache = new_cache()
     block = cache.new_block()
     append(cache, ([block], [1, 2, 3]))
@@ -224,13 +224,13 @@ def test_a_block_is_cut_inside_of_what_it_has() -> None:
 # Passes
 
 
-def test_two_segments_that_write_to_one_block_are_refused() -> None:
+def test_two_segments_that_write_to_one_block_raise() -> None:
     cache = new_cache()
     shared, block = cache.new_blocks(2)
     append(cache, ([shared], [1]), ([block], [2]))
     with pytest.raises(ValueError, match="write to one block"):
         cache.prepare([Segment([block], 1), Segment([shared, block], 1)])
-    for write in (True, False):  # its last tokens cannot be asked again while it gets new ones
+    for write in (True, False):  # last tokens cannot be recomputed while others are appended
         with pytest.raises(ValueError, match="write to one block"):
             cache.prepare([Segment([block], 1, write=write), Segment([block], 1, write=not write)])
     assert block.length == 1
@@ -240,7 +240,7 @@ def test_two_segments_that_write_to_one_block_are_refused() -> None:
 @pytest.mark.parametrize(
     ("view", "num_tokens", "write"), [((), 1, True), ((0,), 0, True), ((0,), -1, True), ((0,), 3, False)]
 )
-def test_segments_without_sense_are_refused(view: tuple[int, ...], num_tokens: int, write: bool) -> None:
+def test_invalid_segments_raise(view: tuple[int, ...], num_tokens: int, write: bool) -> None:
     cache = new_cache()
     block = cache.new_block()
     append(cache, ([block], [1, 2]))
@@ -249,22 +249,22 @@ def test_segments_without_sense_are_refused(view: tuple[int, ...], num_tokens: i
     assert block.length == 2
 
 
-def test_blocks_of_another_cache_are_refused() -> None:
+def test_blocks_of_another_cache_raise() -> None:
     cache, other = new_cache(), new_cache()
-    mine, foreign = cache.new_block(), other.new_block()
-    gone = cache.new_block()
-    cache.free(gone)
-    for stranger in (foreign, gone):
-        for view in ([stranger, mine], [stranger]):
+    own, foreign = cache.new_block(), other.new_block()
+    freed = cache.new_block()
+    cache.free(freed)
+    for other_block in (foreign, freed):
+        for view in ([other_block, own], [other_block]):
             with pytest.raises(ValueError, match="not .* a block of this cache"):
                 cache.prepare([Segment(view, 1)])
-        for act in (cache.free, cache.fork, lambda b: cache.move(b, mine), lambda b: cache.move(mine, b)):
+        for act in (cache.free, cache.fork, lambda b: cache.move(b, own), lambda b: cache.move(own, b)):
             with pytest.raises(ValueError, match="not .* a block of this cache"):
-                act(stranger)
-    assert mine.length == 0
+                act(other_block)
+    assert own.length == 0
 
 
-def test_tokens_asked_again_are_stored_nowhere() -> None:
+def test_recomputed_tokens_are_not_stored() -> None:
     cache = new_cache()
     block = cache.new_block()
     append(cache, ([block], [1, 2, 3]))
@@ -281,12 +281,18 @@ def test_positions_follow_from_lengths() -> None:
     common, a, b = cache.new_block(), cache.new_block(), cache.new_block(base=10)
     append(cache, ([common], range(5)))
     forward = cache.prepare([Segment([common, b, a], 2), Segment([common, a, b], 3)])
-    assert forward.position_ids.tolist() == [0, 1, 10, 11, 12]  # places in the own block, whatever stands before it
+    assert forward.position_ids.tolist() == [
+        0,
+        1,
+        10,
+        11,
+        12,
+    ]  # positions in the own block, whatever the blocks before it
     assert forward.last_tokens == [1, 4]
     assert view_length([common, b, a]) == 10
 
 
-def test_reset_forgets_everything() -> None:
+def test_reset_deletes_everything() -> None:
     cache = new_cache()
     view = [cache.new_block()]
     append(cache, (view, [1, 2]), ([cache.new_block()], [3]))
@@ -295,12 +301,12 @@ def test_reset_forgets_everything() -> None:
     cache.reset()
     assert (cache.kv_bytes, cache.blocks, cache.get_seq_length()) == (0, set(), 0)
     assert cache.arena.reserved_bytes == 0
-    with pytest.raises(ValueError, match="no longer"):  # though it would follow from the step before
+    with pytest.raises(ValueError, match="no longer"):  # although it continues the last step
         cache.prepare([Segment(view, 1)])
 
 
-def test_a_deep_copy_lives_on_alone() -> None:
-    """How transformers' users keep a filled prompt: the copy is filled further, the original stays."""
+def test_a_deep_copy_is_independent() -> None:
+    """As users of transformers reuse a prefilled prompt: they extend the copy, the original stays."""
     cache = new_cache()
     view = cache.new_blocks(2)
     append(cache, (view[:1], [1, 2]), (view, [3]))

@@ -1,4 +1,4 @@
-"""What a cache costs: storage grows with what is held, leaves no holes, and no token is copied often."""
+"""Memory of a cache: storage grows without holes, and each token is copied a bounded number of times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from small_cache import BYTES_PER_TOKEN, HEAD_DIM, KV_HEADS, append, assert_hold
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.cache import Arena, Segment
-from hf_parallel.cache.arena import LayerStorage
+from hf_parallel.kernels.storage import LayerStorage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +47,7 @@ def test_ten_thousand_appends_copy_each_token_a_bounded_number_of_times(rows: in
     assert cache.arena.reserved_bytes <= 8 * cache.kv_bytes
 
 
-def test_many_small_blocks_do_not_copy_each_other_whenever_one_more_is_made() -> None:
+def test_allocating_many_small_blocks_copies_each_token_a_bounded_number_of_times() -> None:
     cache = new_cache()
     key = torch.zeros(KV_HEADS, 1, HEAD_DIM, dtype=torch.float64)
     with Copied() as copied:
@@ -58,7 +58,7 @@ def test_many_small_blocks_do_not_copy_each_other_whenever_one_more_is_made() ->
     assert copied.bytes <= 5 * cache.kv_bytes
 
 
-def test_a_finished_step_moves_only_itself() -> None:
+def test_moving_a_block_copies_only_its_own_tokens() -> None:
     cache = new_cache()
     history, step = cache.new_block(4000), cache.new_block(40)
     append(cache, ([history], range(2000)), ([history, step], range(3000, 3040)))
@@ -68,10 +68,10 @@ def test_a_finished_step_moves_only_itself() -> None:
     assert_holds(cache, history, [*range(2000), *range(3000, 3040)])
 
 
-# Room
+# Capacity
 
 
-def test_blocks_that_grow_and_grow_take_no_more_memory_than_they_have_room() -> None:
+def test_growing_blocks_reserve_no_more_than_their_capacity() -> None:
     cache = new_cache()
     root, *blocks = cache.new_block(64), *cache.new_blocks(4, 8)
     append(cache, ([root], range(64)))
@@ -81,18 +81,18 @@ def test_blocks_that_grow_and_grow_take_no_more_memory_than_they_have_room() -> 
 
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
-    """Let storage of more than so many slots not be had."""
+    """Make the allocation of more than `slots` slots fail."""
     grow = Arena._grow
 
     def limited(arena: Arena, layer: LayerStorage) -> None:
         if layer.keys.shape[0] < arena.num_slots * KV_HEADS > slots * KV_HEADS:
-            raise torch.OutOfMemoryError(f"no room for {arena.num_slots} slots")
+            raise torch.OutOfMemoryError(f"no memory for {arena.num_slots} slots")
         grow(arena, layer)
 
     monkeypatch.setattr(Arena, "_grow", limited)
 
 
-def test_growth_for_which_there_is_no_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = new_cache()
     one, other = cache.new_blocks(2, 4)
     append(cache, ([one], [1, 2, 3, 4]), ([other], [5, 6, 7]))
@@ -104,22 +104,22 @@ def test_growth_for_which_there_is_no_memory_changes_nothing(monkeypatch: pytest
             assert_holds(cache, one, [1, 2, 3, 4])
         append(cache, ([other], [8]), ([cache.new_block(4)], [9]))
         assert_holds(cache, other, [5, 6, 7, 8])
-        place = one.extent.origin
+        origin = one.extent.origin
         cache.free(one)
-        assert cache.new_block(4).extent.origin == place
+        assert cache.new_block(4).extent.origin == origin
     append(cache, ([other], [9, 10]))
     assert_holds(cache, other, [5, 6, 7, 8, 9, 10])
 
 
-def test_there_is_room_in_every_layer_before_the_first_one_writes() -> None:
-    """Also for what writes by itself later on, such as a captured decode step."""
+def test_prepare_allocates_storage_in_every_layer() -> None:
+    """A captured decode step cannot allocate storage."""
     cache = new_cache()
     append(cache, ([cache.new_block(4)], [1, 2]))
     cache.prepare([Segment([cache.new_block(1000)], 1)])
     assert cache.storage(0).keys.shape[0] >= cache.arena.num_slots * KV_HEADS
 
 
-def test_memory_that_could_not_be_had_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_is_not_attempted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = new_cache()
     append(cache, ([cache.new_block(4)], [1, 2]))
     limit_memory(monkeypatch, 100)

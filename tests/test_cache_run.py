@@ -1,4 +1,4 @@
-"""A run of passes that are known beforehand, laid out as one forward pass, gives what they give one by one."""
+"""Consecutive passes computed as one forward pass have the logits of separate passes."""
 
 from __future__ import annotations
 
@@ -12,50 +12,51 @@ import tiny
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scenes import Scene, scenes, turn
+from scenes import Scene, rotate_to, scenes
 from small_cache import append, assert_holds, new_cache, unrotated
 from transformers import PreTrainedModel
 
 from hf_parallel.cache import Block, BlockCache, Segment
-from hf_parallel.cache.hogwild import LAYOUTS, STEP_ROOM, HogwildCache
+from hf_parallel.cache.hogwild import LAYOUTS, STEP_CAPACITY, HogwildCache
 from hf_parallel.kernels import reference, torch_attention
-from hf_parallel.models.attention import block_attention_enabled, capabilities
+from hf_parallel.models.attention import block_attention_enabled
+from hf_parallel.models.capabilities import probe_capabilities
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PassInputs = list[tuple[Sequence[Block], list[int]]]
-HEADERS = (5, 4, 3, 2)  # tokens of the history header, the others', the own one and the gap
+HEADERS = (5, 4, 3, 2)  # tokens of the history header, the others' header, the own header and the gap
 
 
 class Problem:
-    """A Hogwild! problem under a model, whose passes are computed when they come or `later`, all at once."""
+    """A Hogwild! problem whose passes are computed immediately, or `later`, all at once."""
 
     def __init__(self, model: PreTrainedModel, layout: str, num_workers: int, later: bool = False) -> None:
-        self.model, self.found, self.later = model, capabilities(model), later
+        self.model, self.found, self.later = model, probe_capabilities(model), later
         self.cache = HogwildCache(self.found.rotary)
         self.space = self.cache.new_workspace(layout, [self.cache.new_block()], num_workers, HEADERS)
-        self.waiting: list[PassInputs] = []
+        self.queued: list[PassInputs] = []
         self.logits: list[torch.Tensor] = []
         self.forward_passes = 0
 
-    def bring(self, brought: PassInputs) -> None:
-        self.waiting.append(brought)
+    def add(self, new: PassInputs) -> None:
+        self.queued.append(new)
         if not self.later:
             self.compute(1)
 
-    def settle(self) -> None:
-        if not self.waiting:
-            self.cache.settle(self.space)
+    def move_ended(self) -> None:
+        if not self.queued:
+            self.cache.move_ended(self.space)
 
     @torch.no_grad()
     def compute(self, at_a_time: int) -> None:
-        while self.waiting:
-            run, self.waiting = self.waiting[:at_a_time], self.waiting[at_a_time:]
-            passes = [[Segment(view, len(tokens)) for view, tokens in brought] for brought in run]
+        while self.queued:
+            run, self.queued = self.queued[:at_a_time], self.queued[at_a_time:]
+            passes = [[Segment(view, len(tokens)) for view, tokens in new] for new in run]
             forward = self.cache.prepare(passes[0]) if at_a_time == 1 else self.cache.prepare_run(passes)
             with block_attention_enabled(self.model, self.cache):
                 logits = self.model(
-                    input_ids=torch.tensor([[t for brought in run for _, tokens in brought for t in tokens]]),
+                    input_ids=torch.tensor([[t for new in run for _, tokens in new for t in tokens]]),
                     position_ids=forward.position_ids[None],
                     past_key_values=self.cache,
                     **({"block_cache": self.cache} if self.found.keyword else {}),
@@ -65,112 +66,115 @@ class Problem:
             self.forward_passes += 1
 
 
-class Life:
-    """What happens to a problem: random passes, ragged, in which steps end. The same for the same seed."""
+class RandomPasses:
+    """Random ragged passes in which steps end; the same for the same seed."""
 
     def __init__(self, seed: str) -> None:
-        self.chance = random.Random(seed)
-        self.owed: list[tuple[int, list[int]]] = []  # steps that have ended, and the last tokens of each
+        self.random = random.Random(seed)
+        self.pending: list[tuple[int, list[int]]] = []  # ended steps and their last tokens
 
-    def some(self, n: int) -> list[int]:
-        return [self.chance.randrange(tiny.EOS + 1, tiny.VOCAB_SIZE) for _ in range(n)]
+    def tokens(self, n: int) -> list[int]:
+        return [self.random.randrange(tiny.EOS + 1, tiny.VOCAB_SIZE) for _ in range(n)]
 
-    def begin(self, *problems: Problem) -> None:
-        prompt, headers = self.some(19), [self.some(n) for n in HEADERS]
+    def start(self, *problems: Problem) -> None:
+        prompt, headers = self.tokens(19), [self.tokens(n) for n in HEADERS]
         for problem in problems:
             space = problem.space
-            problem.bring([(space.prompt, prompt)])
+            problem.add([(space.prompt, prompt)])
             blocks = (space.history_header, space.others_header, space.own_header, space.gap)
-            problem.bring([([*space.prompt, b], tokens) for b, tokens in zip(blocks, headers, strict=True)])
+            problem.add([([*space.prompt, b], tokens) for b, tokens in zip(blocks, headers, strict=True)])
 
-    def go_on(self, passes: int, *problems: Problem) -> None:
+    def continue_for(self, passes: int, *problems: Problem) -> None:
         workers = range(len(problems[0].space.workers))
         for _ in range(passes):
-            own = [self.some(self.chance.choice([1, 1, 1, 2, 6, 20])) for _ in workers]
-            ending = [worker for worker in workers if self.chance.random() < 0.4]
-            last = [self.some(self.chance.choice([1, 3])) for _ in ending]
+            own = [self.tokens(self.random.choice([1, 1, 1, 2, 6, 20])) for _ in workers]
+            ending = [worker for worker in workers if self.random.random() < 0.4]
+            last = [self.tokens(self.random.choice([1, 3])) for _ in ending]
             for problem in problems:
                 space, cache = problem.space, problem.cache
-                closing = space.closing[len(space.closing) - len(self.owed) :]
-                late = [(space.view_of(b), tokens) for b, (_, tokens) in zip(closing, self.owed, strict=True)]
-                problem.bring([*late, *((space.view(worker), own[worker]) for worker in workers)])
-                problem.settle()
+                closing = space.pending_steps[len(space.pending_steps) - len(self.pending) :]
+                late = [(space.view_of(b), tokens) for b, (_, tokens) in zip(closing, self.pending, strict=True)]
+                problem.add([*late, *((space.view(worker), own[worker]) for worker in workers)])
+                problem.move_ended()
                 for worker in ending if space.layout != "contiguous" else ():
                     cache.end_step(space, worker)
-            self.owed = list(zip(ending, last, strict=True)) if problems[0].space.layout != "contiguous" else []
+            self.pending = list(zip(ending, last, strict=True)) if problems[0].space.layout != "contiguous" else []
 
 
 def run_and_steps(model: PreTrainedModel, layout: str, num_workers: int, at_a_time: int = 10**6) -> None:
-    """Compare logits of every token of a random life, and of what follows on it."""
-    life = Life(f"{layout}{num_workers}")
+    """Compare the logits of all tokens of random passes, and of the passes that follow."""
+    source = RandomPasses(f"{layout}{num_workers}")
     steps, run = Problem(model, layout, num_workers), Problem(model, layout, num_workers, later=True)
-    life.begin(steps, run)
-    life.go_on(9, steps, run)
+    source.start(steps, run)
+    source.continue_for(9, steps, run)
     assert not run.logits
     run.compute(at_a_time)
     assert run.forward_passes == -(-11 // at_a_time)
-    assert len(steps.space.ended) > 3 or layout == "contiguous", "too few steps ended"
+    assert len(steps.space.step_workers) > 3 or layout == "contiguous", "too few steps ended"
     torch.testing.assert_close(torch.cat(run.logits), torch.cat(steps.logits), rtol=0, atol=1e-9)
     run.later, known = False, len(steps.logits)
     run.logits.clear()
-    life.go_on(4, steps, run)
+    source.continue_for(4, steps, run)
     torch.testing.assert_close(torch.cat(run.logits), torch.cat(steps.logits[known:]), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_in_one_pass_equals_its_passes_one_by_one(layout: str, num_workers: int) -> None:
-    """Under a sliding window, with steps that end and move, and with blocks that outgrow their extents."""
+def test_passes_computed_as_one_equal_separate_passes(layout: str, num_workers: int) -> None:
+    """Under a sliding window, with steps that end and move, and blocks that grow beyond their extents."""
     run_and_steps(dense.in_float64(tiny.build("starcoder2")), layout, num_workers)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_may_be_cut_between_passes(layout: str) -> None:
+def test_passes_may_be_computed_in_groups(layout: str) -> None:
     run_and_steps(dense.in_float64(tiny.build("llama")), layout, 3, at_a_time=4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_dense_oracle_gives_the_same_for_a_run(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+def test_the_dense_reference_has_the_same_logits(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     monkeypatch.setenv("HF_PARALLEL_BACKEND", "reference")
     run_and_steps(dense.in_float64(tiny.build("llama")), layout, 2)
 
 
-def test_blocks_may_outgrow_their_extents_in_a_run() -> None:
-    """Their places are those at its end."""
+def test_blocks_may_grow_beyond_their_extents_between_passes() -> None:
     model = dense.in_float64(tiny.build("llama"))
     steps, run = Problem(model, "combined", 2), Problem(model, "combined", 2, later=True)
-    life = Life("long")
-    life.begin(steps, run)
+    source = RandomPasses("long")
+    source.start(steps, run)
     for _ in range(3):
-        own = [life.some(STEP_ROOM // 2) for _ in range(2)]
+        own = [source.tokens(STEP_CAPACITY // 2) for _ in range(2)]
         for problem in (steps, run):
-            problem.bring([(problem.space.view(worker), own[worker]) for worker in range(2)])
+            problem.add([(problem.space.view(worker), own[worker]) for worker in range(2)])
     run.compute(10**6)
-    assert run.space.workers[0].extent.capacity > STEP_ROOM
+    assert run.space.workers[0].extent.capacity > STEP_CAPACITY
     torch.testing.assert_close(torch.cat(run.logits), torch.cat(steps.logits), rtol=0, atol=1e-9)
 
 
-def test_a_step_keeps_its_name_when_it_has_ended_and_when_others_have_moved() -> None:
+def test_block_names_are_stable_when_steps_end_and_move() -> None:
     problem = Problem(tiny.build("llama"), "combined", 2)
     cache, space = problem.cache, problem.space
     blocks = [*space.headers, *space.workers, cache.new_block()]
-    assert [space.name_of(block) for block in blocks] == [
+    assert [space.block_name(block) for block in blocks] == [
         *(f"header {i}" for i in range(4)), "worker 0", "worker 1", "reader",
     ]  # fmt: skip
     for worker in (1, 0, 1):
         cache.end_step(space, worker)
-    assert [space.name_of(block) for block in space.closing] == ["step 0", "step 1", "step 2"]
-    cache.settle(space)
+    assert [space.block_name(block) for block in space.pending_steps] == ["step 0", "step 1", "step 2"]
+    cache.move_ended(space)
     cache.end_step(space, 0)
-    assert [space.name_of(block) for block in (*space.closing, *space.workers)] == ["step 3", "worker 0", "worker 1"]
-    assert space.ended == [1, 0, 1, 0]
+    assert [space.block_name(block) for block in (*space.pending_steps, *space.workers)] == [
+        "step 3",
+        "worker 0",
+        "worker 1",
+    ]
+    assert space.step_workers == [1, 0, 1, 0]
 
 
-# Any layout
+# Random layouts
 
 
-def bring_as_run(scene: Scene, passes: Sequence[Sequence[Segment]]) -> torch.Tensor:
-    """Lay passes out as one, up to the point where attention begins; returns what each of them must give."""
+def prepare_run(scene: Scene, passes: Sequence[Sequence[Segment]]) -> torch.Tensor:
+    """Prepare passes as one, up to attention; returns the expected output of each."""
     f, held = scene.features, {block: block.length for block in scene.cache.blocks}
     truths, queries, brought = [], [], []
     for segments in passes:
@@ -191,7 +195,7 @@ def bring_as_run(scene: Scene, passes: Sequence[Sequence[Segment]]) -> torch.Ten
         block.length = length
     scene.forward = scene.cache.prepare_run(passes)
     everything, scene.queries = torch.cat(brought, dim=1), torch.cat(queries)
-    keys = turn(everything[..., : f.head_dim], scene.forward.position_ids, f.rotary)
+    keys = rotate_to(everything[..., : f.head_dim], scene.forward.position_ids, f.rotary)
     scene.cache.arena.write(0, keys, everything[..., f.head_dim :].contiguous(), scene.forward.plan)
     scene.cache.commit()
     return torch.cat(truths)
@@ -199,8 +203,8 @@ def bring_as_run(scene: Scene, passes: Sequence[Sequence[Segment]]) -> torch.Ten
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(scene=scenes(), data=st.data())
-def test_every_query_of_a_run_sees_what_its_own_pass_had(scene: Scene, data: st.DataObject) -> None:
-    """Trees, workers and views of any kind, under windows, sinks and soft-capping; some tokens are asked again."""
+def test_every_query_sees_the_blocks_of_its_own_pass(scene: Scene, data: st.DataObject) -> None:
+    """Trees, workers and arbitrary views under windows, sinks and soft-capping; some tokens are recomputed."""
     views = [segment.view for segment in scene.forward.segments]
     rows = st.lists(st.sampled_from(views), min_size=1, unique_by=lambda view: id(view[-1]))
     passes = [
@@ -212,14 +216,14 @@ def test_every_query_of_a_run_sees_what_its_own_pass_had(scene: Scene, data: st.
         ]
         for _ in range(data.draw(st.integers(2, 5)))
     ]
-    expected = bring_as_run(scene, passes)
+    expected = prepare_run(scene, passes)
     for backend in (torch_attention.block_attention, reference.block_attention):
         torch.testing.assert_close(scene.attend(backend, torch.float64), expected, rtol=0, atol=1e-11)
     out = scene.attend(torch_attention.block_attention, torch.float32)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-4)
 
 
-# The cache alone
+# Without a model
 
 
 def passes_of(block: Block, other: Block) -> list[list[Segment]]:
@@ -230,7 +234,7 @@ def passes_of(block: Block, other: Block) -> list[list[Segment]]:
     ]
 
 
-def test_a_run_stores_what_its_passes_bring_and_packs_them_in_order() -> None:
+def test_passes_are_packed_in_order() -> None:
     cache = new_cache()
     block, other = cache.new_block(), cache.new_block(base=10)
     append(cache, ([block], [1, 2]))
@@ -242,7 +246,7 @@ def test_a_run_stores_what_its_passes_bring_and_packs_them_in_order() -> None:
     assert (block.length, other.length) == (6, 3)
 
 
-def test_a_run_that_fails_is_taken_back_as_a_whole() -> None:
+def test_rollback_restores_the_state_before_the_first_pass() -> None:
     cache = new_cache()
     block, other = cache.new_block(), cache.new_block()
     append(cache, ([block], [1, 2]))
@@ -255,7 +259,7 @@ def test_a_run_that_fails_is_taken_back_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_run_with_a_pass_without_sense_leaves_the_cache_as_it_was(number: int) -> None:
+def test_an_invalid_pass_leaves_the_cache_unchanged(number: int) -> None:
     cache = new_cache()
     block, other = cache.new_block(), cache.new_block()
     append(cache, ([block], [1, 2]))
@@ -268,21 +272,21 @@ def test_a_run_with_a_pass_without_sense_leaves_the_cache_as_it_was(number: int)
         cache.prepare_run([])
 
 
-def test_tokens_of_an_earlier_pass_of_the_run_may_be_asked_again() -> None:
+def test_tokens_of_an_earlier_pass_may_be_recomputed() -> None:
     cache = new_cache()
     block = cache.new_block()
     forward = cache.prepare_run([[Segment([block], 3)], [Segment([block], 3, write=False)]])
     assert forward.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
-    with pytest.raises(ValueError, match="ask more tokens"):
+    with pytest.raises(ValueError, match="reread more tokens"):
         cache.prepare_run([[Segment([block], 1)], [Segment([block], 5, write=False)]])
 
 
-def test_stock_attention_cannot_compute_a_run() -> None:
+def test_stock_attention_cannot_compute_several_passes() -> None:
     cache = BlockCache()
     block = cache.new_block()
     cache.prepare_run([[Segment([block], 1)], [Segment([block], 1)]])
     states = unrotated([1, 2])[None]
-    with pytest.raises(ValueError, match="needs block attention"):
+    with pytest.raises(ValueError, match="need block attention"):
         cache.update(states, states, 0)
     cache.rollback()
     assert block.length == 0

@@ -1,4 +1,4 @@
-"""A `BlockCache` under stock attention is one more cache of transformers, with the logits of `DynamicCache`."""
+"""A `BlockCache` under stock attention computes the logits of `DynamicCache`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_rows_over_a_shared_prompt_have_the_logits_of_dynamic_cache(stock: PreTr
     assert cache.get_seq_length() == 17
 
 
-def test_rows_of_unequal_length_have_the_logits_of_each_row_alone(stock: PreTrainedModel) -> None:
+def test_rows_of_unequal_length_have_the_logits_of_separate_rows(stock: PreTrainedModel) -> None:
     prompts = tiny.make_prompts([3, 14, 8])
     cache, alone = BlockCache(), [DynamicCache() for _ in prompts]
     rows: list[View] = [[block] for block in cache.new_blocks(3)]
@@ -80,18 +80,16 @@ def test_plain_generate_works_over_a_block_cache(stock: PreTrainedModel, lengths
 @pytest.mark.parametrize(
     "search", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3}], ids=str
 )
-def test_beams_and_looked_up_tokens_are_those_without_it(stock: PreTrainedModel, search: dict[str, int]) -> None:
-    ids = tiny.make_prompts([9], seed=2)[0].repeat(2)[
-        None
-    ]  # it says everything twice, so that there is what to look up
+def test_beam_search_and_prompt_lookup_generate_the_same_tokens(stock: PreTrainedModel, search: dict[str, int]) -> None:
+    ids = tiny.make_prompts([9], seed=2)[0].repeat(2)[None]  # repeated, so that prompt lookup finds matches
     settings = {"max_new_tokens": 12, "do_sample": False, **search}
     cache = BlockCache()
     assert torch.equal(stock.generate(ids, past_key_values=cache, **settings), stock.generate(ids, **settings))
     assert len(cache.blocks) == search.get("num_beams", 1)
 
 
-def test_rows_are_chosen_repeated_and_cut_as_those_of_dynamic_cache(stock: PreTrainedModel) -> None:
-    """Over a shared prompt, of which the last cut takes a part."""
+def test_rows_are_selected_repeated_and_cropped_as_in_dynamic_cache(stock: PreTrainedModel) -> None:
+    """Over a shared prompt, part of which the last crop removes."""
     prompt, *suffixes = tiny.make_prompts([11, 4, 4, 4])
     cache, dynamic = BlockCache(), DynamicCache()
     assert cache.batch_size == -1
@@ -118,7 +116,7 @@ def test_rows_are_chosen_repeated_and_cut_as_those_of_dynamic_cache(stock: PreTr
     assert cache.blocks == {shared, *(view[-1] for view in cache.rows)}
 
 
-def test_blocks_that_are_no_rows_are_not_chosen_or_cut_in_silence() -> None:
+def test_selecting_or_cropping_blocks_without_rows_raises() -> None:
     cache = BlockCache()
     cache.crop(-3)
     cache.new_block()
@@ -127,7 +125,7 @@ def test_blocks_that_are_no_rows_are_not_chosen_or_cut_in_silence() -> None:
             act()
 
 
-def test_the_batch_must_have_the_rows_of_the_cache(stock: PreTrainedModel) -> None:
+def test_a_batch_of_another_size_raises(stock: PreTrainedModel) -> None:
     cache = BlockCache()
     cache.rows = [[block] for block in cache.new_blocks(2)]
     with pytest.raises(ValueError, match="2 rows, the batch has 3"):
@@ -135,8 +133,10 @@ def test_the_batch_must_have_the_rows_of_the_cache(stock: PreTrainedModel) -> No
 
 
 @pytest.mark.parametrize("lengths", [(3, 4), (0, 0)], ids=["unequal lengths", "other positions"])
-def test_rows_that_plain_positions_do_not_fit_are_refused(stock: PreTrainedModel, lengths: tuple[int, int]) -> None:
-    """Else the model would rotate to positions that the rows are not at, and nobody would notice."""
+def test_rows_that_need_explicit_positions_raise_without_prepare(
+    stock: PreTrainedModel, lengths: tuple[int, int]
+) -> None:
+    """Otherwise the model would silently rotate to wrong positions."""
     cache = BlockCache()
     shared, *own = cache.new_blocks(3)
     for view, length in (([shared], 5), ([own[0]], lengths[0]), ([own[1]], lengths[1])):

@@ -1,4 +1,4 @@
-"""The embedded model: ready for chat when loaded, converted once and atomically, clear errors when it cannot be."""
+"""The embedded model: loading, conversion (once, atomically), and errors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel.files import cache_folder
 from hf_parallel.models import embedded as embedded_module
-from hf_parallel.models.embedded import is_whole, load_embedded_model, make_once
+from hf_parallel.models.embedded import create_once, is_complete, load_embedded_model
 
 
 class TinyConversion:
-    """Stands in for the 20 s conversion: writes a tiny random model, and counts how often it is asked to."""
+    """Replaces the 20 s conversion: writes a tiny random model and counts its calls."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -50,7 +50,7 @@ def ignore(line: str) -> None:
     pass
 
 
-# What is loaded
+# Loading
 
 
 def test_model_is_in_eval_mode_and_not_quantized(embedded):
@@ -61,7 +61,7 @@ def test_model_is_in_eval_mode_and_not_quantized(embedded):
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
-def test_generation_ends_at_the_end_of_a_chat_turn(embedded):
+def test_generation_stops_at_the_end_of_a_chat_turn(embedded):
     model, tokenizer = embedded
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.eos_token_id == 2
     assert model.generation_config.eos_token_id == model.generation_config.pad_token_id == 2
@@ -87,7 +87,7 @@ def test_batches_are_padded_on_the_left(embedded):
     assert batch["attention_mask"][0][0] == 0
 
 
-def test_digits_are_split_off_before_anything_else(embedded):
+def test_digits_are_single_tokens(embedded):
     _, tokenizer = embedded
     assert tokenizer.tokenize("Do:\n\n12.") == ["Do", ":", "ĊĊ", "1", "2", "."]
 
@@ -104,7 +104,7 @@ def test_a_later_load_takes_half_a_second(embedded):
         begin = time.perf_counter()
         load_embedded_model()
         seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 3 * 0.5  # three times the claim, for machines that are busy
+    assert min(seconds) < 3 * 0.5  # three times the claim, for busy machines
 
 
 def test_dtype_is_that_of_the_returned_weights(tiny_conversion, tmp_path):
@@ -112,7 +112,7 @@ def test_dtype_is_that_of_the_returned_weights(tiny_conversion, tmp_path):
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
 
-# Converted once
+# Conversion
 
 
 def test_second_load_does_not_convert(tiny_conversion, tmp_path, capsys):
@@ -123,7 +123,7 @@ def test_second_load_does_not_convert(tiny_conversion, tmp_path, capsys):
     assert tiny_conversion.calls == 1
 
 
-def test_progress_false_says_nothing(tiny_conversion, tmp_path, capsys):
+def test_progress_false_prints_nothing(tiny_conversion, tmp_path, capsys):
     load_embedded_model(cache_dir=tmp_path, progress=False)
     assert capsys.readouterr().err == ""
 
@@ -137,17 +137,17 @@ def test_truncated_weights_are_converted_again(tiny_conversion, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["weights", "manifest.json"])
-@pytest.mark.parametrize("left", [None, b"", b"{"], ids=["deleted", "empty", "truncated"])
-def test_damaged_folder_is_made_again(tmp_path, name, left):
+@pytest.mark.parametrize("damage", [None, b"", b"{"], ids=["deleted", "empty", "truncated"])
+def test_damaged_folder_is_created_again(tmp_path, name, damage):
     folder = tmp_path / "model"
-    make_once(folder, write_two_files, say=ignore)
-    if left is None:
+    create_once(folder, write_two_files, notify=ignore)
+    if damage is None:
         (folder / name).unlink()
     else:
-        (folder / name).write_bytes(left)
-    assert not is_whole(folder)
-    make_once(folder, write_two_files, say=ignore)
-    assert is_whole(folder)
+        (folder / name).write_bytes(damage)
+    assert not is_complete(folder)
+    create_once(folder, write_two_files, notify=ignore)
+    assert is_complete(folder)
     assert (folder / "weights").read_bytes() == b"0123456789"
 
 
@@ -165,9 +165,9 @@ def test_killed_conversion_leaves_no_folder_and_the_next_run_succeeds(tmp_path):
         [
             sys.executable,
             "-c",
-            "import os, sys; from pathlib import Path; from hf_parallel.models.embedded import make_once\n"
+            "import os, sys; from pathlib import Path; from hf_parallel.models.embedded import create_once\n"
             "def write(folder): (folder / 'weights').write_bytes(b'01234'); os._exit(9)\n"
-            "make_once(Path(sys.argv[1]), write, say=print)",
+            "create_once(Path(sys.argv[1]), write, notify=print)",
             str(folder),
         ],
         check=False,
@@ -175,22 +175,22 @@ def test_killed_conversion_leaves_no_folder_and_the_next_run_succeeds(tmp_path):
     )
     assert killed.returncode == 9
     assert not folder.exists()
-    make_once(folder, write_two_files, say=ignore)
-    assert is_whole(folder)
+    create_once(folder, write_two_files, notify=ignore)
+    assert is_complete(folder)
     assert {path.name for path in tmp_path.iterdir()} <= {"model", "model.lock"}
 
 
-def test_failed_conversion_leaves_nothing_and_passes_its_error_on(tmp_path):
+def test_failed_conversion_leaves_nothing_and_raises_its_error(tmp_path):
     def fail(folder: Path) -> None:
         write_two_files(folder)
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="^no space left on device$"):
-        make_once(tmp_path / "model", fail, say=ignore)
+        create_once(tmp_path / "model", fail, notify=ignore)
     assert {path.name for path in tmp_path.iterdir()} <= {"model.lock"}
 
 
-def test_runs_at_the_same_time_convert_once(tmp_path):
+def test_concurrent_processes_convert_once(tmp_path):
     calls, lines = [], []
 
     def write_slowly(folder: Path) -> None:
@@ -199,7 +199,7 @@ def test_runs_at_the_same_time_convert_once(tmp_path):
         write_two_files(folder)
 
     def run() -> None:
-        make_once(tmp_path / "model", write_slowly, say=lines.append)
+        create_once(tmp_path / "model", write_slowly, notify=lines.append)
 
     threads = [threading.Thread(target=run) for _ in range(3)]
     for thread in threads:
@@ -207,11 +207,11 @@ def test_runs_at_the_same_time_convert_once(tmp_path):
     for thread in threads:
         thread.join(timeout=60)
     assert len(calls) == 1
-    assert is_whole(tmp_path / "model")
+    assert is_complete(tmp_path / "model")
     assert sum(line.startswith("Waiting for another process") for line in lines) == 2
 
 
-# When it cannot be
+# Errors
 
 
 def test_missing_package_names_the_command(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""What tells a model's logits from another's, beside its weights (test_resample.py): adapters, precision."""
+"""Fingerprints of models: adapters, autocast, dtypes and memory layouts (weights: test_resample.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = tiny.make_prompts([16])[0][None]
 
 
 class LowRank(nn.Module):
-    """A layer with two adapters, which are switched as in PEFT: by attributes, without a change of any weight."""
+    """A layer with two adapters that are switched by attributes, as in PEFT, without changing a weight."""
 
     merged_adapters: tuple[str, ...] = ()
 
@@ -50,7 +50,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_what_another_adapter_gave_never_answers(switch: str) -> None:
+def test_logits_of_another_adapter_are_not_replayed(switch: str) -> None:
     model = copy.deepcopy(tiny.build("llama"))
     attention = model.model.layers[1].self_attn
     attention.v_proj = layer = LowRank(attention.v_proj)
@@ -76,7 +76,7 @@ def test_what_another_adapter_gave_never_answers(switch: str) -> None:
     assert torch.equal(again.sequences, before.sequences)
 
 
-def test_autocast_gives_another_name() -> None:
+def test_autocast_changes_the_fingerprint() -> None:
     model = tiny.build("llama")
     names = {fingerprint(model)}
     for dtype in (torch.bfloat16, torch.float16):
@@ -86,7 +86,7 @@ def test_autocast_gives_another_name() -> None:
     assert fingerprint(model) in names
 
 
-def test_an_upgrade_of_transformers_keeps_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upgrade_of_transformers_keeps_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build("llama")
     name = fingerprint(model)
     monkeypatch.setattr(transformers.configuration_utils, "__version__", "5.99.0")
@@ -94,7 +94,7 @@ def test_an_upgrade_of_transformers_keeps_the_name(monkeypatch: pytest.MonkeyPat
     assert fingerprint(model) == name
 
 
-def test_a_logits_cache_of_another_transformers_is_told_and_replays(
+def test_a_logits_cache_of_another_transformers_version_warns_and_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
@@ -112,7 +112,7 @@ def test_a_logits_cache_of_another_transformers_is_told_and_replays(
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int8])
-def test_every_value_counts_whatever_its_dtype(dtype: torch.dtype) -> None:
+def test_values_of_every_dtype_count(dtype: torch.dtype) -> None:
     model = copy.deepcopy(tiny.build("llama"))
     values = torch.zeros(8).to(dtype)
     model.register_buffer("more", values)
@@ -128,10 +128,10 @@ def test_every_value_counts_whatever_its_dtype(dtype: torch.dtype) -> None:
         lambda values: values.T.contiguous().T,
         lambda values: values.repeat_interleave(2, dim=1)[:, ::2],
     ],
-    ids=["behind others", "transposed", "with gaps"],
+    ids=["with an offset", "transposed", "with gaps"],
 )
 @pytest.mark.parametrize("shape", [(6, 7), (1, 3), (0, 4), (40, 1)], ids=str)
-def test_a_weight_is_told_by_its_values_however_they_lie(view: Any, shape: tuple[int, int]) -> None:
+def test_the_memory_layout_does_not_change_the_fingerprint(view: Any, shape: tuple[int, int]) -> None:
     model = copy.deepcopy(tiny.build("llama"))
     values = torch.arange(float(math.prod(shape))).view(shape)
     model.register_buffer("more", values)
@@ -141,9 +141,11 @@ def test_a_weight_is_told_by_its_values_however_they_lie(view: Any, shape: tuple
     assert fingerprint(model) == name
 
 
-def test_a_model_whose_weights_cannot_be_read_is_refused() -> None:
+def test_offloaded_weights_raise() -> None:
     model = copy.deepcopy(tiny.build("llama"))
     mlp = model.model.layers[1].mlp
     mlp.up_proj.weight = nn.Parameter(mlp.up_proj.weight.to("meta"))
-    with pytest.raises(ValueError, match=r"logits_cache tells models .*layers\.1\.mlp\.up_proj\.weight is offloaded"):
+    with pytest.raises(
+        ValueError, match=r"logits_cache identifies models .*layers\.1\.mlp\.up_proj\.weight is offloaded"
+    ):
         fingerprint(model)

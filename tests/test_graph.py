@@ -1,8 +1,8 @@
-"""Decode steps captured as graphs: what is replayed reads device buffers alone, and gives what `generate` gives.
+"""Decode steps captured as CUDA graphs read only device buffers in a replay and generate the tokens of `generate`.
 
-There is no CUDA graph on a CPU. A stand-in replays a step by running the model again with the host's plan of the step
-that was captured, so that results are right only if all that changes lies in the buffers. Collected where
-`TRITON_INTERPRET=1` was set before Python began; `test_triton_compile.py` runs it so.
+A CPU has no CUDA graphs. A replacement replays a step by running the model again with the CPU's plan of the captured
+step, so results are correct only if everything that changes is in the buffers. Tests are collected if
+`TRITON_INTERPRET=1` was set before Python started; `test_triton_compile.py` runs them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_parallel.generation import decode
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.kernels import BACKEND_VARIABLE
 from hf_parallel.models import cuda_graph as graph
-from hf_parallel.models.cuda_graph import DecodeGraphs, NoSyncMode, Recording, bucket, record
+from hf_parallel.models.cuda_graph import CapturedGraph, DecodeGraphs, NoSyncMode, bucket_size, capture_graph
 
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -42,7 +42,7 @@ NEW = 5
 
 
 class Graphs:
-    """Makes `DecodeGraphs` work on a CPU, and counts."""
+    """Makes `DecodeGraphs` work on a CPU and counts captures and replays."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.captures: list[int] = []
@@ -57,15 +57,15 @@ class Graphs:
             self._made.append(graphs)
 
         def as_captured(plan: Any, key: Any, make: Any) -> Any:
-            return plan._memo[key] if self._replaying else launch_for(plan, key, make)
+            return plan.derived[key] if self._replaying else launch_for(plan, key, make)
 
         monkeypatch.setenv(BACKEND_VARIABLE, "triton")
         monkeypatch.setattr(DecodeGraphs, "__init__", remember)
-        monkeypatch.setattr(DecodeGraphs, "serve", staticmethod(lambda model, device: True))
+        monkeypatch.setattr(DecodeGraphs, "supports", staticmethod(lambda model, device: True))
         monkeypatch.setattr(triton_attention, "launch_for", as_captured)
-        monkeypatch.setattr(graph, "record", self._record)
+        monkeypatch.setattr(graph, "capture_graph", self._record)
 
-    def _record(self, function: Callable[[], torch.Tensor], device: torch.device, pool: Any) -> Recording:
+    def _record(self, function: Callable[[], torch.Tensor], device: torch.device, pool: Any) -> CapturedGraph:
         cache = self._made[-1]._cache
         captured, result = cache._pass, function()
         self.captures.append(len(result))
@@ -78,7 +78,7 @@ class Graphs:
                 cache._pass, self._replaying = now, False
             self.replays += 1
 
-        return Recording(replay, result, 1000, "pool")
+        return CapturedGraph(replay, result, 1000, "pool")
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    """Of one layer: the interpreter is slow."""
+    """One layer, as the interpreter is slow."""
     model = copy.deepcopy(tiny.build("llama"))
     del model.model.layers[1:]  # type: ignore[union-attr,operator]
     model.config.num_hidden_layers = 1
@@ -101,7 +101,7 @@ def generate(model: PreTrainedModel, mode: str | None = "shared_prefix", **setti
     return model.generate(INPUT_IDS, generation_mode=mode, **(defaults | settings))  # type: ignore[operator]
 
 
-def test_one_capture_serves_all_steps(graphs: Graphs, model: PreTrainedModel) -> None:
+def test_one_graph_is_replayed_for_all_steps(graphs: Graphs, model: PreTrainedModel) -> None:
     expected = generate(model, None).sequences
     out = generate(model)
     assert torch.equal(out.sequences, expected)
@@ -110,10 +110,10 @@ def test_one_capture_serves_all_steps(graphs: Graphs, model: PreTrainedModel) ->
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_rows_that_end_leave_their_graph_to_the_others(
+def test_finished_rows_lead_to_smaller_graphs(
     graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
-    monkeypatch.setattr(decode, "RUNNING_AHEAD", ("cpu",) if ahead else ())
+    monkeypatch.setattr(decode, "ASYNC_DEVICES", ("cpu",) if ahead else ())
     plain = generate(model, None).sequences[:, INPUT_IDS.shape[1] :]
     eos = [int(plain[0, 1]), int(plain[2, 2])]
     settings: dict[str, Any] = {"eos_token_id": eos, "num_return_sequences": 2, "do_sample": True, "top_k": 1}
@@ -123,7 +123,7 @@ def test_rows_that_end_leave_their_graph_to_the_others(
     assert len(graphs.captures) < graphs.replays
 
 
-def test_workers_steps_that_move_need_no_new_capture_while_they_fit(graphs: Graphs, model: PreTrainedModel) -> None:
+def test_steps_moved_into_the_history_need_no_new_capture(graphs: Graphs, model: PreTrainedModel) -> None:
     settings: dict[str, Any] = {**SETTINGS, "max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     settings |= {
         "generation_mode": "hogwild",
@@ -138,33 +138,33 @@ def test_workers_steps_that_move_need_no_new_capture_while_they_fit(graphs: Grap
     written = model.generate(ids, cuda_graph=False, **settings).texts[0]  # type: ignore[operator]
     settings["separator"] = written[2]  # its second token ends a step
     without = model.generate(ids, cuda_graph=False, **settings)  # type: ignore[operator]
-    assert graphs.replays == 0  # the setting turns them off
+    assert graphs.replays == 0  # `cuda_graph=False` disables them
     with_graphs = model.generate(ids, **settings)  # type: ignore[operator]
     assert with_graphs.history == without.history
     assert any(step.forward_pass for step in with_graphs.history[0])
     assert graphs.replays > len(graphs.captures)
 
 
-def test_storage_that_moved_is_captured_anew(
+def test_reallocated_storage_needs_a_new_capture(
     graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_parallel.generation.prefill.SUFFIX_ROOM", 1)
+    monkeypatch.setattr("hf_parallel.generation.prefill.SUFFIX_CAPACITY", 1)
     expected = generate(model, None).sequences
     assert torch.equal(generate(model).sequences, expected)
     assert 1 < len(graphs.captures) < NEW - 1
 
 
 @pytest.mark.parametrize("captures", [0, 1])
-def test_a_failed_capture_is_said_once_and_costs_nothing_but_speed(
+def test_a_failed_capture_warns_once_and_falls_back_to_eager(
     graphs: Graphs,
     model: PreTrainedModel,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     captures: int,
 ) -> None:
-    """The reason is what failed first, and graphs that were captured before give their memory back."""
+    """The warning names the first error; earlier graphs release their memory."""
 
-    def fail(*given: Any) -> Recording:
+    def fail(*given: Any) -> CapturedGraph:
         if len(graphs.captures) < captures:
             return graphs._record(*given)
         try:
@@ -172,8 +172,8 @@ def test_a_failed_capture_is_said_once_and_costs_nothing_but_speed(
         finally:
             raise RuntimeError("the capture has failed")
 
-    monkeypatch.setattr(graph, "record", fail)
-    monkeypatch.setattr("hf_parallel.generation.prefill.SUFFIX_ROOM", 1)
+    monkeypatch.setattr(graph, "capture_graph", fail)
+    monkeypatch.setattr("hf_parallel.generation.prefill.SUFFIX_CAPACITY", 1)
     expected = generate(model, None).sequences
     out = generate(model)
     assert torch.equal(out.sequences, expected)
@@ -181,8 +181,8 @@ def test_a_failed_capture_is_said_once_and_costs_nothing_but_speed(
     assert (len(graphs.captures), out.stats.graph_bytes) == (captures, 0)
 
 
-def test_what_the_kernels_do_not_serve_is_not_captured(graphs: Graphs, model: PreTrainedModel) -> None:
-    """PyTorch's kernels take lengths from the host: a graph would hold those of the step that was captured."""
+def test_unsupported_kernels_are_not_captured(graphs: Graphs, model: PreTrainedModel) -> None:
+    """PyTorch's kernels read lengths on the CPU: a graph would keep those of the captured step."""
     model = model.double()  # type: ignore[assignment]
     out = generate(model)
     assert torch.equal(out.sequences, generate(model, None).sequences)
@@ -190,7 +190,7 @@ def test_what_the_kernels_do_not_serve_is_not_captured(graphs: Graphs, model: Pr
 
 
 @pytest.mark.parametrize(
-    ("function", "waits"),
+    ("function", "synchronizes"),
     [
         (lambda x: x[x > 0], True),
         (lambda x: x.index_put_((x > 0,), torch.zeros(())), True),
@@ -198,26 +198,26 @@ def test_what_the_kernels_do_not_serve_is_not_captured(graphs: Graphs, model: Pr
         (lambda x: x.unique(), True),
         (lambda x: x.max().item(), True),
         (lambda x: 1 if (x > 0).all() else 0, True),
-        (lambda x: x.to("meta"), True),  # as good as any other device
+        (lambda x: x.to("meta"), True),  # represents another device
         (lambda x: torch.zeros(3, device="meta").copy_(x), True),
         (lambda x: x[torch.tensor([0, 2])], False),
         (lambda x: torch.where(x > 0, x, 0.0).to(torch.float16).sum(), False),
         (lambda x: x[1:].clone().masked_fill_(x[1:] > 0, 7.0), False),
     ],
 )
-def test_what_waits_is_known_beforehand(function: Callable[[torch.Tensor], Any], waits: bool) -> None:
+def test_synchronizing_operations_raise_before_a_capture(
+    function: Callable[[torch.Tensor], Any], synchronizes: bool
+) -> None:
     with NoSyncMode():
-        if waits:
+        if synchronizes:
             with pytest.raises(RuntimeError, match="the model (waits|copies)"):
                 function(torch.tensor([1.0, -2.0, 3.0]))
         else:
             function(torch.tensor([1.0, -2.0, 3.0]))
 
 
-def test_chunks_of_a_prefill_that_look_like_decode_steps_keep_their_logits(
-    graphs: Graphs, model: PreTrainedModel
-) -> None:
-    """Prompts that lack one token each, in chunks of as many rows: what a graph gives is written over by the next."""
+def test_prefill_chunks_of_one_token_per_row_keep_their_logits(graphs: Graphs, model: PreTrainedModel) -> None:
+    """Prompts that differ in their last token, in chunks of two rows: the next replay overwrites the output."""
     ids = torch.cat((ROOT.expand(4, -1), torch.tensor([[20], [30], [40], [50]])), dim=1)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "pad_token_id": 0}
     expected = model.generate(ids, generation_mode=None, **settings)  # type: ignore[operator]
@@ -229,21 +229,23 @@ def test_chunks_of_a_prefill_that_look_like_decode_steps_keep_their_logits(
     assert graphs.replays == 3
 
 
-def test_graphs_go_with_their_call(graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for the garbage collector, which knows nothing of the GPU's memory."""
+def test_graphs_are_released_with_their_call(
+    graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the garbage collector, which does not know the GPU's memory."""
     made = []
     begin = DecodeLoop.__init__
 
     def noted(loop: DecodeLoop, *given: Any, **settings: Any) -> None:
         begin(loop, *given, **settings)
-        made.append(weakref.ref(loop.graphs))
+        made.append(weakref.ref(loop.runner.graphs))
 
-    def record(function: Callable[[], torch.Tensor], *given: Any) -> Recording:
-        return Recording(lambda: None, function(), 1, None)
+    def record(function: Callable[[], torch.Tensor], *given: Any) -> CapturedGraph:
+        return CapturedGraph(lambda: None, function(), 1, None)
 
     monkeypatch.setattr(DecodeLoop, "__init__", noted)
     monkeypatch.setattr(DecodeGraphs, "__init__", graphs.usual_init)
-    monkeypatch.setattr(graph, "record", record)
+    monkeypatch.setattr(graph, "capture_graph", record)
     gc.disable()
     try:
         generate(model)
@@ -253,7 +255,7 @@ def test_graphs_go_with_their_call(graphs: Graphs, model: PreTrainedModel, monke
 
 
 class Streams:
-    """Stands in for `torch.cuda` where graphs are captured: a capture that fails leaves its stream behind."""
+    """Replaces `torch.cuda` during a capture: a failed capture leaves its stream as the current one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
         self.current, self.events, self.fails = "the caller's", [], fails
@@ -301,8 +303,8 @@ class Streams:
         return torch.zeros(1)
 
 
-def test_what_waits_for_the_device_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture that breaks leaves PyTorch's allocator in disorder, so it is not begun."""
+def test_a_synchronizing_function_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed capture leaves PyTorch's allocator in an invalid state, so it is not started."""
     streams = Streams(monkeypatch, fails=False)
 
     def exponential_noise() -> torch.Tensor:
@@ -310,23 +312,21 @@ def test_what_waits_for_the_device_is_not_recorded(monkeypatch: pytest.MonkeyPat
         return out if out.sum() < 1 else -out
 
     with pytest.raises(RuntimeError, match="the model waits for the device .aten::_local_scalar_dense"):
-        record(exponential_noise, torch.device("cuda:1"))
+        capture_graph(exponential_noise, torch.device("cuda:1"))
     assert streams.events == ["on cuda:1", *["runs on the caller's"] * 2]
     assert streams.current == "the caller's"
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_recording_leaves_streams_as_they_were_and_counts_what_the_graph_keeps(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_a_capture_restores_the_stream_and_measures_its_memory(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     device = torch.device("cuda:1")
     streams = Streams(monkeypatch, fails)
     if fails:
         with pytest.raises(RuntimeError, match="the capture has failed"):
-            record(streams.run, device, "before")
+            capture_graph(streams.run, device, "before")
     else:
-        recording = record(streams.run, device, "before")
-        assert (recording.num_bytes, recording.replay, recording.pool) == (10, "replay", "pool")
+        captured = capture_graph(streams.run, device, "before")
+        assert (captured.num_bytes, captured.replay, captured.pool) == (10, "replay", "pool")
     assert streams.current == "the caller's"
     side = "side of cuda:1"
     assert streams.events == [
@@ -338,6 +338,6 @@ def test_recording_leaves_streams_as_they_were_and_counts_what_the_graph_keeps(
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 17, 33, 100, 1000, 1024])
-def test_buckets_are_few_and_not_much_larger(rows: int) -> None:
-    assert rows <= bucket(rows) < max(1.25 * rows, rows + 1)
-    assert bucket(bucket(rows)) == bucket(rows)
+def test_bucket_sizes_are_less_than_a_quarter_larger(rows: int) -> None:
+    assert rows <= bucket_size(rows) < max(1.25 * rows, rows + 1)
+    assert bucket_size(bucket_size(rows)) == bucket_size(rows)

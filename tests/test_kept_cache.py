@@ -1,9 +1,10 @@
-"""A cache that outlives the call: it can be copied, emptied and used again, and is refused where it would be wrong."""
+"""A cache kept between calls: copies, budget, reuse after `reset`, and errors where it would be wrong."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,8 @@ from transformers import PreTrainedModel
 
 import hf_parallel
 from hf_parallel import SharedPrefixCache
-from hf_parallel.cache import shared_prefix
-from hf_parallel.cache.arena import Arena, LayerStorage
+from hf_parallel.cache.arena import Arena
+from hf_parallel.kernels.storage import LayerStorage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +36,7 @@ def generate(model: Any, cache: SharedPrefixCache | None, ids: torch.Tensor = ID
 
 @pytest.fixture
 def cache(model: PreTrainedModel) -> SharedPrefixCache:
-    """Filled by decode steps that follow one another."""
+    """Filled by a prefill and decode steps."""
     cache = SharedPrefixCache()
     generate(model, cache)
     return cache
@@ -46,7 +47,7 @@ def from_pickle(cache: SharedPrefixCache) -> SharedPrefixCache:
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, from_pickle])
-def test_a_copy_is_as_good_as_the_cache(
+def test_a_copy_is_reused_like_the_cache(
     twin: Callable[[Any], Any], model: PreTrainedModel, cache: SharedPrefixCache
 ) -> None:
     expected, again = generate(model, None), generate(model, twin(cache))
@@ -67,28 +68,28 @@ def test_an_empty_cache_holds_no_memory_and_serves_another_model(
     assert torch.equal(generate(model, cache).sequences, generate(model, None).sequences)
 
 
-@pytest.mark.parametrize("common", [0, 12], ids=["apart", "alike"])
-def test_a_budget_bounds_what_is_kept_from_call_to_call(common: int, model: PreTrainedModel) -> None:
-    """What was used longest ago goes; a prompt that every other call asks for stays."""
+@pytest.mark.parametrize("common", [0, 12], ids=["distinct", "shared start"])
+def test_max_bytes_limits_the_memory_kept_between_calls(common: int, model: PreTrainedModel) -> None:
+    """The least recently used prompt is evicted; a prompt that every other call uses stays."""
     system, new = tiny.make_prompts([common], seed=6)[0], 6
     prompts = [
         torch.cat((system, torch.tensor([10 + i]), prompt)) for i, prompt in enumerate(tiny.make_prompts([17] * 9))
     ]
     per_token = generate(model, None).past_key_values.arena.bytes_per_token
     whole, cache = SharedPrefixCache(), SharedPrefixCache(max_bytes=80 * per_token)
-    favourite, *others = prompts
+    frequent, *others = prompts
 
     def prefilled(prompt: torch.Tensor) -> list[int]:
-        """Tokens computed of a prompt, with a budget and without."""
+        """Number of prefilled tokens, with a budget and without."""
         outputs = [generate(model, held, ids=prompt[None], max_new_tokens=new) for held in (cache, whole)]
         assert torch.equal(outputs[0].sequences, outputs[1].sequences)
         assert cache.kv_bytes <= (80 + len(prompt) + new) * per_token
         return [output.stats.prefilled_tokens for output in outputs]
 
-    prefilled(favourite)
+    prefilled(frequent)
     for other in others:
         prefilled(other)
-        assert prefilled(favourite) == [1, 1]
+        assert prefilled(frequent) == [1, 1]
     assert prefilled(others[-1]) == [1, 1]
     assert prefilled(others[0]) == [18, 1]
 
@@ -105,7 +106,7 @@ def exchanged(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("change", [written, exchanged])
 @pytest.mark.parametrize("copied", [False, True], ids=["itself", "copy"])
-def test_a_cache_of_earlier_weights_is_refused(
+def test_a_cache_of_earlier_weights_raises(
     change: Callable[[PreTrainedModel], None], copied: bool, model: PreTrainedModel, cache: SharedPrefixCache
 ) -> None:
     held = copy.deepcopy(cache) if copied else cache
@@ -116,14 +117,14 @@ def test_a_cache_of_earlier_weights_is_refused(
     assert torch.equal(generate(model, held).sequences, generate(model, None).sequences)
 
 
-def test_a_call_that_ran_out_of_memory_costs_only_itself(
+def test_running_out_of_memory_leaves_the_cache_usable(
     model: PreTrainedModel, cache: SharedPrefixCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grow, limit = Arena._grow, 1000
 
     def limited(arena: Arena, layer: LayerStorage) -> None:
         if layer.keys.shape[0] < arena.num_slots * layer.num_kv_heads > limit * layer.num_kv_heads:
-            raise torch.OutOfMemoryError(f"no room for {arena.num_slots} slots")
+            raise torch.OutOfMemoryError(f"no memory for {arena.num_slots} slots")
         grow(arena, layer)
 
     monkeypatch.setattr(Arena, "_grow", limited)
@@ -134,20 +135,28 @@ def test_a_call_that_ran_out_of_memory_costs_only_itself(
     assert output.stats.prefilled_tokens == 1
 
 
-def test_a_prompt_is_compared_with_those_that_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with all: a thousand prompts would be compared half a million times."""
-    compared = []
-    common = shared_prefix._common
-    monkeypatch.setattr(shared_prefix, "_common", lambda a, b: compared.append(1) or common(a, b))
+def test_inserting_many_prompts_takes_a_linear_number_of_function_calls() -> None:
+    """A prompt is compared only with nodes that start with the same token, not with all others."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
     cache, system = SharedPrefixCache(), np.arange(50)
     prompts = [np.concatenate((system, [100 + row, 7, 8])) for row in range(300)]
-    leaves = [cache.insert(prompt) for prompt in prompts]
+    sys.setprofile(count)
+    try:
+        leaves = [cache.insert(prompt) for prompt in prompts]
+        again = [cache.insert(prompt) for prompt in prompts]
+    finally:
+        sys.setprofile(None)
     assert len(set(leaves)) == 300
-    assert [cache.insert(prompt) for prompt in prompts] == leaves
-    assert len(compared) <= 4 * 300
+    assert again == leaves
+    assert calls <= 40 * 300
 
 
-def test_completions_that_begin_alike_are_told_apart() -> None:
+def test_completions_with_a_common_start_are_distinguished() -> None:
     cache = SharedPrefixCache()
     root = cache.insert(np.arange(5))
     first, second = (cache.add(root, np.array(tokens)) for tokens in ([7, 8, 9], [7, 8, 3, 4]))
@@ -155,5 +164,5 @@ def test_completions_that_begin_alike_are_told_apart() -> None:
     longer = cache.insert(np.array([0, 1, 2, 3, 4, 7, 8, 9, 1]))
     assert longer.parent is first
     assert [node.tokens.tolist() for node in longer.path] == [[0, 1, 2, 3, 4], [7, 8, 9], [1]]
-    cache.discard_unfilled()
+    cache.discard_uncached()
     assert list(cache.nodes()) == []

@@ -1,4 +1,4 @@
-"""Models by their names, as the commands, the demo and the benchmarks take them."""
+"""Loading models by name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hf_parallel.models.loading import load_model
 
 
 @pytest.mark.parametrize("network", [False, True])
-def test_a_model_that_is_nowhere_is_said_at_once(monkeypatch: pytest.MonkeyPatch, network: bool) -> None:
-    """Offline, and where nobody listens; `from_pretrained` is not asked, which would try for a minute."""
+def test_a_missing_model_raises_at_once(monkeypatch: pytest.MonkeyPatch, network: bool) -> None:
+    """Offline, and if the Hub cannot be reached; `from_pretrained` would retry for a minute."""
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", lambda name: pytest.fail("it was loaded"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", not network)
     monkeypatch.setattr(loading, "hf_hub_url", lambda *names: "http://127.0.0.1:9/config.json")
@@ -24,12 +24,12 @@ def test_a_model_that_is_nowhere_is_said_at_once(monkeypatch: pytest.MonkeyPatch
         load_model("nobody/nothing")
 
 
-def test_a_hub_that_answers_has_its_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_errors_of_a_reachable_hub_are_those_of_from_pretrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
 
     def from_pretrained(name: str) -> None:
-        asked.append(name)
-        raise OSError("what the Hub says")
+        loaded.append(name)
+        raise OSError("error of the Hub")
 
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", from_pretrained)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -37,17 +37,17 @@ def test_a_hub_that_answers_has_its_say(monkeypatch: pytest.MonkeyPatch) -> None
         hub.repositories["somebody/adapter"] = [{"adapter_config.json": b"{}"}]
         monkeypatch.setattr(loading, "hf_hub_url", lambda name, file: f"{hub.endpoint}/{name}/resolve/main/{file}")
         for name in ("nobody/nothing", "somebody/adapter"):
-            with pytest.raises(OSError, match="what the Hub says"):
+            with pytest.raises(OSError, match="error of the Hub"):
                 load_model(name)
-    assert asked == ["nobody/nothing", "somebody/adapter"]
+    assert loaded == ["nobody/nothing", "somebody/adapter"]
 
 
-@pytest.mark.parametrize(("asked", "given"), [(torch.float32, torch.float32), (None, torch.bfloat16)])
-def test_a_folder_is_loaded_without_asking_anybody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: torch.dtype | None, given: torch.dtype
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, torch.float32), (None, torch.bfloat16)])
+def test_a_folder_is_loaded_without_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, expected: torch.dtype
 ) -> None:
     tiny.build("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", lambda name: name)
-    monkeypatch.setattr(loading, "_check_hub", lambda name: pytest.fail("the Hub was asked"))
-    model, tokenizer = load_model(str(tmp_path), asked)
-    assert (model.dtype, model.training, tokenizer) == (given, False, str(tmp_path))
+    monkeypatch.setattr(loading, "get_hf_file_metadata", lambda url: pytest.fail("the Hub was requested"))
+    model, tokenizer = load_model(str(tmp_path), dtype)
+    assert (model.dtype, model.training, tokenizer) == (expected, False, str(tmp_path))

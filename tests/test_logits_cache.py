@@ -1,4 +1,4 @@
-"""LogitsCache: gives back what was put in, holds its budget, survives files and threads."""
+"""LogitsCache: lookups, budget and eviction, files, threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from hf_parallel import LogitsCache
 from hf_parallel.cache.cached_logits import TENSOR_BYTES, CachedDistribution
-from hf_parallel.cache.logits import STATE_BYTES, Cursors
+from hf_parallel.cache.logits_trie import NODE_BYTES, Cursors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,29 +24,39 @@ VOCABULARY = 50
 
 
 def logits_of(tokens: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Logits that only these tokens have."""
+    """Logits that are unique to these tokens."""
     seed = hash(tuple(tokens)) % 2**31
     return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)).to(dtype) * 3
 
 
 def write(cache: LogitsCache, prompt: list[int], *taken: int, key: str = "model") -> None:
-    """A decode from a prompt on, whose tokens are known in advance."""
+    """Store the logits of a sequence: a prompt, followed by the tokens `taken`."""
     with cache.cursors() as cursors:
         cursors.start(0, key, prompt)
         tokens = list(prompt)
         for token in taken:
-            cursors.remember(0, logits_of(tokens))
-            cursors.follow(0, token)
+            cursors.store(0, logits_of(tokens))
+            cursors.advance(0, token)
             tokens.append(token)
 
 
 def read(cache: LogitsCache, tokens: list[int], key: str = "model") -> torch.Tensor | None:
     with cache.cursors() as cursors:
         cursors.start(0, key, tokens)
-        return cursors.logits(0)
+        return logits_at(cursors, 0)
 
 
-def test_every_continuation_that_was_taken_is_remembered() -> None:
+def logits_at(cursors: Cursors, row: int) -> torch.Tensor | None:
+    """Dense logits at a row's node; counts a hit or a miss."""
+    logits = cursors.node(row).logits
+    return logits.to_dense() if cursors.lookup(row) and logits is not None else None
+
+
+def counted(cache: LogitsCache) -> int:
+    return sum(node.num_bytes for _, node in cache.nodes() if node.parent is not None)
+
+
+def test_logits_of_all_stored_continuations_are_found() -> None:
     cache = LogitsCache()
     write(cache, [1, 2], 5, 6, 7)
     write(cache, [1, 2], 5, 9, 7)
@@ -59,34 +69,34 @@ def test_every_continuation_that_was_taken_is_remembered() -> None:
     assert (cache.hits, cache.misses, len(cache)) == (4, 4, 4)
 
 
-def test_a_prompt_that_spells_a_continuation_is_the_same_state() -> None:
+def test_a_prompt_equal_to_a_continuation_is_the_same_node() -> None:
     cache = LogitsCache()
     write(cache, [1, 2], 5, 6)
     assert read(cache, [1, 2, 5]) is not None
 
 
-def test_states_of_another_model_never_answer() -> None:
+def test_nodes_of_another_model_are_not_found() -> None:
     cache = LogitsCache()
     write(cache, [1, 2], 5, key="one")
     assert read(cache, [1, 2], key="two") is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_whole_logits_are_kept_bit_for_bit(dtype: torch.dtype) -> None:
+def test_all_logits_are_stored_exactly(dtype: torch.dtype) -> None:
     cache = LogitsCache()
     with cache.cursors() as cursors:
         cursors.start(0, "model", [1])
         given = logits_of([1], dtype)
-        cursors.remember(0, given)
-        kept = cursors.logits(0)
+        cursors.store(0, given)
+        kept = logits_at(cursors, 0)
         assert kept is not None
         assert kept.dtype == dtype
         assert torch.equal(kept, given)
         given.zero_()
-        assert not torch.equal(kept, given)  # a copy
+        assert not torch.equal(kept, given)  # it is a copy
 
 
-def test_the_highest_logits_and_the_mass_of_the_others() -> None:
+def test_top_k_keeps_the_highest_logits_and_the_probability_of_the_others() -> None:
     cache = LogitsCache(top_k=8)
     write(cache, [1], 2)
     kept, true = read(cache, [1]), logits_of([1])
@@ -94,13 +104,13 @@ def test_the_highest_logits_and_the_mass_of_the_others() -> None:
     top = true.topk(8)
     assert torch.equal(kept.topk(8).indices, top.indices)
     torch.testing.assert_close(kept.softmax(-1)[top.indices], true.softmax(-1)[top.indices])
-    assert cache.num_bytes == 2 * (STATE_BYTES + TENSOR_BYTES) + 8 * (4 + 4)
+    assert cache.num_bytes == 2 * (NODE_BYTES + TENSOR_BYTES) + 8 * (4 + 4)
 
 
 # Budget
 
 
-def test_ten_thousand_insertions_hold_the_budget() -> None:
+def test_ten_thousand_insertions_stay_within_the_budget() -> None:
     random = np.random.default_rng(0)
     budget = 300_000
     cache = LogitsCache(budget)
@@ -108,29 +118,28 @@ def test_ten_thousand_insertions_hold_the_budget() -> None:
     for _ in range(1000):
         write(cache, [1, 2], *random.integers(0, 4, 10).tolist())
         most = max(most, cache.num_bytes)
-        true = sum(state.num_bytes for _, state in cache._states() if state.parent is not None)
-        assert cache.num_bytes == true
+        assert cache.num_bytes == counted(cache)
     assert most <= 1.01 * budget
     assert cache.num_bytes > 0.9 * budget
 
 
-def test_a_state_is_not_counted_as_less_than_it_takes() -> None:
+def test_num_bytes_of_a_node_covers_its_python_objects() -> None:
     cache, random = LogitsCache(), np.random.default_rng(0)
-    write(cache, [1], 2)  # what is loaded on first use
+    write(cache, [1], 2)  # loads modules that are imported on first use
     tracemalloc.start()
     for _ in range(300):
         write(cache, [1, 2], *random.integers(0, 3, 10).tolist())
-    for _, state in cache._states():
-        state.taken_by = "settings"  # states of calls with the same ones share them
-    python, _ = tracemalloc.get_traced_memory()  # of the objects; tensors lie outside
+    for _, node in cache.nodes():
+        node.sampled_with = "settings"  # one string object for all nodes of a call
+    python, _ = tracemalloc.get_traced_memory()  # Python objects without tensor storage
     tracemalloc.stop()
-    states = sum(1 for _ in cache._states())
-    assert python / states <= STATE_BYTES + 300  # and the tensor's own object
-    assert states > 1000
+    nodes = sum(1 for _ in cache.nodes())
+    assert python / nodes <= NODE_BYTES + 300  # with the tensor's Python object
+    assert nodes > 1000
 
 
-def test_what_was_used_least_recently_goes_first_and_ends_go_before_beginnings() -> None:
-    size = VOCABULARY * 4 + STATE_BYTES + TENSOR_BYTES
+def test_the_least_recently_used_leaf_is_evicted_first() -> None:
+    size = VOCABULARY * 4 + NODE_BYTES + TENSOR_BYTES
     cache = LogitsCache(8 * size)
     write(cache, [1], 2, 3, 4)
     write(cache, [9], 2, 3, 4)
@@ -140,17 +149,17 @@ def test_what_was_used_least_recently_goes_first_and_ends_go_before_beginnings()
     assert read(cache, [1, 2]) is not None
     assert read(cache, [9, 2, 3]) is not None
     assert read(cache, [5]) is not None
-    assert read(cache, [1, 2, 3]) is None  # the end of the continuation that was used before all others
+    assert read(cache, [1, 2, 3]) is None  # the leaf of the least recently used continuation
 
 
-def test_a_budget_that_is_too_small_for_anything_is_held_too() -> None:
+def test_a_budget_too_small_for_any_logits_is_respected() -> None:
     cache = LogitsCache(100)
     write(cache, [1, 2], 3, 4)
     assert read(cache, [1, 2]) is None
     assert cache.num_bytes <= 100
 
 
-def test_clear_forgets_everything() -> None:
+def test_clear_deletes_everything() -> None:
     cache = LogitsCache()
     write(cache, [1, 2], 3)
     cache.clear()
@@ -161,7 +170,7 @@ def test_clear_forgets_everything() -> None:
 @pytest.mark.parametrize(
     "settings", [{"max_bytes": 0}, {"max_bytes": 1.5}, {"top_k": 0}, {"top_k": "8"}, {"max_bytes": True}]
 )
-def test_bad_settings_are_refused(settings: dict[str, Any]) -> None:
+def test_invalid_settings_raise(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(settings))}.*{next(iter(settings.values()))}"):
         LogitsCache(**settings)
 
@@ -170,7 +179,7 @@ def test_bad_settings_are_refused(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("top_k", [None, 8])
-def test_a_saved_cache_answers_as_before(tmp_path: Path, top_k: int | None) -> None:
+def test_a_loaded_cache_equals_the_saved_one(tmp_path: Path, top_k: int | None) -> None:
     cache = LogitsCache(top_k=top_k)
     for key in ("one", "two"):
         write(cache, [1, 2], 5, 6, 7, key=key)
@@ -187,7 +196,7 @@ def test_a_saved_cache_answers_as_before(tmp_path: Path, top_k: int | None) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
 
 
-def test_loading_into_less_room_keeps_what_was_used_last(tmp_path: Path) -> None:
+def test_loading_with_a_smaller_budget_keeps_the_most_recently_used_nodes(tmp_path: Path) -> None:
     cache = LogitsCache()
     for prompt in range(10):
         write(cache, [prompt], 2, 3)
@@ -202,9 +211,9 @@ DAMAGES: dict[str, tuple[str, Any]] = {
     "parents that come later": ("parents", lambda parents: parents + 40),
     "parents before the first": ("parents", lambda parents: parents - 1),
     "fewer parents": ("parents", lambda parents: parents[:-1]),
-    "places without logits": ("places", lambda places: places + 1),
-    "fewer times": ("used", lambda used: used[:-1]),
-    "fewer masses": ("rest", lambda rest: rest[:-1]),
+    "indices without logits": ("places", lambda places: places + 1),
+    "fewer times of use": ("used", lambda used: used[:-1]),
+    "fewer tail probabilities": ("rest", lambda rest: rest[:-1]),
     "fewer logits": ("values", lambda values: values[:-1]),
     "narrower logits": ("values", lambda values: values[:, :-1].contiguous()),
     "flat logits": ("values", lambda values: values.flatten()),
@@ -215,7 +224,7 @@ DAMAGES: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("top_k", [None, 8])
-def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, damage: str, top_k: int | None) -> None:
+def test_inconsistent_arrays_raise(tmp_path: Path, damage: str, top_k: int | None) -> None:
     cache, path = LogitsCache(top_k=top_k), tmp_path / "cache"
     write(cache, [1, 2], 5, 6, 7)
     cache.save(path)
@@ -226,17 +235,17 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, damage: str, top_k: 
     if top_k is not None and damage == "another vocabulary":
         tensors["0.vocabulary"] = tensors["0.ids"].max().long()
     save_file(tensors, path, metadata)
-    with pytest.raises(ValueError, match=f"{path} is no LogitsCache that can be read"):
+    with pytest.raises(ValueError, match=f"{path} is not a readable LogitsCache"):
         LogitsCache.load(path)
 
 
-def test_a_file_that_was_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_raises(tmp_path: Path) -> None:
     write(cache := LogitsCache(top_k=8), [1, 2], 5, 6, 7)
     cache.save(path := tmp_path / "cache")
     whole = path.read_bytes()
     for length in [*range(0, len(whole), 37), len(whole) - 1]:
         path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="is no LogitsCache that can be read"):
+        with pytest.raises(ValueError, match="is not a readable LogitsCache"):
             LogitsCache.load(path)
     with pytest.raises(IsADirectoryError, match=f"{tmp_path} is a folder"):
         LogitsCache.load(tmp_path)
@@ -245,17 +254,17 @@ def test_a_file_that_was_cut_anywhere_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("top_k", "0"), ("top_k", "many"), ("keys", "{"), ("keys", "7"), ("format", "x")]
 )
-def test_a_file_with_other_metadata_is_refused(tmp_path: Path, name: str, value: str) -> None:
+def test_a_file_with_invalid_metadata_raises(tmp_path: Path, name: str, value: str) -> None:
     write(cache := LogitsCache(), [1, 2], 5)
     cache.save(path := tmp_path / "cache")
     with safe_open(path, "pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
     save_file(tensors, path, metadata | {name: value})
-    with pytest.raises(ValueError, match="is no LogitsCache that can be read"):
+    with pytest.raises(ValueError, match="is not a readable LogitsCache"):
         LogitsCache.load(path)
 
 
-def test_a_load_that_is_asked_for_nonsense_says_so(tmp_path: Path) -> None:
+def test_invalid_arguments_of_load_raise(tmp_path: Path) -> None:
     LogitsCache().save(tmp_path / "cache")
     with pytest.raises(ValueError, match="max_bytes must be a positive int, got 0"):
         LogitsCache.load(tmp_path / "cache", max_bytes=0)
@@ -264,7 +273,7 @@ def test_a_load_that_is_asked_for_nonsense_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["empty", "foreign", "text", "missing array"])
-def test_a_damaged_or_foreign_file_is_refused(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_or_foreign_file_raises(tmp_path: Path, damage: str) -> None:
     cache, path = LogitsCache(), tmp_path / "cache"
     write(cache, [1, 2], 5, 6, 7)
     cache.save(path)
@@ -287,10 +296,10 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path: Path, damage: str) -> No
 # Threads
 
 
-def test_threads_lose_nothing_and_answer_nothing_wrong() -> None:
-    """Eight threads that write and read the same few thousand states; the long run is in benchmarks."""
+def test_concurrent_threads_read_correct_logits_and_keep_the_byte_count() -> None:
+    """Eight threads write and read the same few thousand nodes; benchmarks/cache_stress.py runs for longer."""
     cache, wrong = LogitsCache(400_000), []
-    stop = time.perf_counter() + 3
+    stop = time.perf_counter() + 2
 
     def work(number: int) -> None:
         random = np.random.default_rng(number)
@@ -299,17 +308,17 @@ def test_threads_lose_nothing_and_answer_nothing_wrong() -> None:
                 tokens = [1, 2]
                 cursors.start(number, "model", tokens)
                 for token in random.integers(0, 5, 6).tolist():
-                    found = cursors.logits(number)
+                    found = logits_at(cursors, number)
                     true = logits_of(tokens)
                     if found is not None and not torch.equal(found, true):
                         wrong.append(tokens)
-                    cursors.remember(number, true)
+                    cursors.store(number, true)
                     few = true.softmax(-1) * (true >= true.topk(number % 4 + 1).values[-1])
-                    cache.prepare(cursors.state(number), CachedDistribution.of(few, (number,)))  # type: ignore[arg-type]
-                    again = cursors.logits(number)
+                    cache.store_distribution(cursors.node(number), CachedDistribution.from_probs(few, (number,)))  # type: ignore[arg-type]
+                    again = logits_at(cursors, number)
                     if again is not None and not torch.equal(again, true):
                         wrong.append(tokens)
-                    cursors.follow(number, token)
+                    cursors.advance(number, token)
                     tokens = [*tokens, token]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
@@ -319,78 +328,75 @@ def test_threads_lose_nothing_and_answer_nothing_wrong() -> None:
         thread.join()
     assert wrong == []
     assert cache.num_bytes <= 400_000
-    assert cache.num_bytes == sum(state.num_bytes for _, state in cache._states() if state.parent is not None)
-    assert all(state.pins == 0 for _, state in cache._states())
+    assert cache.num_bytes == counted(cache)
+    assert all(node.pins == 0 for _, node in cache.nodes())
 
 
-def test_a_state_that_somebody_stands_on_is_not_dropped() -> None:
-    cache = LogitsCache(4 * (VOCABULARY * 4 + STATE_BYTES + TENSOR_BYTES))
+def test_a_pinned_node_is_not_evicted() -> None:
+    cache = LogitsCache(4 * (VOCABULARY * 4 + NODE_BYTES + TENSOR_BYTES))
     with cache.cursors() as cursors:
         cursors.start("mine", "model", [7, 7])
-        cursors.remember("mine", logits_of([7, 7]))
+        cursors.store("mine", logits_of([7, 7]))
         for prompt in range(20):
             write(cache, [prompt], 1, 2)
-        assert cursors.known("mine")
-        cursors.follow("mine", 3)
+        assert cursors.has_logits("mine")
+        cursors.advance("mine", 3)
         assert isinstance(cursors, Cursors)
     assert cache.num_bytes <= cache.max_bytes
 
 
-def test_what_is_cleared_while_somebody_walks_takes_no_room_afterwards() -> None:
+def test_nodes_cleared_under_a_cursor_use_no_budget() -> None:
     cache = LogitsCache()
     with cache.cursors() as cursors:
         cursors.start(0, "model", [1, 2])
-        cursors.remember(0, logits_of([1, 2]))
+        cursors.store(0, logits_of([1, 2]))
         cache.clear()
-        assert cursors.known(0), "who stands on a state goes on from it"
+        assert cursors.has_logits(0), "the logits of a pinned node stay"
         for token in (3, 4):
-            cursors.follow(0, token)
-            assert not cursors.remember(0, logits_of([token]))
+            cursors.advance(0, token)
+            assert not cursors.store(0, logits_of([token]))
         assert cache.num_bytes == 0
     assert (len(cache), cache.num_bytes) == (0, 0)
     write(cache, [1, 2], 3)
     assert read(cache, [1, 2]) is not None
-    assert cache.num_bytes == sum(state.num_bytes for _, state in cache._states() if state.parent is not None)
+    assert cache.num_bytes == counted(cache)
 
 
-def test_logits_that_were_dropped_are_gone_whoever_holds_their_states() -> None:
+def test_evicted_nodes_free_their_logits_even_if_referenced() -> None:
     cache, held = LogitsCache(10_000), []
     for prompt in range(30):
         with cache.cursors() as cursors:
             cursors.start(0, "model", [prompt])
-            cursors.remember(0, logits_of([prompt]))
-            held.append(cursors.state(0))
-    there = [state for state in held if state.logits is not None]
-    assert sum(state.num_bytes for state in there) == cache.num_bytes <= cache.max_bytes
-    assert 0 < len(there) < len(held)
+            cursors.store(0, logits_of([prompt]))
+            held.append(cursors.node(0))
+    kept = [node for node in held if node.logits is not None]
+    assert sum(node.num_bytes for node in kept) == cache.num_bytes <= cache.max_bytes
+    assert 0 < len(kept) < len(held)
     cache.clear()
-    assert all(state.logits is None for state in held)
+    assert all(node.logits is None for node in held)
 
 
-def test_a_model_that_has_no_states_any_more_leaves_nothing_behind() -> None:
+def test_a_model_without_nodes_is_removed() -> None:
     cache = LogitsCache(5000)
     for number in range(100):
         write(cache, [1], 2, key=f"after {number} steps of training")
-    assert 0 < len(cache._roots) < 10
+    assert 0 < len({key for key, _ in cache.nodes()}) < 10
     assert read(cache, [1], key="after 99 steps of training") is not None
 
 
-def test_loading_keeps_what_was_used_last_whichever_model_used_it(tmp_path: Path) -> None:
+def test_eviction_on_load_is_by_last_use_across_models(tmp_path: Path) -> None:
     cache = LogitsCache()
     for key in ("one", "two", "one"):
         for prompt in range(5):
             write(cache, [prompt], 2, key=key)
     cache.save(tmp_path / "cache")
-    loaded = LogitsCache.load(tmp_path / "cache", max_bytes=cache.num_bytes // 2 + STATE_BYTES)
-    assert [sum(key == name and s.logits is not None for name, s in loaded._states()) for key in ("one", "two")] == [
-        5,
-        0,
-    ]
+    loaded = LogitsCache.load(tmp_path / "cache", max_bytes=cache.num_bytes // 2 + NODE_BYTES)
+    assert [key for key, node in loaded.nodes() if node.logits is not None] == ["one"] * 5
     write(loaded, [7], 2, key="three")
     assert read(loaded, [7], key="three") is not None
 
 
-def test_savers_of_one_path_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_saves_to_one_path_leave_one_complete_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, errors = LogitsCache(), []
     write(cache, [1, 2], 3)
 
@@ -416,35 +422,35 @@ def test_savers_of_one_path_do_not_disturb_each_other(tmp_path: Path, monkeypatc
     assert len(LogitsCache.load(tmp_path / "cache")) == 1
 
 
-def test_cut_logits_of_unequal_numbers_are_saved(tmp_path: Path) -> None:
+def test_top_k_logits_of_unequal_lengths_are_saved(tmp_path: Path) -> None:
     cache = LogitsCache(top_k=3)
     given = [torch.tensor([5.0, 4, 3, 2, 1]), torch.tensor([5.0, 4, 4, 4, 1]), torch.ones(5)]
     with cache.cursors() as cursors:
         for number, logits in enumerate(given):
             cursors.start(number, "model", [number])
-            cursors.remember(number, logits)
+            cursors.store(number, logits)
     cache.save(tmp_path / "cache")
     loaded = LogitsCache.load(tmp_path / "cache")
     assert loaded.num_bytes == cache.num_bytes
     with loaded.cursors() as cursors:
         for number, kept in enumerate((3, 1, 0)):
             cursors.start(number, "model", [number])
-            logits = cursors.state(number).logits
+            logits = cursors.node(number).logits
             assert logits is not None
-            assert logits.serves(kept, np.inf)
-            assert not logits.serves(kept + 1, np.inf)
+            assert logits.covers(kept, np.inf)
+            assert not logits.covers(kept + 1, np.inf)
             torch.testing.assert_close(
-                logits.spread().double().softmax(-1)[:kept], given[number].double().softmax(-1)[:kept]
+                logits.to_dense().double().softmax(-1)[:kept], given[number].double().softmax(-1)[:kept]
             )
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory of the process is read from /proc")
 @pytest.mark.parametrize("top_k", [None, 8])
-def test_small_logits_are_not_counted_as_less_than_they_take(top_k: int | None) -> None:
+def test_num_bytes_covers_the_resident_memory_of_small_logits(top_k: int | None) -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     cache, before = LogitsCache(1 << 32, top_k=top_k), resident()
-    for prompt in range(1500):
+    for prompt in range(600):
         write(cache, [prompt], *range(10))
     assert resident() - before < 1.2 * cache.num_bytes
