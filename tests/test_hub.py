@@ -16,7 +16,7 @@ import small_tokenizers
 import tiny
 import torch
 from hub_server import Hub, running_hub
-from test_config import EVERY_SETTING
+from mode_cases import BUILT_IN, every_setting
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_parallel
@@ -92,9 +92,9 @@ def test_a_model_goes_along(enabled: bool, model: Any, tokenizer: Any, tmp_path:
     assert names(tmp_path / "other") > OF_MODEL
 
 
-@pytest.mark.parametrize("mode", EVERY_SETTING)
+@pytest.mark.parametrize("mode", BUILT_IN)
 def test_every_setting_comes_back(mode: str, model: Any, tmp_path: Path) -> None:
-    config = MODES[mode](**EVERY_SETTING[mode])
+    config = MODES[mode](**every_setting(mode))
     export(config, tmp_path / "config")
     assert written(tmp_path / "config") == config
     model.generation_config.generation_mode, model.generation_config.parallel_config = mode, config
@@ -324,7 +324,7 @@ def test_a_model_that_was_sent_and_loaded_generates_as_before(model: Any, tokeni
         assert set(hub.files("others/settings")) == OF_CONFIG
         assert '"somebody/with-model"' in sent[CARD].decode()
         examples = [example(hub.files(name)[CARD].decode()) for name in ("somebody/with-model", "others/settings")]
-        examples[1] = examples[1].replace(hf_parallel.hub.ANY_MODEL, "somebody/with-model")
+        examples[1] = examples[1].replace(hf_parallel.hub.EXAMPLE_MODEL, "somebody/with-model")
         printed = run(LOAD, hub, tmp_path, folder, str(tmp_path), *examples).splitlines()
     assert sum(line.startswith("Plan a day in Rome") for line in printed) == 3 + 2
     assert printed.count('Alice, Bob, Carol: "talk"') == 3
@@ -343,7 +343,7 @@ def example(card: str) -> str:
     return code
 
 
-@pytest.mark.parametrize("mode", EVERY_SETTING)
+@pytest.mark.parametrize("mode", BUILT_IN)
 def test_the_example_of_every_mode_runs(
     mode: str, model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

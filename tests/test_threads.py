@@ -1,10 +1,10 @@
-"""One model, several threads: a call of a mode has the model to itself, and leaves it as it was."""
+"""Several threads, one model: a call of a mode holds the model, and leaves it unchanged."""
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,44 +32,81 @@ def generate(model: Any, prompt: torch.Tensor, **settings: Any) -> torch.Tensor:
 
 
 def in_threads(*calls: Callable[[], Any]) -> list[Any]:
-    """What calls in threads of their own return, or the errors that they raise."""
+    """Run each call in its own thread. Return their results or errors."""
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(call) for call in calls]
         return [future.exception() or future.result() for future in futures]
 
 
-def test_of_two_calls_that_start_together_one_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+class WaitingSettings(Mapping[str, Any]):
+    """Empty settings. Reading them waits until all threads do."""
+
+    def __init__(self, threads: int) -> None:
+        self.barrier = threading.Barrier(threads)
+
+    def items(self) -> ItemsView[str, Any]:
+        self.barrier.wait(20)
+        return {}.items()
+
+    def __getitem__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_of_two_calls_that_start_together_one_raises(model: Any) -> None:
+    """Both pass the first check that the model is free before either of them claims it."""
     expected = [generate(model, prompt) for prompt in PROMPTS]
-    looked, take = threading.Barrier(2), type(model)._take_parallel_config
+    mode = {"generation_mode": "shared_prefix", "parallel_config": WaitingSettings(2)}
+    failed = threading.Event()
 
-    def take_together(self: Any, kwargs: dict[str, Any]) -> Any:
-        looked.wait(20)  # both have seen that the model is free
-        return take(self, kwargs)
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            assert failed.wait(20)  # the call that holds the model does not end before the other one raises
 
-    with monkeypatch.context() as patch:
-        patch.setattr(type(model), "_take_parallel_config", take_together)
-        mode = {"generation_mode": "shared_prefix"}
-        outcomes = in_threads(*(lambda p=prompt: generate(model, p, **mode) for prompt in PROMPTS))
-    (refused,) = (outcome for outcome in outcomes if isinstance(outcome, RuntimeError))
-    assert "generating in parallel already" in str(refused)
-    for outcome, right in zip(outcomes, expected, strict=True):
-        assert outcome is refused or torch.equal(outcome, right)
+        def fail(self, error: BaseException) -> None:
+            failed.set()
+
+        def end(self) -> None:
+            pass
+
+    outcomes = in_threads(*(lambda p=prompt: generate(model, p, streamer=Streamer(), **mode) for prompt in PROMPTS))
+    (error,) = (outcome for outcome in outcomes if isinstance(outcome, RuntimeError))
+    assert "already generating in parallel" in str(error)
+    for outcome, tokens in zip(outcomes, expected, strict=True):
+        assert outcome is error or torch.equal(outcome, tokens)
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(generate(model, PROMPTS[0]), expected[0])
 
 
-def test_plain_generate_that_began_earlier_stays_plain(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has looked whether the model is free before a mode took it in another thread."""
+def test_plain_generate_that_began_earlier_stays_plain(model: Any) -> None:
+    """A mode claims the model in another thread after plain `generate` has begun."""
     expected = generate(model, PROMPTS[0])
-    with model.claimed(HogwildConfig()):
-        monkeypatch.setattr(type(model), "_check_free", lambda self: None)
-        (output,) = in_threads(lambda: generate(model, PROMPTS[0]))
-    assert torch.equal(output, expected)
+    began, claimed = threading.Event(), threading.Event()
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:  # first called with the prompt, before decoding
+            began.set()
+            assert claimed.wait(20)
+
+        def end(self) -> None:
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(generate, model, PROMPTS[0], streamer=Streamer())
+        assert began.wait(20)
+        with model.claimed(HogwildConfig()):
+            claimed.set()
+            assert torch.equal(future.result(), expected)
 
 
-def test_block_attention_is_not_switched_on_twice(model: Any) -> None:
+def test_block_attention_cannot_be_enabled_twice(model: Any) -> None:
     with block_attention_enabled(model, BlockCache()):
-        with pytest.raises(RuntimeError, match="set already"), block_attention_enabled(model, BlockCache()):
+        with pytest.raises(RuntimeError, match="already"), block_attention_enabled(model, BlockCache()):
             pass
         assert model.config._attn_implementation == IMPLEMENTATION
     assert model.config._attn_implementation == "sdpa"
