@@ -1,13 +1,12 @@
-"""Hogwild! is exact: each worker's logits are those of one plain sequence in which every key is turned to its place.
+"""Exactness of Hogwild!: the logits of a worker equal those of one sequence with all keys rotated to their positions.
 
-What is checked against is `dense.py`, which knows nothing of blocks, and a model of the layouts in plain lists.
+The reference is `dense.py`, which has no blocks, and the layouts written as plain lists.
 """
 
 from __future__ import annotations
 
 import copy
 import random
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,14 +16,48 @@ import tiny
 import torch
 from dense import DenseOracle, Piece
 from transformers import LogitsProcessor, PreTrainedModel
-from workers import SETTINGS, Recording
+from workers import SETTINGS, Recording, check_against
 
 import hf_parallel
 from hf_parallel.cache import Block, Segment
 from hf_parallel.cache.hogwild import LAYOUTS, HogwildCache
-from hf_parallel.models.attention import block_attention_enabled, capabilities
+from hf_parallel.models.attention import block_attention_enabled
+from hf_parallel.models.capabilities import probe_capabilities
 
-HEADERS = (5, 4, 3, 2)  # tokens of the history header, the others', the own one and the gap
+EVERY_SETTING: dict[str, Any] = {
+    "seed": [1, 2, 3],
+    "cuda_graph": False,
+    "replay": "hotspot",
+    "prefetch": False,
+    "num_workers": 3,
+    "layout": "interleaved",
+    "worker_names": ["Ann", "Ben", "Cy"],
+    "history_header": "history\n",
+    "others_header": "others\n",
+    "own_header": "own\n",
+    "step_gap": "\n",
+    "step_prefix": "{name}: ",
+    "separator": "\n",
+    "sentence_ends": [".", "。"],
+    "code_fence": "~~~",
+    "redundancy_prompt": "Again? ",
+    "redundancy_interval": 7,
+    "answer_pattern": "= (\\d+)",
+    "stop_on_answer": "all",
+    "finisher_prompt": "So ",
+    "finisher_tokens": 5,
+    "collaboration_prompt": "{names} work.",
+}
+"""A value other than the default for each setting that can be stored."""
+SMALL_CALL: dict[str, Any] = {
+    "num_workers": 3,
+    "collaboration_prompt": "{names} talk.",
+    "redundancy_interval": 9,
+    "finisher_tokens": 4,
+}
+"""Arguments of a short call with a tiny model."""
+
+HEADERS = (5, 4, 3, 2)  # tokens of the history header, the others header, the own header and the gap
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,19 +67,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Ours:
-    """A problem's blocks in the product."""
+    """The blocks of one prompt, and passes over them."""
 
     def __init__(self, model: PreTrainedModel, layout: str, num_workers: int) -> None:
-        self.model, self.found = model, capabilities(model)
+        self.model, self.found = model, probe_capabilities(model)
         self.cache = HogwildCache(self.found.rotary)
         self.space = self.cache.new_workspace(layout, [self.cache.new_block()], num_workers, HEADERS)
 
     @torch.no_grad()
-    def forward(self, brought: Sequence[tuple[Sequence[Block], Sequence[int]]]) -> torch.Tensor:
-        forward = self.cache.prepare([Segment(view, len(tokens)) for view, tokens in brought])
+    def forward(self, inputs: Sequence[tuple[Sequence[Block], Sequence[int]]]) -> torch.Tensor:
+        forward = self.cache.prepare([Segment(view, len(tokens)) for view, tokens in inputs])
         with block_attention_enabled(self.model, self.cache):
             logits = self.model(
-                input_ids=torch.tensor([[token for _, tokens in brought for token in tokens]]),
+                input_ids=torch.tensor([[token for _, tokens in inputs for token in tokens]]),
                 position_ids=forward.position_ids[None],
                 past_key_values=self.cache,
                 **({"block_cache": self.cache} if self.found.keyword else {}),
@@ -56,7 +89,7 @@ class Ours:
 
 
 class Pages:
-    """The same problem as the paper tells it (section 3.2, appendix A), in lists."""
+    """The layouts of the paper (section 3.2, appendix A) as lists."""
 
     def __init__(self, layout: str, num_workers: int) -> None:
         self.layout = layout
@@ -84,20 +117,20 @@ class Pages:
         self.workers[worker] = []
 
 
-def write_together(model: PreTrainedModel, layout: str, num_workers: int, passes: int) -> Iterator[tuple[Any, Any]]:
-    """Logits of every token of a random life of a problem, ours and the oracle's, pass by pass."""
-    chance = random.Random(f"{layout}{num_workers}")
+def random_passes(model: PreTrainedModel, layout: str, num_workers: int, passes: int) -> Iterator[tuple[Any, Any]]:
+    """Yield our logits and the oracle's for every token of random passes, in which steps end now and then."""
+    rng = random.Random(f"{layout}{num_workers}")
     ours, pages = Ours(model, layout, num_workers), Pages(layout, num_workers)
     oracle = DenseOracle(model, ours.found.rotary)
     space = ours.space
 
     def some(n: int) -> list[int]:
-        return [chance.randrange(tiny.EOS + 1, tiny.VOCAB_SIZE) for _ in range(n)]
+        return [rng.randrange(tiny.EOS + 1, tiny.VOCAB_SIZE) for _ in range(n)]
 
-    def both(brought: list[tuple[list[Block], list[Piece], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def both(inputs: list[tuple[list[Block], list[Piece], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
         return (
-            ours.forward([(view, tokens) for view, _, tokens in brought]),
-            oracle.forward([(pieces, tokens) for _, pieces, tokens in brought]),
+            ours.forward([(view, tokens) for view, _, tokens in inputs]),
+            oracle.forward([(pieces, tokens) for _, pieces, tokens in inputs]),
         )
 
     yield both([(space.prompt, [pages.prompt], some(19))])
@@ -108,19 +141,19 @@ def write_together(model: PreTrainedModel, layout: str, num_workers: int, passes
         (space.gap, pages.gap, some(HEADERS[3])),
     ]
     yield both([([*space.prompt, block], [pages.prompt, piece], tokens) for block, piece, tokens in headers])
-    owed: list[tuple[Block, int, list[int]]] = []
+    pending: list[tuple[Block, int, list[int]]] = []
     for _ in range(passes):
-        late = [(space.view_of(block), pages.common(step), tokens) for block, step, tokens in owed]
-        own = [(space.view(w), pages.view(w), some(chance.choice([1, 1, 1, 2, 6, 20]))) for w in range(num_workers)]
+        late = [(space.view_of(block), pages.common(step), tokens) for block, step, tokens in pending]
+        own = [(space.view(w), pages.view(w), some(rng.choice([1, 1, 1, 2, 6, 20]))) for w in range(num_workers)]
         yield both([*late, *own])
-        ours.cache.settle(space)
-        owed = []
+        ours.cache.move_ended(space)
+        pending = []
         for worker in range(num_workers):
-            if layout != "contiguous" and chance.random() < 0.4:
+            if layout != "contiguous" and rng.random() < 0.4:
                 block = space.workers[worker]
                 ours.cache.end_step(space, worker)
                 pages.end_step(worker)
-                owed.append((block, len(pages.history), some(chance.choice([1, 3]))))
+                pending.append((block, len(pages.history), some(rng.choice([1, 3]))))
     if layout != "contiguous":
         assert len(pages.history) > 3, "too few steps moved"
 
@@ -129,7 +162,7 @@ def write_together(model: PreTrainedModel, layout: str, num_workers: int, passes
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_equal_the_dense_oracle(layout: str, num_workers: int) -> None:
     model = dense.in_float64(tiny.build("starcoder2"))
-    for found, expected in write_together(model, layout, num_workers, passes=10):
+    for found, expected in random_passes(model, layout, num_workers, passes=10):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
@@ -137,7 +170,7 @@ def test_logits_equal_the_dense_oracle(layout: str, num_workers: int) -> None:
 def test_logits_equal_the_dense_oracle_on_other_models(name: str) -> None:
     """Partial rotary, parallel residuals, a model that drops keyword arguments, RMSNorm."""
     model = dense.in_float64(tiny.build(name))
-    for found, expected in write_together(model, "combined", 3, passes=10):
+    for found, expected in random_passes(model, "combined", 3, passes=10):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
@@ -160,7 +193,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_float32_logits_equal_the_dense_oracle(name: str) -> None:
     model, furthest = tiny.build(name), 0.0
-    for found, expected in write_together(model, "combined", 3, passes=10):
+    for found, expected in random_passes(model, "combined", 3, passes=10):
         furthest = max(furthest, ((found - expected).abs().max() / expected.std()).item())
     assert furthest < 1e-3
 
@@ -192,29 +225,6 @@ def test_stock_attention_over_the_same_blocks_gives_the_same_logits() -> None:
 # The mode
 
 
-class Replay:
-    """The same passes by the dense oracle."""
-
-    def __init__(self, oracle: DenseOracle) -> None:
-        self.oracle = oracle
-        self.pieces: dict[Block, Piece] = defaultdict(list)
-        self.moved = 0
-        self.furthest = 0.0  # in standard deviations of the logits
-        self.ragged = False
-
-    def move(self, source: Block, target: Block) -> None:
-        self.pieces[target] += self.pieces.pop(source)
-        self.moved += 1
-
-    def forward(self, views: Any, ends: list[int], logits: torch.Tensor) -> None:
-        everything = self.oracle.forward([([self.pieces[b] for b in view], tokens) for view, tokens in views])
-        last = torch.tensor([len(tokens) for _, tokens in views]).cumsum(0) - 1
-        expected = everything[last[ends]]
-        self.furthest = max(self.furthest, ((logits - expected).abs().max() / expected.std()).item())
-        self.ragged |= len({len(tokens) for _, tokens in views}) > 1
-        assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
-
-
 BUSY: dict[str, Any] = {
     "max_new_tokens": 24,
     "redundancy_interval": 20,
@@ -225,7 +235,7 @@ BUSY: dict[str, Any] = {
 
 
 class StepsEnd(LogitsProcessor):
-    """Ends each worker's step now and then, no two alike; what is written in between is the model's choice."""
+    """Ends the steps of each worker at its own interval; other tokens are the choice of the model."""
 
     def __init__(self, token: int, every: int = 6) -> None:
         self.token, self.every, self.calls = token, every, 0
@@ -238,34 +248,26 @@ class StepsEnd(LogitsProcessor):
         return scores
 
 
-def replay_a_call(
-    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, prompts: torch.Tensor, **settings: Any
-) -> tuple[Replay, hf_parallel.HogwildOutput]:
-    recording = Recording(monkeypatch)
-    model = hf_parallel.enable(model)
+def generate(model: PreTrainedModel, prompts: torch.Tensor, **settings: Any) -> tuple[Recording, float, Any]:
+    """Generate, and return the recorded passes, their distance from the dense oracle, and the output."""
+    oracle = DenseOracle(model, probe_capabilities(model).rotary)
+    recording = Recording(hf_parallel.enable(model))
     try:
         out = model.generate(
             prompts, generation_mode="hogwild", do_sample=False, return_dict_in_generate=True, **settings
         )
-        replay = Replay(DenseOracle(model, capabilities(model).rotary))
     finally:
         hf_parallel.disable(model)
-        monkeypatch.undo()
-    for event in recording.events:
-        event(replay)
-    return replay, out
+    return recording, check_against(oracle, recording.passes), out
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_modes_logits_equal_the_dense_oracle(
-    monkeypatch: pytest.MonkeyPatch, layout: str, num_workers: int
-) -> None:
+def test_the_logits_of_the_mode_equal_the_dense_oracle(layout: str, num_workers: int) -> None:
     model = dense.in_float64(tiny.build("starcoder2"))
     first, second = tiny.make_prompts([17, 9])
-    ids, mask = tiny.left_pad([first, torch.cat((first[:5], second))])  # problems that share the beginning
-    replay, out = replay_a_call(
-        monkeypatch,
+    ids, mask = tiny.left_pad([first, torch.cat((first[:5], second))])  # prompts with a common prefix
+    recording, distance, out = generate(
         model,
         ids,
         attention_mask=mask,
@@ -274,34 +276,29 @@ def test_the_modes_logits_equal_the_dense_oracle(
         logits_processor=[StepsEnd(4)],
         **{**SETTINGS, **BUSY},
     )
-    assert replay.furthest < 1e-9
-    assert replay.ragged
+    assert distance < 1e-9
+    assert any(len({len(segment.tokens) for segment in one.segments}) > 1 for one in recording.passes), "ragged"
     finished = sum(step.forward_pass is not None for history in out.history for step in history)
     assert finished > 2 * num_workers
-    assert replay.moved == (0 if layout == "contiguous" else finished)
+    assert (len(recording.moved) > 50) == (layout != "contiguous")  # a growing block moves its tokens, too
 
 
 @pytest.mark.parametrize("name", ["stablelm", "smollm3", "gemma3_text", "gpt_oss"])
-def test_the_modes_float32_logits_equal_the_dense_oracle(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_float32_logits_of_the_mode_equal_the_dense_oracle(name: str) -> None:
     ids = tiny.make_prompts([17])[0][None]
     model = copy.deepcopy(tiny.build(name))
-    replay, _ = replay_a_call(
-        monkeypatch, model, ids, num_workers=3, logits_processor=[StepsEnd(4)], **{**SETTINGS, **BUSY}
-    )
-    assert replay.furthest < 1e-3
-    assert replay.moved > 5
+    recording, distance, _ = generate(model, ids, num_workers=3, logits_processor=[StepsEnd(4)], **{**SETTINGS, **BUSY})
+    assert distance < 1e-3
+    assert len(recording.moved) > 50
 
 
-def test_the_embedded_model_chooses_the_same_tokens_as_the_dense_oracle(
-    monkeypatch: pytest.MonkeyPatch, embedded: tuple[Any, Any]
-) -> None:
+def test_the_embedded_model_generates_the_same_tokens_as_the_dense_oracle(embedded: tuple[Any, Any]) -> None:
     """64 greedy tokens of two workers, float32."""
     model, tokenizer = embedded
     rules = "You are {names} and share one notebook."
     prompt = hf_parallel.hogwild_prompt("Name three rivers.", tokenizer, collaboration_prompt=rules)
     separator = tokenizer("\n\n").input_ids[0]
-    replay, out = replay_a_call(
-        monkeypatch,
+    recording, distance, out = generate(
         model,
         prompt["input_ids"],
         tokenizer=tokenizer,
@@ -312,5 +309,5 @@ def test_the_embedded_model_chooses_the_same_tokens_as_the_dense_oracle(
         suppress_tokens=[tokenizer.eos_token_id],
     )
     assert out.stats.decoded_tokens == 2 * 64
-    assert replay.moved > 3
-    assert replay.furthest < 1e-3
+    assert len(recording.moved) > 50
+    assert distance < 1e-3

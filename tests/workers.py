@@ -15,6 +15,7 @@ from typing import Any
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
+from dense import DenseOracle
 from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_parallel
@@ -136,7 +137,8 @@ class Recording:
         this = weakref.ref(self)
 
         def record(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if (recording := this()) is not None:
+            recording = this()
+            if recording is not None and isinstance(kwargs.get("past_key_values"), hf_parallel.BlockCache):
                 recording._record(kwargs, output.logits[0])
 
         hook = (model or small_model()).register_forward_hook(record, with_kwargs=True)
@@ -179,3 +181,17 @@ class Recording:
         keep = kwargs.get("logits_to_keep")
         kept = list(range(len(tokens))) if keep is None else keep.tolist()
         self.passes.append(Pass(segments, kept, logits.clone()))
+
+
+def check_against(oracle: DenseOracle, passes: Sequence[Pass]) -> float:
+    """Repeat recorded passes by the dense oracle and check that the best tokens agree.
+
+    Returns the largest difference of a logit, in standard deviations of the oracle's logits.
+    """
+    largest = 0.0
+    for one in passes:
+        rows = [([segment.places[: -len(segment.tokens)], []], segment.tokens) for segment in one.segments]
+        expected = oracle.forward(rows)[one.kept]
+        largest = max(largest, ((one.logits - expected).abs().max() / expected.std()).item())
+        assert one.logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
+    return largest
