@@ -14,7 +14,7 @@ import torch
 
 from hf_parallel import BlockCache, HogwildOutput, Step
 from hf_parallel.cli.measure import StepClock
-from hf_parallel.kernels.plan import Memo
+from hf_parallel.kernels import AttentionPlan
 
 from .rounds import Bar, PrefilledCache, run_rounds, step_ratio
 
@@ -22,7 +22,7 @@ from .rounds import Bar, PrefilledCache, run_rounds, step_ratio
 class SetUpClock(StepClock):
     """Counts apart what a forward pass spends outside its layers' arithmetic.
 
-    That is `BlockCache.prepare`, which makes room and lays the plan out, and everything that `Memo.memo`
+    That is `BlockCache.prepare`, which makes room and lays the plan out, and everything that `AttentionPlan.cached`
     makes for the layers: schedule, masks, rotary tables, indices. A layer's lookup of what is made already counts as
     the layer's.
     """
@@ -46,15 +46,15 @@ class SetUpClock(StepClock):
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Count inside the block."""
-        prepare, memo = BlockCache.prepare, Memo.memo
+        prepare, cached = BlockCache.prepare, AttentionPlan.cached
 
-        def timed_memo(plan: Memo, key: Any, make: Callable[[], Any]) -> Any:
-            return memo(plan, key, lambda: self._timed(make))
+        def timed_cached(plan: AttentionPlan, key: Any, make: Callable[[], Any]) -> Any:
+            return cached(plan, key, lambda: self._timed(make))
 
         def timed_prepare(cache: BlockCache, segments: Any) -> Any:
             return self._timed(lambda: prepare(cache, segments))
 
-        with patch.object(BlockCache, "prepare", timed_prepare), patch.object(Memo, "memo", timed_memo):
+        with patch.object(BlockCache, "prepare", timed_prepare), patch.object(AttentionPlan, "cached", timed_cached):
             yield
 
     def _timed(self, make: Callable[[], Any]) -> Any:

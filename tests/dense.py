@@ -1,8 +1,8 @@
-"""The dense oracle of Hogwild!: each row's past spelled out, every key turned to where the row sees it.
+"""Dense oracle for Hogwild!: each row's past is concatenated, with every key rotated to its position in that row.
 
-It knows token lists and true positions only. A row's tokens are rotated by the model itself to their true position in
-the row's view; a key is turned from the position at which its writer stood to the one where a reader sees it. Blocks,
-bases, deltas, plans and caches of `hf_parallel` have no part in it.
+It uses token lists and true positions only. The model rotates a row's tokens to their true position in the row's view; a
+key is rotated from the position at which it was written to the position in the view of the row that reads it. It shares
+no code with the blocks, plans and caches of `hf_parallel`.
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from scenes import turn
+from scenes import rotate_to
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from hf_parallel.kernels import RotarySpec
 
 Piece = list[int]
-"""Places in the oracle's memory, in reading order. A view is a list of pieces, the last one being written to."""
+"""Indices into the oracle's memory, in reading order. A view is a list of pieces; the row appends to the last one."""
 
 _IMPLEMENTATION = "tests_dense"
 _running: list[DenseOracle] = []
 
 
 class DenseOracle:
-    """A model whose rows see pieces of one memory.
+    """A model whose rows attend to pieces of one memory.
 
     Parameters
     ----------
     model : PreTrainedModel
-        Weights; its attention implementation is exchanged while a pass runs.
+        Its attention implementation is replaced while a pass runs.
     rotary : dict of int to RotarySpec or None
-        How each layer rotates.
+        Rotary embedding of each layer.
     """
 
     def __init__(self, model: PreTrainedModel, rotary: dict[int, RotarySpec | None]) -> None:
         self.model, self.rotary = model, rotary
         self.tokens: list[int] = []
-        self.stood: list[int] = []  # position at which each token was when it was written
+        self.positions: list[int] = []  # at which each token was written
         self.keys: dict[int, torch.Tensor] = {}  # per layer, [kv_heads, tokens, head_dim]
         self.values: dict[int, torch.Tensor] = {}
-        self.rows: list[tuple[list[int], int]] = []  # the places that each row of the pass sees, and its new tokens
+        self.rows: list[tuple[list[int], int]] = []  # visible tokens and number of new tokens of each row
 
     @torch.no_grad()
-    def forward(self, brought: Sequence[tuple[Sequence[Piece], Sequence[int]]]) -> torch.Tensor:
+    def forward(self, inputs: Sequence[tuple[Sequence[Piece], Sequence[int]]]) -> torch.Tensor:
         """Append each row's tokens to the last piece of its view; returns the logits of all, `[T, vocabulary]`."""
         first = len(self.tokens)
-        for view, tokens in brought:
+        for view, tokens in inputs:
             view[-1].extend(range(len(self.tokens), len(self.tokens) + len(tokens)))
             self.tokens += tokens
-        self.rows = [([place for piece in view for place in piece], len(tokens)) for view, tokens in brought]
-        self.stood += [p for seen, n in self.rows for p in range(len(seen) - n, len(seen))]
+        self.rows = [([index for piece in view for index in piece], len(tokens)) for view, tokens in inputs]
+        self.positions += [p for seen, n in self.rows for p in range(len(seen) - n, len(seen))]
         before = self.model.config._attn_implementation
         _running.append(self)
         try:
             self.model.set_attn_implementation(_IMPLEMENTATION)
             return self.model(
                 input_ids=torch.tensor([self.tokens[first:]]),
-                position_ids=torch.tensor([self.stood[first:]]),
+                position_ids=torch.tensor([self.positions[first:]]),
                 use_cache=False,
             ).logits[0]
         finally:
@@ -79,16 +79,16 @@ class DenseOracle:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """One layer: `[heads, T, head_dim]` queries against all that each row sees."""
+        """One layer: `[heads, T, head_dim]` queries against the visible tokens of each row."""
         old = key[:, :0]
         self.keys[layer] = torch.cat((self.keys.get(layer, old), key), dim=1)
         self.values[layer] = torch.cat((self.values.get(layer, old), value), dim=1)
-        stood = torch.tensor(self.stood)
+        positions = torch.tensor(self.positions)
         groups, out, offset = query.shape[0] // key.shape[0], [], 0
         for seen, n in self.rows:
-            place, at = torch.tensor(seen), torch.arange(len(seen))
-            k = turn(self.keys[layer][:, place].double(), at - stood[place], self.rotary[layer]).to(key.dtype)
-            k, v = (x.repeat_interleave(groups, dim=0) for x in (k, self.values[layer][:, place]))
+            index, at = torch.tensor(seen), torch.arange(len(seen))
+            k = rotate_to(self.keys[layer][:, index].double(), at - positions[index], self.rotary[layer]).to(key.dtype)
+            k, v = (x.repeat_interleave(groups, dim=0) for x in (k, self.values[layer][:, index]))
             scores = query[:, offset : offset + n] @ k.mT * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
@@ -125,7 +125,7 @@ AttentionMaskInterface.register(_IMPLEMENTATION, lambda *args, **kwargs: None)
 
 
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy that computes everything in float64; transformers does norms and rotary tables in float32 otherwise."""
+    """Copy of a model that computes everything in float64, including norms and rotary tables."""
     model = copy.deepcopy(model).double()
     for module in model.modules():
         if hasattr(module, "inv_freq"):

@@ -1,7 +1,7 @@
-"""Random layouts of blocks with one attention layer over them, and what that attention must give.
+"""Random layouts of blocks with one attention layer over them, and the expected output of that layer.
 
-A `Scene` stands in for a model with one layer. It keeps the keys of every token unrotated, so that the truth is
-spelled out from positions alone and shares nothing with the plan, the rotations and the schedule that tests check.
+A `Scene` replaces a model with one layer. It keeps the unrotated keys of every token, so the expected output is computed
+from positions alone and shares no code with the plan, the rotations and the schedule under test.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from hypothesis import strategies as st
 
 from hf_parallel.cache import Block, BlockCache, ForwardPass, Segment, view_length
-from hf_parallel.kernels import RotarySpec
+from hf_parallel.kernels import AttentionParams, RotarySpec
 
 STALE = 50.0
-"""What lies in slots that no row sees: memory is not wiped when it is handed on."""
+"""Value of unwritten slots: memory is not cleared when it is reused."""
 
 
 @dataclass
 class Features:
-    """What a layer's attention has besides queries, keys and values."""
+    """Dimensions and parameters of the attention layer."""
 
     kv_heads: int = 1
     groups: int = 1
@@ -54,7 +54,7 @@ class Scene:
         return self.raw.get(block, torch.empty(f.kv_heads, 0, f.head_dim + f.value_dim, dtype=torch.float64))
 
     def step(self, segments: Sequence[Segment]) -> None:
-        """A forward pass up to the point where attention begins."""
+        """A forward pass up to the point where attention starts."""
         f = self.features
         self.forward = self.cache.prepare(segments)
         total = sum(segment.num_tokens for segment in segments)
@@ -66,7 +66,7 @@ class Scene:
                 mine = new[:, offset : offset + segment.num_tokens]
                 self.raw[segment.view[-1]] = torch.cat((self.content(segment.view[-1]), mine), dim=1)
             offset += segment.num_tokens
-        keys = turn(new[..., : f.head_dim], self.forward.position_ids, f.rotary)
+        keys = rotate_to(new[..., : f.head_dim], self.forward.position_ids, f.rotary)
         self.cache.arena.write(0, keys, new[..., f.head_dim :].contiguous(), self.forward.plan)
         self.cache.commit()
 
@@ -81,33 +81,27 @@ class Scene:
         self.raw.pop(source, None)
 
     def attend(self, backend: Callable[..., torch.Tensor], dtype: torch.dtype, poison: bool = True) -> torch.Tensor:
-        """What a backend gives for the last pass, in `dtype`."""
+        """Output of a backend for the last pass, in `dtype`."""
         f, layer = self.features, self.cache.storage(0)
         keys, values = layer.keys.clone(), layer.values.clone()
         if poison:
             self._poison(keys, values)
-        query = turn(self.queries.transpose(0, 1), self.forward.position_ids, f.rotary).transpose(0, 1).contiguous()
-        return backend(
-            query.to(dtype),
-            keys.to(dtype),
-            values.to(dtype),
-            self.forward.plan.windowed(f.window),
-            num_kv_heads=f.kv_heads,
-            scale=f.head_dim**-0.5,
-            rotary=f.rotary,
-            softcap=f.softcap,
-            sinks=None if self.sinks is None else self.sinks.to(dtype),
+        query = (
+            rotate_to(self.queries.transpose(0, 1), self.forward.position_ids, f.rotary).transpose(0, 1).contiguous()
         )
+        sinks = None if self.sinks is None else self.sinks.to(dtype)
+        params = AttentionParams(f.kv_heads, f.head_dim**-0.5, f.rotary, f.softcap, sinks, f.window)
+        return backend(query.to(dtype), keys.to(dtype), values.to(dtype), self.forward.plan, params)
 
     def _poison(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """NaN wherever no extent of a visible block lies; something stale in the unseen slots of those extents."""
+        """Write NaN outside the extents of visible blocks, and `STALE` into the unwritten slots of those extents."""
         layer = self.cache.storage(0)
         seen = {block for segment in self.forward.segments for block in segment.view if block.length}
         inside = torch.zeros(len(keys), dtype=torch.bool)
         written = torch.zeros(len(keys), dtype=torch.bool)
         for block in seen:
-            inside[layer.rows(block.extent, 0, block.extent.capacity).reshape(-1)] = True
-            written[layer.rows(block.extent, block.first, block.first + block.length).reshape(-1)] = True
+            inside[layer.rows(block.extent.range(0, block.extent.capacity)).reshape(-1)] = True
+            written[layer.rows(block.tokens).reshape(-1)] = True
         for storage in (keys, values):
             storage[~inside] = math.nan
             storage[inside & ~written] = STALE
@@ -119,9 +113,9 @@ class Scene:
             n, length = segment.num_tokens, view_length(segment.view)
             content = torch.cat([self.content(block) for block in segment.view], dim=1)
             at = torch.arange(length)
-            k = turn(content[..., : f.head_dim], at, f.rotary).repeat_interleave(f.groups, dim=0)
+            k = rotate_to(content[..., : f.head_dim], at, f.rotary).repeat_interleave(f.groups, dim=0)
             v = content[..., f.head_dim :].repeat_interleave(f.groups, dim=0)
-            q = turn(self.queries[offset : offset + n].transpose(0, 1), at[length - n :], f.rotary)
+            q = rotate_to(self.queries[offset : offset + n].transpose(0, 1), at[length - n :], f.rotary)
             scores = q @ k.mT * f.head_dim**-0.5
             if f.softcap is not None:
                 scores = f.softcap * torch.tanh(scores / f.softcap)
@@ -134,7 +128,7 @@ class Scene:
         return torch.cat(out)
 
 
-def turn(x: torch.Tensor, positions: torch.Tensor, rotary: RotarySpec | None) -> torch.Tensor:
+def rotate_to(x: torch.Tensor, positions: torch.Tensor, rotary: RotarySpec | None) -> torch.Tensor:
     """Rotate `[heads, n, head_dim]` to positions `[n]`, as complex numbers."""
     if rotary is None:
         return x
@@ -143,9 +137,9 @@ def turn(x: torch.Tensor, positions: torch.Tensor, rotary: RotarySpec | None) ->
     first, second = (
         (slice(0, dim, 2), slice(1, dim, 2)) if rotary.interleaved else (slice(dim // 2), slice(dim // 2, dim))
     )
-    turned = torch.complex(x[..., first], x[..., second]) * torch.polar(torch.ones_like(angles), angles)
+    rotated = torch.complex(x[..., first], x[..., second]) * torch.polar(torch.ones_like(angles), angles)
     out = x.clone()
-    out[..., first], out[..., second] = turned.real, turned.imag
+    out[..., first], out[..., second] = rotated.real, rotated.imag
     return out
 
 
@@ -155,8 +149,8 @@ def turn(x: torch.Tensor, positions: torch.Tensor, rotary: RotarySpec | None) ->
 @st.composite
 def features(draw: st.DrawFn) -> Features:
     head_dim = draw(st.sampled_from([8, 16, 12]))
-    turning = draw(st.sampled_from([0, 2, 4, head_dim // 2 - 1, head_dim // 2]))
-    rotary = RotarySpec(tuple(100.0 ** (-i / 4) for i in range(turning)), draw(st.booleans())) if turning else None
+    pairs = draw(st.sampled_from([0, 2, 4, head_dim // 2 - 1, head_dim // 2]))
+    rotary = RotarySpec(tuple(100.0 ** (-i / 4) for i in range(pairs)), draw(st.booleans())) if pairs else None
     return Features(
         kv_heads=draw(st.integers(1, 3)),
         groups=draw(st.integers(1, 4)),
@@ -171,10 +165,10 @@ def features(draw: st.DrawFn) -> Features:
 
 @st.composite
 def scenes(draw: st.DrawFn) -> Scene:
-    """Rows over some layout, after a random life of the cache; the last pass is ready to be attended."""
+    """Rows over a random layout after random cache operations; the last pass is ready for attention."""
     scene = Scene(draw(features()), draw(st.integers(0, 2**16)))
     views = draw(st.sampled_from([_tree, _workers, _anything]))(draw, scene)
-    in_step = draw(st.booleans())  # one new token each, as when all decode
+    in_step = draw(st.booleans())  # one new token each
     for _ in range(draw(st.integers(1, 3))):
         rows = draw(st.lists(st.sampled_from(views), min_size=1, unique_by=lambda view: id(view[-1])))
         scene.step([Segment(view, 1) if in_step else _segment(draw, view) for view in rows])
@@ -189,12 +183,12 @@ def _segment(draw: st.DrawFn, view: list[Block]) -> Segment:
 
 
 def _fill(draw: st.DrawFn, scene: Scene, views: Sequence[list[Block]]) -> None:
-    """One pass that writes to the end of each view, blocks that are seen by later ones included."""
+    """One pass that appends to the last block of each view."""
     scene.step([Segment(view, draw(st.integers(1, 25))) for view in views])
 
 
 def _spaced(draw: st.DrawFn, scene: Scene, count: int) -> list[Block]:
-    """Blocks of one size, of which some neighbours have been freed."""
+    """Blocks of one size with random gaps between them."""
     blocks = scene.cache.new_blocks(count + draw(st.integers(0, 3)), draw(st.sampled_from([0, 8, 64])))
     while len(blocks) > count:
         scene.cache.free(blocks.pop(draw(st.integers(0, len(blocks) - 1))))
@@ -202,7 +196,7 @@ def _spaced(draw: st.DrawFn, scene: Scene, count: int) -> list[Block]:
 
 
 def _tree(draw: st.DrawFn, scene: Scene) -> list[list[Block]]:
-    """Prefixes, one perhaps split without copying, and suffixes at their true positions."""
+    """Prefixes, one of them possibly split without copying, and suffixes at their true positions."""
     root = scene.cache.new_block(draw(st.integers(0, 30)))
     _fill(draw, scene, [[root]])
     path = [root]
@@ -220,7 +214,7 @@ def _tree(draw: st.DrawFn, scene: Scene) -> list[list[Block]]:
 
 
 def _workers(draw: st.DrawFn, scene: Scene) -> list[list[Block]]:
-    """Workers that see each other's blocks before their own, one step of which has moved perhaps."""
+    """Workers that see each other's blocks before their own; one step has possibly been moved."""
     prompt, history, header = (scene.cache.new_block() for _ in range(3))
     _fill(draw, scene, [[prompt], [prompt, history], [prompt, history, header]])
     own = _spaced(draw, scene, draw(st.integers(2, 5)))
@@ -232,7 +226,7 @@ def _workers(draw: st.DrawFn, scene: Scene) -> list[list[Block]]:
 
 
 def _anything(draw: st.DrawFn, scene: Scene) -> list[list[Block]]:
-    """Blocks of any base in any order, the same one several times in a view."""
+    """Blocks of any base in any order, possibly several times in one view."""
     pool = [scene.cache.new_block(base=draw(st.integers(0, 60))) for _ in range(draw(st.integers(1, 4)))]
     _fill(draw, scene, [[block] for block in pool])
     own = _spaced(draw, scene, draw(st.integers(1, 5)))

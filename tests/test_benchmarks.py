@@ -1,45 +1,43 @@
-"""`make bench`: that it runs from end to end, and that its report holds what was measured."""
+"""`python -m benchmarks`: a quick run on a tiny model, and the figures of its report."""
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
+import small_tokenizers
 import tiny
 import torch
 
+import benchmarks.__main__
 import hf_parallel
 from benchmarks.hogwild import SetUpClock
 from benchmarks.rounds import Times, prefill_ratio, step_ratio
 from hf_parallel import BlockCache
 from hf_parallel.cache import Segment
-from hf_parallel.kernels.plan import Memo
+from hf_parallel.kernels import AttentionPlan
 
-ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `python -m benchmarks --quick` writes."""
-    path = tmp_path_factory.mktemp("benchmarks") / "new" / "result.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--quick", "--output", str(path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "shared_prefix: decode step by the bound" in done.stdout
-    assert str(path) in done.stdout
+def report(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[str, Any]:
+    """Return the report of `python -m benchmarks --quick` for a tiny model."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    model, path = str(folder / "model"), folder / "new" / "result.json"
+    tiny.build("llama").save_pretrained(model)
+    small_tokenizers.make("split_marker").save_pretrained(model)
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setattr("sys.argv", ["benchmarks", "--quick", "--model", model, "--output", str(path)])
+        assert benchmarks.__main__.main() == 0
+    assert "shared_prefix: decode step by the bound" in printed.getvalue()
+    assert str(path) in printed.getvalue().replace("\n", "")
     return json.loads(path.read_text())
 
 
@@ -128,11 +126,11 @@ def test_set_up_clock_counts_what_is_made_outside_the_layers(monkeypatch: pytest
         return clock.set_up_seconds
 
     try:
-        usual, memo = statistics.median(set_up()), Memo.memo
+        usual, cached = statistics.median(set_up()), AttentionPlan.cached
         monkeypatch.setattr(BlockCache, "prepare", slow_prepare)
         assert statistics.median(set_up()) - usual == pytest.approx(0.02, abs=0.01)
         assert BlockCache.prepare is slow_prepare
-        assert Memo.memo is memo
+        assert AttentionPlan.cached is cached
     finally:
         hf_parallel.disable(model)
 
@@ -141,6 +139,6 @@ def test_set_up_clock_counts_what_is_made_inside_something_else_once() -> None:
     cache, clock = BlockCache(), SetUpClock()
     plan = cache.prepare([Segment([cache.new_block()], 1)]).plan
     with clock.attached():
-        plan.memo("outer", lambda: plan.memo("inner", lambda: time.sleep(0.05)))
-        plan.memo("outer", lambda: time.sleep(0.05))
+        plan.cached("outer", lambda: plan.cached("inner", lambda: time.sleep(0.05)))
+        plan.cached("outer", lambda: time.sleep(0.05))
     assert clock.set_up == pytest.approx(0.05, abs=0.03)

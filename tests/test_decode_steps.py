@@ -1,4 +1,4 @@
-"""A decode step that follows from the one before it is laid out by adding integers: the same plan as one made anew."""
+"""The plan of the next decode step, derived by adding integers, equals one planned from scratch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from scenes import Features, Scene, scenes
 
 from hf_parallel.cache import Segment
 from hf_parallel.cache.layout import plan_pass
-from hf_parallel.kernels import AttentionPlan, RotarySpec, torch_attention
-from hf_parallel.kernels.schedule import make_schedule
+from hf_parallel.kernels import AttentionPlan, RotarySpec
 from hf_parallel.kernels.torch_attention import block_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,23 +23,22 @@ EXACT = settings(max_examples=60, deadline=None, suppress_health_check=list(Heal
 
 
 def one_token_each(scene: Scene) -> list[Segment]:
-    """A decode step of the rows of the scene's last pass that write blocks of their own."""
+    """Decode step of the rows that appended in the scene's last pass."""
     return [Segment(segment.view, 1) for segment in scene.forward.segments if segment.write]
 
 
 @EXACT
 @given(scene=scenes(), data=st.data())
-def test_steps_that_follow_equal_those_laid_out_anew(scene: Scene, data: st.DataObject) -> None:
+def test_derived_steps_equal_steps_planned_from_scratch(scene: Scene, data: st.DataObject) -> None:
     segments = one_token_each(scene)
-    if not segments:
-        return
+    assume(segments)
     scene.cache.reserve([(segment.view[-1], segment.view[-1].length + 8) for segment in segments])
     for _ in range(data.draw(st.integers(2, 5))):
         scene.step(segments)
-        anew = plan_pass(segments, torch.device("cpu"))
+        planned = plan_pass(segments, torch.device("cpu"))
         for name in ARRAYS:
-            assert np.array_equal(getattr(scene.forward.plan, name), getattr(anew.plan, name)), name
-        assert torch.equal(scene.forward.position_ids, anew.position_ids)
+            assert np.array_equal(getattr(scene.forward.plan, name), getattr(planned.plan, name)), name
+        assert torch.equal(scene.forward.position_ids, planned.position_ids)
         out = scene.attend(block_attention, torch.float64)
         torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-11)
 
@@ -56,14 +54,16 @@ def scene() -> Scene:
     return scene
 
 
-def test_a_step_that_follows_is_not_laid_out_anew(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_parallel.cache.base.plan_pass", None)
+def test_the_next_step_is_derived_from_the_last_one(scene: Scene) -> None:
+    """It shares the arrays that do not change."""
+    last = scene.forward.plan
     scene.step(one_token_each(scene))
+    assert scene.forward.plan.pair_query is last.pair_query
     torch.testing.assert_close(scene.attend(block_attention, torch.float64), scene.truth())
 
 
 @pytest.mark.parametrize("change", ["truncate", "base", "another row", "order", "no room", "freed", "split"])
-def test_a_step_after_a_change_is_laid_out_anew(scene: Scene, change: str) -> None:
+def test_a_step_after_a_change_is_planned_from_scratch(scene: Scene, change: str) -> None:
     segments = one_token_each(scene)
     root, own = segments[0].view
     if change == "truncate":
@@ -84,9 +84,9 @@ def test_a_step_after_a_change_is_laid_out_anew(scene: Scene, change: str) -> No
     elif change == "split":
         scene.cache.split(root, 3)
     forward = scene.cache.prepare(segments)
-    anew = plan_pass(segments, torch.device("cpu"))
+    planned = plan_pass(segments, torch.device("cpu"))
     for name in ARRAYS:
-        assert np.array_equal(getattr(forward.plan, name), getattr(anew.plan, name)), name
+        assert np.array_equal(getattr(forward.plan, name), getattr(planned.plan, name)), name
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,10 @@ def test_a_step_after_a_change_is_laid_out_anew(scene: Scene, change: str) -> No
     [([30], [1, 1, 1], 2), ([30], [1, 3], 4), ([30], [1, 3, 40], 16), ([30], [20, 30, 40], 1), ([30, 5], [1, 1], 2)],
     ids=["even", "nearly even", "ragged", "beyond", "two roots"],
 )
-def test_few_steps_under_a_window_are_laid_out_anew(
-    roots: list[int], lengths: list[int], schedules: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first step, those in which the window of 17 leaves a root, and those in which it has left the beginning of
-    some of the suffixes that are read in one call: its keys do not move evenly then."""
-    made = []
-    monkeypatch.setattr(torch_attention, "make_schedule", lambda plan: made.append(1) or make_schedule(plan))
+def test_few_steps_under_a_window_need_a_new_schedule(roots: list[int], lengths: list[int], schedules: int) -> None:
+    """The first step, steps in which the window of 17 leaves a root, and steps in which it has left the start of some
+    of the suffixes that one call reads: its keys do not move evenly then. Derived schedules share their `merge`."""
+    made: list[np.ndarray] = []
     scene = Scene(Features(window=17, rotary=RotarySpec((1.0, 0.3))))
     blocks = [scene.cache.new_block(length) for length in roots]
     views = [[blocks[i % len(roots)], own] for i, own in enumerate(scene.cache.new_blocks(len(lengths), 80))]
@@ -110,13 +107,15 @@ def test_few_steps_under_a_window_are_laid_out_anew(
         scene.step(one_token_each(scene))
         out = scene.attend(block_attention, torch.float64)
         torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-11)
+        merge = scene.forward.plan.windowed(17).derived["schedule"].merge
+        made += [] if made and made[-1] is merge else [merge]
     assert len(made) == schedules
 
 
-def test_a_step_that_was_taken_back_can_be_taken_again(scene: Scene) -> None:
+def test_a_step_that_was_rolled_back_can_be_repeated(scene: Scene) -> None:
     segments = one_token_each(scene)
-    taken = scene.cache.prepare(segments)
+    first = scene.cache.prepare(segments)
     scene.cache.rollback()
     again = scene.cache.prepare(segments)
     for name in ARRAYS:
-        assert np.array_equal(getattr(taken.plan, name), getattr(again.plan, name)), name
+        assert np.array_equal(getattr(first.plan, name), getattr(again.plan, name)), name

@@ -7,6 +7,7 @@ All of it needs a CUDA device. Layouts, problems and oracles are those of the te
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -27,7 +28,7 @@ from benchmarks.gpu_parts.correctness import TOLERANCE, CorrectnessStage, poison
 from benchmarks.gpu_parts.layer import Features, Layer, shared_prefix
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.rng import RowRNG, draw, exponential_noise
-from hf_parallel.kernels import BACKEND_VARIABLE, backends, block_attention, reference
+from hf_parallel.kernels import BACKEND_VARIABLE, AttentionParams, AttentionPlan, backends, block_attention, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_thread")]
 
@@ -52,13 +53,14 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def attend_on_device(scene: Scene, dtype: torch.dtype) -> torch.Tensor:
     """What the backend that was asked for gives for a scene's last pass, with NaN in all memory that it allocates."""
-    plan, window = scene.forward.plan, scene.features.window
 
-    def attend(*states: Any, sinks: torch.Tensor | None, **rest: Any) -> torch.Tensor:
-        query, keys, values = (x.to(DEVICE) for x in states[:3])
-        sinks = None if sinks is None else sinks.to(DEVICE)
+    def attend(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan, params: AttentionParams
+    ) -> torch.Tensor:
+        query, keys, values = (x.to(DEVICE) for x in (query, keys, values))
+        params = replace(params, sinks=None if params.sinks is None else params.sinks.to(DEVICE))
         with poisoned_memory():
-            return block_attention(query, keys, values, plan, sinks=sinks, window=window, **rest).cpu()
+            return block_attention(query, keys, values, plan, params).cpu()
 
     return scene.attend(attend, dtype)
 
@@ -66,8 +68,8 @@ def attend_on_device(scene: Scene, dtype: torch.dtype) -> torch.Tensor:
 def exactly(scene: Scene, dtype: torch.dtype) -> torch.Tensor:
     """The oracle in float64, over the same rounded numbers."""
 
-    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *plan: Any, **rest: Any) -> torch.Tensor:
-        return reference.block_attention(query.double(), keys.double(), values.double(), *plan, **rest)
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return reference.block_attention(query.double(), keys.double(), values.double(), *rest)
 
     return scene.attend(attend, dtype)
 

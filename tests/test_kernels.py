@@ -1,6 +1,6 @@
-"""The kernel floor: every backend gives, for any layout of blocks, what a plain softmax over each row's view gives.
+"""Every backend equals a plain softmax over each row's view, for any layout of blocks.
 
-Layouts are random lives of a block cache (`scenes.py`): trees of prefixes, workers that see each other, anything.
+Layouts result from random cache operations (`scenes.py`): prefix trees, workers that see each other, anything.
 """
 
 from __future__ import annotations
@@ -18,13 +18,23 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scenes import Features, Scene, scenes, turn
+from scenes import Features, Scene, rotate_to, scenes
 
 from hf_parallel.cache import Block, BlockCache, Segment
-from hf_parallel.kernels import BACKEND_VARIABLE, RotarySpec, block_attention, native, reference, rotate, select_backend
+from hf_parallel.kernels import (
+    BACKEND_VARIABLE,
+    AttentionParams,
+    AttentionPlan,
+    RotarySpec,
+    block_attention,
+    native,
+    reference,
+    rotate,
+    rotate_by,
+    select_backend,
+)
 from hf_parallel.kernels import torch_attention as torch_backend
-from hf_parallel.kernels.plan import AttentionPlan
-from hf_parallel.kernels.schedule import MERGE_INDEX, make_schedule
+from hf_parallel.kernels.schedule import make_schedule
 
 EXACT = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
@@ -51,33 +61,33 @@ def test_torch_backend_equals_oracle(dtype: torch.dtype, scene: Scene) -> None:
     expected = scene.attend(reference.block_attention, dtype)
     actual = scene.attend(torch_backend.block_attention, dtype)
     assert actual.dtype == dtype
-    # An output is rounded to `dtype` by either: one unit in the last place of a large one is no error.
+    # Both round the output to `dtype`, so a difference of one unit in the last place is allowed.
     torch.testing.assert_close(actual, expected, rtol=torch.finfo(dtype).eps, atol=TOLERANCE[dtype])
 
 
 @EXACT
 @given(scene=scenes())
 def test_torch_backend_equals_oracle_without_its_compiled_kernel(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
-    monkeypatch.setattr(native, "serves", lambda *_: False)
+    monkeypatch.setattr(native, "supports", lambda *_: False)
     expected = scene.attend(reference.block_attention, torch.float32)
     actual = scene.attend(torch_backend.block_attention, torch.float32)
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[torch.float32])
 
 
 def test_oracle_equals_causal_softmax_of_one_row() -> None:
-    """The oracle against three lines that know no block: 9 tokens, one head, no rotation."""
+    """9 tokens, one head, no rotation."""
     cache, row = BlockCache(), torch.randn(3, 9, 4, dtype=torch.float64)
     block = cache.new_block()
     forward = cache.prepare([Segment([block], 9)])
     q, k, v = row
     cache.arena.write(0, k[None], v[None], forward.plan)
     layer = cache.storage(0)
-    out = reference.block_attention(q[:, None], layer.keys, layer.values, forward.plan, num_kv_heads=1, scale=0.5)
+    out = reference.block_attention(q[:, None], layer.keys, layer.values, forward.plan, AttentionParams(1, 0.5))
     weights = (q @ k.T * 0.5).masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf).softmax(-1)
     torch.testing.assert_close(out[:, 0], weights @ v, rtol=0, atol=1e-14)
 
 
-def test_a_query_that_sees_no_key_is_refused() -> None:
+def test_a_query_without_visible_keys_raises() -> None:
     scene = _row(Features(), 4)
     plan = replace(scene.forward.plan, pair_hi=np.array([1, 2, 0, 4]))
     with pytest.raises(ValueError, match="query 2 .* no key"):
@@ -94,7 +104,7 @@ def _row(features: Features, length: int) -> Scene:
 
 
 def _keys_by_plan(plan: AttentionPlan) -> Counter[tuple[int, int, int]]:
-    """What each pair sees: (pair, extent's slot, row of the extent)."""
+    """Visible keys of each pair: (pair, slot of the extent, index in it)."""
     seen: Counter[tuple[int, int, int]] = Counter()
     for block in range(plan.num_blocks):
         for pair in range(plan.block_pairs[block], plan.block_pairs[block + 1]):
@@ -125,14 +135,14 @@ def test_calls_cover_every_visible_query_and_key_exactly_once(scene: Scene) -> N
 
 @EXACT
 @given(scenes())
-def test_merge_takes_every_partial_result_to_its_query_once(scene: Scene) -> None:
+def test_merge_assigns_every_partial_result_to_its_query_once(scene: Scene) -> None:
     plan = scene.forward.plan.windowed(scene.features.window)
     schedule = make_schedule(plan)
     pairs = np.concatenate([call.pairs for call in schedule.calls])
-    taken = schedule.merge[schedule.merge >= 0]
-    assert sorted(taken) == np.flatnonzero(pairs >= 0).tolist()
-    for query, places in enumerate(schedule.merge.T):
-        assert (plan.pair_query[pairs[places[places >= 0]]] == query).all()
+    merged = schedule.merge[schedule.merge >= 0]
+    assert sorted(merged) == np.flatnonzero(pairs >= 0).tolist()
+    for query, results in enumerate(schedule.merge.T):
+        assert (plan.pair_query[pairs[results[results >= 0]]] == query).all()
 
 
 def _completions(scene: Scene, prompt_length: int, lengths: Sequence[int], capacity: int = 64) -> list[list[Block]]:
@@ -155,23 +165,23 @@ def test_sixteen_suffixes_are_one_call_and_their_prompt_another() -> None:
     assert suffixes.lo is None
 
 
-def test_suffixes_stay_one_call_when_some_rows_have_ended() -> None:
+def test_suffixes_remain_one_call_after_some_rows_have_ended() -> None:
     scene = Scene(Features())
     views = _completions(scene, 10, [1] * 16)
     left = [view for row, view in enumerate(views) if row not in (0, 5, 6, 15)]
     scene.step([Segment(view, 1) for view in left])
     calls = make_schedule(scene.forward.plan).calls
-    assert sorted(call.num_blocks for call in calls) == [1, 14]  # rows 1 to 14, of which 5 and 6 stand in for nobody
+    assert sorted(call.num_blocks for call in calls) == [1, 14]  # rows 1 to 14, with 5 and 6 as gaps
 
 
-def test_a_few_rows_left_far_apart_are_not_joined_over_the_gap_between_them() -> None:
+def test_distant_rows_are_not_joined_over_a_large_gap() -> None:
     scene = Scene(Features())
     views = _completions(scene, 10, [1] * 16)
     scene.step([Segment(views[row], 1) for row in (0, 1, 15)])
     assert sorted(call.num_blocks for call in make_schedule(scene.forward.plan).calls) == [1, 1, 2]
 
 
-def test_suffixes_of_very_different_lengths_are_not_padded_without_end() -> None:
+def test_padding_of_suffixes_of_very_different_lengths_is_bounded() -> None:
     scene = Scene(Features())
     views = _completions(scene, 10, [1, 1, 1, 6000], capacity=6016)
     scene.step([Segment(view, 1) for view in views])
@@ -194,7 +204,7 @@ def test_a_sliding_window_touches_a_band_of_keys() -> None:
     assert sum(call.num_keys * call.num_queries for call in make_schedule(plan).calls) < 3000 * (64 + 256)
 
 
-def test_ragged_rows_are_laid_out_in_a_moment() -> None:
+def test_ragged_rows_are_scheduled_quickly() -> None:
     cache = BlockCache()
     rows = cache.new_blocks(1024, 4000)
     for row, length in zip(rows, np.random.default_rng(0).exponential(500, len(rows)), strict=True):
@@ -203,23 +213,24 @@ def test_ragged_rows_are_laid_out_in_a_moment() -> None:
     began = time.perf_counter()
     calls = make_schedule(plan).calls
     assert len(calls) < len(rows) / 4
-    assert time.perf_counter() - began < 0.5  # 0.02 s; going through all rows for each of them took 1 to 3 s
+    assert time.perf_counter() - began < 0.5  # 0.02 s; a quadratic algorithm took 1 to 3 s
 
 
-def test_what_lies_on_a_device_is_remembered_with_it() -> None:
-    """As layers of one model may lie on several."""
+def test_merge_index_is_cached_per_device() -> None:
+    """Layers of one model may be on several devices."""
     scene = Scene(Features())
     views = _completions(scene, 5, [1, 1])
-    scene.step([Segment(views[0], 1), Segment([scene.cache.new_block()], 1)])  # one row sees two blocks, the other one
+    scene.step(
+        [Segment(views[0], 1), Segment([scene.cache.new_block()], 1)]
+    )  # one row sees two blocks, the other row one
     scene.attend(torch_backend.block_attention, torch.float64)
-    schedule = scene.forward.plan.memo("schedule", lambda: None)
-    assert (MERGE_INDEX, torch.device("cpu")) in schedule._memo
+    assert list(scene.forward.plan.derived["schedule"].merge_indices) == [torch.device("cpu")]
 
 
 # Plans
 
 
-def test_windowed_plan_narrows_lo_and_is_made_once() -> None:
+def test_windowed_plan_narrows_lo_and_is_cached() -> None:
     plan = _row(Features(), 10).forward.plan
     assert plan.windowed(None) is plan
     assert plan.windowed(10) is plan
@@ -229,16 +240,16 @@ def test_windowed_plan_narrows_lo_and_is_made_once() -> None:
     assert plan.pair_lo.tolist() == [0] * 10
 
 
-def test_a_plan_goes_as_soon_as_nobody_has_it() -> None:
-    """Not when the garbage collector comes: a plan may hold buffers of a device."""
-    plan = replace(_row(Features(), 10).forward.plan, _memo={})
+def test_a_plan_is_freed_without_garbage_collection() -> None:
+    """It may own device buffers."""
+    plan = replace(_row(Features(), 10).forward.plan, derived={}, windows={})
     for window in (4, 10):
         plan.windowed(window)
-    gone = weakref.ref(plan)
+    reference_to_plan = weakref.ref(plan)
     gc.disable()
     try:
         del plan
-        assert gone() is None
+        assert reference_to_plan() is None
     finally:
         gc.enable()
 
@@ -248,7 +259,7 @@ def test_a_window_counts_true_positions_across_blocks() -> None:
     far, near, own = (scene.cache.new_block() for _ in range(3))
     scene.step([Segment([far], 5), Segment([near], 3)])
     scene.step([Segment([far, near, own], 2)])
-    plan = scene.forward.plan.windowed(5)  # queries stand at 8 and 9: they see 4..8 and 5..9
+    plan = scene.forward.plan.windowed(5)  # queries at positions 8 and 9 see 4..8 and 5..9
     visible = [
         [
             (int(plan.pair_query[p]), *range(plan.pair_lo[p], plan.pair_hi[p]))
@@ -263,7 +274,7 @@ def test_a_window_counts_true_positions_across_blocks() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_rotary_tables_keep_their_precision_at_far_positions(dtype: torch.dtype) -> None:
+def test_rotary_tables_are_precise_at_distant_positions(dtype: torch.dtype) -> None:
     spec = RotarySpec(tuple(10000.0 ** (-i / 8) for i in range(8)))
     delta = np.array([0, 1, -1, 8191, -100_003, 1_000_000])
     cos, sin = spec.tables(delta, dtype, torch.device("cpu"))
@@ -278,29 +289,27 @@ def test_rotary_tables_keep_their_precision_at_far_positions(dtype: torch.dtype)
 @given(
     pairs=st.integers(1, 5),
     interleaved=st.booleans(),
-    turns=st.tuples(st.integers(-5000, 5000), st.integers(-5000, 5000)),
+    deltas=st.tuples(st.integers(-5000, 5000), st.integers(-5000, 5000)),
     seed=st.integers(0, 99),
 )
-def test_rotations_compose_additively_and_leave_the_rest_alone(
-    pairs: int, interleaved: bool, turns: tuple[int, int], seed: int
+def test_rotations_add_up_and_leave_other_dimensions_unchanged(
+    pairs: int, interleaved: bool, deltas: tuple[int, int], seed: int
 ) -> None:
     spec = RotarySpec(tuple(10000.0 ** (-i / pairs) for i in range(pairs)), interleaved)
     x = torch.randn(3, 4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-    def turned(x: torch.Tensor, by: int) -> torch.Tensor:
-        return rotate(x, *spec.tables(np.array([by]), torch.float64, x.device), spec)
-
-    close = {"rtol": 0, "atol": 1e-11}
-    torch.testing.assert_close(turned(turned(x, turns[0]), turns[1]), turned(x, sum(turns)), **close)
-    torch.testing.assert_close(turned(x, turns[0]), turn(x, torch.full((4,), turns[0]), spec), **close)
-    assert torch.equal(turned(x, turns[0])[..., spec.rotary_dim :], x[..., spec.rotary_dim :])
-    assert torch.equal(turned(x, 0), x)
+    first, second = deltas
+    rotated, close = rotate_by(x, first, spec), {"rtol": 0, "atol": 1e-11}
+    torch.testing.assert_close(rotate_by(rotated, second, spec), rotate_by(x, first + second, spec), **close)
+    torch.testing.assert_close(rotated, rotate_to(x, torch.full((4,), first), spec), **close)
+    assert torch.equal(rotated, rotate(x, *spec.tables(np.array([first]), torch.float64, x.device), spec))
+    assert torch.equal(rotated[..., spec.rotary_dim :], x[..., spec.rotary_dim :])
+    assert torch.equal(rotate_by(x, 0, spec), x)
 
 
 # Dispatch
 
 
-def test_backend_variable_chooses_and_a_bad_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_variable_selects_and_an_unknown_name_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
     assert select_backend() == "torch"
     monkeypatch.setenv(BACKEND_VARIABLE, "")
@@ -313,13 +322,12 @@ def test_backend_variable_chooses_and_a_bad_one_is_refused(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_each_layer_gets_its_own_window_over_one_plan(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_layers_of_different_windows_share_one_plan(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     monkeypatch.setenv(BACKEND_VARIABLE, backend)
     scene = _row(Features(), 40)
     layer, plan = scene.cache.storage(0), scene.forward.plan
-    for window in (None, 3, 17, 3, None):  # as layers of both kinds take turns over one plan
+    for window in (None, 3, 17, 3, None):  # as layers of both kinds alternate
         scene.features.window = window
-        out = block_attention(
-            scene.queries, layer.keys, layer.values, plan, num_kv_heads=1, scale=8**-0.5, window=window
-        )
+        params = AttentionParams(1, 8**-0.5, window=window)
+        out = block_attention(scene.queries, layer.keys, layer.values, plan, params)
         torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-12)

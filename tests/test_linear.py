@@ -1,18 +1,20 @@
-"""Large float32 layers are computed as PyTorch does, by a kernel of our own or oneDNN, for the time of a call."""
+"""During a call, the compiled kernel or oneDNN computes large float32 layers with PyTorch's results."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tiny
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaForCausalLM
 
 import hf_parallel
-from hf_parallel.kernels import linear, native
+from hf_parallel.kernels import native
 from hf_parallel.kernels.linear import LINEAR_VARIABLE, linear_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,7 +27,7 @@ served = pytest.mark.skipif(
 )
 
 
-compiled = pytest.mark.skipif(bool(native.why_not()), reason="needs a C compiler, as the kernel itself does")
+compiled = pytest.mark.skipif(bool(native.unavailable_reason()), reason="needs a C compiler, as the kernel itself does")
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +36,27 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A tiny model all of whose layers count as large."""
-    monkeypatch.setattr(linear, "LEAST_WEIGHTS", 1)
-    yield hf_parallel.enable(tiny.build("llama"))
-    hf_parallel.disable(tiny.build("llama"))
+def model() -> Any:
+    """A tiny model whose MLP layers have enough weights for the kernels."""
+    config = tiny.ARCHITECTURES["llama"].config()
+    config.intermediate_size = 2048
+    return hf_parallel.enable(LlamaForCausalLM(config).eval())
 
 
 def replaced(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if "forward" in vars(module)}
+
+
+def computed_by_kernel(layer: nn.Module, x: torch.Tensor) -> bool:
+    """Whether the compiled kernel computes a layer: PyTorch and oneDNN appear in the profile."""
+    return not operators(lambda: layer(x)) & {"aten::linear", "mkldnn::_linear_pointwise"}
+
+
+def operators(function: Callable[[], Any]) -> set[str]:
+    """Names of the operators that a function runs."""
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        function()
+    return {event.key for event in profiler.key_averages()}
 
 
 def by_definition(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -53,17 +67,17 @@ def by_definition(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 @served
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (7,), (1, 16), (3, 2, 5), (300,)], ids=str)
-def test_a_layer_gives_what_its_definition_says(shape: tuple[int, ...], bias: bool) -> None:
+def test_a_layer_equals_its_definition(shape: tuple[int, ...], bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(*WIDTHS, bias=bias)
     x = torch.randn(*shape, WIDTHS[0])
-    lying = torch.randn(WIDTHS[0], *shape).movedim(0, -1)  # not contiguous
+    strided = torch.randn(WIDTHS[0], *shape).movedim(0, -1)
     with torch.no_grad(), linear_layers(layer):
         assert replaced(layer) == {""}
-        for given in (x, lying):
-            out = layer(given)
+        for inputs in (x, strided):
+            out = layer(inputs)
             assert (out.shape, out.dtype) == ((*shape, WIDTHS[1]), torch.float32)
-            torch.testing.assert_close(out.double(), by_definition(layer, given), rtol=0, atol=5e-6)
+            torch.testing.assert_close(out.double(), by_definition(layer, inputs), rtol=0, atol=5e-6)
 
 
 class Doubled(nn.Linear):
@@ -72,7 +86,7 @@ class Doubled(nn.Linear):
 
 
 @served
-def test_other_layers_are_left_alone() -> None:
+def test_other_layers_are_unchanged() -> None:
     hooked = nn.Linear(*WIDTHS)
     hooked.forward = lambda x: x  # type: ignore[method-assign]
     strided = nn.Linear(*WIDTHS)
@@ -95,12 +109,12 @@ def test_other_layers_are_left_alone() -> None:
 
 
 @served
-def test_inputs_that_neither_serves_are_pytorchs() -> None:
+def test_pytorch_computes_unsupported_inputs() -> None:
     layer = nn.Linear(*WIDTHS)
     x = torch.randn(4, WIDTHS[0])
     with linear_layers(layer):
         layer(x).sum().backward()
-        assert layer.weight.grad is not None, "gradients go on"
+        assert layer.weight.grad is not None, "gradients still flow"
         with torch.no_grad():
             assert layer(x[:0]).shape == (0, WIDTHS[1])
             assert torch.equal(layer(input=x), layer(x))
@@ -111,7 +125,7 @@ def test_inputs_that_neither_serves_are_pytorchs() -> None:
 
 
 @served
-def test_one_bias_for_all_outputs_is_none_for_each() -> None:
+def test_a_bias_of_one_element_is_broadcast() -> None:
     layer = nn.Linear(*WIDTHS)
     layer.bias = nn.Parameter(torch.ones(1))
     x = torch.randn(2, WIDTHS[0])
@@ -122,7 +136,7 @@ def test_one_bias_for_all_outputs_is_none_for_each() -> None:
 
 
 @served
-def test_layers_are_as_before_after_an_error() -> None:
+def test_layers_are_restored_after_an_error() -> None:
     layer = nn.Linear(*WIDTHS)
     with pytest.raises(KeyError), linear_layers(layer):
         raise KeyError
@@ -132,39 +146,23 @@ def test_layers_are_as_before_after_an_error() -> None:
     assert not replaced(layer)
     with linear_layers(layer):
         layer.forward = lambda x: x  # type: ignore[method-assign]
-    assert layer(1) == 1, "what somebody has put there meanwhile stays"
+    assert layer(1) == 1, "a replacement made meanwhile stays"
 
 
 @pytest.mark.filterwarnings("ignore:TF32")
-def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_selects_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(*WIDTHS)
     with torch.backends.mkldnn.flags(enabled=False), linear_layers(layer):
         assert not replaced(layer)
-    for asked in ("torch", "onednn", "native"):
-        monkeypatch.setenv(LINEAR_VARIABLE, asked)
-        if asked != "torch" and (not torch.backends.mkldnn.is_available() or (asked == "native" and native.why_not())):
+    for library in ("torch", "onednn", "native"):
+        monkeypatch.setenv(LINEAR_VARIABLE, library)
+        if library != "torch" and not torch.backends.mkldnn.is_available():
+            continue
+        if library == "native" and native.unavailable_reason():
             continue
         with linear_layers(layer):
-            assert bool(replaced(layer)) is (asked != "torch")
-            called = by_kernel(monkeypatch, layer, torch.randn(2, WIDTHS[0]))
-        assert called is (asked == "native")
-
-
-def by_kernel(monkeypatch: pytest.MonkeyPatch, layer: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the kernel computes a layer."""
-    called, compute = [], native.linear
-    with monkeypatch.context() as patched, torch.no_grad():
-        patched.setattr(native, "linear", lambda *given: called.append(given) or compute(*given))
-        layer(x)
-    return bool(called)
-
-
-def test_a_kernel_that_cannot_be_compiled_is_refused_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "why_not", lambda: "no C compiler was found")
-    linear._library.cache_clear()
-    monkeypatch.setenv(LINEAR_VARIABLE, "native")
-    with pytest.raises(ValueError, match="HF_PARALLEL_LINEAR=native cannot be used: "), linear_layers(nn.Linear(2, 2)):
-        pass
+            assert bool(replaced(layer)) is (library != "torch")
+            assert computed_by_kernel(layer, torch.randn(2, WIDTHS[0])) is (library == "native")
 
 
 # The kernel
@@ -173,7 +171,7 @@ def test_a_kernel_that_cannot_be_compiled_is_refused_where_it_was_asked_for(monk
 @compiled
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(16, 2), (64, 31), (100, 7), (15, 1), (1, 1), (577, 130)])
-def test_the_kernel_gives_what_the_definition_says(inputs: int, outputs: int, bias: bool) -> None:
+def test_the_kernel_equals_the_definition(inputs: int, outputs: int, bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(inputs, outputs, bias=bias)
     for tokens in range(1, native.MAX_TOKENS + 1):
@@ -187,7 +185,7 @@ def test_the_kernel_gives_what_the_definition_says(inputs: int, outputs: int, bi
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("inputs", [200, 207])
 @pytest.mark.parametrize("outputs", [333, 334, 335, 1])
-def test_a_token_gives_the_same_whatever_shares_its_pass(inputs: int, outputs: int, threads: int) -> None:
+def test_results_of_a_token_do_not_depend_on_other_tokens(inputs: int, outputs: int, threads: int) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(native.MAX_TOKENS, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     before = torch.get_num_threads()
@@ -203,18 +201,18 @@ def test_a_token_gives_the_same_whatever_shares_its_pass(inputs: int, outputs: i
 
 @served
 @compiled
-def test_many_tokens_and_other_shapes_are_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_does_not_compute_many_tokens_or_other_shapes() -> None:
     layer = nn.Linear(*WIDTHS)
     with linear_layers(layer):
-        assert by_kernel(monkeypatch, layer, torch.randn(native.MAX_TOKENS, WIDTHS[0]))
-        assert not by_kernel(monkeypatch, layer, torch.randn(native.MAX_TOKENS + 1, WIDTHS[0]))
+        assert computed_by_kernel(layer, torch.randn(native.MAX_TOKENS, WIDTHS[0]))
+        assert not computed_by_kernel(layer, torch.randn(native.MAX_TOKENS + 1, WIDTHS[0]))
         with pytest.raises(RuntimeError), torch.no_grad():
             layer(torch.randn(2, WIDTHS[0] + 1))
-        layer.weight = nn.Parameter(torch.randn(*WIDTHS).T)  # somebody exchanges it during the call
-        assert not by_kernel(monkeypatch, layer, torch.randn(2, WIDTHS[0]))
+        layer.weight = nn.Parameter(torch.randn(*WIDTHS).T)  # replaced during the call
+        assert not computed_by_kernel(layer, torch.randn(2, WIDTHS[0]))
 
 
-def test_an_unknown_library_is_refused_and_leaves_the_model_usable(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_library_raises_and_leaves_the_model_usable(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = model.generate(PROMPT, max_new_tokens=4, do_sample=False)
     monkeypatch.setenv(LINEAR_VARIABLE, "blas")
     with pytest.raises(
@@ -227,28 +225,27 @@ def test_an_unknown_library_is_refused_and_leaves_the_model_usable(model: Any, m
 
 
 @served
-def test_a_call_is_computed_by_it_and_gives_the_same_tokens(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
-    forward = linear._forward
-    monkeypatch.setattr(linear, "_forward", lambda self, x: called.append(x.shape) or forward(self, x))
+def test_a_call_uses_the_kernels_and_returns_the_same_tokens(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"generation_mode": "shared_prefix", "max_new_tokens": 12, "do_sample": False}
     ours = model.generate(PROMPT, **settings)
-    assert called
+    assert "mkldnn::_linear_pointwise" in operators(lambda: model.generate(PROMPT, **settings))  # the prefill
     assert not replaced(model)
     monkeypatch.setenv(LINEAR_VARIABLE, "torch")
-    called.clear()
     assert torch.equal(model.generate(PROMPT, **settings), ours)
-    assert not called
+    assert "mkldnn::_linear_pointwise" not in operators(lambda: model.generate(PROMPT, **settings))
 
 
 @served
-def test_a_call_that_fails_leaves_the_layers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def test_a_call_that_fails_restores_the_layers(model: Any) -> None:
+    def fail(layer: nn.Module, args: Any) -> None:
         raise MemoryError
 
     before = copy.deepcopy(model.state_dict())
-    monkeypatch.setattr(linear, "_forward", fail)
-    with pytest.raises(MemoryError):
-        model.generate(PROMPT, generation_mode="shared_prefix", max_new_tokens=4)
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(MemoryError):
+            model.generate(PROMPT, generation_mode="shared_prefix", max_new_tokens=4)
+    finally:
+        hook.remove()
     assert not replaced(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

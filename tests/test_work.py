@@ -1,39 +1,49 @@
-"""What is decided on the host before a GPU works: equal shares of keys, and which backend serves which pass."""
+"""Work partition for a GPU and backend selection, both computed on the CPU."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from scenes import Features, Scene, scenes
 
 from hf_parallel.cache import Segment
-from hf_parallel.kernels import BACKEND_VARIABLE, AttentionPlan, backends, dispatch, select_backend, torch_attention
-from hf_parallel.kernels.work import ITEM_FIELDS, SHARE_COST, Cut, Work, longest_run, make_work
+from hf_parallel.kernels import (
+    BACKEND_VARIABLE,
+    AttentionPlan,
+    backends,
+    dense,
+    dispatch,
+    select_backend,
+    torch_attention,
+)
+from hf_parallel.kernels.work import ITEM_COST, ITEM_FIELDS, Partition, Work, longest_run, make_work
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-# Shares
+# Work items
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> list[Cut]:
-    heights = draw(st.sampled_from([[1], [3], [16], [2, 5], [4, 64]]))
-    return [Cut(height, draw(st.sampled_from([1, 4, 16])), draw(st.sampled_from([1, 2, 7, 100]))) for height in heights]
+def partitions(draw: st.DrawFn) -> list[Partition]:
+    sizes = draw(st.sampled_from([[1], [3], [16], [2, 5], [4, 64]]))
+    return [Partition(n, draw(st.sampled_from([1, 4, 16])), draw(st.sampled_from([1, 2, 7, 100]))) for n in sizes]
 
 
 def keys_by_plan(plan: AttentionPlan, window: int | None) -> Counter[tuple[int, int, int]]:
-    """What each pair sees: (pair, extent's slot, row of the extent)."""
+    """Visible keys of each pair: (pair, slot of the extent, index in it)."""
     plan = plan.windowed(window)
     return Counter(
         (pair, int(plan.block_origin[block]), int(plan.block_first[block]) + key)
@@ -43,10 +53,10 @@ def keys_by_plan(plan: AttentionPlan, window: int | None) -> Counter[tuple[int, 
     )
 
 
-def keys_by_shares(work: Work, plan: AttentionPlan, window: int | None) -> Counter[tuple[int, int, int]]:
-    """The same, as a kernel goes through the shares of all lines."""
+def keys_by_items(work: Work, plan: AttentionPlan, window: int | None) -> Counter[tuple[int, int, int]]:
+    """The same, as the programs of the kernel compute them."""
     plan, seen = plan.windowed(window), Counter[tuple[int, int, int]]()
-    for item in work.items[[i for lines in work.lines for i in range(lines[0], lines[-1])]]:
+    for item in work.items[[i for offsets in work.item_offsets for i in range(offsets[0], offsets[-1])]]:
         origin, _, block_first, start, stop, first_pair, num_pairs, *_ = item.tolist()
         for pair in work.pairs[first_pair : first_pair + num_pairs].tolist():
             lo, hi = max(start, int(plan.pair_lo[pair])), min(stop, int(plan.pair_hi[pair]))
@@ -55,56 +65,55 @@ def keys_by_shares(work: Work, plan: AttentionPlan, window: int | None) -> Count
 
 
 @QUICK
-@given(scene=scenes(), cuts=cuts())
-def test_shares_cover_every_visible_key_exactly_once(scene: Scene, cuts: list[Cut]) -> None:
+@given(scene=scenes(), partitions=partitions())
+def test_items_cover_every_visible_key_exactly_once(scene: Scene, partitions: list[Partition]) -> None:
     plan, window = scene.forward.plan, scene.features.window
-    work = make_work(plan, cuts, window)
-    assert keys_by_shares(work, plan, window) == keys_by_plan(plan, window)
+    work = make_work(plan, partitions, window)
+    assert keys_by_items(work, plan, window) == keys_by_plan(plan, window)
     assert (work.items[:, ITEM_FIELDS.index("start")] < work.items[:, ITEM_FIELDS.index("stop")]).all()
 
 
 @QUICK
-@given(scene=scenes(), cuts=cuts(), horizon=st.integers(1, 9))
-def test_shares_cover_the_steps_that_follow_too(scene: Scene, cuts: list[Cut], horizon: int) -> None:
+@given(scene=scenes(), partitions=partitions(), horizon=st.integers(1, 9))
+def test_items_cover_the_following_steps(scene: Scene, partitions: list[Partition], horizon: int) -> None:
     segments = [Segment(segment.view, 1) for segment in scene.forward.segments if segment.write]
-    if not segments:
-        return
+    assume(segments)
     scene.cache.reserve([(segment.view[-1], segment.view[-1].length + horizon + 1) for segment in segments])
     scene.step(segments)
     window = scene.features.window
-    work = make_work(scene.forward.plan, cuts, window, horizon)
+    work = make_work(scene.forward.plan, partitions, window, horizon)
     for _ in range(horizon + 1):
         plan = scene.forward.plan
-        assert keys_by_shares(work, plan, window) == keys_by_plan(plan, window)
+        assert keys_by_items(work, plan, window) == keys_by_plan(plan, window)
         scene.forward = replace(scene.forward, plan=plan.next_step())
 
 
 @QUICK
-@given(scene=scenes(), cuts=cuts())
-def test_every_share_has_slots_of_its_own_which_its_queries_merge(scene: Scene, cuts: list[Cut]) -> None:
+@given(scene=scenes(), partitions=partitions())
+def test_every_item_has_its_own_slots_which_its_queries_merge(scene: Scene, partitions: list[Partition]) -> None:
     plan = scene.forward.plan
-    work = make_work(plan, cuts, scene.features.window)
+    work = make_work(plan, partitions, scene.features.window)
     assert sorted(work.merge_slot.tolist()) == list(range(work.num_slots))
     query_of_slot = np.repeat(np.arange(plan.num_queries), np.diff(work.merge_start))[np.argsort(work.merge_slot)]
     for item in work.items:
-        *_, first_pair, num_pairs, first_slot, turned = item.tolist()
+        *_, first_pair, num_pairs, first_slot, rotated = item.tolist()
         pairs = work.pairs[first_pair : first_pair + num_pairs]
         assert query_of_slot[first_slot : first_slot + num_pairs].tolist() == plan.pair_query[pairs].tolist()
-        growth = plan.growth
-        assert turned == (plan.pair_delta[pairs].any() or (growth is not None and growth.delta[pairs].any()))
+        step = plan.increments
+        assert rotated == (plan.pair_delta[pairs].any() or (step is not None and step.delta[pairs].any()))
 
 
-def test_shares_that_will_turn_in_a_step_that_follows_are_marked() -> None:
+def test_items_that_a_following_step_rotates_are_marked() -> None:
     plan = rows([2, 2], common=5).forward.plan
-    assert plan.growth is not None
-    turned = ITEM_FIELDS.index("turned")
-    assert not make_work(plan, [Cut(16, 16, 1)]).items[:, turned].any()
-    growing = replace(plan, growth=replace(plan.growth, delta=np.ones_like(plan.pair_delta)), _memo={})
-    assert make_work(growing, [Cut(16, 16, 1)]).items[:, turned].all()
+    assert plan.increments is not None
+    rotated = ITEM_FIELDS.index("rotated")
+    assert not make_work(plan, [Partition(16, 16, 1)]).items[:, rotated].any()
+    rotating = replace(plan, increments=replace(plan.increments, delta=np.ones_like(plan.pair_delta)))
+    assert make_work(rotating, [Partition(16, 16, 1)]).items[:, rotated].all()
 
 
 def rows(lengths: Sequence[int], common: int) -> Scene:
-    """Rows over a common block, with blocks of their own of these lengths, that bring one more token each."""
+    """Decode step of rows over a common block, each with its own block of one of these lengths."""
     scene = Scene(Features())
     root, *own = scene.cache.new_block(common), *(scene.cache.new_block(n + 1, base=common) for n in lengths)
     scene.step([Segment([root], common)])
@@ -114,55 +123,55 @@ def rows(lengths: Sequence[int], common: int) -> Scene:
 
 
 @pytest.mark.parametrize("lengths", [[5] * 12, [400, 3, 3, 3], [1]], ids=str)
-@pytest.mark.parametrize("max_lines", [1, 3, 8])
-def test_lines_have_equal_numbers_of_keys_whatever_the_blocks(lengths: list[int], max_lines: int) -> None:
-    """One step over keys, and one beginning of a tile, are the most by which they differ."""
-    cut = Cut(16, 16, max_lines)
-    work = make_work(rows(lengths, common=1000).forward.plan, [cut])
-    (lines,) = work.lines
+@pytest.mark.parametrize("max_programs", [1, 3, 8])
+def test_programs_have_equal_numbers_of_keys_for_any_blocks(lengths: list[int], max_programs: int) -> None:
+    """They differ by at most one step over keys and the start of one tile."""
+    partition = Partition(16, 16, max_programs)
+    work = make_work(rows(lengths, common=1000).forward.plan, [partition])
+    (offsets,) = work.item_offsets
     start, stop = (work.items[:, ITEM_FIELDS.index(name)] for name in ("start", "stop"))
-    steps = [int((-(-(stop - start) // cut.block_n))[lines[i] : lines[i + 1]].sum()) for i in range(max_lines)]
-    tiles = [len(np.unique(work.items[lines[i] : lines[i + 1], :3], axis=0)) for i in range(max_lines)]
-    costs = [step + tile * SHARE_COST for step, tile in zip(steps, tiles, strict=True)]
+    items = [slice(*offsets[i : i + 2]) for i in range(max_programs)]
+    steps = [int((-(-(stop - start) // partition.block_n))[part].sum()) for part in items]
+    tiles = [len(np.unique(work.items[part, :3], axis=0)) for part in items]
+    costs = [step + tile * ITEM_COST for step, tile in zip(steps, tiles, strict=True)]
     assert min(steps) > 0
-    assert max(costs) - min(costs) <= 1 + SHARE_COST
+    assert max(costs) - min(costs) <= 1 + ITEM_COST
 
 
 @QUICK
-@given(scene=scenes(), cuts=cuts())
-def test_bounds_of_shares_and_slots_hold_for_blocks_of_any_length(scene: Scene, cuts: list[Cut]) -> None:
-    """What is cut for rows that see this much is cut into as many parts, at most, when they see more."""
-    work = make_work(scene.forward.plan, cuts)
-    assert len(work.items) <= work.most_items
-    assert work.num_slots <= work.most_slots
+@given(scene=scenes(), partitions=partitions())
+def test_bounds_of_items_and_slots_hold_for_blocks_of_any_length(scene: Scene, partitions: list[Partition]) -> None:
+    work = make_work(scene.forward.plan, partitions)
+    assert len(work.items) <= work.max_items
+    assert work.num_slots <= work.max_slots
     plan = scene.forward.plan
-    longer = make_work(replace(plan, pair_hi=plan.pair_hi + 300, _memo={}), cuts)
-    assert len(longer.items) <= work.most_items
-    assert longer.num_slots <= work.most_slots
+    longer = make_work(replace(plan, pair_hi=plan.pair_hi + 300), partitions)
+    assert len(longer.items) <= work.max_items
+    assert longer.num_slots <= work.max_slots
 
 
-def test_little_work_is_left_to_few_programs() -> None:
-    """Eight steps over keys and the beginnings of two tiles make five lines of two."""
-    (lines,) = make_work(rows([2], common=100).forward.plan, [Cut(16, 16, 50)]).lines
-    assert np.count_nonzero(np.diff(lines)) == 5
-    assert len(lines) == 51
+def test_little_work_uses_few_programs() -> None:
+    """Eight steps over keys and the starts of two tiles: five programs of two."""
+    (offsets,) = make_work(rows([2], common=100).forward.plan, [Partition(16, 16, 50)]).item_offsets
+    assert np.count_nonzero(np.diff(offsets)) == 5
+    assert len(offsets) == 51
 
 
-def test_blocks_that_many_rows_see_go_to_the_wide_tiles() -> None:
+def test_blocks_with_many_rows_use_the_wide_tiles() -> None:
     plan = rows([3] * 20, common=100).forward.plan
-    narrow, wide = make_work(plan, [Cut(4, 16, 1), Cut(16, 16, 1)]).lines
+    narrow, wide = make_work(plan, [Partition(4, 16, 1), Partition(16, 16, 1)]).item_offsets
     assert narrow.tolist() == [0, 20]  # the rows' own blocks
     assert wide.tolist() == [20, 22]  # 20 rows over the common one
 
 
-def test_a_query_that_sees_no_key_is_refused() -> None:
+def test_a_query_without_visible_keys_raises() -> None:
     plan = rows([1, 1], common=4).forward.plan
     hi = np.where(plan.pair_query == 1, 0, plan.pair_hi)
     with pytest.raises(ValueError, match="query 1 .* no key"):
-        make_work(replace(plan, pair_hi=hi, _memo={}), [Cut(16, 16, 1)])
+        make_work(replace(plan, pair_hi=hi), [Partition(16, 16, 1)])
 
 
-# Which backend serves
+# Backend selection
 
 
 def test_the_longest_run_is_that_of_the_row_with_most_new_tokens() -> None:
@@ -176,14 +185,14 @@ def test_the_longest_run_is_that_of_the_row_with_most_new_tokens() -> None:
     assert longest_run(scene.forward.plan) == 1
 
 
-def test_triton_is_refused_where_it_cannot_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selecting_triton_where_it_cannot_run_raises_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="HF_PARALLEL_BACKEND=triton cannot be used on cpu: .*CUDA"):
         select_backend("cpu")
 
 
-def test_backends_say_what_they_are_for_or_why_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_report_their_purpose_or_why_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     known = {backend.name: backend for backend in backends()}
     assert list(known) == ["triton", "flash", "torch", "reference"]
@@ -194,78 +203,81 @@ def test_backends_say_what_they_are_for_or_why_they_are_missing(monkeypatch: pyt
         assert not known["flash"].available
 
 
-@pytest.mark.parametrize("found", [(7, 5), (8, 0), (9, 0)])
-def test_triton_serves_gpus_from_compute_capability_8(monkeypatch: pytest.MonkeyPatch, found: tuple[int, int]) -> None:
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """Pretends that the machine has a GPU of a compute capability, and Triton."""
+
+    def pretend(capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some GPU")
+
     monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some GPU")
-    monkeypatch.setattr(dispatch.importlib, "import_module", lambda name: name)
-    dispatch._select.cache_clear()
-    assert select_backend("cuda:0") == ("triton" if found >= (8, 0) else "torch")
-    assert ("some GPU has 7.5" in dispatch._why_not_flash(torch.device("cuda:0"))) == (found < (8, 0))
-    dispatch._select.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    return pretend
 
 
-def test_a_missing_triton_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(f"no {name}")
+@pytest.mark.parametrize(("index", "capability"), [*enumerate([(7, 5), (8, 0), (9, 0)])])
+def test_triton_serves_gpus_from_compute_capability_8(gpu: Callable[..., None], index: int, capability: Any) -> None:
+    gpu(capability)
+    available = capability >= (8, 0)
+    assert select_backend(f"cuda:{100 + index}") == ("triton" if available else "torch")
+    found = {backend.name: backend for backend in backends()}
+    assert found["triton"].available == available
+    assert ("some GPU has 7.5" in found["flash"].reason) == (not available)
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(dispatch.importlib, "import_module", missing)
-    assert "no triton" in dispatch._why_not_triton(torch.device("cuda:0"), interpreted=False)
+
+def test_a_missing_triton_is_named_as_the_reason(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu((9, 0))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "Triton cannot be imported" in backends()[0].reason
 
 
 @pytest.mark.parametrize(("length", "expected"), [(dispatch.SCHEDULED_RUN, False), (dispatch.SCHEDULED_RUN + 1, True)])
-def test_long_prefills_on_a_gpu_go_to_the_schedule(
+def test_long_prefills_on_a_gpu_use_the_torch_backend(
     length: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
     scene = Scene(Features())
     scene.step([Segment([scene.cache.new_block()], length)])
     layer, plan = scene.cache.storage(0), scene.forward.plan
-    assert not dispatch._is_prefill(layer.keys, layer.values, plan, None)  # on a CPU there is no choice
+    assert not dispatch.is_prefill(layer.keys, layer.values, plan, None)  # on a CPU there is no choice
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert dispatch._is_prefill(layer.keys, layer.values, plan, None) == expected
-    assert not dispatch._is_prefill(layer.keys, layer.values, plan, 2.0)
+    assert dispatch.is_prefill(layer.keys, layer.values, plan, None) == expected
+    assert not dispatch.is_prefill(layer.keys, layer.values, plan, 2.0)
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
-    assert not dispatch._is_prefill(layer.keys, layer.values, plan, None)
+    assert not dispatch.is_prefill(layer.keys, layer.values, plan, None)
 
 
-# FlashAttention, where its kernels are stood in for
+# FlashAttention, with replacements for its kernels
 
 
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool, return_attn_probs: bool
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """What the flash-attn package documents: `[N, M, heads, head_dim]`, and the log-sum-exp `[N, heads, M]`."""
+    """Interface of the flash-attn package: `[N, M, heads, head_dim]`, and the log-sum-exp `[N, heads, M]`."""
     assert return_attn_probs
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = torch_attention._spelled_out(q, k, v, None, causal, softmax_scale, None)
+    out, lse = dense.matmul_attention(q, k, v, None, causal, softmax_scale, None)
     return out.transpose(1, 2), lse, None
 
 
 def flash_of_pytorch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, causal: bool, debug: bool, *, scale: float
 ) -> tuple[torch.Tensor | None, ...]:
-    """What PyTorch's operator gives: the result and its log-sum-exp, and seven more."""
+    """Interface of PyTorch's operator: the output, its log-sum-exp, and seven more."""
     assert (dropout, debug) == (0.0, False)
-    return (*torch_attention._spelled_out(q, k, v, None, causal, scale, None), *[None] * 7)
+    return (*dense.matmul_attention(q, k, v, None, causal, scale, None), *[None] * 7)
 
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_prefill_is_the_same_with_and_without_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    """In float64, which the compiled CPU kernel does not support."""
     calls = []
-
-    def serves(q: torch.Tensor) -> bool:
-        calls.append(q.shape)
-        return True
-
-    monkeypatch.setattr(torch_attention.native, "serves", lambda *_: False)
-    monkeypatch.setattr(torch_attention, "_flash_serves", serves)
-    monkeypatch.setattr(torch_attention, "flash_package", lambda: flash_attn_func if installed else None)
+    monkeypatch.setattr(dense, "flash_supports", lambda q: calls.append(q.shape) or True)
+    monkeypatch.setattr(dense, "flash_package", lambda: flash_attn_func if installed else None)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", flash_of_pytorch)
-    # PyTorch's primitive of a CPU is asked first; without its dtypes the order is that of a GPU.
-    monkeypatch.setattr(torch_attention, "_FLASH_CPU_DTYPES", ())
+    monkeypatch.setattr(dense, "FLASH_CPU_DTYPES", ())  # as on a GPU
     scene = Scene(Features(kv_heads=2, groups=2))
     root, own = scene.cache.new_block(), scene.cache.new_block()
     scene.step([Segment([root], 40)])
@@ -275,27 +287,17 @@ def test_prefill_is_the_same_with_and_without_flash_attn(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("window", [None, 37])
-def test_rows_of_masks_begin_where_a_gpus_attention_can_load_them(
-    monkeypatch: pytest.MonkeyPatch, window: int | None
-) -> None:
-    """Its vectors of 16 bytes: prefills under a window and rows of unequal lengths have any number of keys."""
-    masks = []
-    primitive = torch_attention._primitive
-
-    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *rest: Any) -> Any:
-        masks.append(mask)
-        return primitive(q, k, v, mask, *rest)
-
-    monkeypatch.setattr(torch_attention.native, "serves", lambda *_: False)
-    monkeypatch.setattr(torch_attention, "_primitive", noted)
+def test_rows_of_masks_are_aligned_for_a_gpu(window: int | None) -> None:
+    """Prefills under a window and rows of unequal lengths have any number of keys; loads are 16 bytes wide."""
     scene = Scene(Features(groups=2, window=window))
     blocks = scene.cache.new_blocks(3, 75)
     scene.step([Segment([block], count) for block, count in zip(blocks, (75, 3, 12), strict=True)])
     torch.testing.assert_close(scene.attend(torch_attention.block_attention, torch.float64), scene.truth())
-    masked = [mask for mask in masks if mask is not None]
-    assert masked
-    assert all(mask.shape[-1] == 1 or stride % 16 == 0 for mask in masked for stride in mask.stride()[:-1])
+    prepared = [value for value in scene.forward.plan.windowed(window).derived.values() if isinstance(value, list)]
+    masks = [call.mask for calls in prepared for call in calls if call.mask is not None]
+    assert masks
+    assert all(mask.shape[-1] == 1 or stride % 16 == 0 for mask in masks for stride in mask.stride()[:-1])
 
 
-def test_flash_attention_is_left_alone_on_a_cpu() -> None:
-    assert not torch_attention._flash_serves(torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16))
+def test_flash_attention_is_not_used_on_a_cpu() -> None:
+    assert not dense.flash_supports(torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_parallel.cache import Block
-from hf_parallel.kernels import reference, rotate
+from hf_parallel.kernels import TokenRange, rotate_by
 
 from .layer import Layer
 
@@ -60,11 +60,12 @@ def view_of(layer: Layer, token: int) -> tuple[torch.Tensor, torch.Tensor]:
     for pair in np.flatnonzero((plan.pair_query == token) & (plan.pair_lo < plan.pair_hi)):
         block = int(np.searchsorted(plan.block_pairs, pair, side="right")) - 1
         lo, hi = int(plan.pair_lo[pair]), int(plan.pair_hi[pair])
-        rows = reference.block_rows(plan, block, f.kv_heads, lo, hi).to(layer.device)
+        start = int(plan.block_first[block]) + lo
+        tokens = TokenRange(int(plan.block_origin[block]), int(plan.block_capacity[block]), start, hi - lo)
+        rows = storage.rows(tokens)
         seen = storage.keys[rows]
         if f.rotary is not None and plan.pair_delta[pair]:
-            tables = f.rotary.tables(-plan.pair_delta[pair : pair + 1], torch.float64, layer.device)
-            seen = rotate(seen.double(), *tables, f.rotary).to(f.dtype)
+            seen = rotate_by(seen.double(), -int(plan.pair_delta[pair]), f.rotary).to(f.dtype)
         keys.append(seen)
         values.append(storage.values[rows])
     return torch.cat(keys, dim=1), torch.cat(values, dim=1)

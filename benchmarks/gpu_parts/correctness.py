@@ -195,7 +195,7 @@ def check_move(device: torch.device, heads: int, head_dim: int, dtype: str, unit
     keys, values = (states[0].clone() for states in layer.held([source]))
     turned = rotate(keys.double(), *rotary.tables(np.array([delta]), torch.float64, device), rotary)
     wanted_keys, wanted_values = storage.keys.double(), storage.values.clone()
-    rows = storage.rows(target.extent, start, start + source.length)
+    rows = storage.rows(target.extent.range(start, source.length))
     wanted_keys[rows], wanted_values[rows] = turned, values
     layer.cache.move(source, target)
     error = worst(worst(0.0, storage.keys, wanted_keys), storage.values, wanted_values)

@@ -20,7 +20,7 @@ from hf_parallel.models import cuda_graph as graph
 
 from .cases import Case
 from .correctness import worst
-from .models import PAD, ByteTokenizer, Models, draw_prompt
+from .models import PAD, Models, draw_prompt, hogwild_settings
 
 TOLERANCE = 1e-4
 """Absolute error allowed to a logit, whose spread is about 0.3: several hundred times what rounding leaves."""
@@ -79,8 +79,7 @@ class GraphStage:
     def check_workers(self, models: Models, name: str) -> dict[str, Any]:
         """Hogwild! workers, whose finished steps move, against the same without graphs."""
         model = models.get(name)
-        settings: dict[str, Any] = {"generation_mode": "hogwild", "tokenizer": ByteTokenizer()}
-        settings |= {"num_workers": self.workers, "answer_pattern": "", "finisher_tokens": 0}
+        settings = hogwild_settings(model, self.workers)
         prompt = draw_prompt(model, 1, self.prefix)
         text = self._generate(model, prompt, cuda_graph=False, **settings).texts[0]
         rare = min(sorted(set(text)), key=text.count)  # so that some steps end, but not every one

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from hf_parallel.cache import Block, BlockCache, ForwardPass, Segment
-from hf_parallel.kernels import BACKEND_VARIABLE, RotarySpec, block_attention
+from hf_parallel.kernels import BACKEND_VARIABLE, AttentionParams, RotarySpec, block_attention
 
 HEADER = 16
 """Tokens of the texts between the parts of a Hogwild view."""
@@ -105,8 +105,8 @@ class Layer:
         inside = torch.zeros(len(storage.keys), dtype=torch.bool, device=self.device)
         written = torch.zeros_like(inside)
         for block in self.forward.blocks:
-            inside[storage.rows(block.extent, 0, block.extent.capacity).reshape(-1)] = True
-            written[storage.rows(block.extent, block.first, block.first + block.length).reshape(-1)] = True
+            inside[storage.rows(block.extent.range(0, block.extent.capacity)).reshape(-1)] = True
+            written[storage.rows(block.tokens).reshape(-1)] = True
         for states in (storage.keys, storage.values):
             states[~inside] = math.nan
             states[inside & ~written] = STALE
@@ -124,18 +124,8 @@ class Layer:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         f = self.features
-        return block_attention(
-            query,
-            keys,
-            values,
-            self.forward.plan,
-            num_kv_heads=f.kv_heads,
-            scale=f.scale,
-            rotary=f.rotary,
-            softcap=f.softcap,
-            sinks=sinks,
-            window=f.window,
-        )
+        params = AttentionParams(f.kv_heads, f.scale, f.rotary, f.softcap, sinks, f.window)
+        return block_attention(query, keys, values, self.forward.plan, params)
 
     def _draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device).to(self.features.dtype)

@@ -113,6 +113,14 @@ def draw_prompt(model: PreTrainedModel, rows: int, length: int) -> torch.Tensor:
     return torch.randint(PAD + 1, model.config.vocab_size, (1, length), device=model.device).repeat(rows, 1)
 
 
+def hogwild_settings(model: PreTrainedModel, workers: int) -> dict[str, Any]:
+    """Return settings of a `hogwild` call without a final answer. The toy model, which is interpreted, has short texts."""
+    settings: dict[str, Any] = {"generation_mode": "hogwild", "tokenizer": ByteTokenizer(), "num_workers": workers}
+    if model.config.hidden_size == CONFIGS["toy"].hidden_size:
+        settings |= {"history_header": "H", "others_header": "O", "own_header": "M", "step_prefix": "{step}"}
+    return settings | {"answer_pattern": "", "finisher_tokens": 0}
+
+
 @contextmanager
 def attention_skipped() -> Iterator[list[int]]:
     """Exchange block attention for a function that hands the queries back; yields the layers that asked for it."""

@@ -13,7 +13,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from hf_parallel.cli.measure import StepClock
 
 from .cases import OUT_OF_MEMORY, fits
-from .models import PAD, ByteTokenizer, attention_skipped, draw_prompt, kv_bytes_per_token
+from .models import PAD, attention_skipped, draw_prompt, hogwild_settings, kv_bytes_per_token
 from .timing import Deadline, OutOfTimeError
 
 FIRST_STEPS = 3
@@ -41,9 +41,8 @@ def no_attention(model: Any, rows: int, prefix: int, steps: int, deadline: Deadl
 
 def hogwild(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
     """`rows` workers over one prompt."""
-    settings = {"tokenizer": ByteTokenizer(), "num_workers": rows, "answer_pattern": "", "finisher_tokens": 0}
     prompt = draw_prompt(model, 1, prefix)
-    return _timed(model, prompt, rows, steps, deadline, generation_mode="hogwild", **settings)
+    return _timed(model, prompt, rows, steps, deadline, **hogwild_settings(model, rows))
 
 
 def generate(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:

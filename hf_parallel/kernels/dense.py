@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-_FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _EFFICIENT_CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLASH_CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _FLASH_CUDA_DIM = 256
@@ -47,7 +47,7 @@ def dense_attention(
     """
     ops = torch.ops.aten
     if softcap is None and q.shape[-1] == v.shape[-1]:
-        if q.device.type == "cpu" and q.dtype in _FLASH_CPU_DTYPES:
+        if q.device.type == "cpu" and q.dtype in FLASH_CPU_DTYPES:
             return ops._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, dropout_p=0.0, is_causal=causal, attn_mask=mask, scale=scale
             )

@@ -188,12 +188,12 @@ def block_attention(
     results are merged by their log-sum-exp (Hydragen, eq. 5).
     """
     backend = _backend(keys, values)
-    if _is_prefill(keys, values, plan, params.softcap):
+    if is_prefill(keys, values, plan, params.softcap):
         backend = torch_attention
     return backend.block_attention(query, keys, values, plan, params)
 
 
-def _is_prefill(keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan, softcap: float | None) -> bool:
+def is_prefill(keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan, softcap: float | None) -> bool:
     """Whether FlashAttention is faster for a pass than kernels for few queries, and no backend was selected."""
     if not keys.is_cuda or os.environ.get(BACKEND_VARIABLE) or softcap is not None or keys.shape != values.shape:
         return False

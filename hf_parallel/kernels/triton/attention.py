@@ -31,7 +31,7 @@ MAX_DIM = 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _NO_WINDOW = 1 << 30
 _TOKENS_PER_PROGRAM = 16  # stored or moved
-_PARTS_PER_STEP = 16  # partial results merged at once
+PARTS_PER_STEP = 16  # partial results merged at once
 
 
 def unsupported_reason(keys: torch.Tensor, values: torch.Tensor) -> str:
@@ -80,7 +80,7 @@ def block_attention(
             heads,
             DIM_V=shape.value_dim,
             BLOCK_V=block_size(shape.value_dim),
-            BLOCK_S=_PARTS_PER_STEP,
+            BLOCK_S=PARTS_PER_STEP,
             SINKS=params.sinks is not None,
             num_warps=2,
         )

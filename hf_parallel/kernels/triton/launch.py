@@ -198,7 +198,7 @@ class AttendLaunch(Launch):
     def __init__(self, plan: AttentionPlan, shape: LayerShape, max_tokens: int) -> None:
         self.shape, self.max_tokens = shape, max_tokens
         self.tilings = self._select(plan)
-        processors = _num_processors(shape.device)
+        processors = num_processors(shape.device)
         heads = [shape.num_kv_heads * -(-shape.groups // t.group_tile(shape.groups)) for t in self.tilings]
         self.max_programs = [max(1, t.programs * processors // n) for t, n in zip(self.tilings, heads, strict=True)]
         work = self._work(plan)
@@ -350,7 +350,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @lru_cache
-def _num_processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
