@@ -22,3 +22,8 @@ def small_call(mode: str) -> dict[str, Any]:
     """Return arguments of `generate` for a short call of a mode with a tiny model; a tokenizer is not included."""
     required = {name: eval(code, {"hf_parallel": hf_parallel}) for name, code in MODES[mode].example_arguments.items()}
     return {"generation_mode": mode, "max_new_tokens": 12, **required, **import_module(f"test_{mode}").SMALL_CALL}
+
+
+def small_config(mode: str) -> hf_parallel.ParallelConfig:
+    """Return the config of a mode's small call."""
+    return MODES[mode](**{name: value for name, value in small_call(mode).items() if name in MODES[mode].fields()})

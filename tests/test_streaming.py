@@ -1,4 +1,4 @@
-"""Streamers: those of transformers hear all of one row in every mode, ours hear every row, from another thread too."""
+"""Streamers: those of transformers receive one row in every mode, those of this package all rows."""
 
 from __future__ import annotations
 
@@ -10,68 +10,46 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from mode_cases import BUILT_IN, small_call, small_config
 from stories import answer, tell
 from transformers import LogitsProcessor, TextIteratorStreamer, TextStreamer
 from workers import SETTINGS, TOKENIZER, small_model, write
 
-import hf_parallel
 from hf_parallel import ParallelIteratorStreamer, ParallelStreamer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = tiny.make_prompts([9], seed=4)[0][None]
-SAMPLED: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "return_dict_in_generate": True}
+SAMPLED: dict[str, Any] = {"do_sample": True, "seed": 3, "return_dict_in_generate": True, "tokenizer": TOKENIZER}
 STORY = "Now. ####A:......\n####B:......\n####%%%%"
 EOS = tiny.EOS
-MODES: dict[str, dict[str, Any]] = {
-    "shared_prefix": {},
-    "resample": {"logits_cache": hf_parallel.LogitsCache()},
-    "hogwild": {**SETTINGS, "num_workers": 1, "separator": "a", "sequence_bias": [[[ord("a")], 6.0]]},
-    "pdos": {"tokenizer": TOKENIZER, "parallel_hint": False},
-    "self_consistency": {"tokenizer": TOKENIZER, "num_answers": 3, "answer_pattern": "."},
-    "skeleton_of_thought": {
-        "tokenizer": TOKENIZER,
-        "outline_prompt": "O:",
-        "point_prompt": "Q:",
-        "point_heading": "",
-        "point_gap": "|",
-        "conclusion_prompt": "=",
-        "outline_tokens": 4,
-        "point_tokens": 3,
-    },
-}
-"""Every mode, with settings under which the tiny model, which writes letters at random, has something to say."""
+ONE_ROW = [mode for mode in BUILT_IN if small_config(mode).rows_per_prompt == 1]
+"""Modes whose small call has one row per prompt."""
 
 
 class Listener:
     def __init__(self) -> None:
         self.put = self.end = lambda *given: None
-        self.heard: list[tuple[int, str, str]] = []
+        self.received: list[tuple[int, str, str]] = []
 
     def write_row(self, row: int, text: str, event: str) -> None:
-        self.heard.append((row, text, event))
+        self.received.append((row, text, event))
 
 
-def test_every_mode_is_tried() -> None:
-    assert set(MODES) == set(hf_parallel.generation.MODES)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_text_streamer_hears_all_that_one_row_is(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prompt, headers, and what was generated."""
-    streamer = TextStreamer(TOKENIZER)
-    out = small_model().generate(PROMPT, generation_mode=mode, streamer=streamer, **SAMPLED, **MODES[mode])
+@pytest.mark.parametrize("mode", ONE_ROW)
+def test_a_text_streamer_receives_the_whole_row(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompt, headers and generated text."""
+    out = small_model().generate(PROMPT, streamer=TextStreamer(TOKENIZER), **small_call(mode) | SAMPLED)
     assert capsys.readouterr().out == TOKENIZER.decode(out.sequences[0].tolist()) + "\n"
     assert out.sequences.shape[1] > PROMPT.shape[1] + 5
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_text_iterator_streamer_hears_it_in_another_thread(mode: str) -> None:
+@pytest.mark.parametrize("mode", ONE_ROW)
+def test_a_text_iterator_streamer_receives_it_in_another_thread(mode: str) -> None:
     streamer, result = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=60), {}
 
     def generate() -> None:
-        settings = {**SAMPLED, **MODES[mode]}
-        result["out"] = small_model().generate(PROMPT, generation_mode=mode, streamer=streamer, **settings)
+        result["out"] = small_model().generate(PROMPT, streamer=streamer, **small_call(mode) | SAMPLED)
 
     thread = threading.Thread(target=generate)
     thread.start()
@@ -85,7 +63,7 @@ def test_a_single_worker_streams_the_prefixes_of_its_steps(capsys: pytest.Captur
     assert capsys.readouterr().out == "Alice 1: One.\n\nAlice 2: Two.\n"
 
 
-def test_a_text_streamer_hears_the_joined_branches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_streamer_receives_the_joined_branches(capsys: pytest.CaptureFixture[str]) -> None:
     out = tell(
         [STORY + "So.", EOS], branches=["one####", "two####"], streamer=TextStreamer(TOKENIZER, skip_prompt=True)
     )
@@ -101,20 +79,19 @@ def test_the_iterator_is_a_parallel_streamer() -> None:
     assert isinstance(ParallelIteratorStreamer(), ParallelStreamer)
 
 
-def test_the_iterator_tells_what_a_listener_hears_in_order() -> None:
+def test_the_iterator_yields_what_a_streamer_receives_in_order() -> None:
     listener, streamer = Listener(), ParallelIteratorStreamer(timeout=60)
     write("One.\n\nTwo.", "Uno.", streamer=listener)
     thread = threading.Thread(target=lambda: write("One.\n\nTwo.", "Uno.", streamer=streamer))
     thread.start()
-    heard = [(row, text, event) for row, text, event in streamer]
+    received = [tuple(item) for item in streamer]
     thread.join()
-    assert heard == listener.heard
-    assert {row for row, _, _ in heard} == {0, 1}
-    assert "".join(text for row, text, event in heard if row == 0 and event == "token") == "One.\n\nTwo."
+    assert received == listener.received
+    assert {row for row, _, _ in received} == {0, 1}
+    assert "".join(text for row, text, event in received if row == 0 and event == "token") == "One.\n\nTwo."
 
 
-def test_texts_come_while_they_are_written() -> None:
-    """The first can be read before the call has ended."""
+def test_text_arrives_before_the_call_ends() -> None:
     streamer, read = ParallelIteratorStreamer(timeout=60), threading.Event()
 
     class Waits(torch.nn.Module):
@@ -142,7 +119,7 @@ def test_texts_come_while_they_are_written() -> None:
     thread.join()
 
 
-def test_branches_come_by_the_iterator_too() -> None:
+def test_the_iterator_yields_branches() -> None:
     streamer = ParallelIteratorStreamer(timeout=60)
     out = tell([STORY, EOS], branches=["one####", "two####"], streamer=streamer)
     texts: dict[int, str] = defaultdict(str)
@@ -153,7 +130,7 @@ def test_branches_come_by_the_iterator_too() -> None:
     assert out.branch_texts == [[["one", "two"]]]
 
 
-def test_the_iterator_waits_no_longer_than_it_should() -> None:
+def test_the_iterator_raises_after_its_timeout() -> None:
     streamer = ParallelIteratorStreamer(timeout=0.01)
     with pytest.raises(queue.Empty):
         next(streamer)
@@ -163,11 +140,11 @@ def test_the_iterator_serves_one_call_after_another() -> None:
     streamer = ParallelIteratorStreamer(timeout=60)
     for _ in range(2):
         write("One.", "Uno.", streamer=streamer)
-        assert [piece.text for piece in streamer if piece.event == "begin"] == ["Alice 1: ", "Bob 1: "]
+        assert [item.text for item in streamer if item.event == "begin"] == ["Alice 1: ", "Bob 1: "]
 
 
 class Breaks(LogitsProcessor):
-    """Fails at the third token."""
+    """Raises at the third token."""
 
     keeps_rows = False
 
@@ -181,8 +158,10 @@ class Breaks(LogitsProcessor):
         return scores
 
 
-def assert_raised_here(streamer: ParallelIteratorStreamer, error: type[Exception], says: str, **settings: Any) -> None:
-    """What `generate` raises in a thread of its own ends the iteration, which raises it too."""
+def assert_iteration_raises(
+    streamer: ParallelIteratorStreamer, error: type[Exception], says: str, **settings: Any
+) -> None:
+    """`generate` raises in its own thread, and the iteration raises the same error."""
 
     def fail() -> None:
         with pytest.raises(error, match=says):
@@ -195,13 +174,13 @@ def assert_raised_here(streamer: ParallelIteratorStreamer, error: type[Exception
     thread.join()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_iterator_raises_what_ends_the_call(mode: str) -> None:
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_the_iterator_raises_the_error_of_the_call(mode: str) -> None:
     streamer = ParallelIteratorStreamer(timeout=60)
-    settings = {**SAMPLED, **MODES[mode], "generation_mode": mode, "logits_processor": [Breaks()]}
-    assert_raised_here(streamer, RuntimeError, "the third token", **settings)
+    settings = {**small_call(mode), **SAMPLED, "logits_processor": [Breaks()]}
+    assert_iteration_raises(streamer, RuntimeError, "the third token", **settings)
     write("One.", "Uno.", streamer=streamer)
-    assert [piece.text for piece in streamer if piece.event == "begin"] == ["Alice 1: ", "Bob 1: "]
+    assert [item.text for item in streamer if item.event == "begin"] == ["Alice 1: ", "Bob 1: "]
 
 
 @pytest.mark.parametrize(
@@ -213,11 +192,11 @@ def test_the_iterator_raises_what_ends_the_call(mode: str) -> None:
         ({"num_workers": 2}, "num_workers"),
     ],
 )
-def test_the_iterator_raises_what_is_wrong_with_the_arguments(settings: dict[str, Any], says: str) -> None:
-    assert_raised_here(ParallelIteratorStreamer(timeout=60), ValueError, says, **settings)
+def test_the_iterator_raises_errors_of_arguments(settings: dict[str, Any], says: str) -> None:
+    assert_iteration_raises(ParallelIteratorStreamer(timeout=60), ValueError, says, **settings)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, True, "soon", float("nan")])
-def test_a_timeout_without_sense_is_refused(timeout: Any) -> None:
+def test_an_invalid_timeout_raises(timeout: Any) -> None:
     with pytest.raises(ValueError, match="timeout must be a positive number"):
         ParallelIteratorStreamer(timeout)

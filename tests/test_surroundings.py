@@ -1,4 +1,4 @@
-"""What surrounds a call: autocast, inference mode, another default device. Modes work in it as `generate` does."""
+"""Calls under autocast, in inference mode and with another default device work as those of `generate`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
+from mode_cases import BUILT_IN, small_call
 from transformers import PreTrainedModel
 
 import hf_parallel
@@ -29,7 +30,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
-def test_modes_run_under_autocast_as_generate_does(dtype: torch.dtype, held: torch.dtype) -> None:
+def test_shared_prefix_equals_generate_under_autocast(dtype: torch.dtype, held: torch.dtype) -> None:
     model = tiny.build("llama", dtype=held)
     ids = torch.stack(PROMPTS)
     with torch.autocast("cpu", dtype):
@@ -47,7 +48,7 @@ def test_modes_run_under_autocast_as_generate_does(dtype: torch.dtype, held: tor
 
 
 def test_a_model_whose_forward_is_wrapped_in_autocast_can_be_enabled(model: PreTrainedModel) -> None:
-    """As Accelerate and Trainer do: logits come out in float32, computed in less."""
+    """As Accelerate and Trainer do: computed in bfloat16, with logits in float32."""
     hf_parallel.disable(model)
     forward = type(model).forward
 
@@ -70,45 +71,38 @@ def test_a_model_whose_forward_is_wrapped_in_autocast_can_be_enabled(model: PreT
 
 @pytest.mark.parametrize("first", [torch.inference_mode, nullcontext])
 @pytest.mark.parametrize("second", [torch.inference_mode, nullcontext])
-def test_a_kept_cache_serves_in_and_out_of_inference_mode(
+def test_a_kept_cache_works_in_and_out_of_inference_mode(
     model: PreTrainedModel, first: type[AbstractContextManager], second: type[AbstractContextManager]
 ) -> None:
     ids, cache = torch.stack(PROMPTS), hf_parallel.SharedPrefixCache()
     expected = model.generate(ids, **GREEDY)
-    for surroundings in (first, second, first):
-        with surroundings():
+    for context in (first, second, first):
+        with context():
             out = model.generate(ids, generation_mode="shared_prefix", past_key_values=cache, **GREEDY)
         assert out.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("mode", ["shared_prefix", "hogwild", "pdos", "self_consistency", "resample"])
-def test_modes_do_not_hang_on_the_default_device(model: PreTrainedModel, mode: str) -> None:
-    settings = {
-        "shared_prefix": {},
-        "hogwild": {"num_workers": 2, "tokenizer": AsciiTokenizer(), "finisher_tokens": 0},
-        "pdos": {"tokenizer": AsciiTokenizer()},
-        "self_consistency": {"tokenizer": AsciiTokenizer(), "num_answers": 2, "do_sample": True, "seed": 1},
-        "resample": {"logits_cache": hf_parallel.LogitsCache(), "do_sample": True, "seed": 1},
-    }[mode]
-    ids = torch.stack(PROMPTS)
-    expected = model.generate(ids, generation_mode=mode, **GREEDY, **settings)
-    if "logits_cache" in settings:
-        settings["logits_cache"].clear()
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_modes_do_not_depend_on_the_default_device(model: PreTrainedModel, mode: str) -> None:
+    def generate() -> list[list[int]]:
+        settings = {**GREEDY, "tokenizer": AsciiTokenizer(), **small_call(mode)}
+        return model.generate(torch.stack(PROMPTS), **settings).tolist()
+
+    expected = generate()
     with torch.device("meta"):
-        out = model.generate(ids, generation_mode=mode, **GREEDY, **settings)
-    assert out.tolist() == expected.tolist()
+        assert generate() == expected
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"generation_mode": "shared_prefix", "num_workers": 2}, "it is one of hogwild. shared_prefix has"),
         ({"generation_mode": hf_parallel.HogwildConfig()}, "pass it as parallel_config="),
         ({"generation_mode": "shared_prefix", "prompt_lookup_num_tokens": 3}, "allowed: None"),
     ],
 )
-def test_errors_say_what_to_do(model: PreTrainedModel, settings: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)):
+def test_errors_name_the_remedy(model: PreTrainedModel, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         model.generate(torch.stack(PROMPTS), **GREEDY, **settings)
     with pytest.raises(ValueError, match=r"'hogwild' has no setting 'workers'"):
         hf_parallel.hogwild_prompt("A task", AsciiTokenizer(), workers=2)
