@@ -1,4 +1,4 @@
-"""Threads that read and write one LogitsCache (`python -m benchmarks.resample --stress`)."""
+"""Stress test of a LogitsCache with several threads: `python -m benchmarks.resample --stress`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ THREADS = 8
 
 @dataclass(eq=False)
 class Stress:
-    """Threads that read and write one cache, and check every answer.
+    """Threads that read and write one cache and check the logits that they read.
 
     Parameters
     ----------
     seconds : float
     max_bytes : int
-        Of the cache: where it is too small for all states, some are dropped all the time.
+        Capacity of the cache. If it is too small for all states, states are evicted continuously.
 
     Attributes
     ----------
     cache : LogitsCache
     reads, writes, wrong, most_bytes : int
-        Reads that were answered, states that were written, answers that were not those of the state, and the most that
-        the cache has held.
+        Number of successful reads, of written states, of reads with logits of another state, and peak size of the
+        cache.
     lost : int
-        States that were written and not there, at once or, where there was room for all, in the end.
+        States missing right after they were written or, if the capacity suffices for all, at the end.
     """
 
     seconds: float
@@ -49,7 +49,7 @@ class Stress:
         self._lock = threading.Lock()
 
     def run(self) -> dict[str, Any]:
-        """Run the threads; returns what goes into the JSON."""
+        """Run the threads; return an entry of the report."""
         end = time.perf_counter() + self.seconds
         threads = [threading.Thread(target=self._work, args=(number, end)) for number in range(THREADS)]
         for thread in threads:
@@ -73,15 +73,15 @@ class Stress:
                 cursors.start(number, "model", tokens)
                 for token in choose.choices(range(4), k=8):
                     true = logits_of(tokens)
-                    if not cursors.known(number):
-                        writes += cursors.remember(number, true)
-                    if cursors.known(number):
-                        found = cursors.logits(number)
+                    if not cursors.has_logits(number):
+                        writes += cursors.store(number, true)
+                    if cursors.has_logits(number):
+                        logits = cursors.node(number).logits
                         reads += 1
-                        lost += found is None
-                        wrong += found is not None and not torch.equal(found, true)
+                        lost += logits is None
+                        wrong += logits is not None and not torch.equal(logits.to_dense(), true)
                         written.add(tokens)
-                    cursors.follow(number, token)
+                    cursors.advance(number, token)
                     tokens = (*tokens, token)
                     most = max(most, self.cache.num_bytes)
         with self._lock:
@@ -91,15 +91,15 @@ class Stress:
             self._written |= written
 
     def _missing(self) -> int:
-        """States that were written and are not there."""
+        """Count the written states that the cache does not hold."""
         missing = 0
         with self.cache.cursors() as cursors:
             for tokens in self._written:
                 cursors.start(0, "model", tokens)
-                missing += not cursors.known(0)
+                missing += not cursors.has_logits(0)
         return missing
 
 
 def logits_of(tokens: tuple[int, ...]) -> torch.Tensor:
-    """Logits `float32 [64]` that no other tokens have."""
+    """Return logits, `float32 [64]`, unique to these tokens."""
     return torch.full((64,), float(hash(tokens) % (1 << 24)))

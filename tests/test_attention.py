@@ -183,7 +183,7 @@ def test_lengths_at_which_frequencies_change_raise(name: str, length: int) -> No
     settings = {"generation_mode": "shared_prefix", "do_sample": False}
     plain = model.generate(prompt, max_new_tokens=8, do_sample=False)  # type: ignore[operator]
     assert torch.equal(model.generate(prompt, max_new_tokens=8, **settings), plain)  # type: ignore[operator]
-    with pytest.raises(UnsupportedModelError, match=f"frequencies behind {length} tokens.* got {length + 1}"):
+    with pytest.raises(UnsupportedModelError, match=f"frequencies after {length} tokens.* got {length + 1}"):
         model.generate(prompt, max_new_tokens=9, **settings)  # type: ignore[operator]
 
 

@@ -1,4 +1,4 @@
-"""A LogitsCache that keeps the highest logits: exact for settings that need no more, refused for all others."""
+"""A LogitsCache with `top_k`: exact for settings that need no other logits, an error for all others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def sample(model: PreTrainedModel, cache: LogitsCache | None, **settings: Any) -
     ],
     ids=["greedy", "top_k", "top_k and top_p", "top_p"],
 )
-def test_settings_that_need_no_more_get_the_same_samples(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+def test_settings_that_need_only_the_kept_logits_generate_the_same_samples(
+    model: PreTrainedModel, settings: dict[str, Any]
+) -> None:
     cache, replayed = LogitsCache(top_k=KEPT), 0
     for seed in (0, 1, 2, 0):
         out = sample(model, cache, seed=seed, **settings)
@@ -65,14 +67,14 @@ def test_settings_that_need_no_more_get_the_same_samples(model: PreTrainedModel,
     ],
     ids=str,
 )
-def test_settings_that_need_more_are_refused(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+def test_settings_that_need_more_logits_raise(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"logits_cache keeps the {KEPT} highest logits"):
         sample(model, LogitsCache(top_k=KEPT), **settings)
     assert torch.equal(sample(model, None).sequences, sample(model, LogitsCache()).sequences)
 
 
-def test_of_several_processors_that_cut_the_first_decides(model: PreTrainedModel) -> None:
-    """A `top_p` of one's own goes before a `top_k`: it needs a mass that is not kept."""
+def test_the_first_of_several_truncating_processors_decides(model: PreTrainedModel) -> None:
+    """A user's `top_p` runs before `top_k` and needs more probability than is kept."""
     cache, settings = LogitsCache(top_k=KEPT), {"top_k": 5, "logits_processor": [TopPLogitsWarper(0.9999)]}
     for seed in (0, 0):
         out = sample(model, cache, seed=seed, **settings)
@@ -80,7 +82,7 @@ def test_of_several_processors_that_cut_the_first_decides(model: PreTrainedModel
         assert out.stats.replayed_tokens == 0
 
 
-def test_a_state_that_has_forgotten_too_much_is_computed_and_counted_as_a_miss(model: PreTrainedModel) -> None:
+def test_a_node_with_too_few_logits_is_computed_and_counted_as_a_miss(model: PreTrainedModel) -> None:
     cache = LogitsCache(top_k=KEPT)
     for top_p, replays in ((0.1, True), (0.99, False), (0.1, True)):
         expected = sample(model, None, top_p=top_p)
@@ -95,41 +97,39 @@ def test_a_state_that_has_forgotten_too_much_is_computed_and_counted_as_a_miss(m
 
 @pytest.mark.parametrize("warpers", [[TopKLogitsWarper(KEPT)], [TopPLogitsWarper(0.6)]], ids=["top_k", "top_p"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_that_serves_gives_the_same_shares_also_where_logits_are_equal(
-    dtype: torch.dtype, warpers: list[Any]
-) -> None:
-    """In bfloat16 most logits of such states have equals."""
+def test_sufficient_logits_give_the_same_probabilities_despite_ties(dtype: torch.dtype, warpers: list[Any]) -> None:
+    """In bfloat16 most logits have ties."""
     needed = (KEPT, math.inf) if isinstance(warpers[0], TopKLogitsWarper) else (1, math.log(0.4))
-    served = 0
+    covered = 0
     for seed in range(200):
         logits = (torch.randn(300, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
-        remembered = CachedLogits.of(logits, KEPT)
-        if remembered.serves(*needed):
-            served += 1
-            both = torch.stack((logits, remembered.spread())).float()
-            shares = LogitsProcessorList(warpers)(torch.empty(2, 0), both).softmax(-1)
+        cached = CachedLogits.from_logits(logits, KEPT)
+        if cached.covers(*needed):
+            covered += 1
+            both = torch.stack((logits, cached.to_dense())).float()
+            probs = LogitsProcessorList(warpers)(torch.empty(2, 0), both).softmax(-1)
             if isinstance(warpers[0], TopPLogitsWarper):
-                shares = shares.sort(dim=-1).values  # of equals, `top_p` leaves those that its sorting puts last
-            assert torch.equal(*(of > 0 for of in shares))
-            torch.testing.assert_close(*shares)
-    assert served > 100 if dtype == torch.float32 or needed[0] < KEPT else 10 < served < 190
+                probs = probs.sort(dim=-1).values  # which of several ties `top_p` keeps depends on its sorting
+            assert torch.equal(*(of > 0 for of in probs))
+            torch.testing.assert_close(*probs)
+    assert covered > 100 if dtype == torch.float32 or needed[0] < KEPT else 10 < covered < 190
 
 
-def test_of_equal_logits_all_are_kept_or_none() -> None:
+def test_ties_are_kept_or_dropped_together() -> None:
     logits = torch.tensor([5.0, 4, 3, 3, 3, 1, 0])
     for top_k, kept in ((1, [0]), (2, [0, 1]), (3, [0, 1]), (4, [0, 1]), (5, [0, 1, 2, 3, 4])):
-        remembered = CachedLogits.of(logits, top_k)
-        assert remembered.ids is not None
-        assert sorted(remembered.ids.tolist()) == kept
-        assert remembered.serves(len(kept), math.inf)
-        assert not remembered.serves(len(kept) + 1, math.inf)
-    assert not CachedLogits.of(torch.ones(9), 4).serves(1, math.inf)
-    assert CachedLogits.of(torch.ones(9), None).serves(9, -math.inf)
+        cached = CachedLogits.from_logits(logits, top_k)
+        assert cached.ids is not None
+        assert sorted(cached.ids.tolist()) == kept
+        assert cached.covers(len(kept), math.inf)
+        assert not cached.covers(len(kept) + 1, math.inf)
+    assert not CachedLogits.from_logits(torch.ones(9), 4).covers(1, math.inf)
+    assert CachedLogits.from_logits(torch.ones(9), None).covers(9, -math.inf)
 
 
-def test_what_was_cut_stays_below_what_was_kept_however_small_its_mass() -> None:
+def test_dropped_logits_stay_below_kept_ones_however_small_their_probability() -> None:
     logits = torch.full((50_000,), -12.0)
     logits[:8] = torch.tensor([50, -9, -9.5, -9.6, -9.7, -9.8, -9.9, -10])
-    remembered = CachedLogits.of(logits, 8)
-    torch.testing.assert_close(remembered.spread(), logits)
-    assert remembered.rest == pytest.approx(math.log(50_000 - 8) - 12 - 50, rel=1e-6)
+    cached = CachedLogits.from_logits(logits, 8)
+    torch.testing.assert_close(cached.to_dense(), logits)
+    assert cached.log_tail == pytest.approx(math.log(50_000 - 8) - 12 - 50, rel=1e-6)

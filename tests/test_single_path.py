@@ -1,4 +1,4 @@
-"""LogitsCache.keep_last_path: what was visited last stays as it was, all else is gone, and bytes are counted truly."""
+"""LogitsCache.keep_last_path: the most recently used sequence stays, all others go, and the byte count stays exact."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from test_logits_cache import VOCABULARY, logits_of, read, write
+from test_logits_cache import VOCABULARY, counted, logits_of, read, write
 
 from hf_parallel import LogitsCache
 from hf_parallel.cache.cached_logits import TENSOR_BYTES
-from hf_parallel.cache.logits import STATE_BYTES
+from hf_parallel.cache.logits_trie import NODE_BYTES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def true_bytes(cache: LogitsCache) -> int:
-    return sum(state.num_bytes for _, state in cache._states() if state.parent is not None)
-
-
-def test_of_all_continuations_the_last_one_is_kept() -> None:
+def test_only_the_last_continuation_is_kept() -> None:
     cache = LogitsCache()
     write(cache, [1, 2], 5, 6, 7)
     write(cache, [1, 2], 5, 9, 7)
@@ -39,7 +35,7 @@ def test_of_all_continuations_the_last_one_is_kept() -> None:
         assert read(cache, tokens) is None
 
 
-def test_prompts_that_begin_alike_are_told_apart_by_their_last_visit() -> None:
+def test_among_prompts_with_a_common_start_the_last_used_one_is_kept() -> None:
     cache = LogitsCache()
     for prompt in ([1, 7, 2], [1, 8, 2], [1, 9, 2], [1, 8, 2]):
         write(cache, prompt, 5)
@@ -48,7 +44,7 @@ def test_prompts_that_begin_alike_are_told_apart_by_their_last_visit() -> None:
     assert read(cache, [1, 8, 2]) is not None
 
 
-def test_each_model_has_a_path_of_its_own() -> None:
+def test_each_model_keeps_its_own_path() -> None:
     cache = LogitsCache()
     for key in ("one", "two"):
         for prompt in ([1], [2]):
@@ -59,7 +55,7 @@ def test_each_model_has_a_path_of_its_own() -> None:
         assert read(cache, [2], key) is not None
 
 
-def test_a_path_ends_where_it_was_left_last() -> None:
+def test_the_path_ends_at_the_last_used_node() -> None:
     cache = LogitsCache()
     write(cache, [1], 2, 3, 4, 5)
     write(cache, [1], 2, 3)
@@ -69,54 +65,54 @@ def test_a_path_ends_where_it_was_left_last() -> None:
     assert read(cache, [1, 2, 3, 4]) is None
 
 
-def test_what_is_forgotten_is_held_by_nobody_and_counted_no_more() -> None:
+def test_deleted_nodes_are_freed_and_not_counted() -> None:
     cache = LogitsCache()
     for taken in range(10, 15):
         write(cache, [1], taken, 7)
-    states = [weakref.ref(state) for _, state in cache._states()]
-    held = next(state for _, state in cache._states() if state.token == 10)
+    nodes = [weakref.ref(node) for _, node in cache.nodes()]
+    held = next(node for _, node in cache.nodes() if node.token == 10)
     assert held.logits is not None
     cache.keep_last_path()
     assert (held.alive, held.logits) == (False, None)
     del held
     gc.collect()
-    assert sum(state() is not None for state in states) == 4  # the root, the prompt, and what follows it
-    assert cache.num_bytes == true_bytes(cache) == 3 * STATE_BYTES + 2 * (VOCABULARY * 4 + TENSOR_BYTES)
+    assert sum(node() is not None for node in nodes) == 4  # the root, the prompt, and two tokens
+    assert cache.num_bytes == counted(cache) == 3 * NODE_BYTES + 2 * (VOCABULARY * 4 + TENSOR_BYTES)
 
 
-def test_what_is_kept_goes_when_there_is_no_room_any_more() -> None:
-    cache = LogitsCache(12 * (VOCABULARY * 4 + STATE_BYTES + TENSOR_BYTES))
+def test_kept_nodes_can_be_evicted() -> None:
+    cache = LogitsCache(12 * (VOCABULARY * 4 + NODE_BYTES + TENSOR_BYTES))
     for taken in range(10, 15):
         write(cache, [1], taken, 7)
-    write(cache, [1], 14)  # an inner state until now, which could not go before its end
+    write(cache, [1], 14)  # an inner node until now, which could not be evicted before its child
     cache.keep_last_path()
     write(cache, [9], *range(11))
     assert len(cache) == 11
     assert read(cache, [1, 14]) is None
-    assert cache.num_bytes == true_bytes(cache) <= cache.max_bytes
+    assert cache.num_bytes == counted(cache) <= cache.max_bytes
 
 
-def test_rows_on_forgotten_states_go_on_and_leave_nothing() -> None:
+def test_cursors_on_deleted_nodes_continue_and_store_nothing() -> None:
     cache = LogitsCache()
     with cache.cursors() as cursors:
-        cursors.start("mine", "model", [1, 2])
-        cursors.remember("mine", logits_of([1, 2]))
+        cursors.start("first", "model", [1, 2])
+        cursors.store("first", logits_of([1, 2]))
         cursors.start("last", "model", [7])
         cache.keep_last_path()
-        assert cursors.known("mine")
-        cursors.follow("mine", 3)
-        assert not cursors.remember("mine", logits_of([1, 2, 3]))
+        assert cursors.has_logits("first")
+        cursors.advance("first", 3)
+        assert not cursors.store("first", logits_of([1, 2, 3]))
     assert len(cache) == 0
-    assert cache.num_bytes == true_bytes(cache) == STATE_BYTES
+    assert cache.num_bytes == counted(cache) == NODE_BYTES
 
 
-def test_a_cache_without_states_stays_empty() -> None:
+def test_an_empty_cache_stays_empty() -> None:
     cache = LogitsCache()
     cache.keep_last_path()
     assert (len(cache), cache.num_bytes) == (0, 0)
 
 
-def test_threads_may_write_meanwhile() -> None:
+def test_threads_may_write_concurrently() -> None:
     cache, wrong = LogitsCache(200_000), []
     stop = time.perf_counter() + 1
 
@@ -138,5 +134,5 @@ def test_threads_may_write_meanwhile() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert cache.num_bytes == true_bytes(cache)
-    assert all(state.pins == 0 for _, state in cache._states())
+    assert cache.num_bytes == counted(cache)
+    assert all(node.pins == 0 for _, node in cache.nodes())
