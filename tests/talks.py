@@ -1,4 +1,4 @@
-"""Sessions over a tiny model, lives that they may have, and what can be seen of them."""
+"""Sessions over a tiny model, random changes to them, and their visible state."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import pytest
 import tiny
 import torch
 from transformers import LogitsProcessor
 from workers import SETTINGS, TOKENIZER, encode, small_model
 
 from hf_parallel import HogwildSession
-from hf_parallel.generation.decode import DecodeLoop
 
 PROMPT = tiny.make_prompts([23], seed=3)[0][None]
 SHORT = {name: value for name, value in SETTINGS.items() if name != "tokenizer"}
@@ -30,7 +28,7 @@ WORDY: dict[str, Any] = {
     "temperature": 0.4,
     "seed": 0,
 }
-"""Settings under which the tiny model, which writes letters at random, ends steps now and then."""
+"""Settings under which the tiny model, which writes random letters, ends a step now and then."""
 
 
 def begin(model: Any = None, **settings: Any) -> HogwildSession:
@@ -38,14 +36,14 @@ def begin(model: Any = None, **settings: Any) -> HogwildSession:
 
 
 def scripted(*scripts: str, **settings: Any) -> HogwildSession:
-    """A session over the prompt `P`, whose workers write what they are told; there may be scripts for later ones."""
+    """Return a session over the prompt `P` whose workers write scripts, including those that join later."""
     given = {"num_workers": len(scripts), "max_new_tokens": 99, "do_sample": False, **SHORT, **settings}
     ids = torch.tensor([encode("P")])
     return HogwildSession(small_model(), TOKENIZER, ids, logits_processor=[Scripts(*scripts)], **given)
 
 
 class Scripts(LogitsProcessor):
-    """Lets the k-th row of the batch write the k-th script, one letter a pass, and then `x`."""
+    """Forces row k of the batch to write script k, one letter per pass, and then `x`."""
 
     def __init__(self, *scripts: str) -> None:
         self.scripts, self.calls = scripts, 0
@@ -57,52 +55,50 @@ class Scripts(LogitsProcessor):
         return torch.nn.functional.one_hot(torch.tensor(list(map(ord, letters))), scores.shape[1]).to(scores) * 100
 
 
+def tokens_held(session: HogwildSession) -> int:
+    """Number of tokens whose keys and values the cache holds."""
+    return sum(block.length for block in session.output().past_key_values.blocks)
+
+
 def state(session: HogwildSession) -> Any:
-    """All that can be seen of a session, and what its cache holds."""
+    """Everything that can be seen of a session; the last item is its cost, which `load` does not restore."""
     out = session.output()
-    blocks, space = session._run.run.cache.blocks, session._run.problem.space
-    held = sum(block.length for block in blocks), len(blocks) - len(space.closing), session._run.problem.length
     cost = {name: value for name, value in asdict(session.stats).items() if "seconds" not in name}
     cost.pop("kv_bytes"), cost.pop("reserved_bytes")
     seen = (session.names, session.writing, session.passes, session.texts, session.history, session.answer)
-    return seen, out.sequences.tolist(), out.history, out.record.events[:], held, cost
+    return seen, out.sequences.tolist(), out.history, out.record.events[:], tokens_held(session), cost
 
 
-def some_life(session: HogwildSession, chance: random.Random, changes: int) -> None:
-    """Passes, and between them whatever can be done to a session."""
+def change_at_random(session: HogwildSession, rng: random.Random, changes: int) -> Counter[str]:
+    """Run passes with random changes in between. Returns how often each kind of change was made."""
     done: Counter[str] = Counter()
     for _ in range(changes):
-        session.run(chance.choice([1, 1, 2, 5]))
-        kinds = ["tell"] * (len(session.writing) > 0)
+        session.run(rng.choice([1, 1, 2, 5]))
+        kinds = ["inject"] * (len(session.writing) > 0)
         kinds += ["add"] * (len(session.names) < 4) + ["remove"] * (len(session.writing) > 1)
         if session.config.layout != "contiguous":
-            kinds += ["forget"] * (len(session.history) > 0) + ["tell all"]
-        chance.shuffle(kinds)
+            kinds += ["forget"] * (len(session.history) > 0) + ["inject common"]
+        rng.shuffle(kinds)
         kind = min(kinds, key=lambda one: done[one])
         done[kind] += 1
-        if kind == "tell":
-            session.inject(chance.choice(session.writing), chance.choice(["Hm?", "Look here: ", "!"]))
-        elif kind == "tell all":
-            session.inject("common", chance.choice(["It rains.", "Now."]))
+        if kind == "inject":
+            session.inject(rng.choice(session.writing), rng.choice(["Hm?", "Look here: ", "!"]))
+        elif kind == "inject common":
+            session.inject("common", rng.choice(["It rains.", "Now."]))
         elif kind == "add":
             session.add_worker()
         elif kind == "remove":
-            session.remove_worker(chance.choice(session.writing))
+            session.remove_worker(rng.choice(session.writing))
         else:
-            session.forget(chance.randrange(len(session.history)))
+            session.forget(rng.randrange(len(session.history)))
     session.run(3)
+    return done
 
 
-def logits_of(session: HogwildSession, what: Callable[[HogwildSession], Any]) -> list[torch.Tensor]:
-    """The logits of the passes in which something is done."""
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        step = DecodeLoop.step
-
-        def noted(loop: DecodeLoop, *given: Any) -> torch.Tensor:
-            found.append(step(loop, *given))
-            return found[-1]
-
-        patch.setattr(DecodeLoop, "step", noted)
-        what(session)
+def logits_during(model: Any, action: Callable[[], Any]) -> list[torch.Tensor]:
+    """Return the logits of the forward passes that an action runs."""
+    found: list[torch.Tensor] = []
+    hook = model.register_forward_hook(lambda module, args, output: found.append(output.logits.clone()))
+    action()
+    hook.remove()
     return found

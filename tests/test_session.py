@@ -1,4 +1,4 @@
-"""HogwildSession: the mode taken step by step, and what is put in and taken out on the way."""
+"""HogwildSession: steps, injected texts, removed steps, workers that join and leave."""
 
 from __future__ import annotations
 
@@ -8,56 +8,22 @@ import dense
 import pytest
 import tiny
 import torch
-from talks import PROMPT, WORDY, begin, scripted, some_life, state
-from test_hogwild import Replay
+from talks import PROMPT, WORDY, begin, change_at_random, scripted, state
 from transformers import GenerationConfig
-from workers import TOKENIZER, Recording, _Reader, small_model
+from workers import TOKENIZER, Recording, check_against, small_model
 
 import hf_parallel
 from hf_parallel import HogwildSession
-from hf_parallel.cache import Block
-from hf_parallel.cache.hogwild import LAYOUTS, HogwildCache
-from hf_parallel.models.attention import capabilities
+from hf_parallel.cache.hogwild import LAYOUTS
+from hf_parallel.models.capabilities import probe_capabilities
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Recorded(Recording):
-    """Knows of steps that are forgotten, too."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch)
-        cut = HogwildCache._cut
-
-        def noted(cache: HogwildCache, block: Block, start: int, stop: int) -> None:
-            self.events.append(lambda replay: replay.cut(block, start, stop))
-            cut(cache, block, start, stop)
-
-        monkeypatch.setattr(HogwildCache, "_cut", noted)
-
-    def seen(self) -> list[str]:
-        """All that each row of the last pass saw, what it brought last."""
-        reader = Reader()
-        for event in self.events:
-            event(reader)
-        return reader.passes[-1].seen
-
-
-class Reader(_Reader):
-    def cut(self, block: Block, start: int, stop: int) -> None:
-        self.texts[block] = self.texts[block][:start] + self.texts[block][stop:]
-
-
-class Oracle(Replay):
-    """Plays what was recorded by the dense oracle."""
-
-    def cut(self, block: Block, start: int, stop: int) -> None:
-        del self.pieces[block][start:stop]
-
-
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    return Recorded(monkeypatch)
+def recorded() -> Recording:
+    """The forward passes of the small model during a test."""
+    return Recording()
 
 
 # Steps
@@ -65,7 +31,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_session_writes_what_the_mode_writes(layout: str, num_workers: int) -> None:
+def test_a_session_equals_a_call_of_the_mode(layout: str, num_workers: int) -> None:
     settings = {**WORDY, "layout": layout, "num_workers": num_workers, "max_new_tokens": 20, "finisher_tokens": 3}
     expected = small_model().generate(
         PROMPT, generation_mode="hogwild", tokenizer=TOKENIZER, return_dict_in_generate=True, **settings
@@ -83,17 +49,17 @@ def test_a_session_writes_what_the_mode_writes(layout: str, num_workers: int) ->
     assert out.record.events == expected.record.events
 
 
-def test_a_step_says_what_each_worker_got() -> None:
+def test_a_step_returns_the_text_added_by_each_worker() -> None:
     session = scripted("One.\n\nTwo", "Uno")
     assert [session.step() for _ in range(3)] == [{"Alice": a, "Bob": b} for a, b in zip("One", "Uno", strict=True)]
     assert session.run(3) == {"Alice": ".\n\nAlice 2: ", "Bob": "xxx"}
     assert session.texts == {"Alice": "Alice 1: One.\n\nAlice 2: ", "Bob": "Bob 1: Unoxxx"}
     assert [step.text for step in session.history] == ["Alice 1: One.\n\n"]
     assert session.transcript == "Alice 1: One.\n\nAlice 2:\n\nBob 1: Unoxxx"
-    assert (session.passes, session.stats.forward_passes) == (6, 7)  # the prompt was read in one of its own
+    assert (session.passes, session.stats.forward_passes) == (6, 7)  # the prompt has a pass of its own
 
 
-def test_a_run_ends_when_nobody_writes_any_more() -> None:
+def test_a_run_ends_when_all_workers_have_stopped() -> None:
     session = scripted("ab\\boxed{3}", "uv", num_workers=2)
     session.run()
     assert (session.answer, session.writing, session.passes) == ("3", [], 11)
@@ -102,7 +68,7 @@ def test_a_run_ends_when_nobody_writes_any_more() -> None:
     assert session.run(0) == {}
 
 
-def test_output_tells_how_things_stand_and_changes_nothing() -> None:
+def test_output_returns_the_current_state_and_changes_nothing() -> None:
     session, quiet = begin(), begin()
     for _ in range(5):
         session.run(3)
@@ -126,16 +92,19 @@ def test_the_model_is_free_between_steps() -> None:
     assert session.texts == quiet.texts
 
 
-def test_without_a_length_workers_have_the_models_positions() -> None:
-    session = begin(max_new_tokens=None)
-    assert session._call.max_new_tokens == tiny.MAX_POSITIONS - PROMPT.shape[1]
+def test_without_a_length_workers_may_use_all_positions_of_the_model() -> None:
     config = GenerationConfig(do_sample=True)
-    assert begin(max_new_tokens=None, generation_config=config)._call.max_new_tokens > 100
+    for given in ({}, {"generation_config": config}):
+        session = begin(max_new_tokens=None, **given)
+        session.run(30)
+        assert (session.passes, session.writing) == (30, ["Alice", "Bob"])  # the default max_length is 20
     assert config.max_new_tokens is None
-    assert begin(max_new_tokens=None, max_length=30)._call.max_new_tokens == 7
+    short = begin(max_new_tokens=None, max_length=30)
+    short.run()
+    assert short.passes == 30 - PROMPT.shape[1]
 
 
-def test_without_a_seed_pytorchs_decides() -> None:
+def test_without_a_seed_the_global_generator_decides() -> None:
     texts = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -150,31 +119,29 @@ def test_without_a_seed_pytorchs_decides() -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_equal_the_dense_oracle_whatever_is_done(recorded: Recorded, layout: str, num_workers: int) -> None:
-    """Under a sliding window; and a session that is loaded halfway goes on with the same logits."""
-    model = hf_parallel.enable(dense.in_float64(tiny.build("starcoder2")))
-    session = begin(model, layout=layout, num_workers=num_workers, max_new_tokens=500)
-    some_life(session, random.Random(f"{layout}{num_workers}"), changes=14)
-    oracle = Oracle(dense.DenseOracle(model, capabilities(model).rotary))
-    for event in recorded.events:
-        event(oracle)
-    assert oracle.furthest < 1e-9
-    assert oracle.moved > 3 or layout == "contiguous"
-    assert {next(iter(event)) for event in session._run.journal} == (
-        {"pass", "tell", "add", "remove"} | ({"forget"} if layout != "contiguous" else set())
-    )
+def test_logits_equal_the_dense_oracle_after_any_changes(layout: str, num_workers: int) -> None:
+    """Under a sliding window."""
+    model = dense.in_float64(tiny.build("starcoder2"))
+    oracle = dense.DenseOracle(model, probe_capabilities(model).rotary)
+    session = begin(hf_parallel.enable(model), layout=layout, num_workers=num_workers, max_new_tokens=500)
+    recording = Recording(model)
+    done = change_at_random(session, random.Random(f"{layout}{num_workers}"), changes=14)
+    assert check_against(oracle, recording.passes) < 1e-9
+    assert recording.moved or layout == "contiguous"
+    history = {"forget", "inject common"} if layout != "contiguous" else set()
+    assert set(done) == {"inject", "add", "remove"} | history
 
 
-# What is put in
+# Injected texts
 
 
-def test_a_worker_reads_what_it_is_told_behind_its_own_text(recorded: Recorded) -> None:
+def test_a_text_for_a_worker_follows_its_own_text(recorded: Recording) -> None:
     session = scripted("One", "Uno")
     session.run(2)
     session.inject("Bob", " Sure? ")
     session.step()
     common = "P[DONE][OTHERS]"
-    assert recorded.seen() == [
+    assert recorded.passes[-1].seen == [
         f"{common}Bob 1: Un Sure? [ME]Alice 1: On",
         f"{common}Alice 1: On[ME]Bob 1: Un Sure? ",
     ]
@@ -184,20 +151,20 @@ def test_a_worker_reads_what_it_is_told_behind_its_own_text(recorded: Recorded) 
     assert session.output().record.events[-2:] == [(3, -1, "Yes.\n\n", "inject"), (3, -1, "", "step")]
 
 
-def test_what_all_are_told_is_a_step_of_the_history(recorded: Recorded) -> None:
+def test_a_text_for_all_is_a_step_of_the_history(recorded: Recording) -> None:
     session = scripted("A.\n\nB", "U.\n\nV")
     session.run(2)
     session.inject("common", "It rains.")
     session.step()
     common = "P[DONE]It rains.\n\n"
-    assert recorded.seen() == [
+    assert recorded.passes[-1].seen == [
         common,
         f"{common}[OTHERS]Bob 1: U.[ME]Alice 1: A.",
         f"{common}[OTHERS]Alice 1: A.[ME]Bob 1: U.",
     ]
     session.run(2)
     common += "Alice 1: A.\n\nBob 1: U.\n\n"
-    assert f"{common}[OTHERS]Bob 2: [ME]Alice 2: " in recorded.seen()
+    assert f"{common}[OTHERS]Bob 2: [ME]Alice 2: " in recorded.passes[-1].seen
     assert [(step.worker, step.name, step.text, step.forward_pass) for step in session.history] == [
         (-1, "common", "It rains.\n\n", 2),
         (0, "Alice", "Alice 1: A.\n\n", 4),
@@ -205,15 +172,15 @@ def test_what_all_are_told_is_a_step_of_the_history(recorded: Recorded) -> None:
     ]
 
 
-def test_workers_may_be_told_something_before_the_first_step(recorded: Recorded) -> None:
+def test_texts_can_be_injected_before_the_first_step(recorded: Recording) -> None:
     session = scripted("A", "U")
     session.inject("common", "Hello.\n\n")
     session.inject("Alice", "I ")
     session.step()
-    assert "P[DONE]Hello.\n\n[OTHERS]Bob 1: [ME]Alice 1: I " in recorded.seen()
+    assert "P[DONE]Hello.\n\n[OTHERS]Bob 1: [ME]Alice 1: I " in recorded.passes[-1].seen
 
 
-def test_an_answer_that_somebody_tells_is_not_the_workers() -> None:
+def test_an_answer_in_an_injected_text_is_no_answer_of_a_worker() -> None:
     session = scripted("One of us", "Uno", answer_pattern=r"\d", stop_on_answer="any")
     session.run(2)
     session.inject("Alice", " Is it 7? ")
@@ -222,7 +189,7 @@ def test_an_answer_that_somebody_tells_is_not_the_workers() -> None:
     assert (session.answer, session.writing) == (None, ["Alice", "Bob"])
 
 
-def test_what_a_worker_is_told_ends_no_step() -> None:
+def test_an_injected_text_ends_no_step() -> None:
     session = scripted("One\n\n", "Uno")
     session.run(3)
     session.inject("Alice", " Stop.")
@@ -230,10 +197,10 @@ def test_what_a_worker_is_told_ends_no_step() -> None:
     assert session.texts["Alice"] == "Alice 1: One Stop.\n\n"
 
 
-# What is forgotten
+# Removed steps
 
 
-def test_a_forgotten_step_is_seen_no_more_and_what_came_after_it_moves_up(recorded: Recorded) -> None:
+def test_a_removed_step_is_not_visible_and_later_steps_move_up(recorded: Recording) -> None:
     session = scripted("A.\n\nB.\n\nC", "U.\n\nV.\n\nW")
     session.run(9)
     assert [step.text for step in session.history] == [
@@ -242,28 +209,31 @@ def test_a_forgotten_step_is_seen_no_more_and_what_came_after_it_moves_up(record
     session.forget(session.history[1])
     session.step()
     steps = "Alice 1: A.\n\nAlice 2: B.\n\nBob 2: V.\n\n"
-    assert recorded.seen()[0] == f"P[DONE]{steps}[OTHERS]Bob 3: W[ME]Alice 3: C"
+    assert recorded.passes[-1].seen[0] == f"P[DONE]{steps}[OTHERS]Bob 3: W[ME]Alice 3: C"
     assert [step.text for step in session.history] == ["Alice 1: A.\n\n", "Alice 2: B.\n\n", "Bob 2: V.\n\n"]
     assert "Bob 1: U." in session.texts["Bob"]
     session.forget(0)
     session.forget(1)
     session.step()
-    assert recorded.seen()[0] == "P[DONE]Alice 2: B.\n\n[OTHERS]Bob 3: Wx[ME]Alice 3: Cx"
+    assert recorded.passes[-1].seen[0] == "P[DONE]Alice 2: B.\n\n[OTHERS]Bob 3: Wx[ME]Alice 3: Cx"
 
 
-def test_a_step_that_has_only_just_ended_may_be_forgotten(recorded: Recorded) -> None:
-    """Its last token has not been read by then."""
+def test_a_step_that_has_just_ended_can_be_removed(recorded: Recording) -> None:
+    """The key of its last token is still to be computed."""
     session = scripted("A.\n\nB", "Uno")
     session.run(4)
-    blocks = len(session._run.run.cache.blocks)
+    blocks = len(session.output().past_key_values.blocks)
     session.forget(0)
-    assert len(session._run.run.cache.blocks) == blocks - 1
+    assert len(session.output().past_key_values.blocks) == blocks - 1
     session.step()
-    assert recorded.seen() == ["P[DONE][OTHERS]Bob 1: Unox[ME]Alice 2: ", "P[DONE][OTHERS]Alice 2: [ME]Bob 1: Unox"]
+    assert recorded.passes[-1].seen == [
+        "P[DONE][OTHERS]Bob 1: Unox[ME]Alice 2: ",
+        "P[DONE][OTHERS]Alice 2: [ME]Bob 1: Unox",
+    ]
     assert session.history == []
 
 
-def test_what_all_were_told_may_be_forgotten(recorded: Recorded) -> None:
+def test_an_injected_step_can_be_removed(recorded: Recording) -> None:
     session = scripted("One", "Uno")
     session.inject("common", "No.")
     session.inject("common", "Yes.")
@@ -271,35 +241,35 @@ def test_what_all_were_told_may_be_forgotten(recorded: Recorded) -> None:
     session.run(2)
     session.inject("common", "Well.")
     session.step()
-    assert recorded.seen()[1] == "P[DONE]Yes.\n\nWell.\n\n[OTHERS]Bob 1: Un[ME]Alice 1: On"
+    assert recorded.passes[-1].seen[1] == "P[DONE]Yes.\n\nWell.\n\n[OTHERS]Bob 1: Un[ME]Alice 1: On"
     session.forget(session.history[0])
     session.step()
-    assert recorded.seen()[0] == "P[DONE]Well.\n\n[OTHERS]Bob 1: Uno[ME]Alice 1: One"
+    assert recorded.passes[-1].seen[0] == "P[DONE]Well.\n\n[OTHERS]Bob 1: Uno[ME]Alice 1: One"
 
 
-def test_a_forgotten_step_gives_its_memory_back() -> None:
+def test_a_removed_step_frees_its_memory() -> None:
     session = scripted("A.\n\nB.\n\nC", "U.\n\nV.\n\nW")
     session.run(9)
     session.step()
-    tokens = sum(block.length for block in session._run.run.cache.blocks)
+    tokens = sum(block.length for block in session.output().past_key_values.blocks)
     session.forget(1)
-    assert sum(block.length for block in session._run.run.cache.blocks) == tokens - len("Bob 1: U.\n\n")
+    assert sum(block.length for block in session.output().past_key_values.blocks) == tokens - len("Bob 1: U.\n\n")
 
 
-# Who is there
+# Workers that join and leave
 
 
-def test_a_worker_that_comes_sees_all_and_is_seen(recorded: Recorded) -> None:
+def test_an_added_worker_sees_all_others_and_is_visible(recorded: Recording) -> None:
     session = scripted("A.\n\nB", "U", "V", num_workers=1)
     session.run(5)
-    assert recorded.seen()[-1] == "P[DONE]Alice 1: A.\n\n[ME]Alice 2: "  # nobody else: no such header
+    assert recorded.passes[-1].seen[-1] == "P[DONE]Alice 1: A.\n\n[ME]Alice 2: "  # no header without other workers
     assert session.add_worker() == "Bob"
     session.step()
     common = "P[DONE]Alice 1: A.\n\n[OTHERS]"
-    assert recorded.seen()[1:] == [f"{common}Bob 1: [ME]Alice 2: B", f"{common}Alice 2: B[ME]Bob 1: "]
+    assert recorded.passes[-1].seen[1:] == [f"{common}Bob 1: [ME]Alice 2: B", f"{common}Alice 2: B[ME]Bob 1: "]
     assert session.add_worker("Zoe") == "Zoe"
     session.step()
-    assert recorded.seen()[-1] == f"{common}Alice 2: Bx|Bob 1: x[ME]Zoe 1: "
+    assert recorded.passes[-1].seen[-1] == f"{common}Alice 2: Bx|Bob 1: x[ME]Zoe 1: "
     assert session.names == session.writing == ["Alice", "Bob", "Zoe"]
     out = session.output()
     assert out.texts == list(session.texts.values())
@@ -310,41 +280,44 @@ def test_a_worker_that_comes_sees_all_and_is_seen(recorded: Recorded) -> None:
     ]
 
 
-def test_a_worker_that_goes_takes_what_it_is_writing_along(recorded: Recorded) -> None:
+def test_a_removed_worker_takes_its_unfinished_step_along(recorded: Recording) -> None:
     session = scripted("A.\n\nB", "U.\n\nV", "Yes")
     session.run(6)
     session.remove_worker("Bob")
     session.step()
     steps = "Alice 1: A.\n\nBob 1: U.\n\n"
     common = f"P[DONE]{steps}[OTHERS]"
-    assert recorded.seen() == [f"{common}Carol 1: Yesxxx[ME]Alice 2: Bx", f"{common}Alice 2: Bx[ME]Carol 1: Yesxxx"]
+    assert recorded.passes[-1].seen == [
+        f"{common}Carol 1: Yesxxx[ME]Alice 2: Bx",
+        f"{common}Alice 2: Bx[ME]Carol 1: Yesxxx",
+    ]
     assert session.names == session.writing == ["Alice", "Carol"]
     assert [step.text for step in session.history] == ["Alice 1: A.\n\n", "Bob 1: U.\n\n"]
     assert session.output().texts[1] == "Bob 1: U.\n\nBob 2: Vx"
     assert (6, 1, "", "end") in session.output().record.events
 
 
-def test_a_worker_that_has_ended_may_go_too(recorded: Recorded) -> None:
+def test_a_stopped_worker_can_be_removed(recorded: Recording) -> None:
     session = scripted("A" + chr(tiny.EOS), "Uno", eos_token_id=tiny.EOS, stop_on_answer="never", layout="contiguous")
     session.run(3)
     assert (session.names, session.writing) == (["Alice", "Bob"], ["Bob"])
     session.remove_worker("Alice")
     session.step()
-    assert recorded.seen() == ["P[ME]Bob 1: Uno"]
-    assert session.output().history[0][0].name == "Alice"  # what was finished stays told
+    assert recorded.passes[-1].seen == ["P[ME]Bob 1: Uno"]
+    assert session.output().history[0][0].name == "Alice"  # its finished step stays in the output
 
 
-def test_a_worker_that_has_left_something_unread_may_go_too(recorded: Recorded) -> None:
+def test_a_stopped_worker_with_pending_tokens_can_be_removed(recorded: Recording) -> None:
     session = scripted("\\boxed{3}", "Unounouno", answer_pattern=r"boxed\{(\d)\}")
     session.run()
     assert (session.answer, session.writing) == ("3", [])
     session.remove_worker("Bob")
     session.add_worker()
     session.step()
-    assert recorded.seen()[-1] == "P[DONE]Alice 1: \\boxed{3}\n\n[OTHERS][ME]Carol 1: "
+    assert recorded.passes[-1].seen[-1] == "P[DONE]Alice 1: \\boxed{3}\n\n[OTHERS][ME]Carol 1: "
 
 
-def test_logits_of_those_who_came_later_stand_at_their_passes() -> None:
+def test_logits_of_added_workers_begin_at_their_first_pass() -> None:
     session = begin(num_workers=2, output_logits=True)
     session.step()
     session.remove_worker("Bob")
@@ -362,7 +335,7 @@ def test_logits_of_those_who_came_later_stand_at_their_passes() -> None:
     ]
 
 
-def test_a_name_may_be_had_again_when_its_worker_has_gone() -> None:
+def test_the_name_of_a_removed_worker_can_be_used_again() -> None:
     session = scripted("One", "Uno")
     session.step()
     session.remove_worker("Bob")
@@ -375,7 +348,7 @@ def test_a_name_may_be_had_again_when_its_worker_has_gone() -> None:
     assert session.step() == {}
 
 
-def test_the_budget_of_passes_is_everyones() -> None:
+def test_all_workers_share_the_budget_of_passes() -> None:
     session = scripted("One.\n\n", "Uno", max_new_tokens=8, num_workers=1, separator="\n\n")
     session.run(3)
     session.add_worker()
@@ -385,7 +358,7 @@ def test_the_budget_of_passes_is_everyones() -> None:
     assert session.texts["Bob"] == "Bob 1: " + "x" * 5
 
 
-def test_limits_on_the_length_count_passes_for_those_who_came_later() -> None:
+def test_length_limits_count_all_passes_for_added_workers() -> None:
     session = begin(eos_token_id=[ord("e"), ord("a"), ord(".")], min_new_tokens=10, num_workers=1, max_new_tokens=60)
     session.run(5)
     session.add_worker()
@@ -395,7 +368,7 @@ def test_limits_on_the_length_count_passes_for_those_who_came_later() -> None:
     assert session.passes < 60
 
 
-def test_workers_that_come_draw_tokens_of_their_own() -> None:
+def test_added_workers_sample_independently() -> None:
     session = begin(num_workers=1, temperature=50.0)
     session.step()
     for name in ("Xa", "Xb", "Xc"):
@@ -405,7 +378,7 @@ def test_workers_that_come_draw_tokens_of_their_own() -> None:
     assert len(set(written)) == 3
 
 
-def test_a_worker_that_went_before_it_finished_a_step_keeps_its_name() -> None:
+def test_outputs_name_workers_removed_before_their_first_step_ended() -> None:
     session = scripted("One", "Uno", worker_names=["Ann", "Ben"])
     session.add_worker("Zoe")
     session.step()
@@ -416,7 +389,7 @@ def test_a_worker_that_went_before_it_finished_a_step_keeps_its_name() -> None:
     assert out.to_dict()["sections"][0]["columns"] == ["Ann", "Ben", "Zoe"]
 
 
-def test_a_transcript_tells_who_was_there_and_what_was_said_to_them() -> None:
+def test_a_transcript_shows_all_workers_and_injected_texts() -> None:
     session = scripted("One", "Uno")
     session.run(2)
     session.inject("common", "It rains.")

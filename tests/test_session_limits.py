@@ -1,11 +1,10 @@
-"""HogwildSession: what fails leaves it as it was, what has no sense is refused, others may use model and session."""
+"""HogwildSession: failures leave it unchanged, invalid arguments raise, other threads may use model and session."""
 
 from __future__ import annotations
 
 import copy
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,16 +22,16 @@ from hf_parallel.cache.arena import Arena
 from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.hogwild.worker import Worker
-from hf_parallel.models.cuda_graph import DecodeGraphs
+from hf_parallel.generation.runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# What fails
+# Failures
 
 
 class Fails:
-    """Stands in for a method: works so many times, then raises."""
+    """Replaces a method: works `times` times, then raises, before or (`late`) after its work."""
 
     def __init__(self, method: Callable[..., Any], times: int, late: bool = False) -> None:
         self.method, self.times, self.late = method, times, late
@@ -55,22 +54,22 @@ class Fails:
     [
         (Arena, "write", 0),
         (Arena, "write", 1),
-        (DecodeLoop, "run", 0),
-        (DecodeLoop, "take", 0),
+        (ModelRunner, "run", 0),
+        (DecodeLoop, "sample", 0),
         (Worker, "advance", 1),
         (HogwildCache, "end_step", 0),
     ],
 )
 @pytest.mark.parametrize(("passes", "late"), [(0, False), (6, True)])
-def test_a_step_that_fails_leaves_the_session_as_it_was(
+def test_a_step_that_fails_leaves_the_session_unchanged(
     owner: Any, name: str, times: int, late: bool, passes: int
 ) -> None:
-    session, quiet = begin(), begin()
+    session, undisturbed = begin(), begin()
     session.run(passes)
     session.inject("common", "Hello.")
     session.inject("Bob", "You!")
     before = state(session)
-    for _ in range(4):  # in one of them a step ends
+    for _ in range(4):  # a step ends in one of them
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, Fails(getattr(owner, name), times, late))
             try:
@@ -79,14 +78,14 @@ def test_a_step_that_fails_leaves_the_session_as_it_was(
                 assert state(session) == before
         before = state(session)
     session.run(11 - session.passes)
-    quiet.run(passes)
-    quiet.inject("common", "Hello.")
-    quiet.inject("Bob", "You!")
-    quiet.run(11 - passes)
-    assert state(session)[:-1] == state(quiet)[:-1]
+    undisturbed.run(passes)
+    undisturbed.inject("common", "Hello.")
+    undisturbed.inject("Bob", "You!")
+    undisturbed.run(11 - passes)
+    assert state(session)[:-1] == state(undisturbed)[:-1]
 
 
-def test_helpers_that_fail_leave_the_session_as_it_was() -> None:
+def test_a_failing_processor_or_streamer_leaves_the_session_unchanged() -> None:
     class Breaks(LogitsProcessor):
         keeps_rows = False
         broken = False
@@ -104,7 +103,7 @@ def test_helpers_that_fail_leave_the_session_as_it_was() -> None:
 
     for helper in ({"logits_processor": [Breaks()]}, {"streamer": Breaks()}):
         (breaks,) = helper.get("logits_processor") or [helper["streamer"]]
-        session, quiet = begin(**helper), begin()
+        session, undisturbed = begin(**helper), begin()
         session.run(5)
         before, breaks.broken = state(session), True
         with pytest.raises(RuntimeError, match="broken"):
@@ -112,18 +111,18 @@ def test_helpers_that_fail_leave_the_session_as_it_was() -> None:
         assert state(session) == before
         breaks.broken = False
         session.run(10)
-        quiet.run(15)
-        assert state(session) == state(quiet)
+        undisturbed.run(15)
+        assert state(session) == state(undisturbed)
 
 
-def test_a_change_that_fails_leaves_the_session_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_fails_leaves_the_session_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     session = begin(num_workers=2)
     session.run(12)
     before = state(session)
     changes: list[tuple[Any, str, Callable[[], Any]]] = [
         (Arena, "copy", lambda: session.forget(0)),
         (Arena, "allocate", lambda: session.forget(0)),
-        (HogwildCache, "forget_step", lambda: session.forget(0)),
+        (HogwildCache, "remove_step", lambda: session.forget(0)),
         (HogwildCache, "add_step", lambda: session.inject("common", "Hi.")),
         (DecodeLoop, "extend", lambda: session.inject("Alice", "Hi.")),
         (DecodeLoop, "extend", lambda: session.add_worker()),
@@ -149,10 +148,10 @@ def test_a_change_that_fails_leaves_the_session_as_it_was(monkeypatch: pytest.Mo
         with pytest.raises(MemoryError):
             session.forget(0)
     assert state(session) == before
-    quiet = begin(num_workers=2)
-    quiet.run(20)
+    undisturbed = begin(num_workers=2)
+    undisturbed.run(20)
     session.run(8)
-    assert state(session) == state(quiet)
+    assert state(session) == state(undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_a_change_that_fails_leaves_the_session_as_it_was(monkeypatch: pytest.Mo
         (lambda s: s.run(1.5), "passes must be an int of at least 0"),
     ],
 )
-def test_changes_without_sense_are_refused(change: Callable[[HogwildSession], Any], said: str) -> None:
+def test_invalid_changes_raise(change: Callable[[HogwildSession], Any], said: str) -> None:
     session = begin()
     session.run(6)
     before = state(session)
@@ -184,7 +183,7 @@ def test_changes_without_sense_are_refused(change: Callable[[HogwildSession], An
     assert state(session) == before
 
 
-def test_a_layout_without_a_history_says_so() -> None:
+def test_a_layout_without_a_history_raises() -> None:
     session = begin(layout="contiguous")
     session.run(12)
     with pytest.raises(ValueError, match="has no history"):
@@ -193,22 +192,22 @@ def test_a_layout_without_a_history_says_so() -> None:
         session.forget(0)
 
 
-def test_nobody_comes_who_could_write_nothing() -> None:
+def test_a_worker_without_a_pass_left_cannot_be_added() -> None:
     session = begin(max_new_tokens=5)
     session.run(4)
     session.add_worker()
     session.run()
     before = state(session)
-    with pytest.raises(ValueError, match="no pass is left for a worker: max_new_tokens=5 is spent"):
+    with pytest.raises(ValueError, match="no pass is left for a worker: max_new_tokens=5 is used up"):
         session.add_worker()
     assert state(session) == before
     assert session.step() == {}
 
 
-def test_a_worker_that_has_ended_is_told_nothing() -> None:
+def test_a_stopped_worker_accepts_no_text() -> None:
     session = scripted("A" + chr(tiny.EOS), "Uno", eos_token_id=tiny.EOS)
     session.run(3)
-    with pytest.raises(ValueError, match="Alice writes no more"):
+    with pytest.raises(ValueError, match="Alice has stopped"):
         session.inject("Alice", "Hi.")
 
 
@@ -219,7 +218,7 @@ def test_a_worker_that_has_ended_is_told_nothing() -> None:
         ({"max_time": 5.0}, "max_time must be None"),
         ({"seed": torch.Generator()}, "seed must be an int"),
         ({"num_return_sequences": 2}, "a session has one prompt"),
-        ({"worker_names": ["Ann", "common"]}, "worker_names must not hold 'common'"),
+        ({"worker_names": ["Ann", "common"]}, "worker_names must not contain 'common'"),
         ({"generation_mode": "pdos"}, "generation_mode 'hogwild', got 'pdos'"),
         ({"num_workers": 0}, "num_workers must be an int of at least 1"),
         ({"colour": 3}, "no setting 'colour'"),
@@ -228,7 +227,7 @@ def test_a_worker_that_has_ended_is_told_nothing() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_settings_that_a_session_cannot_honour_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_settings_that_a_session_does_not_support_raise(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         begin(**settings)
     begin().step()
@@ -240,14 +239,14 @@ def test_settings_that_a_session_cannot_honour_are_refused(settings: dict[str, A
         (torch.tensor([5, 6, 7]), ValueError, r"input_ids must have the shape \[rows, length\], got \[3\]"),
         (torch.tensor([[0.5]]), ValueError, "input_ids must hold token ids"),
         ({"input_ids": [[5, 6]]}, TypeError, "input_ids must be a torch.Tensor, got list"),
-        ({"tokens": torch.tensor([[5]])}, ValueError, r"prompt must hold input_ids, got \['tokens'\]"),
+        ({"tokens": torch.tensor([[5]])}, ValueError, r"prompt must contain input_ids, got \['tokens'\]"),
         (torch.tensor([[5], [6]]), ValueError, "a session has one prompt"),
         (None, ValueError, "task must be a non-empty string or a chat"),
         ("", ValueError, "task must be a non-empty string or a chat"),
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_what_is_no_prompt_is_refused(prompt: Any, error: type[Exception], said: str) -> None:
+def test_invalid_prompts_raise(prompt: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         HogwildSession(small_model(), TOKENIZER, prompt)
 
@@ -258,7 +257,7 @@ def test_a_streamer_of_one_row_allows_one_worker() -> None:
         session.add_worker()
 
 
-def test_weights_that_change_are_noticed() -> None:
+def test_changed_weights_raise() -> None:
     model = hf_parallel.enable(dense.in_float64(tiny.build("llama")))
     session = begin(model)
     session.step()
@@ -268,9 +267,9 @@ def test_weights_that_change_are_noticed() -> None:
         session.step()
 
 
-def test_a_model_that_was_moved_is_noticed() -> None:
+def test_a_moved_model_raises() -> None:
     model = copy.deepcopy(small_model())
-    session, quiet = begin(model), begin()
+    session, undisturbed = begin(model), begin()
     session.run(3)
     before = state(session)
     model.to(torch.float64)
@@ -279,30 +278,30 @@ def test_a_model_that_was_moved_is_noticed() -> None:
     assert state(session) == before
     model.to(torch.float32)
     session.run(5)
-    quiet.run(8)
-    assert state(session) == state(quiet)
+    undisturbed.run(8)
+    assert state(session) == state(undisturbed)
 
 
-def test_a_session_waits_for_its_model_to_be_enabled_again() -> None:
+def test_a_session_continues_when_its_model_is_enabled_again() -> None:
     model = copy.deepcopy(small_model())
-    session, quiet = begin(model), begin()
+    session, undisturbed = begin(model), begin()
     session.run(3)
     before = state(session)
     hf_parallel.disable(model)
     for use in (session.step, session.finish):
-        with pytest.raises(RuntimeError, match=r"not enabled any more: hf_parallel\.enable\(model\)"):
+        with pytest.raises(RuntimeError, match=r"not enabled any more: call hf_parallel\.enable\(model\)"):
             use()
     assert state(session) == before
     hf_parallel.enable(model)
     session.run(5)
-    quiet.run(8)
-    assert state(session) == state(quiet)
+    undisturbed.run(8)
+    assert state(session) == state(undisturbed)
 
 
-# Around it
+# Life cycle and threads
 
 
-def test_a_closed_session_gives_its_memory_back_and_does_nothing() -> None:
+def test_a_closed_session_frees_its_memory_and_rejects_calls() -> None:
     ended = []
 
     class Listener:
@@ -313,11 +312,8 @@ def test_a_closed_session_gives_its_memory_back_and_does_nothing() -> None:
 
     with begin(streamer=Listener()) as session:
         session.run(3)
-        session._run.loop.graphs = DecodeGraphs(session._run.run.cache)
-        graphs = weakref.ref(session._run.loop.graphs)
     assert ended == [True]
-    assert graphs() is None
-    assert not session._run.run.cache.blocks
+    assert not session.output().past_key_values.blocks
     for change in (session.step, session.add_worker, session.finish, lambda: session.inject("Alice", "Hi.")):
         with pytest.raises(RuntimeError, match="has been closed"):
             change()
@@ -325,7 +321,7 @@ def test_a_closed_session_gives_its_memory_back_and_does_nothing() -> None:
     assert ended == [True]
 
 
-def test_a_finished_session_can_be_looked_at() -> None:
+def test_a_finished_session_can_be_read() -> None:
     session = begin(finisher_tokens=4)
     session.run(6)
     session.add_worker()
@@ -337,50 +333,52 @@ def test_a_finished_session_can_be_looked_at() -> None:
         session.step()
 
 
-def test_a_task_and_a_chat_are_wrapped_as_the_mode_wraps_them(embedded: tuple[Any, Any]) -> None:
+def test_a_task_and_a_chat_get_the_prompt_of_the_mode(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
     config = hf_parallel.HogwildConfig(num_workers=2)
     expected = hf_parallel.hogwild_prompt("Name a river.", tokenizer, config)["input_ids"]
-    session = HogwildSession(model, tokenizer, "Name a river.", num_workers=2)
-    assert torch.equal(session._call.input_ids, expected)
+    chat = [{"role": "user", "content": "Name a river."}]
+    for prompt in ("Name a river.", chat):
+        session = HogwildSession(model, tokenizer, prompt, num_workers=2)
+        assert torch.equal(session.output().sequences[:1, : expected.shape[1]], expected)
     hf_parallel.disable(model)
 
 
-def test_others_may_talk_to_a_session_that_runs() -> None:
-    """They get their turn between two passes."""
+def test_other_threads_can_change_a_running_session() -> None:
+    """Their changes happen between two passes."""
     session = begin(max_new_tokens=200)
     done = threading.Event()
 
-    def talk() -> None:
+    def change() -> None:
         for number in range(5):
             session.inject("common", f"Remark {number}.")
         session.add_worker("Zoe")
         done.set()
 
-    other = threading.Thread(target=talk)
+    other = threading.Thread(target=change)
     other.start()
     session.run(60)
     assert done.wait(timeout=60)
     other.join()
-    told = [step.text for step in session.history if step.name == "common"]
-    assert told == [f"Remark {number}.a" for number in range(5)]
+    injected = [step.text for step in session.history if step.name == "common"]
+    assert injected == [f"Remark {number}.a" for number in range(5)]
     session.run(5)
     assert "Zoe" in session.texts
 
 
-def test_others_do_not_wait_for_more_than_a_pass_or_two() -> None:
+def test_other_threads_wait_for_at_most_two_passes() -> None:
     session = begin(max_new_tokens=5000)
     over, waited = threading.Event(), []
 
-    def talk() -> None:
+    def change() -> None:
         for _ in range(10):
-            time.sleep(0.004)  # so that it asks while a step is taken
-            asked = session.passes
+            time.sleep(0.004)  # so that the call comes during a step
+            before = session.passes
             session.inject("common", "Hm.")
-            waited.append(session.passes - asked)
+            waited.append(session.passes - before)
         over.set()
 
-    other = threading.Thread(target=talk)
+    other = threading.Thread(target=change)
     other.start()
     while not over.is_set():
         session.run(5)
@@ -388,8 +386,8 @@ def test_others_do_not_wait_for_more_than_a_pass_or_two() -> None:
     assert sorted(waited)[7] <= 2
 
 
-def test_a_step_cannot_be_entered_again() -> None:
-    class Nosy:
+def test_a_session_cannot_be_called_from_its_own_step() -> None:
+    class Reentrant:
         session: HogwildSession
 
         def put(self, value: Any) -> None:
@@ -398,8 +396,8 @@ def test_a_step_cannot_be_entered_again() -> None:
 
         write_row = end = lambda *given: None
 
-    nosy = Nosy()
-    nosy.session = session = begin(streamer=nosy)
+    reentrant = Reentrant()
+    reentrant.session = session = begin(streamer=reentrant)
     with pytest.raises(RuntimeError, match="called again from a processor or a streamer"):
         session.step()
     assert session.passes == 0

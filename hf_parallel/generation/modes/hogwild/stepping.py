@@ -19,6 +19,7 @@ from hf_parallel.cache import BlockCache
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.generation.arguments import check_inputs
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig
 from hf_parallel.generation.modes.hogwild.output import COMMON
 from hf_parallel.generation.modes.hogwild.prompt import hogwild_prompt
@@ -39,7 +40,7 @@ _UNSAVED = ("max_length", "max_new_tokens", "transformers_version")
 def open_run(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any]) -> SteppedRun:
     """Return the run of a session of an enabled model; arguments and errors as of `HogwildSession`."""
     settings = {"generation_mode": HogwildConfig.mode, **settings}
-    config = model._take_parallel_config(settings)
+    config = take_parallel_config(model.generation_config, settings)
     _check_config(config)
     settings |= _prompt_arguments(prompt, tokenizer, config)
     _set_default_length(model, settings)
