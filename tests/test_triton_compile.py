@@ -1,6 +1,6 @@
-"""The Triton kernels without a GPU: compiled for two of them as they would be launched, and run by the interpreter.
+"""The Triton kernels without a GPU: compiled for two GPUs, and run in Triton's interpreter.
 
-What is compiled is what `block_attention`, `append` and `move` launch: their launches are noted, not made.
+The compiled kernels are those that `block_attention`, `append` and `move` launch: their launches are recorded, not run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 from scenes import Features, Scene
 
 from hf_parallel.cache import Segment
-from hf_parallel.kernels import RotarySpec
-from hf_parallel.kernels.work import Place
+from hf_parallel.kernels import AttentionParams, LayerStorage, RotarySpec, TokenRange
 
 pytest.importorskip("triton", reason="Triton has no wheels for this platform")
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
@@ -35,7 +34,7 @@ from hf_parallel.kernels.triton import launch  # noqa: E402
 from hf_parallel.kernels.triton.launch import Tiling, select_tilings  # noqa: E402
 
 SHARED_PER_PROGRAM = {80: 99 << 10, 90: 227 << 10}
-"""Bytes that a program may take; 99 KB is what the smaller GPUs of Ampere and Ada have."""
+"""Maximum bytes per program; 99 KB on the smaller GPUs of Ampere and Ada."""
 SHARED_PER_PROCESSOR = {80: 164 << 10, 90: 228 << 10}
 RESERVED_PER_PROGRAM = 1 << 10
 REGISTERS_PER_PROCESSOR = 1 << 16
@@ -55,7 +54,7 @@ STYLES: dict[str, Callable[[int], RotarySpec | None]] = {
 
 
 class Case(NamedTuple):
-    """A layer whose attention is compiled."""
+    """A layer whose attention kernel is compiled."""
 
     dtype: torch.dtype
     head_dim: int
@@ -67,22 +66,21 @@ class Case(NamedTuple):
         return select_tilings(self.head_dim, self.dtype, divmod(capability, 10))
 
 
-ALL_TILINGS = [Case(torch.bfloat16, dim) for dim in (64, 128, 256)]
-"""Blocks of head dimensions, in the precision that models run in."""
-WIDEST_TILING = [
-    Case(torch.bfloat16, 80),
-    Case(torch.bfloat16, 96),
-    Case(torch.bfloat16, 128, "none", kv_heads=1),
-    Case(torch.bfloat16, 128, "interleaved"),
-    Case(torch.bfloat16, 128, softcap=30.0),
-    Case(torch.float16, 128),
-    Case(torch.float32, 128),
-    Case(torch.float32, 256),
+ALL_TILINGS = [
+    *(Case(torch.bfloat16, dim) for dim in (64, 128, 256)),
+    *(Case(torch.float32, dim) for dim in (128, 256)),
 ]
+"""Layers that are compiled with each of their tilings."""
+LARGEST_TILING = [
+    Case(torch.bfloat16, 96),
+    Case(torch.float16, 128, "none", kv_heads=1),
+    Case(torch.bfloat16, 128, "interleaved", softcap=30.0),
+]
+"""Layers that are compiled with their largest tiling: padded heads, no RoPE, the features with most registers."""
 
 
 class Recorder:
-    """Stands in for a kernel: `kernel[grid](*args, **kwargs)` notes what would be launched."""
+    """Replaces a kernel: `kernel[grid](*args, **kwargs)` records the launch."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -92,7 +90,7 @@ class Recorder:
         return lambda *args, **kwargs: self.launches.append((args, kwargs))
 
     def compiled(self, capability: int) -> Any:
-        """The last launch compiled for a GPU."""
+        """Compile the kernel of the last launch for a GPU."""
         args, kwargs = self.launches[-1]
         names = self.kernel.arg_names
         constants = {name: value for name, value in kwargs.items() if name in names}
@@ -104,7 +102,7 @@ class Recorder:
                 signature[name], constants[name] = "constexpr", 1
             else:
                 signature[name] = "i32" if isinstance(value, int) else "fp32"
-            if isinstance(value, torch.Tensor) or "stride" in name:  # all are multiples of 16, as a rule
+            if isinstance(value, torch.Tensor) or "stride" in name:  # all are multiples of 16 in practice
                 aligned[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, {name: signature[name] for name in names}, constants, aligned)
         options = {name: value for name, value in kwargs.items() if name not in names}
@@ -112,7 +110,7 @@ class Recorder:
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """What a compiled kernel takes of a processor: `REG` and `STACK`, which is where registers are spilled to."""
+    """Resources of a compiled kernel: `REG` and `STACK` (to which registers are spilled)."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
     command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
@@ -122,7 +120,7 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
-    """Recorders in the place of all kernels, by name."""
+    """Recorders that replace all kernels, by name."""
     found = {}
     kernels = {triton_attention: ("attend", "merge", "append", "move"), launch: ("advance",)}
     for module, names in kernels.items():
@@ -133,7 +131,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
 
 
 def attend(case: Case) -> None:
-    """A decode step of two workers with a layer's attention, its keys turned and stored and moved."""
+    """Launch all kernels: a decode step of two workers, with keys stored, rotated and moved."""
     rotary = STYLES[case.style](case.head_dim)
     kv_heads, dim = case.kv_heads, case.head_dim
     scene = Scene(Features(kv_heads=kv_heads, groups=4, head_dim=dim, value_dim=dim, rotary=rotary))
@@ -141,13 +139,13 @@ def attend(case: Case) -> None:
     scene.step([Segment([blocks[1 - i], blocks[i]], 1) for i in range(2)])
     scene.step([Segment([blocks[1 - i], blocks[i]], 1) for i in range(2)])
     layer, plan = scene.cache.storage(0), scene.forward.plan
-    keys, values = layer.keys.to(case.dtype), layer.values.to(case.dtype)
-    new = keys.new_zeros(kv_heads, 2, dim)
-    triton_attention.append(new, new, keys, values, plan, kv_heads)
-    triton_attention.move(keys, values, Place(0, 4, 0), Place(4, 4, 2), 2, kv_heads, 7, rotary)
+    layer = LayerStorage(layer.keys.to(case.dtype), layer.values.to(case.dtype), kv_heads)
+    new = layer.keys.new_zeros(kv_heads, 2, dim)
+    triton_attention.append(layer, new, new, plan)
+    triton_attention.move(layer, TokenRange(0, 4, 0, 2), TokenRange(4, 4, 2, 2), 7, rotary)
     query = scene.queries.to(case.dtype)
-    arguments = {"scale": 0.1, "rotary": rotary, "softcap": case.softcap, "sinks": query.new_zeros(4 * kv_heads)}
-    triton_attention.block_attention(query, keys, values, plan, num_kv_heads=kv_heads, **arguments)
+    params = AttentionParams(kv_heads, 0.1, rotary, case.softcap, sinks=query.new_zeros(4 * kv_heads))
+    triton_attention.block_attention(query, layer.keys, layer.values, plan, params)
 
 
 @pytest.mark.parametrize(
@@ -155,12 +153,12 @@ def attend(case: Case) -> None:
     [
         (capability, case, tiling)
         for capability in (80, 90)
-        for case in (*ALL_TILINGS, *WIDEST_TILING)
+        for case in (*ALL_TILINGS, *LARGEST_TILING)
         for tiling in case.tilings(capability)[0 if case in ALL_TILINGS else -1 :]
     ],
     ids=str,
 )
-def test_attention_is_compiled_without_spills_and_fits_a_processor(
+def test_attention_compiles_without_spills_and_fits_a_processor(
     capability: int,
     case: Case,
     tiling: Tiling,
@@ -181,18 +179,18 @@ def test_attention_is_compiled_without_spills_and_fits_a_processor(
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", ["merge", "append", "move", "advance"])
-def test_other_kernels_are_compiled(name: str, capability: int, recorders: dict[str, Recorder], tmp_path: Path) -> None:
+def test_other_kernels_compile(name: str, capability: int, recorders: dict[str, Recorder], tmp_path: Path) -> None:
     attend(Case(torch.bfloat16, 128))
     made = recorders[name].compiled(capability)
     used = resources(made.asm["cubin"], tmp_path)
     assert made.metadata.shared <= 48 << 10
-    if name in ("merge", "append"):  # the others compute sines in float64, which have a stack of their own
+    if name in ("merge", "append"):  # the others compute sines in float64, which need a stack
         assert used["STACK"] == used["LOCAL"] == 0
 
 
 @pytest.mark.parametrize("name", ["test_triton.py", "test_graph.py"])
-def test_kernels_do_what_the_oracle_does_in_the_interpreter(name: str) -> None:
-    """The tests of a file, in a process that asks for the interpreter before torch imports Triton."""
+def test_kernels_equal_the_oracle_in_the_interpreter(name: str) -> None:
+    """Run a file in a process that selects the interpreter before torch imports Triton."""
     tests = Path(__file__).with_name(name)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
     done = subprocess.run(

@@ -1,9 +1,9 @@
 /* Attention of query rows to all blocks of keys that they see, in float32, merged: one call per layer.
  *
- * Rows that see one block together stand side by side in vector lanes, so that each key and value is read once for all
- * of them and every multiply-add serves sixteen rows (Hydragen, section 3.2); parts of the block go to different
- * threads. A block of few rows, such as a completion's own, has its dimensions in the lanes instead. Softmax is online
- * over tiles of keys; all partial results are merged exactly (Hydragen, eq. 5). Plain C with GCC's vector types.
+ * Rows that see the same block are in adjacent vector lanes, so that each key and value is read once for all of them
+ * and every multiply-add computes sixteen rows (Hydragen, section 3.2); threads compute different parts of the block.
+ * For a block of few rows, such as a completion's own, the lanes hold dimensions instead. Softmax is online over tiles
+ * of keys; all partial results are merged exactly (Hydragen, eq. 5). Plain C with GCC's vector types.
  */
 
 #include <math.h>
@@ -13,11 +13,11 @@
 
 #define LANES 16
 #define TILE 64   /* keys per tile: scores of a tile stay in the first-level cache */
-#define UNROLL 8  /* keys, or dimensions, whose accumulators stay in registers */
+#define UNROLL 8  /* keys or dimensions whose accumulators stay in registers */
 #define WIDEST 3  /* vectors of rows per task: 48 rows */
-#define NARROW 8  /* rows per block up to which dimensions go into the lanes */
-#define SHORT 8   /* lanes there: a head's size is a multiple of it */
-#define HIDDEN (-1e30f) /* score of a key that a row does not see: finite, as exp(-inf + inf) is not a number */
+#define NARROW 8  /* rows per block up to which the lanes hold dimensions */
+#define SHORT 8   /* lanes of dimensions; the head size is a multiple */
+#define HIDDEN (-1e30f) /* score of a hidden key: finite, since exp(-inf + inf) is NaN */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(64), aligned(64)));
@@ -31,7 +31,7 @@ INLINE vec larger(vec a, vec b) {
     return (vec)(((ivec)a & a_wins) | ((ivec)b & ~a_wins));
 }
 
-/* exp for x <= 0, to about one unit in the last place; flushes to zero below -87. */
+/* exp for x <= 0, to about one unit in the last position; flushes to zero below -87. */
 INLINE vec exp_nonpositive(vec x) {
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     ivec alive = x > splat(-87.0f);
@@ -50,8 +50,8 @@ INLINE vec exp_nonpositive(vec x) {
     return (vec)((ivec)(p * (vec)power) & alive);
 }
 
-/* Hides from rows the keys of a tile that lie outside their bounds [2][width], both counted from the task's first key.
- * A row that sees none is left with a log-sum-exp of about HIDDEN, which weighs nothing when it is merged. */
+/* Hides the keys of a tile outside the rows' bounds [2][width], relative to the task's first key. A row that sees no
+ * key gets a log-sum-exp of about HIDDEN, which has no weight in the merge. */
 INLINE void hide(int width, int64_t start, int count, const ivec *bounds, vec *scores) {
     const vec hidden = splat(HIDDEN);
     for (int i = 0; i < count; i++)
@@ -76,8 +76,8 @@ INLINE void score(int width, int count, const vec *qt, const float *keys, int64_
         for (int w = 0; w < width; w++) scores[j * width + w] = acc[j][w];
 }
 
-/* One task: `width` vectors of rows over `num_keys` keys, or those between their bounds. Leaves the unscaled sums in
- * ot [dim][width]; what a row leaves that sees none of the keys weighs nothing beside anything seen. */
+/* One task: `width` vectors of rows over `num_keys` keys, or those within their bounds. Writes the unnormalised sums to
+ * ot [dim][width]; the result of a row that sees no key has no weight in the merge. */
 INLINE void attend_rows(int width, const vec *qt, const float *keys, const float *values, int64_t num_keys, int64_t dim,
                         const ivec *bounds, vec *ot, vec *best, vec *total) {
     vec scores[TILE * WIDEST];
@@ -88,7 +88,7 @@ INLINE void attend_rows(int width, const vec *qt, const float *keys, const float
         const float *k = keys + start * dim, *v = values + start * dim;
         int j = 0;
         for (; j + UNROLL <= count; j += UNROLL) {
-            for (int64_t i = 0; i < UNROLL * dim; i += LANES) { /* what comes next: the values, the next tile's keys */
+            for (int64_t i = 0; i < UNROLL * dim; i += LANES) { /* prefetch the values and the next tile's keys */
                 __builtin_prefetch(v + j * dim + i);
                 __builtin_prefetch(k + (j + TILE) * dim + i, 0, 2);
             }
@@ -103,7 +103,7 @@ INLINE void attend_rows(int width, const vec *qt, const float *keys, const float
             ivec rises = peak > best[w];
             int any = 0;
             for (int lane = 0; lane < LANES; lane++) any |= rises[lane];
-            if (any) { /* a new maximum: what was summed so far shrinks */
+            if (any) { /* a new maximum: rescale the running sums */
                 vec decay = exp_nonpositive(best[w] - peak);
                 total[w] *= decay;
                 for (int64_t d = 0; d < dim; d++) ot[d * width + w] *= decay;
@@ -133,19 +133,19 @@ INLINE void attend_rows(int width, const vec *qt, const float *keys, const float
     }
 }
 
-/* Calls of one pass, as `native.py` lays them out: N blocks of num_keys keys, each met by M queries. */
+/* A call, as laid out by `native.py`: N blocks of num_keys keys, each with M queries. */
 typedef struct {
     int64_t blocks, queries, num_keys;               /* N, M, L */
-    int64_t key_offset, key_block, key_head;         /* in floats: of the first key, from block to block, head to head */
+    int64_t key_offset, key_block, key_head;         /* of the first key, block stride, head stride, in floats */
     int64_t value_offset, value_block, value_head;
-    const int64_t *query_index;                            /* [N * M] query of each place, -1: none; NULL: in order */
+    const int64_t *query_index;                      /* [N * M] query of each position, -1: none; NULL: in order */
     const int64_t *lo, *hi;                          /* [N * M] visible keys, NULL: all */
-    const float *cos, *sin;                          /* [N * M][half] turns, NULL: none */
+    const float *cos, *sin;                          /* [N * M][half] rotations, NULL: none */
     int64_t half, interleaved;
-    int64_t repeats;                                 /* whether a query stands at several of the places */
+    int64_t repeats;                                 /* whether a query is at several positions */
 } Call;
 
-/* What all calls of a layer share. Results of a query that has seen nothing yet: lse -inf, or its sink; out 0. */
+/* Arguments shared by all calls of a layer. Initial result of a query: lse -inf, or its sink; out 0. */
 typedef struct {
     const float *query, *keys, *values;              /* query [T][heads][dim] */
     float *out, *lse;                                /* [T][heads][dim], [T][heads] */
@@ -153,14 +153,14 @@ typedef struct {
     float scale;
 } Layer;
 
-/* The query of one place and head, turned and scaled, to to[d * stride]; returns whether there is one. */
-static int load_query(const Layer *layer, const Call *call, int64_t place, int64_t head, float *to, int64_t stride) {
-    const int64_t token = call->query_index ? call->query_index[place] : place;
+/* Writes the query of one position and head, rotated and scaled, to to[d * stride]; returns 0 if there is none. */
+static int load_query(const Layer *layer, const Call *call, int64_t position, int64_t head, float *to, int64_t stride) {
+    const int64_t token = call->query_index ? call->query_index[position] : position;
     if (token < 0) return 0;
     const float *q = layer->query + (token * layer->heads + head) * layer->dim, scale = layer->scale;
     int64_t d = 0;
     if (call->cos) {
-        const float *cos = call->cos + place * call->half, *sin = call->sin + place * call->half;
+        const float *cos = call->cos + position * call->half, *sin = call->sin + position * call->half;
         for (int64_t i = 0; i < call->half; i++) {
             const int64_t one = call->interleaved ? 2 * i : i, other = call->interleaved ? one + 1 : i + call->half;
             to[one * stride] = (q[one] * cos[i] - q[other] * sin[i]) * scale;
@@ -172,7 +172,7 @@ static int load_query(const Layer *layer, const Call *call, int64_t place, int64
     return 1;
 }
 
-/* Cuts a call's keys so that there are about four tasks a thread, equally many for all. */
+/* Number of parts of a call's keys: about four tasks per thread, equally many for each. */
 static int64_t split(const Call *call, int64_t units, int threads) {
     int64_t parts = (4 * threads + units - 1) / units;
     while (units * parts % threads) parts++;
@@ -180,7 +180,7 @@ static int64_t split(const Call *call, int64_t units, int threads) {
     return parts < 1 ? 1 : parts;
 }
 
-/* Merge the parts of one unit of a call, then the result with what its rows saw in other blocks (Hydragen, eq. 5). */
+/* Merges the parts of one unit of a call, then the result with those of other blocks (Hydragen, eq. 5). */
 static void merge_unit(const Layer *layer, const Call *call, vec *ot, int64_t unit, int64_t tiles, int64_t parts,
                        int width) {
     const int64_t dim = layer->dim, groups = layer->heads / layer->kv_heads, rows = call->queries * groups;
@@ -200,8 +200,8 @@ static void merge_unit(const Layer *layer, const Call *call, vec *ot, int64_t un
     const int64_t from = unit % tiles * span;
     const float *sums = (const float *)ot, *peaks = (const float *)best, *totals = (const float *)total;
     for (int64_t r = 0; r < span && from + r < rows; r++) {
-        const int64_t place = block * call->queries + (from + r) / groups;
-        const int64_t token = call->query_index ? call->query_index[place] : place;
+        const int64_t position = block * call->queries + (from + r) / groups;
+        const int64_t token = call->query_index ? call->query_index[position] : position;
         if (token < 0) continue;
         const int64_t at = token * layer->heads + head * groups + (from + r) % groups;
         const float mine = peaks[r] + logf(totals[r]), seen = layer->lse[at];
@@ -212,20 +212,20 @@ static void merge_unit(const Layer *layer, const Call *call, vec *ot, int64_t un
     }
 }
 
-/* Which keys the rows of one task see, counted from its first one; NULL where all see all. */
-static const ivec *bounds_of(const Call *call, int64_t place, int64_t groups, int64_t from, int64_t first, int width,
+/* Bounds of the keys visible to the rows of one task, relative to its first key; NULL if all are visible. */
+static const ivec *bounds_of(const Call *call, int64_t position, int64_t groups, int64_t from, int64_t first, int width,
                              ivec *bounds) {
     if (!call->lo) return NULL;
     int32_t *lo = (int32_t *)bounds, *hi = lo + (int64_t)width * LANES;
     for (int64_t r = 0; r < (int64_t)width * LANES; r++) {
         const int64_t query = (from + r) / groups;
-        lo[r] = query < call->queries ? (int32_t)(call->lo[place + query] - first) : 0;
-        hi[r] = query < call->queries ? (int32_t)(call->hi[place + query] - first) : INT32_MAX;
+        lo[r] = query < call->queries ? (int32_t)(call->lo[position + query] - first) : 0;
+        hi[r] = query < call->queries ? (int32_t)(call->hi[position + query] - first) : INT32_MAX;
     }
     return bounds;
 }
 
-/* A call whose blocks are met by many rows each, or of which there is one. Runs inside a parallel region. */
+/* A call with many rows per block, or with one block. Runs inside a parallel region. */
 static void attend_wide(const Layer *layer, const Call *call, vec *columns, int threads) {
     const int64_t dim = layer->dim, kv_heads = layer->kv_heads, groups = layer->heads / kv_heads;
     const int64_t rows = call->queries * groups, tiles = (rows + WIDEST * LANES - 1) / (WIDEST * LANES);
@@ -239,13 +239,13 @@ static void attend_wide(const Layer *layer, const Call *call, vec *columns, int 
     vec *partial = columns + units * dim * width;
 
 #pragma omp for schedule(static)
-    for (int64_t unit = 0; unit < units; unit++) { /* rows side by side: [dim][width * LANES], zero where none is */
-        const int64_t place = unit / (kv_heads * tiles) * call->queries, head = unit / tiles % kv_heads * groups;
+    for (int64_t unit = 0; unit < units; unit++) { /* rows in adjacent lanes: [dim][width * LANES], zero-padded */
+        const int64_t position = unit / (kv_heads * tiles) * call->queries, head = unit / tiles % kv_heads * groups;
         const int64_t from = unit % tiles * span;
         vec *qt = columns + unit * dim * width;
         memset(qt, 0, sizeof(vec) * dim * width);
         for (int64_t r = 0; r < span && from + r < rows; r++)
-            load_query(layer, call, place + (from + r) / groups, head + (from + r) % groups, (float *)qt + r, span);
+            load_query(layer, call, position + (from + r) / groups, head + (from + r) % groups, (float *)qt + r, span);
     }
 
 #pragma omp for schedule(dynamic, 1)
@@ -258,15 +258,15 @@ static void attend_wide(const Layer *layer, const Call *call, vec *columns, int 
             layer->values + call->value_offset + block * call->value_block + head * call->value_head + first * dim;
         const vec *qt = columns + unit * dim * width;
         vec *ot = partial + task * per_task, *best = ot + dim * width, *total = best + width;
-        ivec room[2 * WIDEST];
-        const ivec *bounds = bounds_of(call, block * call->queries, groups, unit % tiles * span, first, width, room);
+        ivec storage[2 * WIDEST];
+        const ivec *bounds = bounds_of(call, block * call->queries, groups, unit % tiles * span, first, width, storage);
         if (width == 1) attend_rows(1, qt, k, v, count, dim, bounds, ot, best, total);
         else if (width == 2) attend_rows(2, qt, k, v, count, dim, bounds, ot, best, total);
         else attend_rows(3, qt, k, v, count, dim, bounds, ot, best, total);
     }
 
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < (call->repeats ? kv_heads : units); i++) /* rows that meet several blocks: a head a thread */
+    for (int64_t i = 0; i < (call->repeats ? kv_heads : units); i++) /* rows with several blocks: one head per thread */
         for (int64_t unit = call->repeats ? 0 : i; unit < (call->repeats ? units : i + 1); unit++)
             if (!call->repeats || unit / tiles % kv_heads == i)
                 merge_unit(layer, call, partial + unit * parts * per_task, unit, tiles, parts, width);
@@ -284,7 +284,7 @@ INLINE void add_values(int width, const float *weights, const float *values, int
     for (int w = 0; w < width; w++) *(shortvec *)(acc + w * SHORT) = sum[w];
 }
 
-/* One row over the keys lo .. hi of a block of its own; acc [dim] is the sum of values so far, weighted by exp(s - best). */
+/* One row over the keys lo .. hi of its own block; acc [dim] is the sum of values, weighted by exp(s - best). */
 static void attend_narrow(const float *q, const float *keys, const float *values, int64_t lo, int64_t hi, int64_t dim,
                           float *acc, float *best, float *total) {
     float scores[TILE] __attribute__((aligned(64)));
@@ -315,16 +315,16 @@ static void attend_narrow(const float *q, const float *keys, const float *values
     }
 }
 
-/* The rows of one place and KV head over their block, going on from what they saw in others. */
-static void attend_place(const Layer *layer, const Call *call, int64_t place, int64_t head, float *q) {
-    const int64_t dim = layer->dim, groups = layer->heads / layer->kv_heads, block = place / call->queries;
+/* The rows of one position and KV head over their block, starting from their results for other blocks. */
+static void attend_position(const Layer *layer, const Call *call, int64_t position, int64_t head, float *q) {
+    const int64_t dim = layer->dim, groups = layer->heads / layer->kv_heads, block = position / call->queries;
     const float *k = layer->keys + call->key_offset + block * call->key_block + head * call->key_head;
     const float *v = layer->values + call->value_offset + block * call->value_block + head * call->value_head;
-    const int64_t lo = call->lo ? call->lo[place] : 0, hi = call->hi ? call->hi[place] : call->num_keys;
+    const int64_t lo = call->lo ? call->lo[position] : 0, hi = call->hi ? call->hi[position] : call->num_keys;
     if (lo >= hi) return;
     for (int64_t group = 0; group < groups; group++) {
-        if (!load_query(layer, call, place, head * groups + group, q, 1)) return;
-        const int64_t token = call->query_index ? call->query_index[place] : place;
+        if (!load_query(layer, call, position, head * groups + group, q, 1)) return;
+        const int64_t token = call->query_index ? call->query_index[position] : position;
         const int64_t at = token * layer->heads + head * groups + group;
         float best = layer->lse[at], total = best == -INFINITY ? 0.0f : 1.0f, *out = layer->out + at * dim;
         attend_narrow(q, k, v, lo, hi, dim, out, &best, &total);
@@ -333,16 +333,16 @@ static void attend_place(const Layer *layer, const Call *call, int64_t place, in
     }
 }
 
-/* Room for `size` vectors, kept from call to call: fresh pages would cost more than what is done in them. */
+/* Scratch memory of `size` vectors, kept between calls: page faults would cost more than the computation. */
 static vec *workspace(int64_t size) {
-    static _Thread_local vec *room;
+    static _Thread_local vec *memory;
     static _Thread_local int64_t held;
     if (size > held) {
-        free(room);
-        room = aligned_alloc(64, sizeof(vec) * size);
-        held = room ? size : 0;
+        free(memory);
+        memory = aligned_alloc(64, sizeof(vec) * size);
+        held = memory ? size : 0;
     }
-    return room;
+    return memory;
 }
 
 /* Attention of `tokens` queries to all blocks of `calls`. sinks: [heads] or NULL.
@@ -357,8 +357,8 @@ int attend(const Layer *layer, const float *sinks, int64_t tokens, const Call *c
         const int64_t wanted = (units * dim + tasks * (dim + 2)) * width;
         if (wanted > needed) needed = wanted;
     }
-    vec *room = workspace(needed);
-    if (!room) return 1;
+    vec *memory = workspace(needed);
+    if (!memory) return 1;
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t h = 0; h < layer->heads; h++) layer->lse[t * layer->heads + h] = sinks ? sinks[h] : -INFINITY;
     memset(layer->out, 0, sizeof(float) * tokens * layer->heads * dim);
@@ -367,16 +367,16 @@ int attend(const Layer *layer, const float *sinks, int64_t tokens, const Call *c
     for (int64_t c = 0; c < num_calls; c++) {
         const Call *call = calls + c;
         if (call->blocks == 1 || call->queries * groups > NARROW) {
-            attend_wide(layer, call, room, threads);
+            attend_wide(layer, call, memory, threads);
             continue;
         }
         float q[dim] __attribute__((aligned(64)));
-        const int64_t places = call->blocks * call->queries;
+        const int64_t positions = call->blocks * call->queries;
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < (call->repeats ? 1 : places) * kv_heads; i++)
-            for (int64_t place = call->repeats ? 0 : i / kv_heads; place < (call->repeats ? places : i / kv_heads + 1);
-                 place++)
-                attend_place(layer, call, place, i % kv_heads, q);
+        for (int64_t i = 0; i < (call->repeats ? 1 : positions) * kv_heads; i++)
+            for (int64_t position = call->repeats ? 0 : i / kv_heads;
+                 position < (call->repeats ? positions : i / kv_heads + 1); position++)
+                attend_position(layer, call, position, i % kv_heads, q);
     }
     return 0;
 }

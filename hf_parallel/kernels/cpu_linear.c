@@ -1,8 +1,8 @@
 /* A linear layer in float32 for a few tokens: y = x W^T + b.
  *
- * Such a product waits for its weights, so each is read once for all tokens, as it lies in memory, and from far enough
- * ahead. A token's sums are added up in the same order, and rounded at the same places, whatever other tokens there are:
- * what a layer gives a row does not hang on what shares its pass. C with GCC's vector types.
+ * The product is bound by reading the weights, so each weight is read once for all tokens, in memory order, and
+ * prefetched. A token's sums are accumulated in the same order, with the same roundings, for any number of other tokens:
+ * the results of a row do not depend on the other rows of the pass. C with GCC's vector types.
  */
 
 #include <stdint.h>
@@ -13,21 +13,21 @@
 
 #ifdef __AVX512F__ /* twice the registers, twice as wide */
 #define LANES 16
-#define TOKENS 8  /* of the input, and ... */
-#define OUTPUTS 3 /* ... of the layer, whose sums stay in registers together */
+#define TOKENS 8  /* tokens and outputs of a tile, whose sums stay in registers */
+#define OUTPUTS 3
 #else
 #define LANES 8
 #define TOKENS 4
 #define OUTPUTS 2
 #endif
-#define AHEAD 2048 /* weights between what is read and what is prefetched: about four rows of a small model */
+#define AHEAD 2048 /* prefetch distance in weights: about four rows of a small model */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
 
-/* By name, as x86 compilers fuse or do not fuse by what else is in a loop. */
+/* Explicit, since x86 compilers fuse multiply-adds or not depending on the loop. */
 #if defined __AVX512F__
 #define MULTIPLY_ADD(a, b, sum) ((vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(sum)))
 #elif defined __FMA__
@@ -38,15 +38,15 @@ typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
 
 INLINE int min(int64_t left, int64_t right) { return (int)(left < right ? left : right); }
 
-/* A vector of the values that are left, and zeros. */
+/* A vector of the last `count` values, padded with zeros. */
 INLINE vec load_some(const float *values, int64_t count) {
     vec loaded = {0};
     memcpy(&loaded, values, count * sizeof(float));
     return loaded;
 }
 
-/* The sum of a vector's lanes, half by half: of such types compilers make few instructions, which matters where a row of
- * weights is short. */
+/* The sum of a vector's lanes, by halves: vector types of half the size compile to few instructions, which matters for
+ * short rows of weights. */
 INLINE float total(vec sums) {
     eight of = *(eight *)&sums;
 #if LANES == 16
@@ -56,7 +56,7 @@ INLINE float total(vec sums) {
     return (few[0] + few[2]) + (few[1] + few[3]);
 }
 
-/* `outputs` of the layer for `tokens` of the input; `stride` is that of y, from token to token. */
+/* A tile of `outputs` x `tokens`; `stride` is the token stride of y. */
 INLINE void tile(int outputs, int tokens, int64_t inputs, int64_t stride, const float *w, const float *x, const float *b,
                  float *y) {
     vec sums[OUTPUTS][TOKENS];
@@ -85,7 +85,7 @@ INLINE void tile(int outputs, int tokens, int64_t inputs, int64_t stride, const 
         for (int t = 0; t < tokens; t++) y[t * stride + o] = total(sums[o][t]) + (b ? b[o] : 0.0f);
 }
 
-/* `tile` with numbers that the compiler knows. */
+/* `tile` with constant sizes. */
 #define OF(outputs, tokens) \
     case 16 * outputs + tokens: tile(outputs, tokens, inputs, stride, w, x, b, y); break;
 #define OF_FOUR(outputs) OF(outputs, 1) OF(outputs, 2) OF(outputs, 3) OF(outputs, 4)
@@ -102,7 +102,7 @@ static void dispatch(int outputs, int tokens, int64_t inputs, int64_t stride, co
     }
 }
 
-/* x [tokens, inputs], w [outputs, inputs], b [outputs] or none, y [tokens, outputs], all contiguous. */
+/* x [tokens, inputs], w [outputs, inputs], b [outputs] or NULL, y [tokens, outputs], all contiguous. */
 void linear(const float *x, const float *w, const float *b, float *y, int64_t tokens, int64_t inputs, int64_t outputs,
             int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
