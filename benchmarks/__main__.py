@@ -1,4 +1,4 @@
-"""One entry for all benchmarks: measures, prints tables and writes JSON. `python -m benchmarks --help`."""
+"""Runs the CPU benchmarks, prints tables and writes JSON: `python -m benchmarks --help`."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from .shared_prefix import SharedPrefixBenchmark
 DTYPES = ("float32", "bfloat16", "float16")
 RESULTS = Path(__file__).parent / "results"
 TARGETS = (
-    ("shared_prefix", "prefill_by_one_row", 1.1, "prefill by that of one row"),
-    ("shared_prefix", "step_by_bound", 1.25, "decode step by the bound"),
-    ("shared_prefix", "kv_bytes_by_unique_tokens", 1.0, "KV bytes by those of unique tokens"),
-    ("hogwild", "step_by_generate", 1.25, "step by one of generate, 2 rows"),
-    ("hogwild", "set_up_by_step", 0.02, "set-up by the step"),
+    ("shared_prefix", "prefill_by_one_row", 1.1, "prefill relative to one row"),
+    ("shared_prefix", "step_by_bound", 1.25, "decode step relative to the bound"),
+    ("shared_prefix", "kv_bytes_by_unique_tokens", 1.0, "KV bytes relative to those of the unique tokens"),
+    ("hogwild", "step_by_generate", 1.25, "step relative to generate with 2 rows"),
+    ("hogwild", "set_up_by_step", 0.02, "set-up relative to the step"),
 )
-"""Part, ratio, what it may be at most, and the ratio in words."""
+"""Benchmark, ratio, upper limit, and description of the ratio."""
 
 
 def main() -> int:
-    """Run the benchmarks; returns the exit status."""
+    """Run the benchmarks; return the exit status."""
     options = _parse()
     console = Console(highlight=False)
     model, tokenizer = set_up(options)
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def set_up(options: argparse.Namespace) -> tuple[Any, Any]:
-    """The model that is measured, enabled, and its tokenizer."""
+    """Load and enable the model of the options; return it with its tokenizer."""
     transformers.logging.set_verbosity_error()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -67,17 +67,17 @@ def set_up(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def about(model: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """What a report begins with."""
+    """Return the first entries of a report."""
     return {"machine": machine(model), "model": options.model or "SmolLM2-135M-Instruct"}
 
 
 def new_path(kind: str, quick: bool = False) -> Path:
-    """A file of its own for each run."""
+    """Return a new path in the results folder."""
     return RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}-{kind}{'-quick' if quick else ''}.json"
 
 
 def write(report: dict[str, Any], path: Path) -> None:
-    """Write a report, and how busy the machine is by now."""
+    """Write a report and the current load average."""
     report["machine"]["load_average_after"] = load_average()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
@@ -86,14 +86,14 @@ def write(report: dict[str, Any], path: Path) -> None:
 def finish(
     console: Console, report: dict[str, Any], path: Path, show: Callable[[Console, dict[str, Any]], None]
 ) -> None:
-    """Write a report and show it."""
+    """Write a report and print it."""
     write(report, path)
     show(console, report)
     console.print(f"\nWritten to {path}", soft_wrap=True)
 
 
 def benchmarks(options: argparse.Namespace) -> dict[str, Any]:
-    """The benchmarks that were asked for, by name, with their settings."""
+    """Return the selected benchmarks by name."""
     shared, hogwild = SharedPrefixBenchmark(), HogwildBenchmark()
     if options.quick:
         shared = SharedPrefixBenchmark(prompt=48, rows=3, new_tokens=4, rounds=1)
@@ -108,7 +108,7 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine(model: Any) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Describe hardware, versions and load."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": cpu_name(),
@@ -125,7 +125,7 @@ def machine(model: Any) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor, as the system calls it."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -134,12 +134,12 @@ def cpu_name() -> str:
 
 
 def load_average() -> list[float] | None:
-    """Of the last 1, 5 and 15 minutes; other work on the machine shows here."""
+    """Return the load averages of the last 1, 5 and 15 minutes, which reveal other work on the machine."""
     return [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else None
 
 
 def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The ratios that have a limit, and whether they keep it."""
+    """Compare the ratios with their limits."""
     found = []
     for part, name, limit, words in TARGETS:
         if part in report:
@@ -166,11 +166,11 @@ def show(console: Console, report: dict[str, Any]) -> None:
         table.add_row(words, f"{target['value']:.3f}", f"{target['at_most']:.2f}", met)
     console.print(table)
     if report["quick"]:
-        console.print("(--quick: too small to mean anything)")
+        console.print("(--quick: the figures are meaningless)")
 
 
 def shared_prefix_table(result: dict[str, Any]) -> Table:
-    """One line per way."""
+    """Return a table with one line per method."""
     of = result["settings"]
     title = f"shared prefix: {of['prompt']} tokens x {of['rows']} rows"
     table = table_of(title, "prefill, s", "step, ms", "tokens/s", "KV, MB", "same tokens")
@@ -192,7 +192,7 @@ def shared_prefix_table(result: dict[str, Any]) -> Table:
 
 
 def hogwild_table(result: dict[str, Any]) -> Table:
-    """One line per number of workers."""
+    """Return a table with one line per number of workers."""
     of = result["settings"]
     table = table_of(f"hogwild: {of['prompt']} common tokens, {of['layout']}", "step, ms", "tokens/s", "KV, MB")
     plain = result["generate"]
@@ -204,7 +204,7 @@ def hogwild_table(result: dict[str, Any]) -> Table:
 
 
 def table_of(title: str, *headings: str) -> Table:
-    """An empty table whose first column holds names."""
+    """Return an empty table whose first column holds names."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for heading in headings:
@@ -213,12 +213,12 @@ def table_of(title: str, *headings: str) -> Table:
 
 
 def number(way: dict[str, Any], name: str, factor: float, form: str) -> str:
-    """A figure as text; nothing where it was not measured."""
+    """Format a figure; empty if it was not measured."""
     return format(way[name] * factor, form) if name in way else ""
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """What `set_up` looks at."""
+    """Add the options of `set_up`."""
     parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
     parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="default: float32")
@@ -227,16 +227,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hf-parallel bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs, measures nothing")
-    parser.add_argument("--only", choices=("shared_prefix", "hogwild"), help="one of the benchmarks")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
+    parser.add_argument("--only", choices=("shared_prefix", "hogwild"), help="run one benchmark only")
     add_model_options(parser)
     parser.add_argument("--prompt", type=int, metavar="N", help="tokens of the prompt (2048)")
     parser.add_argument("--rows", type=int, metavar="N", help="completions of the shared prefix (16)")
     parser.add_argument("--new-tokens", type=int, metavar="N", help="tokens per completion (16)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="times that everything is measured, in turns (5)")
-    parser.add_argument("--skip-generate", action="store_true", help="without generate's prefill of every row")
-    parser.add_argument("--skip-generate-batch", action="store_true", help="without continuous batching")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="of the JSON (default: one in benchmarks/results)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds, each of which runs every method once (5)")
+    parser.add_argument("--skip-generate", action="store_true", help="skip plain generate, which prefills every row")
+    parser.add_argument("--skip-generate-batch", action="store_true", help="skip continuous batching")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     return parser.parse_args()
 
 

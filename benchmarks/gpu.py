@@ -1,8 +1,8 @@
-"""Checks and measures everything on a machine with a GPU, in one run: `python -m benchmarks.gpu --help`.
+"""Checks and measures everything on a GPU: `python -m benchmarks.gpu --help`.
 
-Correctness of every kernel and of replayed decode steps, attention alone, Hogwild! attention and its set-up, whole
-models; then what was to be reached beside what was measured. The report is written as it grows, so that a run that is
-ended leaves what it has.
+Stages: correctness of kernels and of replayed CUDA graphs, attention alone, Hogwild! attention and its set-up, whole
+models, and a comparison with the targets. The report is written after each case, so an interrupted run keeps its
+results.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
-    """Run the stages; returns the exit status."""
+    """Run the stages; return the exit status."""
     began = time.perf_counter()
     options = _parse()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made here
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all models have random weights
     if options.toy:
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from .gpu_parts import run  # Triton and transformers read these variables when they are imported
+    from .gpu_parts import run  # imports Triton and transformers, which read the variables
 
     kind = "toy" if options.toy else "quick" if options.quick else "full"
     seconds = options.budget_seconds - (time.perf_counter() - began)
@@ -42,20 +42,20 @@ def _stages(text: str) -> list[str]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="of the JSON (benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
     parser.add_argument(
         "--only", type=_stages, default=list(STAGES), metavar="STAGES", help=f"some of {','.join(STAGES)}"
     )
-    parser.add_argument("--quick", action="store_true", help="few sizes: shows that everything runs")
-    parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU, Triton interpreted")
+    parser.add_argument("--quick", action="store_true", help="few sizes, to check that everything runs")
+    parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU with the Triton interpreter")
     parser.add_argument(
         "--budget-seconds",
         type=float,
         default=540,
         metavar="S",
-        help="from start to end; what there is no time for is reported as not measured (540)",
+        help="time limit; cases beyond it are reported as not measured (540)",
     )
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="of all numbers drawn")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="of all numbers")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Hogwild workers over a long common prompt: a step against one of `generate`, its set-up, and more workers."""
+"""Hogwild! workers over a long shared prompt: step relative to `generate`, set-up of a step, number of workers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from .rounds import Bar, PrefilledCache, run_rounds, step_ratio
 
 
 class SetUpClock(StepClock):
-    """Counts apart what a forward pass spends outside its layers' arithmetic.
+    """Clock that also measures the set-up of a forward pass, which is outside the arithmetic of the layers.
 
-    That is `BlockCache.prepare`, which makes room and lays the plan out, and everything that `AttentionPlan.cached`
-    makes for the layers: schedule, masks, rotary tables, indices. A layer's lookup of what is made already counts as
-    the layer's.
+    The set-up is `BlockCache.prepare`, which reserves storage and lays out the plan, and everything that
+    `AttentionPlan.cached` computes for the layers: schedule, masks, rotary tables, indices.
     """
 
     def __init__(self) -> None:
@@ -35,17 +34,17 @@ class SetUpClock(StepClock):
 
     @property
     def set_up_seconds(self) -> list[float]:
-        """Set-up of each later step."""
+        """Set-up of each step after the first."""
         return [after - before for before, after in zip(self.set_up_at[1:], self.set_up_at[2:], strict=False)]
 
     def put(self, value: Any) -> None:
-        """Note the time and the set-up so far."""
+        """Record the time and the accumulated set-up."""
         super().put(value)
         self.set_up_at.append(self.set_up)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Count inside the block."""
+        """Measure the set-up inside the block."""
         prepare, cached = BlockCache.prepare, AttentionPlan.cached
 
         def timed_cached(plan: AttentionPlan, key: Any, make: Callable[[], Any]) -> Any:
@@ -58,7 +57,7 @@ class SetUpClock(StepClock):
             yield
 
     def _timed(self, make: Callable[[], Any]) -> Any:
-        if self._inside:  # one thing made inside another is counted with it
+        if self._inside:  # nested computations count once
             return make()
         self._inside, began = True, time.perf_counter()
         try:
@@ -75,9 +74,9 @@ class HogwildBenchmark:
     Parameters
     ----------
     prompt, passes, rounds : int
-        Common tokens, forward passes of a call, rounds.
+        Number of shared tokens, of forward passes per call, and of rounds.
     workers : tuple of int
-        Numbers of workers whose throughput is measured.
+        Numbers of workers to measure.
     layout : str
     """
 
@@ -89,11 +88,11 @@ class HogwildBenchmark:
 
     @property
     def calls(self) -> int:
-        """Calls of `generate` that `run` makes, for a progress bar."""
+        """Number of calls of `generate`, for a progress bar."""
         return 2 * (self.rounds + 1) + 3 + len(self.workers)
 
     def run(self, model: Any, tokenizer: Any, ids: torch.Tensor, bar: Bar) -> dict[str, Any]:
-        """Measure everything over the prompt `ids`, `int64 [1, prompt]`; returns what goes into the JSON."""
+        """Measure with the prompt `ids`, `int64 [1, prompt]`; return an entry of the report."""
         settings = self._settings(model)
 
         def hogwild(clock: StepClock, workers: int = 2) -> HogwildOutput:
@@ -141,13 +140,13 @@ class HogwildBenchmark:
         }
 
     def _settings(self, model: Any) -> dict[str, Any]:
-        """Greedy, and no row ends before its time."""
+        """Return settings of greedy decoding with a fixed number of passes."""
         ends = model.generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else ends
         return {"do_sample": False, "max_new_tokens": self.passes, "suppress_tokens": ends}
 
     def _scaling(self, hogwild: Callable[[StepClock, int], HogwildOutput], bar: Bar) -> dict[int, dict[str, float]]:
-        """What more workers give, one call each after one that warms up."""
+        """Measure each number of workers in one call after a warm-up call."""
         found = {}
         for workers in (*self.workers[:1], *self.workers):
             bar.next(f"{workers} workers")

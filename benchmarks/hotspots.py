@@ -1,7 +1,7 @@
-"""Draws where hotspots fall in one answer (Hive, section 6.2, figure 7): `python -m benchmarks.hotspots --help`.
+"""Plots the hotspots of one answer (Hive, section 6.2, figure 7): `python -m benchmarks.hotspots --help`.
 
-A Game of 24 puzzle is decoded once; drawn are the scores of its steps (eq. 2 to 4), the threshold, and the tokens that
-a replay would draw anew. Needs matplotlib (of the extra `eval`).
+The answer is a Game of 24 puzzle. The plot shows the scores of its steps (eq. 2 to 4), the threshold, and the tokens
+that a replay would sample anew. Needs matplotlib (extra `eval`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Answer:
     Attributes
     ----------
     tokens : list of str
-        The text of each.
+        Text of each token.
     scores : float64 [n]
     hotspots : bool [n]
-        Where a replay draws a token anew.
+        Steps at which a replay samples anew.
     """
 
     tokens: list[str]
@@ -57,7 +57,7 @@ def decode(model: Any, tokenizer: Any, ids: torch.Tensor, policy: Hotspot, **set
 
 
 def draw(answer: Answer, threshold: float, path: Path) -> None:
-    """Draw the scores over the steps, each with its token; hotspots are red."""
+    """Plot the score and token of each step, hotspots in red."""
     from matplotlib import pyplot
 
     figure, panel = pyplot.subplots(figsize=(12, 3.8), layout="constrained")
@@ -78,17 +78,17 @@ def draw(answer: Answer, threshold: float, path: Path) -> None:
 
 
 def visible(token: str) -> str:
-    """A token with its spaces and line breaks to be seen, and nothing that matplotlib reads as a formula."""
+    """Return a token with visible spaces and line breaks, escaped for matplotlib."""
     return token.replace(" ", "\N{OPEN BOX}").replace("\n", "\N{RETURN SYMBOL}").replace("$", r"\$")
 
 
 def main() -> int:
-    """Decode, draw and print the answer; returns the exit status."""
+    """Decode, plot and print the answer; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hotspots", description=__doc__.splitlines()[0])
-    parser.add_argument("picture", type=Path, help="the file to draw, such as docs/hotspots.png")
+    parser.add_argument("picture", type=Path, help="output file, such as docs/hotspots.png")
     add_model_options(parser)
     parser.add_argument("--temperature", type=float, default=0.6)
-    parser.add_argument("--length", type=int, default=100, help="tokens at most (default: 100)")
+    parser.add_argument("--length", type=int, default=100, help="maximum number of tokens (default: 100)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     model, tokenizer = set_up(options)

@@ -1,7 +1,7 @@
-"""A forward pass of few tokens, by what may compute its linear layers: `python -m benchmarks.linear --help`.
+"""Compares implementations of linear layers for passes of few tokens: `python -m benchmarks.linear --help`.
 
-Passes bring tokens of one row behind a prompt, as those do that hold a draft. The model's linear layers are also timed
-alone, one after the other on random numbers. All take turns, so that a machine's noise hits all alike.
+Each pass appends tokens of one row to a prompt, as a pass with draft tokens does. The linear layers of the model are
+also timed alone, on random inputs. Every round runs all implementations.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class LinearBenchmark:
     Parameters
     ----------
     prompt : int
-        Tokens before those that are timed.
+        Number of tokens before the timed ones.
     lengths : tuple of int
-        Tokens of a pass.
+        Numbers of tokens in a pass.
     rounds : int
-        Times of each, of which the median is reported.
+        Measurements per median.
     """
 
     prompt: int = 128
@@ -52,8 +52,8 @@ class LinearBenchmark:
     rounds: int = 15
 
     def run(self, model: Any, ids: torch.Tensor, tell: Callable[[str], None]) -> dict[str, Any]:
-        """Measure; `ids` are `int64 [1, prompt]` or longer. Returns what goes into the JSON, in seconds."""
-        libraries = [library for library in LIBRARIES if library != "native" or not native.why_not()]
+        """Measure with `ids`, `int64 [1, at least prompt]`; return the entries of the report, in seconds."""
+        libraries = [library for library in LIBRARIES if library != "native" or not native.unavailable_reason()]
         cache = BlockCache()
         prompt, own = cache.new_block(self.prompt), cache.new_block(max(self.lengths), base=self.prompt)
         forward(model, cache, Segment([prompt], self.prompt), ids)
@@ -67,7 +67,7 @@ class LinearBenchmark:
                         took = forward(model, cache, Segment([prompt, own], length), ids)
                         cache.truncate(own, 0)
                         alone = through(layers, length)
-                    if number:  # the first round warms up
+                    if number:  # the first round is a warm-up
                         times["passes"].setdefault((library, length), []).append(took)
                         times["layers"].setdefault((library, length), []).append(alone)
         seconds = {
@@ -87,7 +87,7 @@ class LinearBenchmark:
 
 @torch.no_grad()
 def forward(model: Any, cache: BlockCache, segment: Segment, ids: torch.Tensor) -> float:
-    """Seconds of a pass over the first of `ids`, as many as the segment brings."""
+    """Return the seconds of a pass with the first `segment.num_tokens` of `ids`."""
     with block_attention_enabled(model, cache):
         began = time.perf_counter()
         plan = cache.prepare([segment])
@@ -99,7 +99,7 @@ def forward(model: Any, cache: BlockCache, segment: Segment, ids: torch.Tensor) 
 
 @torch.no_grad()
 def through(layers: list[nn.Linear], length: int) -> float:
-    """Seconds that layers take one after the other."""
+    """Return the seconds of all layers, one after the other."""
     given = {layer.in_features: torch.randn(1, length, layer.in_features) for layer in layers}
     began = time.perf_counter()
     for layer in layers:
@@ -121,13 +121,13 @@ def show(console: Console, report: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Run the benchmark; returns the exit status."""
+    """Run the benchmark; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__.splitlines()[0])
     parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     parser.set_defaults(device="cpu", dtype="float32")
     parser.add_argument("--rounds", type=int, default=LinearBenchmark.rounds)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="of the JSON (default: one in benchmarks/results)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     options = parser.parse_args()
     console = Console(highlight=False)
     model, tokenizer = set_up(options)

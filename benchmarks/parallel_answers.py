@@ -1,19 +1,18 @@
-"""Whole answers, sequential and parallel, side by side (PDOS, section 4; Hogwild! Inference, section 4.1).
+"""Compares sequential and parallel answers (PDOS, section 4; Hogwild! Inference, section 4.1), all greedy.
 
-`python -m benchmarks.parallel_answers --help`. Everything is greedy, and there are three parts:
+`python -m benchmarks.parallel_answers --help`. There are three parts:
 
-- `tasks`: problems with exact answers, in every way: plain `generate`, PDOS with both joins, Skeleton-of-Thought,
-  Chain-of-Draft, and PDOS with the rules of Chain-of-Draft. Tokens per second are those of the answer that comes
-  back, markers and headings included, by the seconds of decoding; a given opening and a discarded outline do not count.
-- `rotate_from_reencode`: what `join="rotate"` costs in exactness. A rotated answer goes on over branches that did not
-  see each other; `reencode` reads them as plain text. For each token written behind a rotated block, the
-  Kullback-Leibler divergence (nats) from the distribution that it was chosen from to the one that a plain forward pass
-  gives over the very same text.
-- `branches`: ten branches of fixed length, with a short conclusion, against sequential decoding of equally many tokens
-  behind the same prompt and opening, in turns.
+- `tasks`: problems with exact answers, by plain `generate`, PDOS with both joins, Skeleton-of-Thought, Chain-of-Draft,
+  and PDOS with the rules of Chain-of-Draft. Tokens per second are the tokens of the returned answer, including markers
+  and headings but not a given opening or a discarded outline, divided by the seconds of decoding.
+- `rotate_from_reencode`: error of `join="rotate"`. After a rotated block, the answer attends to branches that did not
+  attend to each other. For each token after such a block: the Kullback-Leibler divergence (nats) from the distribution
+  that it was chosen from to that of a plain forward pass over the same text.
+- `branches`: ten branches of fixed length and a short conclusion, against sequential decoding of the same number of
+  tokens after the same prompt and opening.
 
-A small model opens no block on its own and loses count. It is coached: the answer begins with the first title, and the
-number of parts is fixed. Coaching is on for the embedded model and in the third part.
+A small model does not open a block by itself and miscounts parts. It is coached: the answer begins with the first
+title, and the number of parts is fixed. Coaching is on for the embedded model and in the third part.
 """
 
 from __future__ import annotations
@@ -35,28 +34,28 @@ from hf_parallel import CHAIN_OF_DRAFT, GenerationStats, PDOSConfig, PDOSOutput,
 from hf_parallel.cli.measure import StepClock, dense_bytes
 from hf_parallel.evaluation import TASKS, ArithmeticProblem, PlanningProblem, RetrievalProblem
 from hf_parallel.generation.call import vocabulary_size
-from hf_parallel.generation.modes.pdos.token_text import Vocabulary, tokens_of, vocabulary_of
+from hf_parallel.generation.modes.pdos.token_text import Vocabulary, encode_exactly, get_vocabulary
 
 from .__main__ import about, add_model_options, finish, new_path, set_up, table_of
 
 Tell = Callable[[str], None]
 AnyProblem = RetrievalProblem | ArithmeticProblem | PlanningProblem
 Way = tuple[dict[str, torch.Tensor], dict[str, Any]]
-"""What a model is prompted with, and the settings of the call."""
+"""Prompt and settings of a call."""
 PARTS = {"retrieval": 10, "arithmetic": 5, "planning": 5}
-"""Students, questions and aspects of a problem."""
+"""Number of students, questions and aspects of a problem."""
 DRAFT_WORDS = 5
-"""Words of a step in Chain-of-Draft."""
+"""Maximum number of words of a step in Chain-of-Draft."""
 WARM_UP_TOKENS = 64
 TARGETS = {"branch_stage": ("at_least", 4.0), "whole_answer": ("at_least", 2.5), "kv_bytes": ("at_most", 1.01)}
-"""What is asked of the third part's ratios: tokens/s, and bytes held, by those of sequential decoding."""
+"""Targets of the third part: tokens/s and KV bytes relative to sequential decoding."""
 
 FIGURES = ("mean_kl", "median_kl", "max_kl", "same_best_token")
 
 
 @dataclass
 class Answered:
-    """What answers to several problems were worth and cost, in one way; `kv_bytes` and `reserved_bytes` are peaks."""
+    """Scores and costs of the answers of one method; `kv_bytes` and `reserved_bytes` are peaks."""
 
     scores: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -70,26 +69,26 @@ class Answered:
     reserved_bytes: int = 0
 
     def summary(self) -> dict[str, Any]:
-        """What goes into the JSON."""
+        """Return an entry of the report."""
         rate = self.answer_tokens / self.decode_seconds if self.decode_seconds else None
         return {"score": statistics.mean(self.scores), "tokens_per_second": rate} | asdict(self)
 
 
 @dataclass(frozen=True)
 class TasksBenchmark:
-    """Problems in all ways.
+    """Problems solved by all methods.
 
     Parameters
     ----------
     tasks : tuple of str
     problems : int
-        Of each task.
+        Number of problems per task.
     parts : int, optional
-        Of each problem, default `PARTS`.
+        Number of parts per problem, default `PARTS`.
     new_tokens : int
-        Tokens of an answer at most.
+        Maximum number of tokens of an answer.
     branch_tokens : int, optional
-        Tokens of a branch or point at most; outlines and conclusions of Skeleton-of-Thought get three times as many.
+        Maximum number of tokens of a branch or point; three times that for outlines and conclusions.
     coached : bool
     """
 
@@ -101,7 +100,7 @@ class TasksBenchmark:
     coached: bool = True
 
     def run(self, model: Any, tokenizer: Any, tell: Tell) -> dict[str, Any]:
-        """Answer all problems, in turns; returns two parts of the JSON."""
+        """Solve all problems by all methods; return two entries of the report."""
         answered, distances = {}, {}
         for task in self.tasks:
             found: dict[str, Answered] = {}
@@ -111,15 +110,15 @@ class TasksBenchmark:
                 for name, way in self.ways(problem, tokenizer).items():
                     tell(f"{task}, problem {seed + 1} of {self.problems}: {name}")
                     self.answer(model, tokenizer, problem, way, found.setdefault(name, Answered()))
-                tell(f"{task}, problem {seed + 1} of {self.problems}: rotate's distance from reencode")
+                tell(f"{task}, problem {seed + 1} of {self.problems}: divergence of rotate from reencode")
                 kept.append(self._distance(model, tokenizer, problem))
             answered[task] = {name: of.summary() for name, of in found.items()}
             distances[task] = summary_of(kept)
         return {"tasks": answered, "rotate_from_reencode": distances}
 
     def ways(self, problem: AnyProblem, tokenizer: Any) -> dict[str, Way]:
-        """All ways to answer a problem, by name."""
-        hint = not self.coached  # a coached model is not asked to open a block, it stands in one
+        """Return all methods by name."""
+        hint = not self.coached  # the opening of a coached model has opened the block already
         plain = pdos_prompt(problem.prompt, tokenizer, parallel_hint=False)
         parallel = pdos_prompt(problem.prompt, tokenizer, parallel_hint=hint)
         drafting = CHAIN_OF_DRAFT.format(max_words=DRAFT_WORDS)
@@ -140,7 +139,7 @@ class TasksBenchmark:
         }
 
     def answer(self, model: Any, tokenizer: Any, problem: AnyProblem, way: Way, into: Answered) -> None:
-        """Answer a problem in one way, and add what it was worth and cost."""
+        """Solve a problem by one method, and add its score and cost."""
         prompt, settings = way
         clock, began = StepClock(), time.perf_counter()
         helper = {"tokenizer": tokenizer} if settings else {"streamer": clock}
@@ -151,7 +150,7 @@ class TasksBenchmark:
         into.texts.append(text)
         into.scores.append(problem.score(text))
         into.answer_tokens += len(tokens) - len(spelled(model, tokenizer, settings.get("opening", "")))
-        cache, passes = output.past_key_values, len(tokens)  # plain: the first token follows from the prompt
+        cache, passes = output.past_key_values, len(tokens)  # plain generate: the prefill yields the first token
         plain = GenerationStats(passes, decoded_tokens=passes, decode_seconds=sum(clock.step_seconds))
         stats = output.stats if settings else replace(plain, kv_bytes=dense_bytes(cache))
         into.decoded_tokens += stats.decoded_tokens
@@ -162,7 +161,7 @@ class TasksBenchmark:
         into.fallbacks += filter(None, output.fallback if settings else ())
 
     def _distance(self, model: Any, tokenizer: Any, problem: AnyProblem) -> tuple[torch.Tensor, torch.Tensor]:
-        """How far a rotated answer to a problem is from the same text reencoded; see `distance`."""
+        """Return the divergence of a rotated answer from the same text reencoded; see `distance`."""
         prompt, settings = self.ways(problem, tokenizer)["pdos_rotate"]
         more = {"tokenizer": tokenizer, "max_new_tokens": self.new_tokens, "output_logits": True}
         output = generate(model, prompt, **settings, **more)
@@ -180,9 +179,9 @@ class BranchesBenchmark:
     ----------
     branches : int
     lengths : tuple of int
-        Tokens of each branch; all is measured for each of them.
+        Numbers of tokens per branch to measure.
     conclusion : int
-        Tokens behind the block.
+        Number of tokens after the block.
     rounds : int
     """
 
@@ -192,7 +191,7 @@ class BranchesBenchmark:
     rounds: int = 3
 
     def run(self, model: Any, tokenizer: Any, tell: Tell) -> list[dict[str, Any]]:
-        """Measure every length with both joins; returns a part of the JSON."""
+        """Measure every length with both joins; return an entry of the report."""
         problem = RetrievalProblem.make(0, self.branches)
         prompt = pdos_prompt(problem.prompt, tokenizer, parallel_hint=False)
         results = []
@@ -213,23 +212,23 @@ class BranchesBenchmark:
         return results
 
     def _settings(self, model: Any, tokenizer: Any, problem: AnyProblem, length: int) -> dict[str, Any]:
-        """Those of a block of which no branch ends early, and of an answer with room for it."""
+        """Return settings under which no branch ends early and the answer has enough tokens."""
         settings = coaching(problem) | {"branch_stops": (), "branch_max_new_tokens": length}
         given = len(spelled(model, tokenizer, settings["opening"]))
         room = self.branches * (length + 2 * settings["max_title_tokens"]) + 64
-        silent = endings(model, vocabulary_of(tokenizer, vocabulary_size(model)))
+        silent = endings(model, get_vocabulary(tokenizer, vocabulary_size(model)))
         more = {"generation_mode": "pdos", "tokenizer": tokenizer, "suppress_tokens": silent}
         return settings | more | {"max_new_tokens": given + room}
 
     def _size(self, model: Any, prompt: dict[str, torch.Tensor], settings: dict[str, Any]) -> int:
-        """Tokens of the answer with its conclusion."""
+        """Return the number of tokens of the answer with its conclusion."""
         output = generate(model, prompt, **settings)
         if output.fallback[0] is not None:
-            raise RuntimeError(f"no block of {self.branches} branches came about: {output.fallback[0]}")
+            raise RuntimeError(f"the model wrote no block of {self.branches} branches: {output.fallback[0]}")
         return output.blocks[0][0].end + self.conclusion
 
     def _measure(self, model: Any, prompt: dict[str, torch.Tensor], settings: dict[str, Any]) -> dict[str, Any]:
-        """One round: the answer, then equally many tokens behind prompt and opening, one by one."""
+        """Measure one round: the answer, then sequential decoding of the same number of tokens."""
         ours = generate(model, prompt, **settings)
         opened = prompt["input_ids"].shape[1] + len(spelled(model, settings["tokenizer"], settings["opening"]))
         given, tokens, clock = ours.sequences[:, :opened], ours.sequences.shape[1] - opened, StepClock()
@@ -253,13 +252,13 @@ class BranchesBenchmark:
 
 
 def generate(model: Any, prompt: dict[str, torch.Tensor], **settings: Any) -> Any:
-    """One greedy call of `generate`."""
+    """Call `generate` with greedy decoding."""
     prompt = {name: tensor.to(model.device) for name, tensor in prompt.items()}
     return model.generate(**prompt, do_sample=False, return_dict_in_generate=True, **settings)
 
 
 def coaching(problem: AnyProblem) -> dict[str, Any]:
-    """Settings that lead a model into a block with a branch of one line for each part of a problem."""
+    """Return settings that open a block with one branch of one line per part of the problem."""
     if isinstance(problem, RetrievalProblem):
         said, first, count = "I check the students one by one.", problem.students[0].name, len(problem.students)
     elif isinstance(problem, ArithmeticProblem):
@@ -279,12 +278,12 @@ def coaching(problem: AnyProblem) -> dict[str, Any]:
 
 
 def spelled(model: Any, tokenizer: Any, text: str) -> list[int]:
-    """A text as the tokens that an opening is given in."""
-    return tokens_of(tokenizer, vocabulary_of(tokenizer, vocabulary_size(model)), text) or []
+    """Return the tokens of a text as the tokenization of an opening yields them."""
+    return encode_exactly(tokenizer, get_vocabulary(tokenizer, vocabulary_size(model)), text) or []
 
 
 def endings(model: Any, vocabulary: Vocabulary) -> list[int]:
-    """Tokens that may end a branch or an answer: special ones, and those with any of the branch marker."""
+    """Return the tokens that may end a branch or an answer: special ones, and parts of the branch marker."""
     eos = model.generation_config.eos_token_id
     marker = PDOSConfig().branch_marker.encode()
     marked = {token for token, text in enumerate(vocabulary.texts) if any(byte in marker for byte in text)}
@@ -293,26 +292,26 @@ def endings(model: Any, vocabulary: Vocabulary) -> list[int]:
 
 @torch.no_grad()
 def distance(model: Any, output: PDOSOutput, prompt_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far what follows on joined blocks was from what a plain forward pass over the same text gives.
+    """Compare the distributions after joined blocks with those of a plain forward pass over the same text.
 
     Parameters
     ----------
     model
     output : PDOSOutput
-        Of one prompt, with its `logits`: those that the tokens were chosen by.
+        Output for one prompt, with `logits`.
     prompt_length : int
 
     Returns
     -------
     (divergence, same) : float64 [positions], bool [positions]
-        Kullback-Leibler divergence in nats from the plain pass's distribution, and whether the best token is the same.
+        Kullback-Leibler divergence in nats from the distribution of the plain pass, and whether the top token is equal.
     """
     assert output.blocks is not None
     assert output.logits is not None
     blocks, length = output.blocks[0], len(output.logits)
     ends = [*(block.start for block in blocks[1:]), length]
     behind = [place for block, end in zip(blocks, ends, strict=False) for place in range(block.end, end)]
-    places = [place for place in behind if output.logits[place].any()]  # zeros: the token was not chosen but given
+    places = [place for place in behind if output.logits[place].any()]  # zeros: the token was forced
     if not places:
         return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.bool)
     plain = model(input_ids=output.sequences, use_cache=False, logits_to_keep=length + 1).logits[0, places]
@@ -323,7 +322,7 @@ def distance(model: Any, output: PDOSOutput, prompt_length: int) -> tuple[torch.
 
 
 def summary_of(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
-    """The distances of several answers, position by position and in short."""
+    """Return the divergences of several answers per position, and their statistics."""
     divergence, same = (torch.cat(parts) for parts in zip(*kept, strict=True))
     found: dict[str, Any] = dict.fromkeys(FIGURES)
     if len(divergence):
@@ -334,7 +333,7 @@ def summary_of(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
 
 
 def targets(branches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The ratios that are asked for, and whether they are reached."""
+    """Compare the ratios with their targets."""
     found = []
     for result in branches:
         for name, (bound, limit) in TARGETS.items():
@@ -373,16 +372,16 @@ def show(console: Console, report: dict[str, Any]) -> None:
         table.add_row(f"{result['length']} tokens, {result['join']}", *verdict)
     console.print(table)
     if report["quick"]:
-        console.print("(--quick: too small to mean anything)")
+        console.print("(--quick: the figures are meaningless)")
 
 
 def cell(value: float | None, form: str) -> str:
-    """A figure as text; nothing where there is none."""
+    """Format a figure; empty for None."""
     return "" if value is None else format(value, form)
 
 
 def benchmarks(options: argparse.Namespace) -> tuple[TasksBenchmark, BranchesBenchmark]:
-    """What was asked for, with its settings."""
+    """Return the selected benchmarks."""
     coached = options.model is None if options.coach is None else options.coach
     tasks = TasksBenchmark(coached=coached, branch_tokens=20 if coached else None)
     branches = BranchesBenchmark()
@@ -395,7 +394,7 @@ def benchmarks(options: argparse.Namespace) -> tuple[TasksBenchmark, BranchesBen
 
 
 def main() -> int:
-    """Run the benchmark; returns the exit status."""
+    """Run the benchmark; return the exit status."""
     options = _parse()
     console = Console(highlight=False)
     model, tokenizer = set_up(options)
@@ -415,15 +414,15 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel_answers", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything runs, measures nothing")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
     add_model_options(parser)
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), help="default: all; with --quick: planning")
-    parser.add_argument("--problems", type=int, metavar="N", help="of each task (2)")
-    parser.add_argument("--new-tokens", type=int, metavar="N", help="of an answer at most (320)")
-    parser.add_argument("--branch-tokens", type=int, metavar="N", help="of a branch at most (20; not coached: any)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="of ten branches against sequential decoding (3)")
+    parser.add_argument("--problems", type=int, metavar="N", help="problems per task (2)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="maximum tokens of an answer (320)")
+    parser.add_argument("--branch-tokens", type=int, metavar="N", help="maximum tokens of a branch (20 if coached)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of the third part (3)")
     parser.add_argument("--coach", action=argparse.BooleanOptionalAction, help="default: the embedded model only")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="of the JSON (default: one in benchmarks/results)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     return parser.parse_args()
 
 

@@ -1,15 +1,15 @@
-"""Samples from a state that was visited before: with a LogitsCache and without (Hive, section 8.2).
+"""Repeated samples of one state, with and without a LogitsCache (Hive, section 8.2).
 
-`python -m benchmarks.resample --help`. The protocol is the paper's: a Game of 24 puzzle is decoded once, then sampled
-again and again from the same state at a fixed length; samples that were replayed whole are left out. All ways hold keys
-and values in a SharedPrefixCache; they differ in what they remember of the logits:
+`python -m benchmarks.resample --help`. The protocol is the paper's: a Game of 24 puzzle is decoded once and then
+sampled repeatedly from the same state at a fixed length. Fully replayed samples are excluded. All methods keep keys and
+values in a SharedPrefixCache; they differ in the logits that they keep:
 
-- `none`: nothing;
-- `single path`: the sequence that was decoded last, as in the paper;
-- `stepwise`, `hotspot`: every continuation that was ever taken, and drafts from them.
+- `none`: none;
+- `single path`: those of the last decoded sequence, as in the paper;
+- `stepwise`, `hotspot`: those of every sequence so far, which also provide draft tokens.
 
-Then what a cache costs where it does not help: `cold` is a new one at each call, `no hits` is full of other states. On
-request eight threads read and write one cache for a while (`--stress`). The report is written anew after each puzzle.
+The overhead of a cache without hits is measured for a new one (`cold`) and for one full of other states (`no hits`).
+With `--stress`, eight threads read and write one cache. The report is rewritten after each puzzle.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from .cache_stress import Stress
 
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
 NUCLEUS = 0.9
-"""`top_p` where it is on."""
+"""Value of `top_p` in the runs that use it."""
 WAYS = ("none", "single path", "stepwise", "hotspot")
 MORE: dict[str, dict[str, Any]] = {"single path": {"draft_tokens": 0}, "hotspot": {"replay": "hotspot"}}
-"""Settings of a way; the paper's cache only replays."""
+"""Settings per method. The cache of the paper has no draft tokens."""
 TARGETS = {"stepwise": 1.8, "hotspot": 2.5}
-"""Mean speed-up over no cache, averaged over the temperatures, that is asked for."""
+"""Targets: speed-up over no cache, averaged over the temperatures."""
 OVERHEAD = ("cold", "no hits")
 OVERHEAD_TARGET = 1.05
-"""What a cache that does not help may cost: seconds by those without one."""
+"""Target: seconds with a cache without hits, relative to no cache."""
 PROMPT = (
     "Use each of the numbers {numbers} exactly once, with + - * / and brackets, to get 24. "
     "Think step by step and write down every step."
@@ -55,10 +55,10 @@ PROMPT = (
 
 @dataclass
 class Measured:
-    """Samples of one way at one setting, those replayed whole left out."""
+    """Samples of one method at one setting, without fully replayed ones."""
 
     seconds: dict[tuple[int, int], float] = field(default_factory=dict)
-    """By puzzle and sample."""
+    """Seconds by puzzle and sample."""
     replayed: list[int] = field(default_factory=list)
     whole: int = 0
 
@@ -67,20 +67,20 @@ class Measured:
 class ResampleBenchmark:
     """Settings and run.
 
-    Beside means and medians of tokens per second and of speed-ups over no cache, a way's figures hold those of
-    `over_single_path`: the speed-up over a cache of one path, of samples with the same seed, which began one after the
-    other, and the standard error of that.
+    The report holds, per method, means and medians of tokens per second and of the speed-up over no cache.
+    `over_single_path` is the speed-up over the single path, between samples with the same seed, with its standard
+    error.
 
     Parameters
     ----------
     puzzles, samples, length : int
-        Samples are those of one state, the first decode included; `length` are the tokens of each.
+        Number of puzzles, of samples per state (including the first decode), and of tokens per sample.
     temperatures : tuple of float
     baseline_samples : int
-        Samples that are timed of the two ways that ours are compared with, the first decode not counted. They are fewer
-        than `samples` to save time; without a cache all cost the same.
+        Number of timed samples of `none` and `single path`, without the first decode. Fewer than `samples`, to save
+        time.
     overhead_rounds : int
-        Calls of each kind of which the overhead is the median.
+        Number of calls per median of the overhead.
     """
 
     puzzles: int = 2
@@ -91,8 +91,8 @@ class ResampleBenchmark:
     overhead_rounds: int = 7
 
     def run(self, model: Any, tokenizer: Any, tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-        """Measure all ways in turns; after each puzzle yields what goes into the JSON so far."""
-        tell("what a cache costs that does not help")
+        """Measure all methods; yield the entries of the report after each puzzle."""
+        tell("overhead of a cache without hits")
         overhead = self._overhead(model, tokenizer)
         settings = [(top_p, temperature) for top_p in (1.0, NUCLEUS) for temperature in self.temperatures]
         measured: list[dict[str, Measured]] = [{way: Measured() for way in WAYS} for _ in settings]
@@ -116,10 +116,10 @@ class ResampleBenchmark:
     def _sample(
         self, model: Any, ids: torch.Tensor, puzzle: int, settings: dict[str, float], into: dict[str, Measured]
     ) -> None:
-        """Sample one state in all ways, which take turns, another first each time, so that noise hits all alike."""
+        """Sample one state by all methods, whose order rotates, so that machine noise affects all of them."""
         caches = {way: LogitsCache(1 << 32) for way in WAYS if way != "none"}
         held = {way: hf_parallel.SharedPrefixCache(device=model.device) for way in WAYS}
-        # Of the baselines few are timed, spread evenly over those behind the first decode.
+        # Few samples of the baselines are timed, spread evenly over those after the first decode.
         timed = {1 + part * (self.samples - 1) // self.baseline_samples for part in range(self.baseline_samples)}
         for seed in range(self.samples):
             turn = sum(earlier < seed for earlier in timed) % len(WAYS)
@@ -140,7 +140,7 @@ class ResampleBenchmark:
                     into[way].replayed.append(output.stats.replayed_tokens)
 
     def _time(self, model: Any, ids: torch.Tensor, cache: LogitsCache | None, **settings: Any) -> tuple[float, Any]:
-        """One call: seconds, and what it returned."""
+        """Call `generate`; return the seconds and the output."""
         began = time.perf_counter()
         output = model.generate(
             ids,
@@ -157,7 +157,7 @@ class ResampleBenchmark:
         return time.perf_counter() - began, output
 
     def _overhead(self, model: Any, tokenizer: Any) -> dict[str, Any]:
-        """Seconds with a cache that does not help by those without one, in turns, at temperature 1."""
+        """Measure the seconds with a cache without hits relative to no cache, at temperature 1."""
         full = LogitsCache(1 << 32)
         seconds: dict[str, list[float]] = {way: [] for way in ("none", *OVERHEAD)}
         for number, numbers in enumerate(itertools.islice(solvable(), self.overhead_rounds + 1)):
@@ -165,8 +165,8 @@ class ResampleBenchmark:
             for way, times in seconds.items():
                 cache = {"none": None, "cold": LogitsCache(1 << 32), "no hits": full}[way]
                 took, output = self._time(model, ids, cache, seed=number)
-                assert output.stats.replayed_tokens == 0, "nothing may hit"
-                if number:  # the first round warms up
+                assert output.stats.replayed_tokens == 0, "no state may be cached"
+                if number:  # the first round is a warm-up
                     times.append(took)
         ratios = {
             way: statistics.median(ours / plain for ours, plain in zip(seconds[way], seconds["none"], strict=True))
@@ -176,7 +176,7 @@ class ResampleBenchmark:
 
     def _summary(self, measured: dict[str, Measured]) -> dict[str, Any]:
         none, single = measured["none"].seconds, measured["single path"].seconds
-        # Puzzles are measured half an hour apart, in which a machine's pace changes: each by its own samples.
+        # Each puzzle is compared with its own samples: the speed of a machine changes between puzzles.
         puzzles = {puzzle for puzzle, _ in none}
         plain = {
             puzzle: statistics.median(took for (of, _), took in none.items() if of == puzzle) for puzzle in puzzles
@@ -201,7 +201,7 @@ class ResampleBenchmark:
 
 
 def mean_speed_ups(results: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Per way the mean over temperatures and settings."""
+    """Return the mean speed-up of each method over all settings."""
     found = {}
     for way in WAYS[1:]:
         values = [result[way]["speed_up"] for result in results if result[way]["speed_up"] is not None]
@@ -210,7 +210,7 @@ def mean_speed_ups(results: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def below_single_path(results: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """Way, top_p and temperature wherever one is no faster than a cache of one path."""
+    """List (method, top_p, temperature) for methods that are not faster than the single path."""
     return [
         (way, result["top_p"], result["temperature"])
         for result in results
@@ -220,7 +220,7 @@ def below_single_path(results: list[dict[str, Any]]) -> list[tuple[str, float, f
 
 
 def solvable() -> Iterator[tuple[int, ...]]:
-    """Game of 24: four numbers from 1 to 13 that can make 24, in an order that mixes easy and hard ones."""
+    """Yield solvable Game of 24 puzzles, four numbers from 1 to 13, in an order that mixes easy and hard ones."""
     everything = list(itertools.combinations_with_replacement(range(1, 14), 4))
     for index in range(len(everything)):
         numbers = everything[(index * 577 + 301) % len(everything)]
@@ -230,7 +230,7 @@ def solvable() -> Iterator[tuple[int, ...]]:
 
 @cache
 def makes(numbers: tuple[Fraction, ...], goal: int = 24) -> bool:
-    """Whether numbers can be combined to the goal."""
+    """Return whether the numbers can be combined to the goal."""
     if len(numbers) == 1:
         return numbers[0] == goal
     for i, j in itertools.permutations(range(len(numbers)), 2):
@@ -243,7 +243,7 @@ def makes(numbers: tuple[Fraction, ...], goal: int = 24) -> bool:
 
 
 def encode(tokenizer: Any, numbers: tuple[int, ...]) -> torch.Tensor:
-    """The puzzle as a prompt, `int64 [1, length]`."""
+    """Return the puzzle as a prompt, `int64 [1, length]`."""
     message = {"role": "user", "content": PROMPT.format(numbers=", ".join(map(str, numbers)))}
     encoded = tokenizer.apply_chat_template(
         [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -268,17 +268,17 @@ def show(console: Console, report: dict[str, Any]) -> None:
             table.add_row(*first, way, *cells, str(row["replayed_whole"]))
     console.print(table)
     for way, value in report["speed_up"].items():
-        asked = f", asked for at least {TARGETS[way]}" if way in TARGETS else ""
-        console.print(f"{way}: mean speed-up {'-' if value is None else format(value, '.2f')}{asked}")
+        target = f", target: at least {TARGETS[way]}" if way in TARGETS else ""
+        console.print(f"{way}: mean speed-up {'-' if value is None else format(value, '.2f')}{target}")
     for way, top_p, temperature in report["below_single_path"]:
         row = next(r for r in report["results"] if (r["top_p"], r["temperature"]) == (top_p, temperature))[way]
         console.print(
-            f"{way}: no faster than a single path at top_p {top_p} and temperature {temperature} (seed by seed "
+            f"{way}: not faster than the single path at top_p {top_p} and temperature {temperature} (per seed "
             f"{row['over_single_path']} times, standard error {row['standard_error']})"
         )
     for way, ratio in report["overhead"]["ratios"].items():
         console.print(
-            f"seconds with a cache that does not help ({way}): {ratio:.3f}, at most {OVERHEAD_TARGET} asked for"
+            f"seconds relative to no cache, without hits ({way}): {ratio:.3f}, target: at most {OVERHEAD_TARGET}"
         )
     for stress in report.get("stress", []):
         console.print(
@@ -288,11 +288,11 @@ def show(console: Console, report: dict[str, Any]) -> None:
 
 
 SPEED_UPS = (1, 1.5, 2, 3, 5, 8, 13, 20)
-"""Marks of the plot's axis."""
+"""Axis ticks of the plot."""
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw mean speed-ups over temperatures, and dotted the medians (needs matplotlib, of the extra `eval`)."""
+    """Plot mean and median (dotted) speed-ups over the temperatures (needs matplotlib, extra `eval`)."""
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="constrained")
@@ -314,24 +314,22 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def main() -> int:
-    """Run the benchmark; returns the exit status."""
+    """Run the benchmark; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.resample", description=__doc__.splitlines()[0])
     add_model_options(parser)
     parser.add_argument("--puzzles", type=int, default=2)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=100)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
     parser.add_argument("--overhead-rounds", type=int, default=7)
-    parser.add_argument(
-        "--stress", type=float, metavar="SECONDS", help="threads read and write a cache, roomy and full"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="of the JSON (default: one in benchmarks/results)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the speed-ups too")
+    parser.add_argument("--stress", type=float, metavar="SECONDS", help="stress a large and a small cache with threads")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also plot the speed-ups")
     options = parser.parse_args()
     console = Console(highlight=False)
     model, tokenizer = set_up(options)
-    benchmark = ResampleBenchmark(
-        options.puzzles, options.samples, options.length, overhead_rounds=options.overhead_rounds
-    )
+    sizes = options.puzzles, options.samples, options.length, tuple(options.temperatures)
+    benchmark = ResampleBenchmark(*sizes, overhead_rounds=options.overhead_rounds)
     report, path = about(model, options), options.output or new_path("resample")
     if options.stress:
         console.print("stress")

@@ -1,4 +1,4 @@
-"""Ways to generate, timed in turns: each round runs every way once, so that a machine's noise hits all alike."""
+"""Timing in rounds: each round runs every method once, so that machine noise affects all of them."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from transformers import DynamicCache
 from hf_parallel.cli.measure import StepClock
 
 Way = Callable[[StepClock], object]
-"""Runs one call of `generate` with the clock as its streamer."""
+"""Calls `generate` with the clock as its streamer."""
 
 
 @dataclass
 class Times:
-    """What one way took, in seconds: one entry per round, and the steps of each round."""
+    """Seconds of one method: the prefill of each round, and the steps of each round."""
 
     prefill: list[float] = field(default_factory=list)
     steps: list[list[float]] = field(default_factory=list)
 
     @property
     def step(self) -> float:
-        """Median of all steps."""
+        """Median of all steps, in seconds."""
         return statistics.median(second for steps in self.steps for second in steps)
 
     @property
     def rounded_steps(self) -> list[list[float]]:
-        """The steps to the microsecond, for a report."""
+        """Steps rounded to microseconds, for a report."""
         return [[round(second, 6) for second in steps] for steps in self.steps]
 
 
 def run_rounds(ways: Mapping[str, Way], rounds: int, bar: Bar) -> dict[str, Times]:
-    """Run every way once unmeasured, then `rounds` times in turns."""
+    """Run every method once as a warm-up, then `rounds` times."""
     times = {name: Times() for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
@@ -53,23 +53,23 @@ def run_rounds(ways: Mapping[str, Way], rounds: int, bar: Bar) -> dict[str, Time
 
 
 def prefill_ratio(ours: Times, other: Times) -> float:
-    """Median over the rounds of what ours took by what the other took in the same round."""
+    """Return the median over the rounds of the ratio of prefill seconds."""
     return statistics.median(a / b for a, b in zip(ours.prefill, other.prefill, strict=True))
 
 
 def step_ratio(ours: Times, other: Times) -> float:
-    """Median over the rounds of our median step by the other's in the same round."""
+    """Return the median over the rounds of the ratio of median steps."""
     pairs = zip(ours.steps, other.steps, strict=True)
     return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
 
 
 class PrefilledCache:
-    """The keys and values of a prompt but for its last token, to be copied for each row: transformers' own remedy.
+    """KV cache of a prompt without its last token, copied for each row: the remedy that transformers documents.
 
     Attributes
     ----------
     copying : list of float
-        Seconds that each copy took.
+        Seconds of each copy.
     """
 
     def __init__(self, model: Any, ids: torch.Tensor) -> None:
@@ -81,7 +81,7 @@ class PrefilledCache:
             model(ids[:, :-1], past_key_values=self._row, use_cache=True, logits_to_keep=1)
 
     def repeated(self, rows: int) -> DynamicCache:
-        """A copy for each of `rows`."""
+        """Return a copy for `rows` rows."""
         began = time.perf_counter()
         cache = copy.deepcopy(self._row)
         cache.batch_repeat_interleave(rows)
@@ -90,7 +90,7 @@ class PrefilledCache:
 
 
 class Bar:
-    """A progress bar that draws between calls only: nothing else runs while a call is timed. Lines elsewhere."""
+    """Progress bar that draws between calls only, so as not to disturb timings. Prints lines if not interactive."""
 
     def __init__(self, console: Console, calls: int) -> None:
         columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
@@ -107,7 +107,7 @@ class Bar:
         self._bar.stop()
 
     def next(self, what: str) -> None:
-        """Say what runs now; what ran before is done."""
+        """Announce the next call."""
         self._bar.update(self._task, description=what, completed=self._count, refresh=True)
         self._count += 1
         if self._bar.disable:

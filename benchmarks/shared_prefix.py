@@ -1,6 +1,6 @@
-"""Sixteen completions of one long prompt: `shared_prefix` against three ways of transformers, and the bound.
+"""Completions of one long prompt: `shared_prefix`, three methods of transformers, and a lower bound.
 
-The bound is the same batch over a prompt of 4 tokens: what the step costs when there is next to nothing to attend to.
+The bound is the same batch over a prompt of 4 tokens, whose attention costs next to nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SharedPrefixBenchmark:
     ----------
     prompt, rows, new_tokens, rounds : int
     generate, generate_batch : bool
-        Whether to run `generate` whole, which prefills every row, and continuous batching.
+        Whether to measure plain `generate`, which prefills every row, and continuous batching.
     """
 
     prompt: int = 2048
@@ -42,11 +42,11 @@ class SharedPrefixBenchmark:
 
     @property
     def calls(self) -> int:
-        """Calls of `generate` that `run` makes, for a progress bar."""
+        """Number of calls of `generate`, for a progress bar."""
         return 5 * (self.rounds + 1) + 2 + self.generate + self.generate_batch
 
     def run(self, model: Any, ids: torch.Tensor, bar: Bar) -> dict[str, Any]:
-        """Measure everything over the prompt `ids`, `int64 [1, prompt]`; returns what goes into the JSON."""
+        """Measure with the prompt `ids`, `int64 [1, prompt]`; return an entry of the report."""
         batch = ids.repeat(self.rows, 1)
         prefill = self._prefill_rounds(model, ids, batch, bar)
         decode, prefilled = self._decode_rounds(model, ids, batch, bar)
@@ -89,13 +89,13 @@ class SharedPrefixBenchmark:
         return result
 
     def _call(self, model: Any, batch: torch.Tensor, tokens: int | None = None, **settings: Any) -> Any:
-        """One greedy call that gives every row `tokens` (default: `new_tokens`)."""
+        """Call `generate` greedily for exactly `tokens` new tokens per row (default: `new_tokens`)."""
         tokens = tokens or self.new_tokens
         settings = {"generation_mode": None, "max_new_tokens": tokens, "min_new_tokens": tokens} | settings
         return model.generate(batch, do_sample=False, return_dict_in_generate=True, **settings)
 
     def _prefill_rounds(self, model: Any, ids: torch.Tensor, batch: torch.Tensor, bar: Bar) -> dict[str, Times]:
-        """All rows over their shared prompt, in turns with a single row in plain `generate`."""
+        """Measure the prefill of all rows, and of a single row by plain `generate`."""
         ways = {
             "one row": lambda clock: self._call(model, ids, 1, streamer=clock),
             "shared_prefix": lambda clock: self._call(model, batch, 1, streamer=clock, generation_mode="shared_prefix"),
@@ -105,7 +105,7 @@ class SharedPrefixBenchmark:
     def _decode_rounds(
         self, model: Any, ids: torch.Tensor, batch: torch.Tensor, bar: Bar
     ) -> tuple[dict[str, Times], PrefilledCache]:
-        """Steps of all ways but plain `generate`, over prompts that are held already."""
+        """Measure the steps of all methods but plain `generate`, over cached prompts."""
         kept = hf_parallel.SharedPrefixCache(device=model.device)
         ours: dict[str, Any] = {"generation_mode": "shared_prefix", "past_key_values": kept, "keep_completions": False}
         bar.next("prefill of the caches")
@@ -127,7 +127,7 @@ class SharedPrefixBenchmark:
         return {"step_seconds": times.step, "tokens_per_second": self.rows / times.step, "steps": times.rounded_steps}
 
     def _generate(self, model: Any, batch: torch.Tensor, bar: Bar) -> tuple[dict[str, Any], torch.Tensor]:
-        """Plain `generate` on all rows, once: its prefill is what it is for."""
+        """Measure plain `generate` on all rows once, mainly for its prefill."""
         bar.next(f"generate, prefill of {self.rows} x {self.prompt} tokens")
         clock = StepClock()
         output = self._call(model, batch, streamer=clock)
@@ -136,14 +136,14 @@ class SharedPrefixBenchmark:
         return self._way(times) | {"prefill_seconds": clock.prefill_seconds, "kv_bytes": kv_bytes}, output.sequences
 
     def _generate_batch(self, model: Any, ids: torch.Tensor, reference: torch.Tensor, bar: Bar) -> dict[str, Any]:
-        """Continuous batching with `num_return_sequences`, whose rows share the pages of the prompt."""
+        """Measure continuous batching with `num_return_sequences`, whose rows share the pages of the prompt."""
         bar.next("generate_batch (continuous batching)")
         pages = self.rows * (-(-(self.prompt + self.new_tokens) // PAGE) + 1)
         batching: dict[str, Any] = {"page_size": PAGE, "num_blocks": pages, "max_batch_tokens": max(self.prompt, PAGE)}
         if model.device.type == "cpu":
             batching |= {"use_cuda_graph": False, "use_async_batching": False}
         config = GenerationConfig(do_sample=False, max_new_tokens=self.new_tokens, eos_token_id=-1, pad_token_id=0)
-        config.num_return_sequences = self.rows  # its constructor refuses this where nothing is sampled
+        config.num_return_sequences = self.rows  # its constructor rejects this without sampling
         try:
             done = model.generate_batch(
                 [ids[0].tolist()],
@@ -155,7 +155,7 @@ class SharedPrefixBenchmark:
             errors = [request.error for request in requests if request.error]
             if errors or len(requests) != self.rows:
                 raise RuntimeError(errors[0] if errors else f"{len(requests)} of {self.rows} requests came back")
-        except Exception as error:  # whatever it cannot do here is a finding, not a failure of the benchmark
+        except Exception as error:  # an error is reported as a result
             return {"settings": batching, "error": f"{type(error).__name__}: {error}"}
         began = min(request.lifespan[0] for request in requests)
         ticks = [max(at) for at in zip(*(request.timestamps for request in requests), strict=True)]

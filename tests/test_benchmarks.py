@@ -36,7 +36,7 @@ def report(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[s
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr("sys.argv", ["benchmarks", "--quick", "--model", model, "--output", str(path)])
         assert benchmarks.__main__.main() == 0
-    assert "shared_prefix: decode step by the bound" in printed.getvalue()
+    assert "shared_prefix: decode step relative to the bound" in printed.getvalue()
     assert str(path) in printed.getvalue().replace("\n", "")
     return json.loads(path.read_text())
 

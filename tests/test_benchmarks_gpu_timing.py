@@ -56,4 +56,4 @@ def test_set_up_is_what_is_not_a_layers(gpu_timer: Timer, monkeypatch: pytest.Mo
     prepare, costs = made.cache.prepare, iter([9.0, 5.0, 5.0, 6.0])  # of the layers
     monkeypatch.setattr(made.cache, "prepare", lambda segments: (tick(2), prepare(segments))[1])
     monkeypatch.setattr(Layer, "attend", lambda made, layer_idx: tick(next(costs)))
-    assert hogwild.step_times(gpu_timer, made, segments, hogwild._DeviceClock) == pytest.approx(2e-3 + 9e-3 - 5e-3)
+    assert hogwild.step_times(gpu_timer, made, segments, hogwild.GpuClock) == pytest.approx(2e-3 + 9e-3 - 5e-3)

@@ -1,10 +1,11 @@
-"""`python -m benchmarks.parallel_answers`: it runs from end to end on a tiny model, and its report holds together."""
+"""`python -m benchmarks.parallel_answers`: a run on a tiny model, and the figures of its report."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import one_layer
 import pytest
 import small_tokenizers
 import tiny
@@ -15,7 +16,7 @@ from workers import small_model
 from benchmarks import parallel_answers
 from benchmarks.parallel_answers import TARGETS, coaching, distance, endings, summary_of, targets
 from hf_parallel.evaluation import TASKS
-from hf_parallel.generation.modes.pdos.token_text import vocabulary_of
+from hf_parallel.generation.modes.pdos.token_text import get_vocabulary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,12 +26,12 @@ PROMPT = len("Tell: ")
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the benchmark writes for a tiny model, coached, and its output."""
+    """Return the report for a coached model of one layer."""
     folder = tmp_path_factory.mktemp("parallel_answers")
-    tiny.build("llama").save_pretrained(folder / "model")
+    one_layer.build().save_pretrained(folder / "model")
     small_tokenizers.make("split_marker").save_pretrained(folder / "model")
     path = folder / "new" / "result.json"
-    options = ["--quick", "--coach", "--tasks", *TASKS, "--new-tokens", "260", "--branch-tokens", "6"]
+    options = ["--quick", "--coach", "--tasks", *TASKS, "--new-tokens", "100", "--branch-tokens", "6"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "sys.argv", ["parallel_answers", *options, "--model", str(folder / "model"), "--output", str(path)]
@@ -56,7 +57,7 @@ def test_every_task_is_answered_in_every_way(result: dict[str, Any]) -> None:
             assert 0 < way["decode_seconds"] < way["seconds"]
             assert 0 < way["kv_bytes"] <= way["reserved_bytes"]
         plain = ways["sequential"]
-        assert plain["forward_passes"] == plain["decoded_tokens"] == plain["answer_tokens"] == 260
+        assert plain["forward_passes"] == plain["decoded_tokens"] == plain["answer_tokens"] == 100
 
 
 def test_a_coached_model_writes_a_branch_for_each_part(result: dict[str, Any]) -> None:
@@ -67,7 +68,7 @@ def test_a_coached_model_writes_a_branch_for_each_part(result: dict[str, Any]) -
             (text,) = ways[name]["texts"]
             assert text.startswith(settings["opening"])
             assert settings["terminator"] in text
-            assert ways[name]["answer_tokens"] < 260
+            assert ways[name]["answer_tokens"] < 100
 
 
 def test_what_is_written_behind_a_rotated_block_is_compared(result: dict[str, Any]) -> None:
@@ -129,6 +130,6 @@ def test_answers_without_a_block_are_at_no_distance() -> None:
 def test_endings_are_all_tokens_that_could_end_a_branch() -> None:
     tokenizer = small_tokenizers.make("merged_colon")
     model = tiny.build("llama")
-    found = endings(model, vocabulary_of(tokenizer, tiny.VOCAB_SIZE))
+    found = endings(model, get_vocabulary(tokenizer, tiny.VOCAB_SIZE))
     marked = {token for token in range(len(tokenizer)) if "#" in tokenizer.decode([token])}
     assert set(found) == marked | set(tokenizer.all_special_ids) | {model.generation_config.eos_token_id}

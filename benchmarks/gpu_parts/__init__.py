@@ -1,1 +1,1 @@
-"""The stages of `python -m benchmarks.gpu`, and what they measure with."""
+"""Stages and tools of `python -m benchmarks.gpu`."""

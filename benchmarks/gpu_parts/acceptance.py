@@ -1,4 +1,4 @@
-"""Stage 6: what was to be reached, beside what was measured."""
+"""Targets of the GPU benchmark, compared with the measured figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .hogwild import HogwildStage
 from .model import ModelStage
 
 DIFFERENCE = 0.02
-"""By how much outputs in bf16 may differ: several times their rounding, a fraction of what a forgotten block does."""
+"""Tolerance of bf16 outputs: several times the rounding error, a fraction of the error of a missing block."""
 
 Values = Iterator[float | None]
 Cases = list[dict[str, Any]]
@@ -21,18 +21,18 @@ Cases = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Line:
-    """One requirement: all values of `find` must be at most (or at least) `limit`.
+    """Target: all values of `find` are at most (or at least) `limit`.
 
     Parameters
     ----------
     what : str
     stage : str
-        Whose cases `find` is given.
+        Stage whose cases are passed to `find`.
     find : callable
-        Yields one value per case that the requirement speaks of, None where it was not measured.
+        Yields one value per relevant case, None if it was not measured.
     limit : float
     at_least : bool
-        Whether values must be at least the limit.
+        Whether the limit is a lower one.
     """
 
     what: str
@@ -42,7 +42,7 @@ class Line:
     at_least: bool = False
 
     def judge(self, stages: dict[str, Any]) -> dict[str, Any]:
-        """The worst value, of how many, and whether the limit was met, missed or not (fully) measured."""
+        """Return the worst value, the number of values, and the status: met, missed or not (fully) measured."""
         values = list(self.find(stages.get(self.stage, {}).get("cases", [])))
         measured = [value for value in values if value is not None]
         worst = (min if self.at_least else max)(measured, default=None)
@@ -66,18 +66,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The requirements.
+    """All targets.
 
     Parameters
     ----------
     attention, hogwild, model
-        The stages, of which the requirements name sizes.
+        Stages, whose sizes appear in the targets.
     large_kv_bytes : int
-        Unique keys and values from which on attention must be near the limit.
+        Minimum size of the unique keys and values for the target of attention.
     long_tokens : int
-        Tokens from which on Hogwild's attention is compared.
+        Minimum number of tokens for the target of Hogwild! attention.
     workers : int
-        Workers that are compared.
+        Number of workers in the targets.
     """
 
     attention: AttentionStage
@@ -88,7 +88,7 @@ class Acceptance:
     workers: int
 
     def table(self, stages: dict[str, Any]) -> list[dict[str, Any]]:
-        """All lines, judged."""
+        """Return all targets with their status."""
         return [line.judge(stages) for line in self._lines()]
 
     def _lines(self) -> list[Line]:
@@ -159,7 +159,7 @@ class Acceptance:
 
 
 def _errors(*dtypes: str) -> Callable[[Cases], Values]:
-    """Largest errors; one that is no number, or a kernel that fails, is infinite."""
+    """Return a function that yields the largest errors; a failed kernel has an infinite one."""
 
     def find(cases: Cases) -> Values:
         for case in cases:
@@ -170,17 +170,17 @@ def _errors(*dtypes: str) -> Callable[[Cases], Values]:
 
 
 def _graph_errors(cases: Cases) -> Values:
-    """Errors of logits; a way that fails is infinitely wrong."""
+    """Yield the errors of logits; a failed case has an infinite one."""
     return (math.inf if "error" in case else case.get("max_error") for case in cases)
 
 
 def _figure(name: str) -> Callable[[Cases], Values]:
-    """A figure of the cases that have it or were not measured."""
+    """Return a function that yields a figure of the cases that have it or were not measured."""
     return lambda cases: (case.get(name) for case in cases if name in case or "not_measured" in case)
 
 
 def _versus(name: str) -> Callable[[Cases], Values]:
-    """Time by another's; where the other has not the memory there is nothing to compare."""
+    """Return a function that yields times relative to a baseline, without cases for which the baseline lacks memory."""
 
     def find(cases: Cases) -> Values:
         for case in cases:
@@ -191,22 +191,22 @@ def _versus(name: str) -> Callable[[Cases], Values]:
 
 
 def differences(case: dict[str, Any]) -> list[float]:
-    """Between our output and FlashAttention's: of a few rows, and of all where they fit the memory."""
+    """Return the differences from the output of FlashAttention: of a few rows, and of all if they fit in memory."""
     comparisons = (case.get("rows_checked", {}), case.get("flash", {}))
     return [found["difference"] for found in comparisons if "difference" in found]
 
 
 def _difference(cases: Cases) -> Values:
-    """The largest, wherever there is one."""
+    """Yield the largest difference of each case."""
     return (max(found) for case in cases if (found := differences(case)))
 
 
 def _set_up(cases: Cases) -> Values:
-    """In microseconds."""
+    """Yield the set-up in microseconds."""
     return (case["set_up_seconds"] * 1e6 if "set_up_seconds" in case else None for case in cases)
 
 
 def _rate(cases: Cases, model: str, way: str, rows: int, prefix: int) -> float | None:
-    """Tokens per second of one case."""
+    """Return the tokens per second of one case."""
     wanted = {"model": model, "way": way, "rows": rows, "prefix": prefix}
     return next((case.get("tokens_per_second") for case in cases if wanted.items() <= case.items()), None)

@@ -1,7 +1,7 @@
-"""Stage 3: attention alone, rows over a shared prefix (Hydragen, section 4.2), against what else there is.
+"""Stage 3: attention of rows over a shared prefix (Hydragen, section 4.2), compared with other implementations.
 
-FlashAttention gets a dense copy of the prefix for every row, as without sharing. The limit is what the device needs
-to read each key and value once or to do the arithmetic, whichever takes longer.
+FlashAttention reads a dense copy of the prefix for every row. The limit is the time in which the device reads each key
+and value once or does the arithmetic, whichever is longer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .layer import Features, Layer, shared_prefix
 from .timing import Ceilings, Timer
 
 ROWS_CHECKED = 4
-"""Rows whose output is compared with FlashAttention's at every size."""
+"""Number of rows compared with FlashAttention at every size."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class AttentionStage:
     Parameters
     ----------
     heads : tuple of (heads, kv_heads, head_dim)
-        Of Qwen3-8B, of Llama-2-7B, and with a single KV head (Hydragen's choice).
+        Qwen3-8B, Llama-2-7B, and a single KV head as in Hydragen.
     rows, prefixes, suffixes : tuple of int
         Lengths in tokens, multiples of FlashInfer's page.
     dtype : str
@@ -43,7 +43,7 @@ class AttentionStage:
     dtype: str = "bfloat16"
 
     def cases(self, timer: Timer, ceilings: Ceilings) -> Iterator[Case]:
-        """All combinations."""
+        """Yield all combinations."""
         for suffix, heads, rows, prefix in itertools.product(self.suffixes, self.heads, self.rows, self.prefixes):
             features = Features(*heads, dtype=getattr(torch, self.dtype))
             kv_bytes = (prefix + rows * suffix) * features.bytes_per_token
@@ -54,10 +54,10 @@ class AttentionStage:
 def measure(
     timer: Timer, ceilings: Ceilings, features: Features, rows: int, prefix: int, suffix: int
 ) -> dict[str, Any]:
-    """Times of a decode step's attention in one layer, side by side.
+    """Measure the attention of one layer in a decode step, and that of the baselines.
 
-    `difference` is the largest one between our output and another's, by the largest number in it. Where no dense copy
-    for all rows fits the memory, that of a few still shows whether they are right.
+    `difference` is the largest difference from the output of a baseline, relative to its largest value. If a dense copy
+    for all rows does not fit in memory, a few rows are compared.
     """
     unique = (prefix + rows * suffix) * features.bytes_per_token
     if not fits(unique, timer.device):
@@ -73,7 +73,7 @@ def measure(
     seconds = timer.median(layer.attend)
 
     def dense(count: int) -> Callable[[], torch.Tensor]:
-        """FlashAttention of the last rows, which lie farthest in memory."""
+        """Return a call of FlashAttention for the last rows, whose storage is farthest from the first ones."""
         keys, values = baselines.dense_copies(layer, root, leaves[-count:])
         return lambda: baselines.flash(layer.query[-count:], keys, values, features.scale)
 

@@ -1,4 +1,4 @@
-"""What block attention is measured against: FlashAttention over dense copies, and FlashInfer's cascade."""
+"""Baselines of block attention: FlashAttention over dense copies, and FlashInfer's cascade."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hf_parallel.kernels import TokenRange, rotate_by
 from .layer import Layer
 
 PAGE = 16
-"""Tokens of a page of FlashInfer's cache."""
+"""Number of tokens in a page of FlashInfer's cache."""
 WORKSPACE_BYTES = 256 << 20
 
 
 def flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """PyTorch's FlashAttention for one new token per row, nothing shared between rows.
+    """Compute PyTorch's FlashAttention for one new token per row, without sharing between rows.
 
     Parameters
     ----------
     query : [rows, heads, head_dim]
-        The heads of a group become its rows, so that a key is read once for all of them.
+        The heads of a KV group become query rows, so that each key is read once for all of them.
     keys, values : [rows, kv_heads, length, head_dim]
 
     Returns
@@ -41,7 +41,7 @@ def flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: 
 
 
 def dense_copies(layer: Layer, root: Block, leaves: list[Block]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[rows, kv_heads, length, head_dim]` of rows over one prefix, which each row gets a copy of."""
+    """Return keys and values `[rows, kv_heads, length, head_dim]` with a copy of the prefix per row."""
     keys, values = (
         torch.cat((shared.expand(len(leaves), -1, -1, -1), own), dim=2)
         for shared, own in zip(layer.held([root]), layer.held(leaves), strict=True)
@@ -50,9 +50,9 @@ def dense_copies(layer: Layer, root: Block, leaves: list[Block]) -> tuple[torch.
 
 
 def view_of(layer: Layer, token: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[kv_heads, length, head_dim]` that a query of the last pass sees, turned to where it sees them.
+    """Return the visible keys and values `[kv_heads, length, head_dim]` of a query of the last pass.
 
-    As a dense cache would hold them: turned in float64 and rounded once.
+    Keys are rotated to their positions in the view, as in a dense cache: in float64, rounded once.
     """
     f, storage = layer.features, layer.cache.storage(0)
     plan = layer.forward.plan.windowed(f.window)
@@ -72,7 +72,7 @@ def view_of(layer: Layer, token: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Cascade:
-    """FlashInfer's attention over a shared prefix and suffixes, whose keys lie in pages of one table.
+    """FlashInfer's cascade attention over a shared prefix and suffixes in one page table.
 
     Raises
     ------
@@ -109,5 +109,5 @@ class Cascade:
         )
 
     def attend(self, query: torch.Tensor) -> torch.Tensor:
-        """Attention of `query` `[rows, heads, head_dim]`."""
+        """Return the attention of `query`, `[rows, heads, head_dim]`."""
         return self._wrapper.run(query, self._pages)

@@ -1,4 +1,4 @@
-"""Configurations run one by one until the time is over: none is dropped without a word, none takes others with it."""
+"""Cases, which run one by one within a time limit. Each is reported, and an error in one does not stop the others."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One configuration: what it is (ready for JSON), and the function that measures it."""
+    """Settings of a configuration, ready for JSON, and the function that measures it."""
 
     settings: dict[str, Any]
     run: Callable[[], dict[str, Any]]
 
 
 def run_cases(cases: Iterable[Case], deadline: Deadline, report: Callable[[dict[str, Any]], None]) -> None:
-    """Run cases in order, giving to `report` the settings of each with its figures, or why there are none."""
+    """Run cases in order; pass to `report` the settings of each with its figures, or the reason if there are none."""
     for case in cases:
         figures = {"not_measured": OUT_OF_TIME} if deadline.left <= 0 else attempt(case.run)
         report(case.settings | figures)
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The figures that `run()` gives, `not_measured` with the reason, or `error` where it fails."""
+    """Return the figures of `run()`, `not_measured` with the reason, or `error` if it fails."""
     try:
         return run()
     except OutOfTimeError:
         return {"not_measured": OUT_OF_TIME}
     except torch.OutOfMemoryError:
         return {"not_measured": OUT_OF_MEMORY}
-    except Exception as error:  # whatever fails is a finding; the other configurations are measured all the same
+    except Exception as error:  # an error is a result; the other cases still run
         return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc(limit=-4)}
     finally:
         _release()
 
 
 def fits(num_bytes: float, device: torch.device) -> bool:
-    """Whether so many bytes are free on a GPU, with some to spare; elsewhere there is only trying."""
+    """Return whether a GPU has this many bytes free, with a margin; True on other devices."""
     if device.type != "cuda":
         return True
     held_back = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -55,10 +55,10 @@ def fits(num_bytes: float, device: torch.device) -> bool:
 
 
 def _release() -> None:
-    """Give memory back where half of a GPU is taken; always would cost more than many a measurement."""
+    """Empty the memory pool if it holds half of the GPU; doing so after every case would take too long."""
     if not torch.cuda.is_available():
         return
-    with contextlib.suppress(RuntimeError):  # of a GPU that a kernel has broken, which the case has reported
+    with contextlib.suppress(RuntimeError):  # a kernel has broken the GPU, which the case has reported
         if torch.cuda.memory_reserved() > torch.cuda.mem_get_info()[1] / 2:
             gc.collect()
             torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""Stage 1: every kernel against the oracle in float64, on numbers drawn for this run, with memory poisoned before.
+"""Stage 1: every kernel compared with the float64 oracle on random numbers, with poisoned memory.
 
-What nothing may read is NaN: slots outside the visible blocks, and every tensor that a backend makes without filling
-it, its output and its partial results.
+Memory that no kernel may read is NaN: slots outside the visible blocks, and every uninitialized tensor of a backend,
+including its output and its partial results.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .cases import Case
 from .layer import Features, Layer, hogwild, new_blocks, rotary_of, shared_prefix
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
-"""Absolute error allowed."""
+"""Allowed absolute error."""
 Layout = Callable[[Layer, int], Sequence[Sequence[Segment]]]
-"""Lays blocks out, lengths in units of the second argument; returns the passes to run over them."""
+"""Creates blocks, with lengths in units of the second argument; returns the passes to run over them."""
 
 
 # Layouts
 
 
 def tree(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
-    """Rows at two levels of a tree, three decode steps, of which the later ones follow from the one before."""
+    """Three decode steps of rows at two levels of a tree; the later plans are derived from the first."""
     root, middle = new_blocks(layer, [20 * unit, 7 * unit])
     middle.base = root.length
     deep = new_blocks(layer, [unit * i // 2 + 1 for i in range(6)], base=root.length + middle.length, room=4)
@@ -44,35 +44,35 @@ def tree(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
 
 
 def workers(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
-    """Four Hogwild workers, three decode steps."""
+    """Three decode steps of four Hogwild! workers."""
     return [hogwild(layer, 4, 32 * unit + 40, room=4)] * 3
 
 
 def wide(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
-    """More rows over one prefix than a program takes at once."""
+    """More rows over one prefix than one program processes."""
     return [shared_prefix(layer, 20 * unit, [1 + i % unit for i in range(12 * unit)], room=2)] * 2
 
 
 def ragged(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
-    """Rows that bring unequal numbers of new tokens to one pass, one of them asking for tokens that it has."""
+    """Rows with different numbers of new tokens in one pass; one row recomputes cached tokens."""
     segments = shared_prefix(layer, 13 * unit, [unit, 2 * unit, 1, 5], room=16)
     again = Segment(segments[-1].view, 3, write=False)
     return [[*(Segment(segment.view, n) for segment, n in zip(segments, (1, 9, 4), strict=False)), again]]
 
 
 def long(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
-    """Few rows over a prefix so long that many programs share it."""
+    """Few rows over a long prefix, which many programs share."""
     return [shared_prefix(layer, 640 * unit, [unit, 2 * unit, 60 * unit], room=2)] * 2
 
 
 def prefill(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
-    """Two prompts at once, one of them behind tokens that are held."""
+    """Two prompts in one pass, one of them after cached tokens."""
     return [[Segment(new_blocks(layer, [held], room=12 * unit), 12 * unit) for held in (0, 5 * unit)]]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A layout with the features of the layer that attends over it; `groups` heads share a KV head."""
+    """Layout and features of the layer; `groups` heads share a KV head."""
 
     layout: Layout
     groups: int = 4
@@ -84,7 +84,7 @@ class Problem:
     window: int | None = None
 
     def features(self, heads: int, head_dim: int, dtype: torch.dtype) -> Features:
-        """Of a layer of this size."""
+        """Return the features of a layer of this size."""
         kv_heads = max(heads // self.groups, 1)
         rotary = rotary_of(head_dim, self.part, self.interleaved) if self.turns else None
         return Features(heads, kv_heads, head_dim, dtype, rotary, self.softcap, sinks=self.sinks, window=self.window)
@@ -103,7 +103,7 @@ PROBLEMS = {
     "window prefill": Problem(prefill, turns=True, window=37),
     "interleaved": Problem(workers, groups=1, turns=True, part=2, interleaved=True),
 }
-"""Attention by name."""
+"""Attention problems by name."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class CorrectnessStage:
     dtypes : tuple of str
     heads : int
     unit : int
-        Length of blocks, see `Layout`.
+        Unit of block lengths, see `Layout`.
     problems : tuple of str
-        Of `PROBLEMS`, "append" and "move".
+        Keys of `PROBLEMS`, "append" and "move".
     """
 
     head_dims: tuple[int, ...] = (128, 64, 80, 96, 256)
@@ -128,7 +128,7 @@ class CorrectnessStage:
     problems: tuple[str, ...] = (*PROBLEMS, "append", "move")
 
     def cases(self, device: torch.device) -> Iterator[Case]:
-        """All problems in all types: first at the first head size, then bf16 at the others, then the rest."""
+        """Yield all problems in all dtypes: first at the first head size, then bf16 at the others, then the rest."""
         first, *others = self.head_dims
         for dim, dtype in [(first, dtype) for dtype in self.dtypes] + [(d, t) for t in self.dtypes for d in others]:
             for name in self.problems:
@@ -140,7 +140,7 @@ class CorrectnessStage:
 def check_attention(
     name: str, device: torch.device, heads: int, head_dim: int, dtype: str, unit: int
 ) -> dict[str, Any]:
-    """Errors of block attention, and of FlashAttention over the same keys laid out densely, both over all passes."""
+    """Return the errors of block attention, and of FlashAttention over dense copies of the keys, over all passes."""
     problem = PROBLEMS[name]
     layer = Layer(problem.features(heads, head_dim, getattr(torch, dtype)), device)
     error, flash_error, rounding = 0.0, 0.0, 0.0
@@ -158,18 +158,18 @@ def check_attention(
             flash_error = worst(flash_error, _flash(layer), expected)
     figures = _figures(error, dtype)
     if _flash_can(problem, dtype):
-        # Half a unit in the last place is what any kernel's output is wrong by.
+        # The output of every kernel has an error of half a unit in the last place.
         figures |= {"flash_error": flash_error, "error_by_flash": error / max(flash_error, rounding)}
     return figures
 
 
 def check_append(device: torch.device, heads: int, head_dim: int, dtype: str, unit: int) -> dict[str, Any]:
-    """New keys and values lie where the plan says, and nothing else has changed."""
+    """Check that the new keys and values are at the slots of the plan, and that no other slot has changed."""
     layer = Layer(Features(heads, heads // 2, head_dim, getattr(torch, dtype)), device)
     even, uneven = (shared_prefix(layer, 3 * unit, suffixes, room=32) for suffixes in ([unit] * 3, [unit, 2, 1]))
     error = 0.0
     for segments in (even, even, uneven, [Segment(segment.view, 1 + 4 * i) for i, segment in enumerate(uneven)]):
-        layer.step(segments)  # makes the storage and lays the pass out
+        layer.step(segments)  # allocates the storage and lays out the pass
         layer.fill()
         layer.draw(sum(segment.num_tokens for segment in segments))
         storage, rows = layer.cache.storage(0), layer.forward.plan.write_rows(heads // 2, device)
@@ -184,7 +184,7 @@ def check_append(device: torch.device, heads: int, head_dim: int, dtype: str, un
 
 
 def check_move(device: torch.device, heads: int, head_dim: int, dtype: str, unit: int) -> dict[str, Any]:
-    """A finished step stands behind the history, its keys turned to their new places; nothing else has changed."""
+    """Check that a finished step follows the history with rotated keys, and that no other slot has changed."""
     rotary = rotary_of(head_dim)
     layer = Layer(Features(heads, heads // 2, head_dim, getattr(torch, dtype), rotary), device)
     decode = shared_prefix(layer, 9 * unit, [5 * unit, 2 * unit, unit], room=8 * unit)
@@ -204,7 +204,7 @@ def check_move(device: torch.device, heads: int, head_dim: int, dtype: str, unit
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill with NaN whatever is allocated and not filled inside the block, as deterministic algorithms ask for."""
+    """Fill uninitialized memory with NaN inside the block, as deterministic algorithms do."""
     was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -220,12 +220,12 @@ def _figures(error: float, dtype: str) -> dict[str, Any]:
 
 
 def worst(before: float, out: torch.Tensor, expected: torch.Tensor) -> float:
-    """The larger absolute error.
+    """Return the larger absolute error.
 
     Raises
     ------
     FloatingPointError
-        If something is not a number: it was read where nothing may be read, or was not written.
+        If a value is NaN: poisoned memory was read, or an output was not written.
     """
     error = float((out.double() - expected.double()).abs().max())
     if not math.isfinite(error):
@@ -235,12 +235,12 @@ def worst(before: float, out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _flash_can(problem: Problem, dtype: str) -> bool:
-    """Whether FlashAttention computes the same: it has neither soft-capping nor sinks, and no float32 on a GPU."""
+    """Return whether FlashAttention computes the same: it has no soft-capping, no sinks, and no float32 on a GPU."""
     return problem.softcap is None and not problem.sinks and dtype != "float32"
 
 
 def _flash(layer: Layer) -> torch.Tensor:
-    """The same pass by FlashAttention, one query at a time."""
+    """Compute the same pass by FlashAttention, one query at a time."""
     out = []
     for token in range(len(layer.query)):
         keys, values = baselines.view_of(layer, token)

@@ -1,7 +1,7 @@
-"""Stage 2: decode steps that are replayed as CUDA graphs give what they give without.
+"""Stage 2: decode steps replayed as CUDA graphs compute the same logits as eager ones.
 
-Small models in float32, many steps, rows that end and steps that move: whatever a graph keeps that it should read anew
-shows in the logits of a later step.
+Small models in float32, many steps, rows that end and steps that move: if a graph uses a stale value, the logits of a
+later step differ.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .correctness import worst
 from .models import PAD, Models, draw_prompt, hogwild_settings
 
 TOLERANCE = 1e-4
-"""Absolute error allowed to a logit, whose spread is about 0.3: several hundred times what rounding leaves."""
+"""Allowed absolute error of a logit: several hundred times the rounding error. Logits have a spread of about 0.3."""
 TAIL = 3
-"""Tokens at the end of its prompt in which a row differs from the others."""
+"""Number of tokens at the end of a prompt that differ between rows."""
 PENALTY = 2.0
-"""Repetition penalty. Without it models with random weights come to write one token over and over: their logits change
-little from step to step, as they would if nothing was read anew, and no token is left for rows to end at."""
+"""Repetition penalty. Without it, models with random weights repeat one token: logits then hardly change between steps,
+which would hide stale values, and no token remains at which rows could end."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class GraphStage:
     Parameters
     ----------
     models : tuple of str
-        Of `CONFIGS`.
+        Keys of `CONFIGS`.
     rows, workers : int
-        Of a shared prefix, and of hogwild.
+        Number of rows of `shared_prefix` and `hogwild`.
     prefix, steps : int
-        Length of prompts, and tokens that follow: more than shares are cut ahead for.
+        Length of prompts, and number of new tokens: more than the schedule is prepared for in advance.
     """
 
     models: tuple[str, ...] = ("small", "small-window")
@@ -52,7 +52,7 @@ class GraphStage:
     steps: int = 100
 
     def cases(self, models: Models) -> Iterator[Case]:
-        """All ways with all models."""
+        """Yield all checks for all models."""
         checks: dict[str, Callable[..., dict[str, Any]]] = {
             "shared_prefix": self.check_rows,
             "rows end": partial(self.check_rows, end=True),
@@ -63,7 +63,7 @@ class GraphStage:
             yield Case({"model": name, "way": way, "rows": rows, "steps": self.steps}, partial(check, models, name))
 
     def check_rows(self, models: Models, name: str, end: bool = False) -> dict[str, Any]:
-        """Rows over a shared prefix against plain `generate`; those that end leave smaller graphs to the others."""
+        """Compare `shared_prefix` with plain `generate`. If rows end, the others use smaller graphs."""
         model = models.get(name)
         prompt = draw_prompt(model, self.rows, self.prefix)
         prompt[:, -TAIL:] = torch.randint_like(prompt[:, -TAIL:], PAD + 1, model.config.vocab_size)
@@ -77,12 +77,12 @@ class GraphStage:
         return _figures(ours, expected, said, ends)
 
     def check_workers(self, models: Models, name: str) -> dict[str, Any]:
-        """Hogwild! workers, whose finished steps move, against the same without graphs."""
+        """Compare Hogwild! workers, whose finished steps move, with and without graphs."""
         model = models.get(name)
         settings = hogwild_settings(model, self.workers)
         prompt = draw_prompt(model, 1, self.prefix)
         text = self._generate(model, prompt, cuda_graph=False, **settings).texts[0]
-        rare = min(sorted(set(text)), key=text.count)  # so that some steps end, but not every one
+        rare = min(sorted(set(text)), key=text.count)  # some steps end, but not all
         settings |= {"separator": rare, "sentence_ends": sorted(set(text))}
         expected = self._generate(model, prompt, cuda_graph=False, **settings)
         with reasons() as said:
@@ -96,30 +96,30 @@ class GraphStage:
 
 
 def late_tokens(written: torch.Tensor) -> list[int]:
-    """Tokens that no row of `int64 [rows, steps]` writes in its first half: rows end at them one by one."""
+    """Return the tokens that occur only in the second half of `int64 [rows, steps]`; rows end at them one by one."""
     half = written.shape[1] // 2
     return sorted(set(written.flatten().tolist()) - set(written[:, :half].flatten().tolist()))
 
 
-class _Hearer(logging.Handler):
-    """Keeps what is said."""
+class _Collector(logging.Handler):
+    """Collects log messages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message, with the traceback that it may have."""
+        """Store a message with its traceback."""
         self.said.append(self.format(record))
 
 
 @contextmanager
 def reasons() -> Iterator[list[str]]:
-    """Collects why decode steps inside the block were not captured, and where that failed."""
-    logger, hearer = logging.getLogger(graph.__name__), _Hearer()
+    """Collect the log messages about decode steps that were not captured."""
+    logger, hearer = logging.getLogger(graph.__name__), _Collector()
     level = logger.level
     logger.addHandler(hearer)
-    logger.setLevel(logging.DEBUG)  # at which the traceback is told
+    logger.setLevel(logging.DEBUG)  # the level of the traceback
     try:
         yield hearer.said
     finally:
@@ -145,21 +145,21 @@ def _figures(
 def largest_difference(
     ours: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], ends: Sequence[int] = (), together: bool = False
 ) -> tuple[float, int]:
-    """Largest difference of scores as long as rows have written the same, and how many of them were compared.
+    """Return the largest difference of scores while rows have the same tokens, and the number of compared scores.
 
     Parameters
     ----------
     ours, expected : sequence of [rows, vocabulary]
-        Of each step, from which the best token is taken.
+        Scores of each step.
     ends : sequence of int
-        Tokens behind which a row is not looked at.
+        Tokens that end a row; later steps of the row are ignored.
     together : bool
-        Whether rows see each other, so that none can be compared once one has written something else.
+        Whether rows attend to each other, so that one different token ends the comparison of all rows.
 
     Raises
     ------
     RuntimeError
-        If steps are missing though rows were to go on.
+        If steps are missing although rows have not ended.
     """
     alive = torch.ones(len(expected[0]), dtype=torch.bool, device=expected[0].device)
     error, compared = 0.0, 0

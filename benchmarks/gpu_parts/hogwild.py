@@ -1,6 +1,6 @@
-"""Stage 4: Hogwild! workers, attention and the set-up of a step (Hogwild! Inference, section 4.4, table 2).
+"""Stage 4: attention and set-up of a step of Hogwild! workers (Hogwild! Inference, section 4.4, table 2).
 
-FlashAttention decodes one row over as many tokens as the workers' blocks hold together.
+The baseline is FlashAttention of one row over the same total number of tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .layer import Features, Layer, hogwild, rotary_of
 from .timing import Ceilings, Timer
 
 LEAD = 0.01
-"""Seconds in which the host launches a whole step."""
+"""Seconds in which the CPU launches a whole step."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class HogwildStage:
     Parameters
     ----------
     workers, tokens : tuple of int
-        `tokens` are unique ones, over all blocks.
+        Numbers of workers, and of unique tokens over all blocks.
     heads : (heads, kv_heads, head_dim)
     dtype : str
     layers : int
-        Layers of a step whose set-up is measured: what the first takes longer than the others is set-up too.
+        Number of layers. The extra time of the first layer counts as set-up.
     steps : int
-        Decode steps.
+        Number of decode steps.
     """
 
     workers: tuple[int, ...] = (1, 2, 4, 8)
@@ -50,7 +50,7 @@ class HogwildStage:
     steps: int = 40
 
     def cases(self, timer: Timer, ceilings: Ceilings) -> Iterator[Case]:
-        """All combinations."""
+        """Yield all combinations."""
         heads, kv_heads, dim = self.heads
         features = Features(heads, kv_heads, dim, getattr(torch, self.dtype), rotary_of(dim))
         for tokens, workers in itertools.product(self.tokens, self.workers):
@@ -60,7 +60,7 @@ class HogwildStage:
     def measure(
         self, timer: Timer, ceilings: Ceilings, features: Features, workers: int, tokens: int
     ) -> dict[str, Any]:
-        """Attention of one layer, set-up of a step, and FlashAttention's decode."""
+        """Measure the attention of one layer, the set-up of a step, and FlashAttention."""
         layer = Layer(features, timer.device, self.layers)
         segments = hogwild(layer, workers, tokens, room=2 * self.steps + 8)
         layer.step(segments)
@@ -82,62 +82,62 @@ class HogwildStage:
         }
 
     def _set_up(self, timer: Timer, layer: Layer, segments: Sequence[Segment]) -> dict[str, Any]:
-        """Seconds that a step spends outside its layers, on the host and on the device."""
+        """Measure the time of a step outside its layers, on the CPU and on the GPU."""
         for _ in range(min(4, self.steps)):
-            step_times(timer, layer, segments, _HostClock)
-        host = [step_times(timer, layer, segments, _HostClock) for _ in range(self.steps)]
+            step_times(timer, layer, segments, CpuClock)
+        host = [step_times(timer, layer, segments, CpuClock) for _ in range(self.steps)]
         figures = {
             "set_up_seconds": statistics.median(host),
             "set_up_mean_seconds": statistics.mean(host),
             "set_up_worst_seconds": max(host),
         }
         if timer.is_gpu:
-            device = [step_times(timer, layer, segments, _DeviceClock) for _ in range(self.steps)]
+            device = [step_times(timer, layer, segments, GpuClock) for _ in range(self.steps)]
             figures["set_up_device_seconds"] = statistics.median(device)
         return figures
 
 
-class _HostClock:
-    """Times of the host."""
+class CpuClock:
+    """Clock of the CPU."""
 
     def __init__(self) -> None:
         self._marks: list[float] = []
 
     def mark(self) -> None:
-        """Note the time."""
+        """Record the time."""
         self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Between the marks."""
+        """Return the seconds between the marks."""
         return [after - before for before, after in itertools.pairwise(self._marks)]
 
 
-class _DeviceClock:
-    """Times of the device's queue."""
+class GpuClock:
+    """Clock of the GPU's queue."""
 
     def __init__(self) -> None:
         self._marks: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """Note the time."""
+        """Record the time."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Between the marks."""
+        """Return the seconds between the marks."""
         self._marks[-1].synchronize()
         return [before.elapsed_time(after) * 1e-3 for before, after in itertools.pairwise(self._marks)]
 
 
 def step_times(
-    timer: Timer, layer: Layer, segments: Sequence[Segment], make_clock: Callable[[], _HostClock | _DeviceClock]
+    timer: Timer, layer: Layer, segments: Sequence[Segment], make_clock: Callable[[], CpuClock | GpuClock]
 ) -> float:
-    """Set-up of one decode step: `prepare` and `commit`, and what the first layer takes longer than the others."""
+    """Return the set-up of one decode step: `prepare`, `commit`, and the extra time of the first layer."""
     layer.draw(len(segments))
     timer.synchronize()
     clock = make_clock()
-    if isinstance(clock, _DeviceClock):
+    if isinstance(clock, GpuClock):
         timer.queue_ahead(LEAD)
     clock.mark()
     layer.forward = layer.cache.prepare(segments)

@@ -1,4 +1,4 @@
-"""One attention layer over a block cache, with random queries, keys and values, and the ways to lay blocks out."""
+"""Attention layer over a block cache with random queries, keys and values, and block layouts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hf_parallel.cache import Block, BlockCache, ForwardPass, Segment
 from hf_parallel.kernels import BACKEND_VARIABLE, AttentionParams, RotarySpec, block_attention
 
 HEADER = 16
-"""Tokens of the texts between the parts of a Hogwild view."""
+"""Number of tokens in the headers of a Hogwild! view."""
 STALE = 50.0
-"""What lies in slots of a visible block that hold no token yet: memory is not wiped when it is handed on."""
+"""Content of the unused slots of visible blocks: memory is not cleared when it is reused."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a layer's attention is."""
+    """Shape and options of a layer's attention."""
 
     heads: int
     kv_heads: int
@@ -34,17 +34,17 @@ class Features:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's key and value."""
+        """Bytes of the key and value of a token."""
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def scale(self) -> float:
-        """Factor of the scores."""
+        """Scale of the scores."""
         return self.head_dim**-0.5
 
 
 class Layer:
-    """`num_layers` layers of the same features over one cache; the first is the one that is looked at.
+    """`num_layers` layers with the same features over one cache; the first one is measured.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Layer:
         The last pass.
     query : [T, heads, head_dim]
     new : (keys, values), [kv_heads, T, head_dim] each
-        What the pass wrote.
+        New keys and values of the pass.
     """
 
     def __init__(self, features: Features, device: torch.device, num_layers: int = 1) -> None:
@@ -64,7 +64,7 @@ class Layer:
         self.new: tuple[torch.Tensor, torch.Tensor]
 
     def step(self, segments: Sequence[Segment]) -> None:
-        """A forward pass up to the point where attention begins."""
+        """Lay out a forward pass and store its new keys and values."""
         self.draw(sum(segment.num_tokens for segment in segments))
         self.forward = self.cache.prepare(segments)
         for layer_idx in range(self.num_layers):
@@ -82,25 +82,25 @@ class Layer:
         self.cache.arena.write(layer_idx, *self.new, self.forward.plan)
 
     def attend(self, layer_idx: int = 0) -> torch.Tensor:
-        """Block attention of the last pass: `[T, heads, head_dim]`."""
+        """Return the block attention of the last pass, `[T, heads, head_dim]`."""
         storage = self.cache.storage(layer_idx)
         return self._attend(self.query, storage.keys, storage.values, self.sinks)
 
     def oracle(self) -> torch.Tensor:
-        """What it should be, from the same numbers in float64."""
+        """Return the exact result, computed from the same numbers in float64."""
         storage = self.cache.storage(0)
         sinks = None if self.sinks is None else self.sinks.double()
         with patch.dict(os.environ, {BACKEND_VARIABLE: "reference"}):
             return self._attend(self.query.double(), storage.keys.double(), storage.values.double(), sinks)
 
     def fill(self) -> None:
-        """Draw all keys and values anew, in whatever slots."""
+        """Draw all keys and values, in every slot."""
         for storage in self.cache.arena.layers.values():
             storage.keys.normal_()
             storage.values.normal_()
 
     def poison(self) -> None:
-        """NaN wherever no extent of a visible block lies; something stale in the unwritten slots of those extents."""
+        """Fill slots outside the visible blocks with NaN, and unused slots of visible blocks with stale values."""
         storage = self.cache.storage(0)
         inside = torch.zeros(len(storage.keys), dtype=torch.bool, device=self.device)
         written = torch.zeros_like(inside)
@@ -112,7 +112,7 @@ class Layer:
             states[inside & ~written] = STALE
 
     def held(self, blocks: Sequence[Block]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of blocks of one length that were made together: `[blocks, kv_heads, length, head_dim]`."""
+        """Return keys and values of blocks that were created together, `[blocks, kv_heads, length, head_dim]`."""
         f, storage, extent = self.features, self.cache.storage(0), blocks[0].extent
         shape = len(blocks), f.kv_heads, extent.capacity, f.head_dim
         first = extent.origin * f.kv_heads
@@ -132,16 +132,16 @@ class Layer:
 
 
 def rotary_of(head_dim: int, part: int = 1, interleaved: bool = False) -> RotarySpec:
-    """The usual rotary embedding of base 10000, over one `part` of the head."""
+    """Return the rotary embedding with base 10000 over `1 / part` of the head."""
     pairs = head_dim // 2 // part
     return RotarySpec(tuple(10000.0 ** (-i / pairs) for i in range(pairs)), interleaved)
 
 
-# Layouts. Blocks are given their lengths without a prefill: `Layer.fill` draws what they hold.
+# Layouts. Blocks get their lengths without a prefill; `Layer.fill` draws their content.
 
 
 def new_blocks(layer: Layer, lengths: Sequence[int], base: int = 0, room: int = 0) -> list[Block]:
-    """Blocks that hold `lengths` tokens and have room for `room` more; behind them lies one that no row sees."""
+    """Return blocks of `lengths` tokens with capacity for `room` more, followed by a block that no row sees."""
     blocks = layer.cache.new_blocks(len(lengths), max(lengths) + room, base)
     layer.cache.new_block(HEADER)
     for block, length in zip(blocks, lengths, strict=True):
@@ -150,15 +150,15 @@ def new_blocks(layer: Layer, lengths: Sequence[int], base: int = 0, room: int = 
 
 
 def shared_prefix(layer: Layer, prefix: int, suffixes: Sequence[int], room: int = 1) -> list[Segment]:
-    """A decode step of rows over one prefix, each with as many tokens of its own as `suffixes` says."""
+    """Return the segments of a decode step of rows over one prefix, with suffixes of these lengths."""
     (root,) = new_blocks(layer, [prefix])
     return [Segment([root, leaf], 1) for leaf in new_blocks(layer, suffixes, base=prefix, room=room)]
 
 
 def hogwild(layer: Layer, workers: int, tokens: int, room: int = 1) -> list[Segment]:
-    """A decode step of workers that see each other's unfinished steps before their own, `tokens` unique ones in all.
+    """Return the segments of a decode step of workers that see each other's unfinished steps before their own.
 
-    Half of the tokens are common; the other half is what the workers write, in unequal parts.
+    There are `tokens` unique tokens: half are shared, half belong to the workers, in unequal parts.
     """
     (prompt,) = new_blocks(layer, [tokens // 2])
     headers = new_blocks(layer, [HEADER, HEADER])

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""Description of the machine and the versions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import hf_parallel
 from hf_parallel import kernels
 
 PACKAGES = ("triton", "flashinfer", "flash_attn")
-"""What may be installed or not, and makes a difference."""
+"""Optional packages that affect the figures."""
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """The machine, the versions and the date, ready for JSON."""
+    """Return machine, versions and date, ready for JSON."""
     about: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
@@ -48,15 +48,15 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def _version(name: str) -> str:
-    """Version of a package, or why it cannot be imported."""
+    """Return the version of a package, or the reason why it cannot be imported."""
     try:
         return str(getattr(importlib.import_module(name), "__version__", "unknown"))
-    except Exception as error:  # a package that is there but broken says more than one that is not
+    except Exception as error:  # an installed package can fail to import, too
         return f"none: {error}"
 
 
 def _cpu_name() -> str:
-    """The processor, as the system calls it."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

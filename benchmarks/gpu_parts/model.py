@@ -1,6 +1,6 @@
 """Stage 5: tokens per second of whole models with random weights (Hydragen, section 4.1; Hogwild!, table 1).
 
-Steps are timed after the prompt, at the tokens that have reached the host: everything that a step costs is in them.
+Steps after the prefill are timed when their tokens reach the CPU, and therefore include all costs.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ class ModelStage:
     Parameters
     ----------
     models : tuple of str
-        Of `CONFIGS`.
+        Keys of `CONFIGS`.
     rows, prefixes : tuple of int
-        Of the shared prefix.
+        Numbers of rows, and lengths of the shared prefix.
     few_rows : tuple of int
-        Rows at which weights are most of what a step reads.
+        Numbers of rows for which reading the weights dominates a step.
     workers, hogwild_prefixes : tuple of int
     steps : int
-        Tokens per row.
-    batch_rows : int
-        Rows up to which continuous batching is measured.
+        Number of tokens per row.
     """
 
     models: tuple[str, ...] = ("Qwen3-8B", "Llama-2-7B")
@@ -45,7 +43,7 @@ class ModelStage:
     steps: int = 48
 
     def cases(self, models: Models, ceilings: Ceilings, deadline: Deadline) -> Iterator[Case]:
-        """All combinations: what the acceptance asks for first, the slowest of the ways of others last."""
+        """Yield all combinations: those of the targets first, the slowest baselines last."""
         most, *fewer = self.rows
         ours = ("shared_prefix", "no_attention")
         order = [
@@ -64,7 +62,7 @@ class ModelStage:
     def _measure(
         self, models: Models, ceilings: Ceilings, deadline: Deadline, name: str, way: str, rows: int, prefix: int
     ) -> dict[str, Any]:
-        """One way; a step is compared with the time that weights, keys and values take to be read once."""
+        """Measure one method; the floor of a step is the time to read weights, keys and values once."""
         model = models.get(name)
         figures = WAYS[way](model, rows, prefix, self.steps, deadline)
         if way == "shared_prefix" and "step_seconds" in figures:

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights, made on the device, and what their decode loops are run with."""
+"""Models of known shapes with random weights, and the prompts and tokenizer to run them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import hf_parallel
 from hf_parallel.models.attention import IMPLEMENTATION
 
 PAD = 0
-"""Token of rows that have ended."""
+"""Padding token of finished rows."""
 
 _NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _SMALL: dict[str, Any] = {
@@ -48,7 +48,7 @@ CONFIGS = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         **_NO_ENDS,
     ),
-    # Its own 4096 positions would not hold the longest prefix; the number changes no cost.
+    # The original 4096 positions are fewer than the longest prefix; the number does not affect the cost.
     "Llama-2-7B": LlamaConfig(
         vocab_size=32000,
         hidden_size=4096,
@@ -73,19 +73,19 @@ CONFIGS = {
         **_NO_ENDS,
     ),
 }
-"""Configurations by name. No token ends a row: all write as many as they may."""
+"""Configurations by name, without EOS token, so that all rows have the maximum length."""
 
 
 @dataclass(eq=False)
 class Models:
-    """Builds each model when it is first asked for and keeps it: weights of all fit on a large GPU at once."""
+    """Builds models on demand and keeps them; all of them fit on a large GPU."""
 
     device: torch.device
     dtype: torch.dtype
     _built: dict[str, PreTrainedModel] = field(default_factory=dict)
 
     def get(self, name: str) -> Any:
-        """The model, with `generation_mode` enabled."""
+        """Return the enabled model."""
         if name not in self._built:
             with self.device:
                 model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=self.dtype).eval()
@@ -94,7 +94,7 @@ class Models:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that a decode step reads: all but the table of embeddings, of which it reads some rows."""
+    """Return the bytes of weights that a decode step reads: all but the input embeddings."""
     embeddings: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     total = sum(parameter.nbytes for parameter in model.parameters())
@@ -102,19 +102,19 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of keys and values of a token over all layers."""
+    """Return the bytes of keys and values per token over all layers."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
 
 
 def draw_prompt(model: PreTrainedModel, rows: int, length: int) -> torch.Tensor:
-    """`int64 [rows, length]`, one random prompt for all, without the one that `generate` would take for padding."""
+    """Return one random prompt for all rows, `int64 [rows, length]`, without the padding token."""
     return torch.randint(PAD + 1, model.config.vocab_size, (1, length), device=model.device).repeat(rows, 1)
 
 
 def hogwild_settings(model: PreTrainedModel, workers: int) -> dict[str, Any]:
-    """Return settings of a `hogwild` call without a final answer. The toy model, which is interpreted, has short texts."""
+    """Return settings of `hogwild` without a final answer; short texts for the toy model, which is interpreted."""
     settings: dict[str, Any] = {"generation_mode": "hogwild", "tokenizer": ByteTokenizer(), "num_workers": workers}
     if model.config.hidden_size == CONFIGS["toy"].hidden_size:
         settings |= {"history_header": "H", "others_header": "O", "own_header": "M", "step_prefix": "{step}"}
@@ -123,7 +123,7 @@ def hogwild_settings(model: PreTrainedModel, workers: int) -> dict[str, Any]:
 
 @contextmanager
 def attention_skipped() -> Iterator[list[int]]:
-    """Exchange block attention for a function that hands the queries back; yields the layers that asked for it."""
+    """Replace block attention by a function that returns the queries; yield the list of layers that called it."""
     asked: list[int] = []
 
     def skipped(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -139,12 +139,12 @@ def attention_skipped() -> Iterator[list[int]]:
 
 
 class ByteTokenizer:
-    """As much of a tokenizer as Hogwild! uses: a token is a byte of UTF-8, one beyond ASCII reads as `x`."""
+    """Minimal tokenizer for Hogwild!: a token is a byte of UTF-8; bytes beyond ASCII decode to `x`."""
 
     def __call__(self, text: str, **kwargs: Any) -> dict[str, list[int]]:
-        """Tokens of a text."""
+        """Return the tokens of a text."""
         return {"input_ids": list(text.encode())}
 
     def decode(self, tokens: Sequence[int], **kwargs: Any) -> str:
-        """Text of tokens."""
+        """Return the text of tokens."""
         return "".join(chr(token) if token < 128 else "x" for token in tokens)

@@ -1,4 +1,4 @@
-"""The report as tables: with rich where it is installed, in plain columns elsewhere."""
+"""Tables of the report, with rich if it is installed, else in plain columns."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Figures = dict[str, Any]
-"""Settings of a case with what was measured."""
+"""Settings and figures of a case."""
 Column = tuple[str, Callable[[Figures], str]]
-"""A heading, and a case's cell below it."""
+"""Heading of a column, and function from a case to its cell."""
 
 WIDTH = 140
-"""Characters of a line that is not for a terminal."""
+"""Width of lines outside a terminal."""
 
 
 def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; all columns but the first are aligned on the right."""
+    """Print a table; all columns but the first are right-aligned."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -32,7 +32,7 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
 
 
 def plain(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The table as columns of text."""
+    """Return the table as columns of text."""
     widths = [max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True)]
     lines = [
         "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(cells))
@@ -42,7 +42,7 @@ def plain(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def print_stage(name: str, stage: dict[str, Any]) -> None:
-    """Print what a stage has measured, and below it what it has not."""
+    """Print the figures of a stage, and the cases without figures."""
     columns, cases = COLUMNS[name], stage["cases"]
     shown = [case for case in cases if not {"error", "not_measured"} & set(case)]
     title = f"{name}: {len(shown)} of {len(cases)} measured in {stage['seconds']:.0f} s"
@@ -57,7 +57,7 @@ def print_stage(name: str, stage: dict[str, Any]) -> None:
 
 
 def print_acceptance(lines: Sequence[dict[str, Any]]) -> None:
-    """Print the requirements."""
+    """Print the targets."""
     rows = [
         [
             line["what"],
@@ -81,12 +81,12 @@ def _text(*names: str) -> Callable[[Figures], str]:
 
 
 def _number(name: str, factor: float = 1.0, form: str = ".2f") -> Callable[[Figures], str]:
-    """A figure; empty where the case has none."""
+    """Format a figure; empty if the case has none."""
     return lambda case: format(case[name] * factor, form) if name in case else ""
 
 
 def _other(name: str) -> Callable[[Figures], str]:
-    """Microseconds of another way, or why there are none."""
+    """Format the microseconds of a baseline, or the reason why there are none."""
 
     def cell(case: Figures) -> str:
         way = case[name]
@@ -96,7 +96,7 @@ def _other(name: str) -> Callable[[Figures], str]:
 
 
 def _graph_megabytes(case: Figures) -> str:
-    """Memory of captured decode steps: 0 where none could be captured, so that other times were measured."""
+    """Format the memory of captured decode steps; 0 if none was captured."""
     return format(case["stats"]["graph_bytes"] * 1e-6, ".0f") if "stats" in case else ""
 
 
@@ -159,4 +159,4 @@ COLUMNS: dict[str, Sequence[Column]] = {
         ("graphs, MB", _graph_megabytes),
     ),
 }
-"""The columns of each stage's table."""
+"""Columns of the table of each stage."""

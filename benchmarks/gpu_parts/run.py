@@ -1,4 +1,4 @@
-"""The run: stage after stage within one limit of time, written down as it goes."""
+"""Runs the stages within a time limit and writes the report after each case."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .models import Models
 from .timing import Deadline, Timer, measure_ceilings
 
 SHARES = {"correctness": 0.22, "graphs": 0.07, "attention": 0.25, "hogwild": 0.06, "model": 0.40}
-"""Of the time, per stage; what one leaves over goes to those behind it."""
+"""Share of the time per stage; unused time goes to the following stages."""
 WRITTEN_EVERY = 5.0
-"""Seconds after which the report is written again while a stage runs."""
+"""Seconds between two writes of the report during a stage."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is run: the settings of all stages."""
+    """Settings of all stages."""
 
     correctness: CorrectnessStage = CorrectnessStage()
     graphs: GraphStage = GraphStage()
@@ -53,7 +53,7 @@ class Sizes:
 
     @property
     def acceptance(self) -> Acceptance:
-        """The requirements at these sizes."""
+        """Targets for these sizes."""
         return Acceptance(self.attention, self.hogwild, self.model, self.large_kv_bytes, self.long_tokens, self.workers)
 
 
@@ -65,7 +65,7 @@ QUICK = Sizes(
     ModelStage(models=("Qwen3-8B",), rows=(128, 32), prefixes=(1024, 4096), workers=(1, 4), hogwild_prefixes=(4096,)),
     repeats=10,
 )
-"""A part of it: shows within two minutes that everything runs and where the figures will be."""
+"""Few sizes, for a check and a first impression within two minutes."""
 
 _TOY_TYPE = "float32"
 _TOY_PROBLEMS = ("hogwild", "append", "move")
@@ -83,7 +83,7 @@ TOY = Sizes(
     long_tokens=32,
     workers=2,
 )
-"""On a CPU, of types that Triton's interpreter knows: shows that the script runs from end to end, measures nothing."""
+"""Toy sizes on a CPU, in dtypes that the Triton interpreter supports. The figures are meaningless."""
 
 
 class Run:
@@ -94,9 +94,9 @@ class Run:
     sizes : Sizes
     device : torch.device
     path : Path
-        Of the JSON, which is written again and again: what was measured is kept whatever comes after it.
+        JSON file, rewritten during the run, so that an interruption loses nothing.
     about : dict
-        What the report says of the run beside the machine.
+        Further entries of the report.
     """
 
     def __init__(self, sizes: Sizes, device: torch.device, path: Path, about: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ class Run:
         self._written = 0.0
 
     def all(self, names: list[str], seconds: float) -> dict[str, Any]:
-        """Run the stages of these names in `seconds`; returns the report."""
+        """Run the named stages within `seconds`; return the report."""
         whole = Deadline(seconds)
         for number, name in enumerate(names):
             self.stage(name, whole.left * SHARES[name] / sum(SHARES[later] for later in names[number:]))
@@ -141,7 +141,7 @@ class Run:
         report.print_stage(name, stage)
 
     def write(self) -> None:
-        """Write the report as it stands."""
+        """Write the current report."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.report, indent=1) + "\n")
         self._written = time.perf_counter()
@@ -159,13 +159,13 @@ class Run:
 
 
 def start(names: list[str], kind: str, seconds: float, seed: int, folder: Path) -> int:
-    """Run and report; returns the exit status: 1 if a kernel is wrong."""
+    """Run the stages and print the report; return the exit status, 1 if a kernel is wrong."""
     began = time.perf_counter()
     transformers.logging.set_verbosity_error()
     torch.manual_seed(seed)
     toy = kind == "toy"
     if not toy and not torch.cuda.is_available():
-        print("PyTorch finds no GPU here. Try --toy, which runs everything at toy sizes on the CPU.")
+        print("PyTorch finds no GPU. --toy runs everything at toy sizes on the CPU.")
         return 2
     device = torch.device("cpu" if toy else "cuda")
     if toy:
@@ -181,13 +181,13 @@ def start(names: list[str], kind: str, seconds: float, seed: int, folder: Path) 
     )
     result = run.all(names, seconds - (time.perf_counter() - began))
     if kind != "full":
-        print(f"(--{kind}: too small to mean anything)" if toy else "(--quick: few sizes, few repeats)")
+        print(f"(--{kind}: the figures are meaningless)" if toy else "(--quick: few sizes, few repeats)")
     print(f"Written to {path}")
     return 1 if wrong(result) else 0
 
 
 def wrong(result: dict[str, Any]) -> bool:
-    """Whether a kernel or a graph gave what it should not, or nothing: in a check or at the sizes that are timed."""
+    """Return whether a kernel or graph failed or was wrong, in a check or at a timed size."""
     stages = result["stages"]
     checked = [case for name in ("correctness", "graphs") for case in stages.get(name, {}).get("cases", [])]
     timed = stages.get("attention", {}).get("cases", [])
@@ -198,7 +198,7 @@ def wrong(result: dict[str, Any]) -> bool:
 
 
 def toy_backend() -> str:
-    """`triton` where its interpreter can run on the CPU, else `torch`."""
+    """Return `triton` if its interpreter can run on the CPU, else `torch`."""
     os.environ[BACKEND_VARIABLE] = "triton"
     try:
         return select_backend("cpu")

@@ -1,4 +1,4 @@
-"""Times on a device: medians of CUDA events over a cold L2, the device's own ceilings, and a limit on all of it."""
+"""Timing on a device: medians of CUDA events with a cold L2, limits of the hardware, and deadlines."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from dataclasses import dataclass
 import torch
 
 FLUSHED_BYTES = 256 << 20
-"""Written before every measured run: several times the L2 of any GPU."""
+"""Bytes written before every measured run: several times the L2 of any GPU."""
 CYCLES_PER_SECOND = 2e9
-"""What a GPU's clock hardly exceeds: a sleep of so many cycles takes its second or longer."""
+"""Upper bound of a GPU clock: a sleep of this many cycles takes at least a second."""
 LONGEST_LEAD = 0.02
-"""Seconds that a GPU is kept waiting at most while what is measured is put into its queue."""
+"""Maximum seconds for which a GPU sleeps while the CPU fills its queue."""
 
 
 class OutOfTimeError(Exception):
-    """The time for a stage is over."""
+    """Raised when the time of a stage is over."""
 
 
 class Deadline:
-    """The moment at which a stage must end, `seconds` from now."""
+    """Deadline of a stage, `seconds` from now."""
 
     def __init__(self, seconds: float) -> None:
         self._at = time.perf_counter() + seconds
 
     @property
     def left(self) -> float:
-        """Seconds that remain; negative when it is over."""
+        """Remaining seconds; negative after the deadline."""
         return self._at - time.perf_counter()
 
     def check(self, *_: object) -> None:
-        """Raise `OutOfTimeError` when it is over."""
+        """Raise `OutOfTimeError` after the deadline."""
         if self.left <= 0:
             raise OutOfTimeError
 
 
 @dataclass(frozen=True, eq=False)
 class Timer:
-    """Measures what runs on a device.
+    """Measures the time of calls on a device.
 
-    On a GPU each run is timed by two events. L2 is flushed before, as a layer's keys are not in it when their turn
-    comes; then the GPU sleeps until all launches are in its queue, so that the time is the kernels' and not the host's.
+    On a GPU, two events time each run. L2 is flushed before, because in a model the keys of a layer are not in it
+    either. Then the GPU sleeps until all launches are in its queue, so that launch overhead is not measured.
 
     Parameters
     ----------
     device : torch.device
     at_least, at_most : int
-        Runs of which the median is taken.
+        Number of runs per median.
     seconds : float
-        Time after which no further run is begun.
+        Time after which no further run starts.
     """
 
     device: torch.device
@@ -60,7 +60,7 @@ class Timer:
     seconds: float = 0.25
 
     def median(self, run: Callable[[], object]) -> float:
-        """Median seconds of `run()`, after one run that warms up."""
+        """Return the median seconds of `run()`, after a warm-up."""
         run()
         self.synchronize()
         began = time.perf_counter()
@@ -75,16 +75,16 @@ class Timer:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether there are events to time with."""
+        """Whether the device is a GPU, which times with events."""
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that it was given."""
+        """Wait until the device is idle."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
     def queue_ahead(self, lead: float) -> None:
-        """Keep a GPU waiting for `lead` seconds, in which the host can launch what follows; flush its L2."""
+        """Flush the L2 of a GPU, then let it sleep for `lead` seconds, in which the CPU can launch kernels."""
         if self.is_gpu:
             torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=self.device).zero_()
             torch.cuda._sleep(int(lead * CYCLES_PER_SECOND))
@@ -107,21 +107,21 @@ class Timer:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device can do at best.
+    """Limits of the hardware.
 
     Attributes
     ----------
     bytes_per_second : float
-        Of a large copy, bytes read and bytes written both counted.
+        Bandwidth of a large copy, counting reads and writes.
     flops_per_second : float
-        Of a large square matrix product of random numbers.
+        Rate of a large square matrix product of random numbers.
     """
 
     bytes_per_second: float
     flops_per_second: float
 
     def limit(self, num_bytes: float, flops: float = 0.0) -> float:
-        """Seconds that moving `num_bytes` and computing `flops` take at least."""
+        """Return the minimum seconds to move `num_bytes` and compute `flops`."""
         return max(num_bytes / self.bytes_per_second, flops / self.flops_per_second)
 
 

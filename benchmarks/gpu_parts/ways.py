@@ -1,4 +1,4 @@
-"""Ways to generate with a whole model, each timed step by step at the tokens that reach the host."""
+"""Methods of generation with a whole model, timed per step when the tokens reach the CPU."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .models import PAD, attention_skipped, draw_prompt, hogwild_settings, kv_by
 from .timing import Deadline, OutOfTimeError
 
 FIRST_STEPS = 3
-"""Steps that compile, capture and warm up; they are not measured."""
+"""Number of initial steps that compile, capture and warm up, and are not measured."""
 FEWEST_STEPS = 4
-"""Steps without which there is no median."""
+"""Minimum number of steps for a median."""
 
 Way = Callable[[Any, int, int, int, Deadline], dict[str, Any]]
 """Measures (model, rows, prefix, steps, deadline)."""
 
 
 def shared_prefix(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
-    """Rows over one prompt, each writing `steps` tokens."""
+    """Measure rows over one prompt with `steps` tokens each."""
     return _timed(model, draw_prompt(model, rows, prefix), rows, steps, deadline, generation_mode="shared_prefix")
 
 
 def no_attention(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
-    """The same loop without the attention operation: what no attention can beat."""
+    """Measure `shared_prefix` without attention: an upper bound for every attention kernel."""
     with attention_skipped() as asked:
         figures = shared_prefix(model, rows, prefix, steps, deadline)
     if not asked:
@@ -40,13 +40,13 @@ def no_attention(model: Any, rows: int, prefix: int, steps: int, deadline: Deadl
 
 
 def hogwild(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
-    """`rows` workers over one prompt."""
+    """Measure `rows` workers over one prompt."""
     prompt = draw_prompt(model, 1, prefix)
     return _timed(model, prompt, rows, steps, deadline, **hogwild_settings(model, rows))
 
 
 def generate(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
-    """Plain `generate`, a copy of the prompt's keys and values for every row. Random ones stand for its prefill."""
+    """Measure plain `generate` with a KV cache of random numbers per row instead of a prefill."""
     if not fits(rows * (prefix + steps) * kv_bytes_per_token(model), model.device):
         return {"not_measured": OUT_OF_MEMORY}
     config, cache = model.config, DynamicCache(config=model.config)
@@ -59,9 +59,9 @@ def generate(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline)
 
 
 def generate_batch(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
-    """Continuous batching with `num_return_sequences`, whose rows share the pages of the prompt where they can."""
+    """Measure continuous batching with `num_return_sequences`, whose rows share the pages of the prompt if possible."""
     config = GenerationConfig(do_sample=False, max_new_tokens=steps, eos_token_id=-1, pad_token_id=PAD)
-    config.num_return_sequences = rows  # its constructor refuses this where nothing is sampled
+    config.num_return_sequences = rows  # its constructor rejects this without sampling
     on_cpu: dict[str, Any] = {
         "use_cuda_graph": False,
         "use_async_batching": False,
@@ -92,13 +92,13 @@ def generate_batch(model: Any, rows: int, prefix: int, steps: int, deadline: Dea
 
 
 WAYS: dict[str, Way] = {way.__name__: way for way in (shared_prefix, no_attention, hogwild, generate, generate_batch)}
-"""By name."""
+"""Methods by name."""
 
 
 def _timed(
     model: Any, prompt: torch.Tensor, rows: int, steps: int, deadline: Deadline, **settings: Any
 ) -> dict[str, Any]:
-    """Figures of one call of `generate`, cut short when the time is over if enough of it has been seen."""
+    """Measure one call of `generate`, cut short at the deadline if there are enough steps."""
     clock, more = StepClock(on_step=deadline.check), {}
     began = time.perf_counter()
     try:
@@ -119,6 +119,6 @@ def _timed(
 
 
 def _figures(rows: int, steps: Sequence[float]) -> dict[str, Any]:
-    """Median step and what it gives, without the first steps."""
+    """Return the median step without the first ones, and tokens per second."""
     step = statistics.median(steps[FIRST_STEPS:] or steps)
     return {"step_seconds": step, "tokens_per_second": rows / step, "steps": len(steps)}
