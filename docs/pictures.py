@@ -306,26 +306,26 @@ def pdos() -> Drawing:
     return drawing
 
 
-def turn() -> Drawing:
-    """One set of blocks at its places in two views, with the turns that the plan of a pass asks for."""
+def rotate() -> Drawing:
+    """One set of blocks at its positions in two views, with the rotations of a pass's plan."""
     cache = HogwildCache(ROTARY)
     space, names = workspace(cache, "combined", headers=False)
-    drawing = Drawing("The same blocks at different places; queries are turned by the difference")
-    drawing.heading("Each stored once, from position 0; seen at two places")
-    plan = cache.prepare([Segment(space.view(number), 1) for number in range(2)])
-    turns: dict[tuple[int, int], int] = {}
-    blocks = [block for block in plan.blocks if block.length]
-    for number in range(plan.plan.num_blocks):
-        first, last = plan.plan.block_pairs[number : number + 2]
-        for pair in range(first, last):
-            turns[int(plan.plan.pair_query[pair]), number] = int(plan.plan.pair_delta[pair])
+    drawing = Drawing("The same blocks at different positions; queries are rotated by the difference")
+    drawing.heading("Each stored once, from position 0; seen at two positions")
+    forward = cache.prepare([Segment(space.view(number), 1) for number in range(2)])
+    plan = forward.plan
+    deltas: dict[tuple[int, int], int] = {}
+    blocks = [block for block in forward.blocks if block.length]
+    for number in range(plan.num_blocks):
+        for pair in range(*plan.block_pairs[number : number + 2]):
+            deltas[int(plan.pair_query[pair]), number] = int(plan.pair_delta[pair])
     for row, who in enumerate(("Alice", "Bob")):
         view = seen(space.view(row))
-        below = [f"turn {turns[row, blocks.index(block)]}" for block in view]
+        below = [f"rotate by {deltas[row, blocks.index(block)]}" for block in view]
         drawing.view(f"{who} sees", view, names, 1.6, below)
     cache.rollback()
-    drawing.note("A turn is in positions: how far the row's next token stands behind the start")
-    drawing.note("of a block, less what the model has turned its query by already.")
+    drawing.note("In positions: the distance of the row's next token from the start of the")
+    drawing.note("block, minus the position to which the model has rotated its query already.")
     return drawing
 
 
@@ -399,7 +399,7 @@ def _card(drawing: Drawing, card: dict[str, Any], x: float, y: float, color: str
     return y + height + 8
 
 
-PICTURES: tuple[Callable[[], Drawing], ...] = (workers, views, layouts, hogwild, pdos, turn, merge)
+PICTURES: tuple[Callable[[], Drawing], ...] = (workers, views, layouts, hogwild, pdos, rotate, merge)
 
 
 def main() -> int:

@@ -1,10 +1,10 @@
-"""The independent parts of one answer, written side by side. Run: python examples/pdos.py"""
+"""The independent parts of one answer, decoded in parallel. Run: python examples/pdos.py"""
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_parallel
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the small model that comes as a package
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
 
 if MODEL is None:
     model, tokenizer = hf_parallel.load_embedded_model()
@@ -13,7 +13,7 @@ else:
 hf_parallel.enable(model)
 
 task, settings = "Describe the planets Mars, Venus and Jupiter in one sentence each.", {"parallel_hint": True}
-if MODEL is None:  # so small a model needs the skeleton of its answer
+if MODEL is None:  # the embedded model is too small to write the skeleton itself
     skeleton = "Here they are.\n####Mars:......\n####Venus:......\n####Jupiter:......\n####All in all:"
     settings = {"opening": skeleton, "terminator": "####All in all:", "parallel_hint": False, "branch_stops": ["\n"]}
 prompt = hf_parallel.pdos_prompt(task, tokenizer, **settings)
@@ -29,5 +29,9 @@ out = model.generate(
 )
 print(out.transcripts[0])
 for block in out.blocks[0]:
-    print(f"\n{len(block.branches)} parts were written at the same time: {[part.title for part in block.branches]}")
+    print(f"\n{len(block.branches)} parts were decoded in parallel: {[part.title for part in block.branches]}")
 print(f"\n{out.stats.decoded_tokens} tokens in {out.stats.forward_passes} forward passes.")
+
+# Prints:
+#   3 parts were decoded in parallel: ['Mars', 'Venus', 'Jupiter']
+#   ... tokens in ... forward passes.

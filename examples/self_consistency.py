@@ -1,10 +1,10 @@
-"""Several answers to one question, and a vote. Run: python examples/self_consistency.py"""
+"""Several answers to one question and a majority vote. Run: python examples/self_consistency.py"""
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_parallel
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the small model that comes as a package
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
 
 if MODEL is None:
     model, tokenizer = hf_parallel.load_embedded_model()
@@ -29,3 +29,6 @@ out = model.generate(
 for text, found in zip(out.texts[0], out.found[0], strict=True):
     print(f"{found or '-':>6}  {' '.join(text.split())}")
 print(f"\nvotes: {out.votes[0]}, answer: {out.answers[0]}")
+
+# Prints:
+#   votes: {...}, answer: ...

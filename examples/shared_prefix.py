@@ -1,10 +1,10 @@
-"""Eight completions of one prompt, whose tokens are computed and stored once. Run: python examples/shared_prefix.py"""
+"""Eight completions of one prompt, which is computed and stored once. Run: python examples/shared_prefix.py"""
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_parallel
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the small model that comes as a package
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
 
 if MODEL is None:
     model, tokenizer = hf_parallel.load_embedded_model()
@@ -25,4 +25,8 @@ out = model.generate(
 )
 for number, text in enumerate(tokenizer.batch_decode(out.sequences[:, ids.shape[1] :], skip_special_tokens=True)):
     print(f"{number}: {' '.join(text.split())}")
-print(f"\n{out.stats.prefilled_tokens} tokens of prompt computed for {len(out.sequences)} completions.")
+print(f"\n{out.stats.prefilled_tokens} prompt tokens computed for {len(out.sequences)} completions.")
+
+# Prints:
+#   7: ...
+#   ... prompt tokens computed for 8 completions.

@@ -1,10 +1,10 @@
-"""An outline, its points at the same time, a conclusion. Run: python examples/skeleton_of_thought.py"""
+"""An outline, its points in parallel, and a conclusion. Run: python examples/skeleton_of_thought.py"""
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_parallel
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the small model that comes as a package
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
 
 if MODEL is None:
     model, tokenizer = hf_parallel.load_embedded_model()
@@ -19,10 +19,13 @@ out = model.generate(
     generation_mode="skeleton_of_thought",
     tokenizer=tokenizer,
     max_points=4,
-    max_new_tokens=32,  # of each text
+    max_new_tokens=32,  # per text
     do_sample=False,
     return_dict_in_generate=True,
 )
 print(out.texts[0])
-print(f"\n{len(out.points[0])} points were written at the same time.")
+print(f"\n{len(out.points[0])} points were generated in parallel.")
 print(f"{out.stats.decoded_tokens} tokens in {out.stats.forward_passes} forward passes.")
+
+# Prints:
+#   ... tokens in ... forward passes.

@@ -1,4 +1,4 @@
-"""Code of pages, examples and notebooks, run on the embedded model: what is put in place of what, in one place."""
+"""Helpers that run the code of pages, examples and notebooks on the embedded model, with few tokens."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OWN_MODES = [name for name, cls in MODES.items() if cls.__module__.startswith("hf_parallel.")]
 """Modes of the package, not those that tests define."""
 NEW_TOKENS = 4
-"""Tokens that a text gets here at most, behind an opening that is given."""
+"""Maximum number of new tokens after an opening."""
 
 
 def name_of(page: Path) -> str:
-    """A page's path, as a test's id."""
+    """Return the path of a page as a test id."""
     return str(page.relative_to(ROOT))
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
-    """The fenced blocks of a page that are in one of the languages."""
+    """Return the fenced blocks of a page in the given languages."""
     return [text for language, text in FENCED.findall(page.read_text()) if language in languages]
 
 
 @contextmanager
 def small_scale(embedded: tuple[Any, Any]) -> Iterator[None]:
-    """The embedded model takes the place of every model that is loaded by a Hub id, and texts end early.
+    """Load the embedded model for every Hub id and end texts early.
 
-    What block attention can do with the model is found out once, not at every `enable`. Afterwards the model is as it
-    was before, and modes and policies that were defined meanwhile are forgotten.
+    The model is probed once, not at every `enable`. On exit the model is restored, and modes and policies that the code
+    has registered are removed.
     """
     model, tokenizer = embedded
     models, tokenizers = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
@@ -73,7 +73,7 @@ _capabilities = functools.cache(mixin.capabilities)
 
 
 def run(blocks: list[str], name: str) -> dict[str, Any]:
-    """Run blocks of code one after the other in one namespace, which is returned."""
+    """Run blocks of code in one namespace and return it."""
     module = ModuleType("page_of_the_tests")  # dataclasses look their module up
     with patch.dict(sys.modules, {module.__name__: module}):
         for number, block in enumerate(blocks, start=1):
@@ -82,22 +82,22 @@ def run(blocks: list[str], name: str) -> dict[str, Any]:
 
 
 def _unless_local(load: Any, stand_in: Any) -> Any:
-    """Load from a folder that is there, and from nowhere else."""
+    """Load from a local folder, and return `stand_in` for other names."""
     return staticmethod(lambda name, *args, **kwargs: load(name, *args, **kwargs) if Path(name).is_dir() else stand_in)
 
 
 def _few_passes(run: Any) -> Any:
-    """A session's `run` that takes few passes."""
+    """Return a session's `run` with few passes."""
     return functools.wraps(run)(lambda session, passes=NEW_TOKENS: run(session, min(passes, NEW_TOKENS)))
 
 
 def _short(generate: Any, tokenizer: Any) -> Any:
-    """A `generate` that gives a text few tokens behind its opening."""
+    """Return a `generate` with few new tokens after an opening."""
     plain = transformers.GenerationMixin.generate
 
     @functools.wraps(generate)
     def short(model: Any, *args: Any, **kwargs: Any) -> Any:
-        again = generate is plain and isinstance(model, ParallelGenerationMixin)  # it was called, and calls on
+        again = generate is plain and isinstance(model, ParallelGenerationMixin)  # a call that the mixin forwards
         if kwargs.get("generation_config") is None and not again:
             most = NEW_TOKENS + len(tokenizer(kwargs.get("opening", "")).input_ids)
             kwargs["max_new_tokens"] = min(kwargs.get("max_new_tokens", most), most)

@@ -1,4 +1,4 @@
-"""The pages: their code runs, commands and settings that they name exist, figures and pictures are up to date."""
+"""README and docs: code runs, commands and settings exist, figures and pictures are up to date."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ DOCS = ROOT / "docs"
 WITH_CODE = [page for page in PAGES if blocks(page, "python")]
 COMMANDS = ("hf-parallel", "make", "pip", "python")
 UNCHECKED = ("cd", "git")
-"""Commands of others in shell blocks; what they are given is not looked at."""
+"""Other commands in shell blocks, whose arguments are not checked."""
 
 
 def script(name: str) -> ModuleType:
-    """A script of docs/ as a module."""
+    """Import a script of docs/."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -64,7 +64,7 @@ def test_every_fenced_block_is_python_or_shell() -> None:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The commands that a page names: in shell blocks, in blocks that are set in by four spaces, and in its text."""
+    """Yield the commands of a page: in shell blocks, in blocks indented by four spaces, and in its text."""
     text = page.read_text()
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
     lines += re.findall(rf"^    ((?:{'|'.join((*COMMANDS, *UNCHECKED))}) .*)$", text, re.MULTILINE)
@@ -77,7 +77,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_name_what_exists(page: Path) -> None:
+def test_commands_of_page_exist(page: Path) -> None:
     for words in commands(page):
         assert words[0] in (*COMMANDS, *UNCHECKED), words
         if words[0] in COMMANDS:
@@ -131,7 +131,7 @@ CHECKS = {"make": check_make, "pip": check_pip, "python": check_python, "hf-para
 # Figures, pictures, links
 
 
-def test_figures_are_those_of_the_benchmarks() -> None:
+def test_figures_equal_those_of_the_reports() -> None:
     figures = script("figures")
     for page in PAGES:
         text = page.read_text()
@@ -140,22 +140,24 @@ def test_figures_are_those_of_the_benchmarks() -> None:
         assert len(comments) == len(figures.FIGURE.findall(text)), page
 
 
-def test_a_figure_that_the_benchmarks_do_not_hold_is_noticed() -> None:
+def test_figures_follow_the_reports_and_unknown_ones_raise() -> None:
     figures = script("figures")
     true = figures.filled("0.00<!-- cpu: shared_prefix.ratios.kv_bytes_by_unique_tokens -->")
     assert true == "1.00<!-- cpu: shared_prefix.ratios.kv_bytes_by_unique_tokens -->"
+    path = "stages.model.cases[model=Qwen3-8B,way=generate,rows=1,prefix=1024].rows"
+    assert figures.filled(f"0<!-- gpu: {path} / {path} -->") == f"1<!-- gpu: {path} / {path} -->"
     with pytest.raises(KeyError):
         figures.filled("1.00<!-- cpu: shared_prefix.ratios.no_such_ratio -->")
 
 
-def test_pictures_are_what_their_script_draws() -> None:
+def test_pictures_equal_what_their_script_draws() -> None:
     pictures = script("pictures")
     drawn = {f"{draw.__name__}.svg": draw().svg() for draw in pictures.PICTURES}
     assert {path.name: path.read_text() for path in pictures.FOLDER.iterdir()} == drawn
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_of_page_lead_somewhere(page: Path) -> None:
+def test_links_of_page_exist(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not target.startswith(("http", "#")):
@@ -185,7 +187,7 @@ def test_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -
     settings = (site / "modes" / "hogwild.html").read_text()
     for field in hf_parallel.HogwildConfig.fields():
         assert f"<code>{field}</code>" in settings
-    assert "What I am writing right now" in settings  # each of several names in one line has its own default
+    assert "What I am writing right now" in settings  # names in one line have their own defaults
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -1,4 +1,4 @@
-"""The examples: each runs on the embedded model and shows what it promises."""
+"""The examples: each runs on the embedded model and prints the lines that its last comment lists."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from pages import OWN_MODES, ROOT, run, small_scale
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-SHOWN = {
-    "hogwild": r"(?m)^pass +(\d+|-)  (Alice|Bob): ",
-    "pdos": r"3 parts were written at the same time: \['Mars', 'Venus', 'Jupiter'\]",
-    "resample": r"(?m)^ *[1-9]\d* of \d+ tokens replayed: ",
-    "self_consistency": r"votes: \{.*\}, answer: ",
-    "shared_prefix": r"(?m)^7: .*\n\n\d+ tokens of prompt computed for 8 completions\.$",
-    "skeleton_of_thought": r"\d+ tokens in \d+ forward passes\.",
-}
-"""What each example prints."""
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path, embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
     with small_scale(embedded):
         run([example.read_text()], example.name)
-    assert re.search(SHOWN[example.stem], capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    for line in promised_lines(example):
+        pattern = re.escape(line).replace(r"\.\.\.", ".*").replace(r"\ \ ", r"\s+")
+        assert re.search(rf"(?m)^\s*{pattern}$", printed), line
+
+
+def promised_lines(example: Path) -> list[str]:
+    """Return the lines of the comment `# Prints:`, in which `...` stands for any text."""
+    lines = example.read_text().split("\n# Prints:\n")[1].splitlines()
+    assert lines
+    return [line.removeprefix("#").strip() for line in lines]
 
 
 def test_there_is_an_example_for_every_mode() -> None:
-    assert {example.stem for example in EXAMPLES} == set(OWN_MODES) == set(SHOWN)
+    assert {example.stem for example in EXAMPLES} == set(OWN_MODES)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_is_short_and_says_what_it_is(example: Path) -> None:
+def test_example_is_short_and_documented(example: Path) -> None:
     source = example.read_text()
     assert len(source.splitlines()) < 40
     assert f"Run: python examples/{example.name}" in str(ast.get_docstring(ast.parse(source)))
@@ -51,7 +52,7 @@ def test_notebook_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # it writes a page
+    monkeypatch.chdir(tmp_path)  # the notebook writes a page
     with small_scale(embedded):
         run(["".join(cell["source"]) for cell in cells(notebook, "code")], notebook.name)
     shown = capsys.readouterr().out
@@ -60,7 +61,7 @@ def test_notebook_runs(
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_one_of_format_4(notebook: Path) -> None:
+def test_notebook_has_format_4(notebook: Path) -> None:
     content = json.loads(notebook.read_text())
     assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
     assert content["metadata"]["kernelspec"]["name"] == "python3"
@@ -71,5 +72,5 @@ def test_notebook_is_one_of_format_4(notebook: Path) -> None:
 
 
 def cells(notebook: Path, kind: str) -> list[dict[str, Any]]:
-    """The cells of one kind."""
+    """Return the cells of one kind."""
     return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == kind]
