@@ -1,8 +1,8 @@
 """Dense oracle for Hogwild!: each row's past is concatenated, with every key rotated to its position in that row.
 
-It uses token lists and true positions only. The model rotates a row's tokens to their true position in the row's view; a
-key is rotated from the position at which it was written to the position in the view of the row that reads it. It shares
-no code with the blocks, plans and caches of `hf_parallel`.
+It uses token lists and true positions only. The model rotates a row's tokens to their true position in the row's view;
+a key is rotated from the position at which it was written to its position in the view of the row that reads it. It
+shares no code with the blocks, plans and caches of `hf_parallel`.
 """
 
 from __future__ import annotations

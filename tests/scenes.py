@@ -1,7 +1,7 @@
 """Random layouts of blocks with one attention layer over them, and the expected output of that layer.
 
-A `Scene` replaces a model with one layer. It keeps the unrotated keys of every token, so the expected output is computed
-from positions alone and shares no code with the plan, the rotations and the schedule under test.
+A `Scene` replaces a model with one layer. It keeps the unrotated keys of every token, so the expected output is
+computed from positions alone and shares no code with the plan, the rotations and the schedule under test.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -298,9 +299,9 @@ def test_rotations_add_up_and_leave_other_dimensions_unchanged(
     spec = RotarySpec(tuple(10000.0 ** (-i / pairs) for i in range(pairs)), interleaved)
     x = torch.randn(3, 4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     first, second = deltas
-    rotated, close = rotate_by(x, first, spec), {"rtol": 0, "atol": 1e-11}
-    torch.testing.assert_close(rotate_by(rotated, second, spec), rotate_by(x, first + second, spec), **close)
-    torch.testing.assert_close(rotated, rotate_to(x, torch.full((4,), first), spec), **close)
+    rotated, close = rotate_by(x, first, spec), partial(torch.testing.assert_close, rtol=0, atol=1e-11)
+    close(rotate_by(rotated, second, spec), rotate_by(x, first + second, spec))
+    close(rotated, rotate_to(x, torch.full((4,), first), spec))
     assert torch.equal(rotated, rotate(x, *spec.tables(np.array([first]), torch.float64, x.device), spec))
     assert torch.equal(rotated[..., spec.rotary_dim :], x[..., spec.rotary_dim :])
     assert torch.equal(rotate_by(x, 0, spec), x)

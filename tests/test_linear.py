@@ -38,7 +38,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model() -> Any:
     """A tiny model whose MLP layers have enough weights for the kernels."""
-    config = tiny.ARCHITECTURES["llama"].config()
+    config: Any = tiny.ARCHITECTURES["llama"].config()
     config.intermediate_size = 2048
     return hf_parallel.enable(LlamaForCausalLM(config).eval())
 
@@ -88,7 +88,7 @@ class Doubled(nn.Linear):
 @served
 def test_other_layers_are_unchanged() -> None:
     hooked = nn.Linear(*WIDTHS)
-    hooked.forward = lambda x: x  # type: ignore[method-assign]
+    hooked.forward = lambda x: x  # type: ignore[method-assign, assignment]
     strided = nn.Linear(*WIDTHS)
     strided.weight = nn.Parameter(torch.randn(*WIDTHS).T)
     layers = nn.ModuleDict(
@@ -145,7 +145,7 @@ def test_layers_are_restored_after_an_error() -> None:
         assert replaced(layer) == {""}
     assert not replaced(layer)
     with linear_layers(layer):
-        layer.forward = lambda x: x  # type: ignore[method-assign]
+        layer.forward = lambda x: x  # type: ignore[method-assign, assignment]
     assert layer(1) == 1, "a replacement made meanwhile stays"
 
 

@@ -218,7 +218,7 @@ except ValueError as error:
     ("environment", "warnings"), [({"CC": "no-such-compiler", "PATH": ""}, 1), ({"HF_PARALLEL_NATIVE": "0"}, 0)]
 )
 def test_without_the_kernel_results_are_the_same(environment: dict[str, str], warnings: int, tmp_path: Path) -> None:
-    """A missing compiler is reported once, with the reason; disabling the kernel is not reported. Selecting it raises."""
+    """A missing compiler is reported once, with the reason. Disabling the kernel is silent; selecting it raises."""
     code = WITHOUT.format(tests=str(Path(__file__).parent))
     root = str(Path(__file__).parent.parent)
     variables = {**os.environ, "HF_PARALLEL_CACHE": str(tmp_path), "PYTHONPATH": root, **environment}

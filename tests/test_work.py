@@ -274,7 +274,12 @@ def flash_of_pytorch(
 def test_prefill_is_the_same_with_and_without_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     """In float64, which the compiled CPU kernel does not support."""
     calls = []
-    monkeypatch.setattr(dense, "flash_supports", lambda q: calls.append(q.shape) or True)
+
+    def supports(q: torch.Tensor) -> bool:
+        calls.append(q.shape)
+        return True
+
+    monkeypatch.setattr(dense, "flash_supports", supports)
     monkeypatch.setattr(dense, "flash_package", lambda: flash_attn_func if installed else None)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", flash_of_pytorch)
     monkeypatch.setattr(dense, "FLASH_CPU_DTYPES", ())  # as on a GPU

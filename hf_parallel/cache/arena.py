@@ -1,7 +1,7 @@
 """Arena: one flat storage of keys and values per layer, divided into extents.
 
-An extent is a contiguous `[kv_heads, capacity, head_dim]` at the same slot in every layer, so that one integer locates a
-block regardless of the layer's dimensions. The arena manages slots and bytes, not blocks or rows.
+An extent is a contiguous `[kv_heads, capacity, head_dim]` at the same slot in every layer, so that one integer locates
+a block regardless of the layer's dimensions. The arena manages slots and bytes, not blocks or rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Blocks and views, and their translation into an AttentionPlan (DESIGN.md section 2).
 
-A block is a run of tokens stored once. A view is the ordered list of blocks that a row sees; the row appends to the last
-one. Positions follow from the lengths alone, so no position is ever stored or updated.
+A block is a run of tokens stored once. A view is the ordered list of blocks that a row sees; the row appends to the
+last one. Positions follow from the lengths alone, so no position is ever stored or updated.
 """
 
 from __future__ import annotations

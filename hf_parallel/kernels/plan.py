@@ -137,7 +137,7 @@ class AttentionPlan:
         return self.derived[key]
 
     def next_step(self) -> AttentionPlan:
-        """Return the plan of the next decode step over the same blocks; derived objects are carried over if they can."""
+        """Return the plan of the next decode step over the same blocks, with derived objects carried over."""
         step = self.increments
         assert step is not None, "only a decode step has a next step"
         assert step.lo is None, "a plan under a window is narrowed from the next step's plan"

@@ -71,11 +71,11 @@ def block_attention(
     dims = keys.shape[-1], values.shape[-1]
     shape = _LayerShape(query.shape[1], params.num_kv_heads, *dims, rotary, query.dtype, query.device)
     if params.softcap is None:
-        calls = plan.cached(("native", shape), lambda: _prepare_native(plan, schedule, shape))
-        if calls is not None:
-            return native.attend(query, keys, values, calls, params.num_kv_heads, params.scale, params.sinks)[0]
+        native_calls = plan.cached(("native", shape), lambda: _prepare_native(plan, schedule, shape))
+        if native_calls is not None:
+            return native.attend(query, keys, values, native_calls, params.num_kv_heads, params.scale, params.sinks)[0]
     outs, lses = [], []
-    for call in plan.cached(shape, lambda: [_prepare(plan, call, shape) for call in schedule.calls]):
+    for call in plan.cached(shape, lambda: [_prepare(plan, dense, shape) for dense in schedule.calls]):
         q = query if call.queries is None else query[call.queries]
         if call.tables is not None and rotary is not None:
             q = rotate(q, *call.tables, rotary)

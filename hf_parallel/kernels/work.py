@@ -1,8 +1,8 @@
 """Partition of a plan's attention into equal work items for the programs of a GPU (stream-K).
 
-Work is split by keys, not by blocks (Hogwild! Inference, appendix B). The keys that each tile of rows reads are laid out
-one tile after another, and this sequence is cut into equal parts, one per program. A tile that is cut becomes two work
-items, whose partial results are merged. Everything here is integers on the CPU.
+Work is split by keys, not by blocks (Hogwild! Inference, appendix B). The keys that each tile of rows reads are laid
+out one tile after another, and this sequence is cut into equal parts, one per program. A tile that is cut becomes two
+work items, whose partial results are merged. Everything here is integers on the CPU.
 """
 
 from __future__ import annotations

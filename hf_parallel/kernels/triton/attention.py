@@ -1,7 +1,7 @@
 """Triton backend of block attention: one kernel over equal work items, one that merges their results.
 
-Also launches the kernels that store and move keys and values. The inputs of a pass are prepared once, in a `Launch`, for
-all layers of one shape. docs/kernels.md explains the kernels and their constants.
+Also launches the kernels that store and move keys and values. The inputs of a pass are prepared once, in a `Launch`,
+for all layers of one shape. docs/kernels.md explains the kernels and their constants.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Launch: the integers of a plan in persistent device buffers.
 
-A launch holds the plan of a decode step and serves the following steps by one number, `step`, which its kernels read from
-the device. Another plan that fits its buffers can be loaded into it, so kernels captured over them in a CUDA graph stay
-valid. A launch is owned by the plans that cache it and by the graphs captured over it.
+A launch holds the plan of a decode step and serves the following steps by one number, `step`, which its kernels read
+from the device. Another plan that fits its buffers can be loaded into it, so kernels captured over them in a CUDA graph
+stay valid. A launch is owned by the plans that cache it and by the graphs captured over it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LayerShape(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Configuration of the attention kernel: rows and keys of a tile, warps, pipeline stages, programs per processor."""
+    """Configuration of the attention kernel: rows and keys per tile, warps, stages, programs per processor."""
 
     block_m: int
     block_n: int
