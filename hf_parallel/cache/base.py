@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from hf_parallel.cache.blocks import BlockPool
@@ -105,25 +106,23 @@ class BlockCache(BlockPool, Cache):
 
     def _dense(self, layer_idx: int, forward: ForwardPass) -> tuple[torch.Tensor, torch.Tensor]:
         """Concatenate every row's blocks, with keys rotated to the positions that the row's queries expect."""
-        layer = self.arena.layers[layer_idx]
+        layer = self.storage(layer_idx)
         spec = None if self.rotary is None else self.rotary.get(layer_idx)
         longest = max(view_length(segment.view) for segment in forward.segments)
-        keys = layer.keys.new_zeros(len(forward.segments), layer.num_kv_heads, longest, layer.keys.shape[-1])
-        values = layer.values.new_zeros(len(forward.segments), layer.num_kv_heads, longest, layer.values.shape[-1])
-        for row, segment in enumerate(forward.segments):
-            start = longest - view_length(segment.view)
-            position = 0
+        dense: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for segment in forward.segments:
+            position, keys, values = 0, [], []
             shift = view_length(segment.view[:-1]) - segment.view[-1].base
             for block in segment.view:
                 stored = layer.rows(block.tokens)
-                k = layer.keys[stored]
                 delta = (position - block.base) - shift
-                if delta and spec is not None and block.length:
-                    k = rotate_by(k, delta, spec)
-                keys[row, :, start : start + block.length] = k
-                values[row, :, start : start + block.length] = layer.values[stored]
-                start, position = start + block.length, position + block.length
-        return keys, values
+                k = layer.keys[stored]
+                keys.append(rotate_by(k, delta, spec) if delta and spec is not None else k)
+                values.append(layer.values[stored])
+                position += block.length
+            for rows, parts in zip(dense, (keys, values), strict=True):
+                rows.append(F.pad(torch.cat(parts, dim=1), (0, 0, longest - position, 0)))
+        return torch.stack(dense[0]), torch.stack(dense[1])
 
     # transformers.Cache
 
@@ -156,7 +155,7 @@ class BlockCache(BlockPool, Cache):
     max_batch_size = batch_size
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Replace row `i` by row `beam_idx[i]`, `int64 [rows]`, for beam search."""
+        """Select the rows `beam_idx`, int64 `[rows]`; repeated rows get a copy of the block that they append to."""
         self._select_rows(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -168,7 +167,6 @@ class BlockCache(BlockPool, Cache):
         self._select_rows([row for row in range(len(self.rows)) for _ in range(repeats)])
 
     def _select_rows(self, chosen: Sequence[int]) -> None:
-        """Replace the rows by those at the indices `chosen`. A repeated row gets a copy of the block it writes to."""
         self._check_rows()
         views = [self.rows[row] for row in chosen]
         seen = {block for view in views for block in view}

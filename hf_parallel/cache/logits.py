@@ -39,14 +39,9 @@ class LogitsCache(LogitsTrie):
     num_bytes : int
         Memory of all nodes.
 
-    Raises
-    ------
-    ValueError
-        If a setting is not a positive int.
-
     Notes
     -----
-    Safe to use from several threads. Source: Hive, section 6 and algorithm 1.
+    Thread-safe. Source: Hive, section 6 and algorithm 1.
     """
 
     def __init__(self, max_bytes: int = 1 << 30, top_k: int | None = None) -> None:

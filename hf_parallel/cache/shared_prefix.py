@@ -46,14 +46,14 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
-    def all_children(self) -> list[Node]:
-        """Return the children, whatever their first token."""
-        return [child for siblings in self.children.values() for child in siblings]
-
     @property
     def start(self) -> int:
         """Position of the first token."""
         return sum(len(node.tokens) for node in self.path[:-1])
+
+    def all_children(self) -> list[Node]:
+        """Return the children, whatever their first token."""
+        return [child for siblings in self.children.values() for child in siblings]
 
     @property
     def uncached(self) -> np.ndarray:
@@ -102,11 +102,6 @@ class SharedPrefixCache(BlockCache):
     max_bytes : int, optional
         Budget of keys and values kept between calls. At the start of a call, the least recently used nodes are
         evicted, leaves first; memory of the call itself comes on top. Default: no limit, until `reset()`.
-
-    Raises
-    ------
-    ValueError
-        If `max_bytes` is not a positive int.
 
     Examples
     --------

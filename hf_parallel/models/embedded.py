@@ -79,7 +79,8 @@ def load_embedded_model(
     name = f"{MODEL_NAME.lower()}-{package_version}-format{FORMAT_VERSION}"
     folder = (cache_folder() if cache_dir is None else Path(cache_dir).expanduser()) / name
     with _quiet_transformers():
-        create_once(folder, partial(_convert, gguf_file), notify=_print_to_stderr if progress else lambda line: None)
+        notify = partial(print, file=sys.stderr, flush=True) if progress else lambda line: None
+        create_once(folder, partial(_convert, gguf_file), notify=notify)
         model, tokenizer = _load(folder, dtype)
     if device is not None:
         model.to(device)  # type: ignore[arg-type]
@@ -227,7 +228,3 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
