@@ -1,67 +1,84 @@
-"""Pdos runs in which every token is known beforehand: each trunk and each branch writes what a script says.
+"""Scripted calls of the pdos mode: each trunk and each branch writes given text.
 
-A tiny model writes one token per ASCII character, so that a test reads like the answer that it is about.
+The tiny model has one token per ASCII character, so that a script reads like the answer.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import tiny
 import torch
 from transformers import LogitsProcessor
 from workers import TOKENIZER, Script, encode, small_model
 
 from hf_parallel import PDOSOutput
-from hf_parallel.generation.sampling import Sampler
 
 FILLER = "x"
-"""What a row goes on writing when its script is at its end."""
+"""Text that a row repeats after the end of its script."""
+
+
+class ActiveRows:
+    """A `ParallelStreamer` that tracks which rows of the batch are active, and forwards events to another streamer."""
+
+    def __init__(self, num_rows: int, streamer: Any = None) -> None:
+        self.num_rows, self.streamer = num_rows, streamer
+        self.batch_rows = dict(enumerate(range(num_rows)))  # by output row; branches follow in the order of opening
+        self.active = set(range(num_rows))
+        self._next = num_rows
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.streamer is not None:
+            self.streamer.put(value)
+
+    def end(self) -> None:
+        if self.streamer is not None:
+            self.streamer.end()
+
+    def write_row(self, row: int, text: str, event: str) -> None:
+        if event == "begin":
+            self.batch_rows[row] = self._next
+            self.active = (self.active | {self._next}) - {row % self.num_rows}
+            self._next += 1
+        elif event == "end":
+            self.active.discard(self.batch_rows[row])
+        elif event == "join":
+            self.active.add(row)
+        if hasattr(self.streamer, "write_row"):
+            self.streamer.write_row(row, text, event)
 
 
 class Scripted(LogitsProcessor):
     """Forces trunks and branches to write their scripts.
 
-    Rows of the batch are the trunks, those after them branches in the order in which they opened. A row without a
-    script, or one that is None, writes what the model likes best.
+    Rows of the batch are the trunks, followed by the branches in the order in which they open. A row without a script,
+    or whose script is None, decodes greedily. `drawn` holds the tokens of each row before the format is forced.
     """
-
-    keeps_rows = False
 
     def __init__(self, trunks: Sequence[Script | None], branches: Sequence[Script | None] = ()) -> None:
         self.scripts = [None if script is None else encode(script) for script in (*trunks, *branches)]
         self.drawn: dict[int, list[int]] = defaultdict(list)
-        self.sampler: Any = None
+        self.rows: ActiveRows
+
+    def follow(self, num_rows: int, streamer: Any = None) -> ActiveRows:
+        """Return the streamer of the call, from which the script learns which rows are active."""
+        self.rows = ActiveRows(num_rows, streamer)
+        return self.rows
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        forced, rows = scores.clone(), self.sampler.rows
-        lines = forced if len(forced) == len(rows) else [forced[row] for row in rows]  # or the whole batch is asked
+        forced, rows = scores.clone(), sorted(self.rows.active)
+        lines = (
+            forced if len(forced) == len(rows) else [forced[row] for row in rows]
+        )  # another processor needs all rows
         for row, line in zip(rows, lines, strict=True):
             script = self.scripts[row] if row < len(self.scripts) else None
             if script is not None:
                 at = len(self.drawn[row])
                 line.fill_(-100.0)[script[at] if at < len(script) else ord(FILLER)] = 100.0
+            self.drawn[row].append(int(line.argmax()))
         return forced
-
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Learn from the sampler which rows a call is about, and what they draw."""
-        draw = Sampler.draw
-
-        def noted(sampler: Sampler, rows: Sequence[int], logits: torch.Tensor) -> Any:
-            self.sampler = sampler
-            drawn = draw(sampler, rows, logits)
-            for row, token in zip(rows, drawn[0].tolist(), strict=True):
-                self.drawn[row].append(token)
-            return drawn
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Sampler, "draw", noted)
-            yield
 
 
 def tell(
@@ -71,7 +88,7 @@ def tell(
     model: Any = None,
     **settings: Any,
 ) -> Any:
-    """Let a model write answers by their scripts (or by a `script` given as such), 200 tokens unless told otherwise."""
+    """Generate answers by their scripts, or by a `script` given as such; 200 tokens unless given otherwise."""
     ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in prompts])
     given = {
         "tokenizer": TOKENIZER,
@@ -83,22 +100,22 @@ def tell(
     }
     script = given.pop("script", None) or Scripted(trunks, branches)
     processors = [script, *given.pop("logits_processor", [])]
-    with script.following():
-        return (model or small_model()).generate(
-            ids, attention_mask=mask, generation_mode="pdos", logits_processor=processors, **given
-        )
+    streamer = script.follow(len(prompts) * given.get("num_return_sequences", 1), given.pop("streamer", None))
+    return (model or small_model()).generate(
+        ids, attention_mask=mask, generation_mode="pdos", logits_processor=processors, streamer=streamer, **given
+    )
 
 
 def answer(out: PDOSOutput, row: int = 0, prompts: Sequence[str] = ("Tell: ",)) -> list[int]:
-    """The tokens of an answer."""
+    """Return the tokens of an answer."""
     tokens = out.sequences[row, max(map(len, prompts)) :].tolist()
     while tokens[-1] == tiny.PAD:
         tokens.pop()
     return tokens
 
 
-def behind_blocks(out: PDOSOutput, row: int = 0) -> list[range]:
-    """The places in an answer of the sequential text behind each block."""
+def after_blocks(out: PDOSOutput, row: int = 0) -> list[range]:
+    """Return the spans of an answer's sequential text after each block."""
     assert out.blocks is not None
     starts = [block.start for block in out.blocks[row]]
     ends = [block.end for block in out.blocks[row]]

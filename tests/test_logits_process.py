@@ -19,9 +19,9 @@ from workers import TOKENIZER
 
 import hf_parallel
 from hf_parallel import BlockFormat, ParallelBlockLogitsProcessor
-from hf_parallel.generation.modes.pdos.format_processor import BlockMask, force, mask_of
-from hf_parallel.generation.modes.pdos.parser import Skeleton
-from hf_parallel.generation.modes.pdos.token_text import Vocabulary, vocabulary_of
+from hf_parallel.generation.modes.pdos.format_processor import BlockMask, force, get_block_mask
+from hf_parallel.generation.modes.pdos.parser import SkeletonParser
+from hf_parallel.generation.modes.pdos.token_text import Vocabulary, get_vocabulary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,8 +38,8 @@ def titles_of(text: str) -> list[str] | None:
 # Readers
 
 
-def read(text: str, fmt: BlockFormat | None = None) -> Skeleton:
-    reader = Skeleton(fmt or BlockFormat())
+def read(text: str, fmt: BlockFormat | None = None) -> SkeletonParser:
+    reader = SkeletonParser(fmt or BlockFormat())
     reader.feed(text.encode())
     return reader
 
@@ -47,7 +47,7 @@ def read(text: str, fmt: BlockFormat | None = None) -> Skeleton:
 @given(st.text(alphabet="AB:#%. \n", max_size=60), st.lists(st.integers(1, 6), max_size=60))
 def test_a_block_is_the_same_however_it_is_cut_into_tokens(text: str, cuts: list[int]) -> None:
     text = text.replace("#", "####").replace(".", "......")
-    whole, pieces, at = read(text), Skeleton(BlockFormat()), 0
+    whole, pieces, at = read(text), SkeletonParser(BlockFormat()), 0
     for cut in [*cuts, len(text)]:
         pieces.feed(text[at : at + cut].encode())
         at += cut
@@ -67,13 +67,13 @@ def test_a_block_is_the_same_however_it_is_cut_into_tokens(text: str, cuts: list
 def test_where_a_block_stands(text: str, titles: list[str]) -> None:
     reader, raw = read(text), text.encode()
     assert (reader.phase, list(reader.titles)) == ("done", titles)
-    assert [raw[begin:end].decode() for begin, end in reader.pieces] == [f"####{title}:" for title in titles]
-    assert raw[reader.closed_from : reader.offset] == b"####%%%%"
+    assert [raw[begin:end].decode() for begin, end in reader.spans] == [f"####{title}:" for title in titles]
+    assert raw[reader.terminator_start : reader.offset] == b"####%%%%"
 
 
 def test_a_marker_may_begin_within_what_looked_like_one() -> None:
     reader = read("aaabT:......aabU:......aab!", BlockFormat(branch_marker="aab", terminator="aab!"))
-    assert (reader.phase, reader.titles, reader.pieces[0][0]) == ("done", ("T", "U"), 1)
+    assert (reader.phase, reader.titles, reader.spans[0][0]) == ("done", ("T", "U"), 1)
 
 
 def test_markers_are_settings() -> None:
@@ -86,7 +86,7 @@ def test_markers_are_settings() -> None:
 # What is allowed
 
 
-def allowed_texts(mask: BlockMask, reader: Skeleton) -> set[str]:
+def allowed_texts(mask: BlockMask, reader: SkeletonParser) -> set[str]:
     allowed = mask.allowed(reader)
     assert allowed is not None
     return {mask.vocabulary.texts[token].decode() for token in allowed.nonzero()[:, 0].tolist()}
@@ -95,10 +95,10 @@ def allowed_texts(mask: BlockMask, reader: Skeleton) -> set[str]:
 def test_a_marker_may_be_a_special_token() -> None:
     tokenizer = copy.deepcopy(small_tokenizers.make("split_marker"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<part>", "</parts>"]})
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    vocabulary = get_vocabulary(tokenizer, len(tokenizer))
     fmt = BlockFormat(branch_marker="<part>", terminator="</parts>", min_branches=1)
-    mask = mask_of(fmt, vocabulary)
-    assert len(vocabulary.spell(b"<part>")) == 1
+    mask = get_block_mask(fmt, vocabulary)
+    assert len(vocabulary.encode(b"<part>")) == 1
     assert {"<part>", "</parts>"} <= allowed_texts(mask, read("<part>A:......", fmt))
     assert not {"<part>", "</s>"} & allowed_texts(mask, read("<part>A", fmt))
 
@@ -116,7 +116,7 @@ def test_a_marker_may_be_a_special_token() -> None:
 )
 def test_what_may_follow_with_the_embedded_tokenizer(embedded: tuple[Any, Any], text: str, expected: set[str]) -> None:
     tokenizer = embedded[1]
-    mask = mask_of(BlockFormat(), vocabulary_of(tokenizer, len(tokenizer)))
+    mask = get_block_mask(BlockFormat(), get_vocabulary(tokenizer, len(tokenizer)))
     assert allowed_texts(mask, read(text)) == expected
 
 
@@ -126,9 +126,9 @@ def test_what_may_follow_with_the_embedded_tokenizer(embedded: tuple[Any, Any], 
 def test_what_is_allowed_keeps_the_block_well_formed_and_leads_to_its_end(name: str, data: st.DataObject) -> None:
     """Against a regular expression that is matched in part, token by token."""
     tokenizer = small_tokenizers.make(name)
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    vocabulary = get_vocabulary(tokenizer, len(tokenizer))
     fmt = BlockFormat(max_branches=3, max_title_tokens=3)
-    mask, reader, text = mask_of(fmt, vocabulary), read("####", fmt), b"####"
+    mask, reader, text = get_block_mask(fmt, vocabulary), read("####", fmt), b"####"
     for _ in range(200):
         allowed = mask.allowed(reader)
         if allowed is None:
@@ -158,10 +158,10 @@ def test_a_title_of_one_token_is_not_allowed_for_it_might_be_a_repeated_one() ->
 
 
 def test_titles_are_held_to_their_bounds() -> None:
-    vocabulary = vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE)
+    vocabulary = get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE)
     mask = BlockMask(BlockFormat(min_title_tokens=2, max_title_tokens=4), vocabulary)
 
-    def token_by_token(text: str) -> Skeleton:
+    def token_by_token(text: str) -> SkeletonParser:
         reader = read("")
         for character in text:
             reader.feed(character.encode())
@@ -192,18 +192,18 @@ def test_titles_are_held_to_their_bounds() -> None:
     ],
 )
 def test_what_a_title_may_hold(text: str, character: Any, may: bool) -> None:
-    mask = BlockMask(BlockFormat(), vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE), banned=[tiny.EOS])
+    mask = BlockMask(BlockFormat(), get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE), banned=[tiny.EOS])
     token = character if isinstance(character, int) else ord(character)
     assert bool(mask.allowed(read(text))[token]) is may
 
 
 def test_the_last_branch_is_followed_by_the_terminator() -> None:
-    mask = BlockMask(BlockFormat(max_branches=2), vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE))
+    mask = BlockMask(BlockFormat(max_branches=2), get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE))
     assert allowed_texts(mask, read("####A:......####B:......####", BlockFormat(max_branches=2))) == {"%"}
 
 
 def test_text_outside_of_blocks_is_left_alone() -> None:
-    mask = BlockMask(BlockFormat(), vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE))
+    mask = BlockMask(BlockFormat(), get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE))
     for text in ("", "Hi ###", "####A: text", "####A:......####B:......####%%%%"):
         assert mask.allowed(read(text)) is None
 
@@ -218,7 +218,7 @@ def test_the_format_goes_before_processors_that_forbid_all_of_it() -> None:
 
 def test_a_marker_that_the_tokenizer_cannot_spell_is_refused() -> None:
     processor = ParallelBlockLogitsProcessor(small_tokenizers.make("split_marker"), ellipsis="……")
-    with pytest.raises(ValueError, match="ellipsis must be text that the tokenizer can spell, got '……'"):
+    with pytest.raises(ValueError, match="ellipsis must be text that the tokenizer can encode, got '……'"):
         processor(torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 104))
 
 
@@ -249,7 +249,7 @@ def test_plain_generate_gives_a_well_formed_skeleton_in_100_of_100_runs(name: st
     tokenizer = small_tokenizers.make(name)
     model = copy.deepcopy(tiny.build("llama"))
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    ids = torch.tensor([vocabulary_of(tokenizer, len(tokenizer)).spell(b"Hi ####")])
+    ids = torch.tensor([get_vocabulary(tokenizer, len(tokenizer)).encode(b"Hi ####")])
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -332,10 +332,10 @@ def test_blocks_of_the_prompt_are_no_business_of_the_processor() -> None:
 
 def test_a_second_block_is_forced_like_the_first() -> None:
     tokenizer = small_tokenizers.make("split_marker")
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    vocabulary = get_vocabulary(tokenizer, len(tokenizer))
     processor = ParallelBlockLogitsProcessor(tokenizer, prompt_length=0)
     text = "####A:......####B:......####%%%% and ####C:"
-    ids = torch.tensor([vocabulary.spell(text.encode())])
+    ids = torch.tensor([vocabulary.encode(text.encode())])
     scores = processor(ids, torch.zeros(1, len(tokenizer)))[0]
     texts = {vocabulary.texts[token] for token in scores.isfinite().nonzero()[:, 0].tolist()}
     assert texts == {b".", b"..", b"..."}
@@ -343,9 +343,9 @@ def test_a_second_block_is_forced_like_the_first() -> None:
 
 def test_a_processor_reads_rows_that_change_places_from_the_beginning() -> None:
     tokenizer = small_tokenizers.make("split_marker")
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    vocabulary = get_vocabulary(tokenizer, len(tokenizer))
     processor = ParallelBlockLogitsProcessor(tokenizer, prompt_length=0)
-    rows = torch.tensor([vocabulary.spell(b"####A:"), vocabulary.spell(b"ABCD")])
+    rows = torch.tensor([vocabulary.encode(b"####A:"), vocabulary.encode(b"ABCD")])
     scores = torch.zeros(2, len(tokenizer))
     first = processor(rows, scores)
     swapped = processor(rows.flip(0), scores)

@@ -12,7 +12,7 @@ import small_tokenizers
 import tiny
 import torch
 from dense import DenseOracle
-from stories import Scripted, answer, behind_blocks, tell
+from stories import Scripted, after_blocks, answer, tell
 from test_hogwild import VARIANTS
 from tiny import ARCHITECTURES
 from transformers import PreTrainedModel
@@ -20,7 +20,38 @@ from workers import TOKENIZER, encode
 
 import hf_parallel
 from hf_parallel import ParallelBlock, PDOSOutput
-from hf_parallel.models.attention import capabilities
+from hf_parallel.models.capabilities import probe_capabilities
+
+EVERY_SETTING: dict[str, Any] = {
+    "seed": 7,
+    "cuda_graph": False,
+    "branch_marker": "@@",
+    "title_end": "=",
+    "ellipsis": "...",
+    "terminator": "@@%",
+    "min_branches": 3,
+    "max_branches": 9,
+    "min_title_tokens": 2,
+    "max_title_tokens": 11,
+    "join": "rotate",
+    "parallel_hint": False,
+    "fill_in": False,
+    "max_blocks": 2,
+    "branch_max_new_tokens": 12,
+    "branch_stops": ["\n"],
+    "branch_separator": "\n\n",
+    "opening": "So\n@@",
+    "format_prompt": "Use {branch_marker}, {title_end}, {ellipsis} and {terminator}.",
+}
+"""A value other than the default for each setting that can be stored."""
+SMALL_CALL: dict[str, Any] = {
+    "format_prompt": "Write {branch_marker}.",
+    "opening": "So\n####",
+    "max_branches": 2,
+    "max_title_tokens": 3,
+    "max_new_tokens": 60,
+}
+"""Arguments of a short call with a tiny model."""
 
 EOS, BLANK_LINE = tiny.EOS, 4
 STORY = "I look at each. ####A:......\n####B b:......####C 3:...... ####%%%%"
@@ -110,7 +141,7 @@ def test_an_answer_that_opens_with_a_block_is_as_exact(name: str) -> None:
     (block,) = out.blocks[0]
     assert_free_branches_equal_generate(tiny.build(name, dtype=dtype), trunk_of(out, block), block)
     plain = tiny.build(name, dtype=dtype)(out.sequences).logits[0, len("Tell: ") - 1 : -1].float()
-    (span,) = behind_blocks(out)
+    (span,) = after_blocks(out)
     assert len(span) > 20
     for place in span:
         torch.testing.assert_close(out.logits[place][0], plain[place], rtol=0, atol=bound)
@@ -136,18 +167,18 @@ def test_the_embedded_models_branches_equal_greedy_generate(embedded: tuple[Any,
     ids = tokenizer("Should the town build a tram line?\n", return_tensors="pt").input_ids
     hf_parallel.enable(model)
     try:
-        with script.following():
-            out = model.generate(
-                ids,
-                generation_mode="pdos",
-                tokenizer=tokenizer,
-                logits_processor=[script],
-                parallel_hint=False,
-                max_new_tokens=56,
-                branch_max_new_tokens=7,
-                do_sample=False,
-                return_dict_in_generate=True,
-            )
+        out = model.generate(
+            ids,
+            generation_mode="pdos",
+            tokenizer=tokenizer,
+            logits_processor=[script],
+            streamer=script.follow(1),
+            parallel_hint=False,
+            max_new_tokens=56,
+            branch_max_new_tokens=7,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
     finally:
         hf_parallel.disable(model)
     (block,) = out.blocks[0]
@@ -172,7 +203,7 @@ def test_a_reencoded_answer_is_read_as_plain_text(name: str, chunk: int | None) 
     }
     out = tell(STORY + second, branches=branches, model=enabled(name), **settings)
     plain = tiny.build(name)(out.sequences).logits[0, len("Tell: ") - 1 : -1]
-    spans = behind_blocks(out)
+    spans = after_blocks(out)
     assert [len(span) > 10 for span in spans] == [True, True]
     for place in [place for span in spans for place in span]:
         torch.testing.assert_close(out.logits[place][0], plain[place], rtol=0, atol=1e-4)
@@ -192,9 +223,9 @@ def test_a_rotated_answer_is_what_was_read_branch_by_branch_turned_to_its_place(
     }
     branches = ["aa\n####", ["b" * 9, EOS], None]
     out = tell(STORY + " So be it.", branches=branches, model=enabled(name), join="rotate", **settings)
-    (block,), (span,) = out.blocks[0], behind_blocks(out)
+    (block,), (span,) = out.blocks[0], after_blocks(out)
     tokens = answer(out)
-    oracle = DenseOracle(tiny.build(name), capabilities(enabled(name)).rotary)
+    oracle = DenseOracle(tiny.build(name), probe_capabilities(enabled(name)).rotary)
     trunk: list[int] = []
     oracle.forward([([trunk], trunk_of(out, block))])
     pieces, at = [], block.start

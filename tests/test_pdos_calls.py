@@ -17,8 +17,8 @@ from workers import TOKENIZER, encode, small_model
 
 import hf_parallel
 from hf_parallel import BlockFormat, PDOSConfig, PDOSOutput, UnsupportedModelError
-from hf_parallel.generation.modes.pdos.parser import Skeleton
-from hf_parallel.generation.modes.pdos.token_text import vocabulary_of
+from hf_parallel.generation.modes.pdos.parser import SkeletonParser
+from hf_parallel.generation.modes.pdos.token_text import get_vocabulary
 
 EOS, PAD = tiny.EOS, tiny.PAD
 SKELETON = "####A:......\n####B:......\n####%%%%"
@@ -39,11 +39,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ("####A b:......\n#### a  B :......\n####%%%%", "the title ' a  B ' is repeated"),
         ("####:......\n####B:......\n####%%%%", "a title is empty"),
         ("#### :......\n####B:......\n####%%%%", "a title is empty"),
-        ("####A####B:......\n####%%%%", "a title holds the branch marker"),
-        ("########", "a title holds the branch marker"),
+        ("####A####B:......\n####%%%%", "a title contains the branch marker"),
+        ("########", "a title contains the branch marker"),
         ("#### Heading\nText", "a title does not end on its line"),
-        ("####A: the text itself\n####B:", "no ellipsis stands behind the title 'A'"),
-        ("####A:...\n####B:", "no ellipsis stands behind the title 'A'"),
+        ("####A: the text itself\n####B:", "no ellipsis follows the title 'A'"),
+        ("####A:...\n####B:", "no ellipsis follows the title 'A'"),
         ("####A:.......\n####B:", "neither a branch nor the terminator follows the title 'A'"),
         ("####A:......B:......\n####%%%%", "neither a branch nor the terminator follows the title 'A'"),
         ("####A:......####B:......####C:......####D:......####%%%%", "there are more than 3 branches"),
@@ -65,13 +65,13 @@ def test_after_a_fallback_nothing_is_looked_for_or_forced() -> None:
     assert tell([story, EOS], parallel_hint=True, opening="####").fallback == [None]
     out = tell([story, EOS], parallel_hint=True, opening="########")
     assert out.transcripts == ["########" + story]
-    assert out.fallback == ["a title holds the branch marker"]
+    assert out.fallback == ["a title contains the branch marker"]
 
 
 def test_a_fallback_keeps_the_blocks_before_it() -> None:
     out = tell([SKELETON + "####A: text", EOS], branches=BODIES)
     assert out.transcripts == ["####A:aa\n####B:bb\n####%%%%####A: text"]
-    assert out.fallback == ["no ellipsis stands behind the title 'A'"]
+    assert out.fallback == ["no ellipsis follows the title 'A'"]
     assert len(out.blocks[0]) == 1
 
 
@@ -151,7 +151,7 @@ FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(Healt
 def test_anything_may_be_written_and_nothing_gets_lost(story: Any, branches: Any, given: dict[str, Any]) -> None:
     script, given = Scripted([story], branches), fitting(given)
     out = tell(script=script, **given)
-    texts = vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE).texts
+    texts = get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE).texts
     assert 1 <= len(answer(out)) <= given["max_new_tokens"]
     assert_nothing_is_lost(out, script, texts, given)
 
@@ -168,7 +168,7 @@ def test_any_tokens_may_lie_across_any_borders(data: st.DataObject, given: dict[
     ]
     given = fitting(given)
     out = tell(script=script, tokenizer=tokenizer, **given)
-    texts = vocabulary_of(tokenizer, tiny.VOCAB_SIZE).texts
+    texts = get_vocabulary(tokenizer, tiny.VOCAB_SIZE).texts
     assert_nothing_is_lost(out, script, texts, given)
 
 
@@ -313,7 +313,7 @@ def test_the_prompt_shows_the_format_with_its_markers() -> None:
     blocks = [part.split("Answer: ")[1].split("\n", 1)[1] for part in text.split("example. Task: ")[1:]]
     assert len(blocks) == 3
     for block in blocks:
-        reader = Skeleton(BlockFormat())
+        reader = SkeletonParser(BlockFormat())
         reader.feed(block.encode())
         assert reader.phase == "done"
     mine = prompt_text(SYSTEM, branch_marker="<part>", title_end="=", ellipsis="…", terminator="</parts>")
@@ -350,7 +350,7 @@ def test_a_prompt_needs_a_task(task: Any) -> None:
         ("title_end", ": ", "title_end must be one line"),
         ("ellipsis", "..\n..", "ellipsis must be one line"),
         ("terminator", 3, "terminator must be one line of text without spaces at its ends, got 3"),
-        ("terminator", "####", "terminator must not be how branch_marker '####' begins, got '####'"),
+        ("terminator", "####", "terminator must not be a prefix of branch_marker '####', got '####'"),
         ("min_branches", 0, "min_branches must be an int of at least 1, got 0"),
         ("max_branches", 1, "max_branches must be an int of at least 2, got 1"),
         ("max_title_tokens", 0, "max_title_tokens must be an int of at least 1"),
@@ -376,11 +376,11 @@ def test_a_bad_setting_is_named_with_what_is_allowed(setting: str, value: Any, m
     [
         ({"tokenizer": None}, ValueError, "give generate.*tokenizer=tokenizer"),
         ({"tokenizer": "gpt2"}, ValueError, "tokenizer must be"),
-        ({"branch_marker": "§"}, ValueError, "branch_marker must be text that the tokenizer can spell, got '§'"),
-        ({"branch_separator": "é"}, ValueError, "branch_separator must be text that the tokenizer can spell"),
-        ({"opening": "x" * 200}, ValueError, "opening must leave room in the 200 new tokens"),
+        ({"branch_marker": "§"}, ValueError, "branch_marker must be text that the tokenizer can encode, got '§'"),
+        ({"branch_separator": "é"}, ValueError, "branch_separator must be text that the tokenizer can encode"),
+        ({"opening": "x" * 200}, ValueError, "opening must be shorter than the 200 new tokens"),
         ({"past_key_values": hf_parallel.SharedPrefixCache()}, ValueError, "pdos makes its own cache"),
-        ({"num_beams": 2}, ValueError, "num_beams=2 cannot be honoured"),
+        ({"num_beams": 2}, ValueError, "num_beams=2 is not supported"),
         ({"branches_max": 2}, ValueError, "'pdos' has no setting 'branches_max'"),
         ({"seed": [1, 2]}, ValueError, "seed must have one entry per row"),
         ({"streamer": object()}, TypeError, "streamer must have the methods put"),
@@ -394,7 +394,7 @@ def test_a_call_that_cannot_be_honoured_says_why(given: dict[str, Any], error: t
 
 def test_rotating_needs_a_model_whose_keys_can_be_turned() -> None:
     model = hf_parallel.enable(copy.deepcopy(tiny.build("gpt2")))
-    with pytest.raises(UnsupportedModelError, match="join='rotate' turns keys"):
+    with pytest.raises(UnsupportedModelError, match="join='rotate' rotates keys"):
         tell("a", model=model, join="rotate")
     out = tell([SKELETON, EOS], branches=BODIES, model=model)
     assert out.transcripts == ["####A:aa\n####B:bb\n####%%%%"]

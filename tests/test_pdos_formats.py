@@ -15,9 +15,9 @@ from transformers import SynthIDTextWatermarkingConfig
 from workers import TOKENIZER
 
 from hf_parallel import BlockFormat, PDOSConfig
-from hf_parallel.generation.modes.pdos.format_processor import BlockMask, mask_of
-from hf_parallel.generation.modes.pdos.parser import DONE, Skeleton
-from hf_parallel.generation.modes.pdos.token_text import Vocabulary, vocabulary_of
+from hf_parallel.generation.modes.pdos.format_processor import BlockMask, get_block_mask
+from hf_parallel.generation.modes.pdos.parser import DONE, SkeletonParser
+from hf_parallel.generation.modes.pdos.token_text import Vocabulary, get_vocabulary
 
 EOS = tiny.EOS
 
@@ -41,8 +41,8 @@ def formats(draw: st.DrawFn) -> BlockFormat:
 @given(fmt=formats(), data=st.data())
 def test_any_format_leads_to_its_end(name: str, fmt: BlockFormat, data: st.DataObject) -> None:
     tokenizer = small_tokenizers.make(name)
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
-    mask, reader = BlockMask(fmt, vocabulary), Skeleton(fmt)
+    vocabulary = get_vocabulary(tokenizer, len(tokenizer))
+    mask, reader = BlockMask(fmt, vocabulary), SkeletonParser(fmt)
     reader.feed(reader.marker)
     for _ in range(150):
         allowed = mask.allowed(reader)
@@ -51,7 +51,7 @@ def test_any_format_leads_to_its_end(name: str, fmt: BlockFormat, data: st.DataO
         tokens = allowed.nonzero()[:, 0].tolist()
         assert tokens, (reader.phase, reader.title, reader.matched)
         reader.feed(vocabulary.texts[data.draw(st.sampled_from(tokens))])
-    assert (reader.phase, reader.broken) == (DONE, "")
+    assert (reader.phase, reader.error) == (DONE, "")
     assert 2 <= len(reader.titles) <= 3
 
 
@@ -67,10 +67,10 @@ def test_markers_may_have_spaces_inside(fill_in: bool) -> None:
 
 
 def test_whitespace_inside_a_marker_is_the_only_thing_that_may_come_there() -> None:
-    vocabulary = vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE)
-    mask = mask_of(BlockFormat(**SPACED), vocabulary)
+    vocabulary = get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE)
+    mask = get_block_mask(BlockFormat(**SPACED), vocabulary)
     for text, expected in (("# #A- >.", " "), ("# #A- >. . .#", " "), ("# #A- >. . .# #B- >. . .# # ", "e")):
-        reader = Skeleton(BlockFormat(**SPACED))
+        reader = SkeletonParser(BlockFormat(**SPACED))
         reader.feed(text.encode())
         allowed = mask.allowed(reader)
         assert {vocabulary.texts[token].decode() for token in allowed.nonzero()[:, 0].tolist()} == {expected}
@@ -79,7 +79,7 @@ def test_whitespace_inside_a_marker_is_the_only_thing_that_may_come_there() -> N
 def test_no_token_begins_a_terminator_that_may_not_come_yet() -> None:
     fmt = BlockFormat(branch_marker="<part>", terminator="</parts>")
     mask = BlockMask(fmt, Vocabulary(Fixed("a", "<part>", ":", "......", "</", "parts>", "<", "part>"), 8))
-    reader = Skeleton(fmt)
+    reader = SkeletonParser(fmt)
     reader.feed(b"<part>a:......")
     assert mask.allowed(reader).nonzero()[:, 0].tolist() == [1, 6]
     reader.feed(b"<part>b:......")
@@ -89,8 +89,8 @@ def test_no_token_begins_a_terminator_that_may_not_come_yet() -> None:
 @pytest.mark.parametrize("terminator", ["#####", "########", "####  #"])
 def test_a_terminator_may_go_on_like_a_marker_that_begins_one_byte_later(terminator: str) -> None:
     fmt = BlockFormat(terminator=terminator, max_branches=2)
-    vocabulary = vocabulary_of(TOKENIZER, tiny.VOCAB_SIZE)
-    mask, reader = mask_of(fmt, vocabulary), Skeleton(fmt)
+    vocabulary = get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE)
+    mask, reader = get_block_mask(fmt, vocabulary), SkeletonParser(fmt)
     text = "####A:......####B:......" + terminator
     for character in text:
         allowed = mask.allowed(reader)
@@ -103,7 +103,7 @@ def test_a_title_that_has_ended_leaves_nothing_behind() -> None:
     """What may come behind it is worked out once, not for each title: a mask lives as long as its tokenizer."""
     mask = BlockMask(BlockFormat(), Vocabulary(Fixed("a", "####", ":", "..", "......", "%%%%", "b"), 7))
     for text in (":", ":..", ":......"):
-        readers = [Skeleton(BlockFormat()) for _ in range(2)]
+        readers = [SkeletonParser(BlockFormat()) for _ in range(2)]
         for reader, title in zip(readers, "ab", strict=True):
             reader.feed(f"####{title}{text}".encode())
         assert mask.allowed(readers[0]) is mask.allowed(readers[1])
@@ -122,7 +122,7 @@ def test_a_terminator_of_its_own_ends_a_branch_too(join: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"title_end": ":####:"}, "title_end must not hold branch_marker '####' before its end, got ':####:'"),
+        ({"title_end": ":####:"}, "title_end must not contain branch_marker '####' before its end, got ':####:'"),
         ({"branch_marker": "\ud800"}, r"branch_marker must be text without lone surrogates, got '\\ud800'"),
         ({"opening": "\ud800"}, "opening must be text without lone surrogates"),
         ({"branch_separator": "\ud800"}, "branch_separator must be text without lone surrogates"),

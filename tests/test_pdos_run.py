@@ -100,7 +100,7 @@ def test_branches_of_a_block_in_the_opening_write_at_once(hint: bool) -> None:
 
 def test_an_opening_without_room_for_its_branches_is_gone_on_from() -> None:
     out = tell([" So.", EOS], opening=STORY, max_new_tokens=len(STORY) + 4, branch_separator="\n---" * 9)
-    assert out.fallback == ["the budget leaves no room for the branches"]
+    assert out.fallback == ["the budget is too small for the branches"]
     assert out.transcripts == [STORY + " So."]
 
 
@@ -312,7 +312,7 @@ def test_a_budget_that_ends_inside_a_block_falls_back(budget: int, hint: bool) -
 def test_a_budget_without_room_for_branches_falls_back() -> None:
     story = STORY.replace("......", "...")
     long = tell(story, branches=("a" * 9, "b" * 9), ellipsis="...", branch_separator="\n---", max_new_tokens=len(story))
-    assert long.fallback == ["the budget leaves no room for the branches"]
+    assert long.fallback == ["the budget is too small for the branches"]
     assert long.transcripts == [story]
 
 

@@ -12,9 +12,9 @@ from small_tokenizers import Fixed
 from tokenizers import AddedToken
 
 from hf_parallel import BlockFormat
-from hf_parallel.generation.modes.pdos.format_processor import mask_of
-from hf_parallel.generation.modes.pdos.parser import Skeleton
-from hf_parallel.generation.modes.pdos.token_text import Vocabulary, tokens_of, vocabulary_of
+from hf_parallel.generation.modes.pdos.format_processor import get_block_mask
+from hf_parallel.generation.modes.pdos.parser import SkeletonParser
+from hf_parallel.generation.modes.pdos.token_text import Vocabulary, encode_exactly, get_vocabulary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,23 +33,23 @@ TEXTS = [
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokens_are_read_as_the_bytes_that_they_stand_for(name: str, text: str) -> None:
     tokenizer = small_tokenizers.make(name)
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
-    spelled = vocabulary.spell(text.encode())
+    vocabulary = get_vocabulary(tokenizer, len(tokenizer))
+    spelled = vocabulary.encode(text.encode())
     if name in ("split_marker", "merged_colon") and not text.isascii():
         assert spelled is None
         return
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    read = vocabulary.join(tokens).decode()
+    read = vocabulary.decode(tokens).decode()
     assert read == " " * (name == "sentencepiece") + text
-    assert vocabulary.text(spelled) == text
+    assert vocabulary.decode(spelled).decode() == text
     assert len(spelled) <= len(tokens)
 
 
 def test_the_embedded_tokenizer_is_read_as_it_decodes(embedded: tuple[Any, Any]) -> None:
     tokenizer = embedded[1]
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    vocabulary = get_vocabulary(tokenizer, len(tokenizer))
     for text in TEXTS:
-        assert vocabulary.text(tokenizer.encode(text, add_special_tokens=False)) == text
+        assert vocabulary.decode(tokenizer.encode(text, add_special_tokens=False)).decode() == text
     assert all(vocabulary.texts)
     special = {vocabulary.texts[token] for token in vocabulary.special}
     assert {b"<|endoftext|>", b"<|im_start|>", b"<|im_end|>"} <= special
@@ -58,8 +58,8 @@ def test_the_embedded_tokenizer_is_read_as_it_decodes(embedded: tuple[Any, Any])
 def test_every_byte_can_be_spelled_where_the_tokenizer_knows_bytes() -> None:
     for name in ("byte_level", "sentencepiece"):
         tokenizer = small_tokenizers.make(name)
-        vocabulary = vocabulary_of(tokenizer, len(tokenizer))
-        assert all(vocabulary.join(vocabulary.spell(bytes([byte])) or ()) == bytes([byte]) for byte in range(256))
+        vocabulary = get_vocabulary(tokenizer, len(tokenizer))
+        assert all(vocabulary.decode(vocabulary.encode(bytes([byte])) or ()) == bytes([byte]) for byte in range(256))
 
 
 def test_tokens_that_only_the_model_knows_have_no_text() -> None:
@@ -81,12 +81,12 @@ def test_special_tokens_that_have_no_role_are_special_too() -> None:
     """As Llama 3's `<|start_header_id|>`, which `all_special_ids` leaves out."""
     tokenizer = copy.deepcopy(small_tokenizers.make("split_marker"))
     tokenizer.add_tokens([AddedToken("<|start|>", special=True), AddedToken("<tool>", special=False)])
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    vocabulary = get_vocabulary(tokenizer, len(tokenizer))
     start, tool = tokenizer.convert_tokens_to_ids(["<|start|>", "<tool>"])
     assert start not in tokenizer.all_special_ids
-    reader = Skeleton(BlockFormat())
+    reader = SkeletonParser(BlockFormat())
     reader.feed(b"####A")
-    allowed = mask_of(BlockFormat(), vocabulary).allowed(reader)
+    allowed = get_block_mask(BlockFormat(), vocabulary).allowed(reader)
     assert not allowed[start]
     assert allowed[tool]
 
@@ -107,18 +107,18 @@ def test_a_tokenizer_that_refuses_to_list_its_added_tokens_is_taken_at_its_word(
 
 def test_a_vocabulary_is_made_once() -> None:
     tokenizer = small_tokenizers.make("byte_level")
-    assert vocabulary_of(tokenizer, 300) is vocabulary_of(tokenizer, 300)
-    assert len(vocabulary_of(tokenizer, 310)) == 310
-    masks = [mask_of(BlockFormat(max_branches=n), vocabulary_of(tokenizer, 415)) for n in (4, 4, 5)]
+    assert get_vocabulary(tokenizer, 300) is get_vocabulary(tokenizer, 300)
+    assert len(get_vocabulary(tokenizer, 310)) == 310
+    masks = [get_block_mask(BlockFormat(max_branches=n), get_vocabulary(tokenizer, 415)) for n in (4, 4, 5)]
     assert masks[0] is masks[1]
     assert masks[1] is not masks[2]
 
 
 def test_tokens_that_are_added_later_are_known() -> None:
     tokenizer = copy.deepcopy(small_tokenizers.make("split_marker"))
-    assert len(vocabulary_of(tokenizer, 200).spell(b"<part>")) == len("<part>")
+    assert len(get_vocabulary(tokenizer, 200).encode(b"<part>")) == len("<part>")
     tokenizer.add_tokens(["<part>"])
-    assert vocabulary_of(tokenizer, 200).spell(b"<part>") == [tokenizer.convert_tokens_to_ids("<part>")]
+    assert get_vocabulary(tokenizer, 200).encode(b"<part>") == [tokenizer.convert_tokens_to_ids("<part>")]
 
 
 def test_a_tokenizer_may_have_no_hash() -> None:
@@ -132,7 +132,7 @@ def test_a_tokenizer_may_have_no_hash() -> None:
         def decode(self, tokens: list[int], **kwargs: Any) -> str:
             return self.inner.decode(tokens)
 
-    assert vocabulary_of(Wrapped(Fixed("a", "####")), 2).texts == [b"a", b"####"]
+    assert get_vocabulary(Wrapped(Fixed("a", "####")), 2).texts == [b"a", b"####"]
 
 
 # Texts of a caller's own
@@ -141,25 +141,25 @@ def test_a_tokenizer_may_have_no_hash() -> None:
 def test_a_text_is_given_as_its_tokenizer_writes_it() -> None:
     """Not in the fewest tokens, which a model has not learnt to read."""
     tokenizer = small_tokenizers.make("merged_colon")
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
+    vocabulary = get_vocabulary(tokenizer, len(tokenizer))
     text = "r:\n#"
     written = tokenizer.encode(text)
-    assert tokens_of(tokenizer, vocabulary, text) == written
-    assert len(vocabulary.spell(text.encode())) < len(written)
+    assert encode_exactly(tokenizer, vocabulary, text) == written
+    assert len(vocabulary.encode(text.encode())) < len(written)
 
 
 def test_a_text_that_its_tokenizer_adds_a_space_to_is_spelled() -> None:
     tokenizer = small_tokenizers.make("sentencepiece")
-    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
-    tokens = tokens_of(tokenizer, vocabulary, "Anna")
-    assert vocabulary.join(tokens) == b"Anna"
-    assert vocabulary.join(tokenizer.encode("Anna")) == b" Anna"
+    vocabulary = get_vocabulary(tokenizer, len(tokenizer))
+    tokens = encode_exactly(tokenizer, vocabulary, "Anna")
+    assert vocabulary.decode(tokens) == b"Anna"
+    assert vocabulary.decode(tokenizer.encode("Anna")) == b" Anna"
 
 
 def test_a_text_of_tokens_that_the_model_does_not_know_is_spelled() -> None:
     tokenizer = copy.deepcopy(small_tokenizers.make("split_marker"))
     size = len(tokenizer)
     tokenizer.add_tokens(["<part>"])
-    vocabulary = vocabulary_of(tokenizer, size)
-    assert vocabulary.text(tokens_of(tokenizer, vocabulary, "<part>")) == "<part>"
-    assert tokens_of(tokenizer, vocabulary, "é") is None
+    vocabulary = get_vocabulary(tokenizer, size)
+    assert vocabulary.decode(encode_exactly(tokenizer, vocabulary, "<part>")).decode() == "<part>"
+    assert encode_exactly(tokenizer, vocabulary, "é") is None

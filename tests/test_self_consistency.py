@@ -280,7 +280,7 @@ def test_without_return_dict_the_sequences_come_back(monkeypatch: pytest.MonkeyP
 # The reader of all answers
 
 
-def test_the_reader_reads_all_answers_and_says_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reader_reads_all_answers_and_says_the_last_word() -> None:
     recording = Recording()
     out = vote(["x \\boxed{4}", EOS], "\\boxed{5}.....", ["\\boxed{6}", EOS], vote="final", final="5.0} is it")
     read = "P[1]x \\boxed{4}[2]\\boxed{5}.....[3]\\boxed{6}So \\boxed{"
@@ -428,7 +428,7 @@ class Foreign(AsciiTokenizer):
         ({"seed": [1, 2, 3], "num_answers": 2}, "seed must have one entry per row (2)"),
         ({"answers": 3}, "did you mean 'num_answers'"),
         ({"do_sample": False}, "give do_sample=True"),
-        ({"tokenizer": None}, "self_consistency reads what was written"),
+        ({"tokenizer": None}, "self_consistency reads the generated text"),
         ({"tokenizer": "gpt2"}, "tokenizer"),
         ({"vote": "final", "min_new_tokens": 3}, "min_length=26 cannot be honoured by vote='final'"),
         ({"vote": "final", "forced_eos_token_id": 5}, "forced_eos_token_id"),
@@ -457,7 +457,7 @@ def test_a_reading_that_is_too_long_for_a_model_is_refused() -> None:
     at_once = {"num_answers": 2, "vote": "final", "eos_token_id": list(range(tiny.VOCAB_SIZE)), **TEXTS}
     fits = longest - len("[1][2]So \\boxed{") - len(PROMPTS[1])
     assert answer(model, PROMPTS[1][None], conclusion_tokens=fits, **at_once).conclusions == ["So \\boxed{"]
-    with pytest.raises(UnsupportedModelError, match=f"{longest} tokens"):
+    with pytest.raises(UnsupportedModelError, match=f"after {longest} tokens"):
         answer(model, PROMPTS[1][None], conclusion_tokens=fits + 1, **at_once)
 
 

@@ -15,6 +15,39 @@ from workers import TOKENIZER, Script, encode, small_model
 import hf_parallel
 from hf_parallel import SkeletonOfThoughtConfig, SkeletonOfThoughtOutput
 
+EVERY_SETTING: dict[str, Any] = {
+    "seed": [1, 2, 3],
+    "cuda_graph": False,
+    "replay": "hotspot",
+    "prefetch": True,
+    "outline_prompt": "Outline:\n",
+    "outline_start": "* ",
+    "point_pattern": "\\* (.+)",
+    "min_points": 3,
+    "max_points": 5,
+    "point_prompt": "{skeleton}\nNow {number}: ",
+    "point_heading": "{point}:\n",
+    "point_end": "\n\n",
+    "point_gap": "\n",
+    "point_workers": 2,
+    "conclusion_prompt": "So ",
+    "outline_tokens": 9,
+    "point_tokens": 8,
+    "conclusion_tokens": 7,
+}
+"""A value other than the default for each setting that can be stored."""
+SMALL_CALL: dict[str, Any] = {
+    "outline_prompt": "List:\n",
+    "point_prompt": "Q:",
+    "point_heading": "",
+    "point_gap": "|",
+    "conclusion_prompt": "=",
+    "outline_tokens": 4,
+    "point_tokens": 3,
+    "min_points": 1,
+}
+"""Arguments of a short call with a tiny model."""
+
 EOS = tiny.EOS
 STOP_BLANK, BLANKS = 4, 5  # tokens that hold a full stop and blank lines, and blank lines alone
 NEW = 8
@@ -174,7 +207,7 @@ def test_points_are_read_from_an_outline(outline: str, points: list[str]) -> Non
 
 
 def test_a_line_that_the_budget_cut_off_is_no_point() -> None:
-    assert DEFAULT.read_points("1. Bread\n2. Butter\n3. Ja", cut=True) == ["Bread", "Butter"]
+    assert DEFAULT.read_points("1. Bread\n2. Butter\n3. Ja", truncated=True) == ["Bread", "Butter"]
     out = write({"[OUTLINE]1.": " aa\n2. bb\n3. cccc"}, outline_tokens=14, max_new_tokens=2)
     assert out.outlines == ["1. aa\n2. bb\n3. c"]
     assert [point.title for point in out.points[0]] == ["aa", "bb"]

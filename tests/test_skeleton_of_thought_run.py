@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from test_skeleton_of_thought import (
     write,
 )
 from transformers import TextStreamer
-from workers import TOKENIZER, Recording, encode, small_model
+from workers import TOKENIZER, encode, small_model
 
 from hf_parallel import BlockCache, SharedPrefixCache, SkeletonOfThoughtConfig
 
@@ -35,15 +36,24 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # What it costs
 
 
+@contextmanager
+def pass_sizes() -> Iterator[list[int]]:
+    """Record the number of tokens of each forward pass."""
+    sizes: list[int] = []
+    hook = small_model().register_forward_pre_hook(
+        lambda model, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with hook:
+        yield sizes
+
+
 @pytest.mark.parametrize(("workers", "steps"), [(None, 6), (3, 6), (2, 8), (1, 15)])
-def test_as_a_worker_ends_its_point_it_takes_the_next(
-    workers: int | None, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_a_worker_ends_its_point_it_takes_the_next(workers: int | None, steps: int) -> None:
     """Points of 7, 3 and 6 tokens: of two workers, the one that has written 3 goes on with 6."""
-    recording = Recording(monkeypatch)
-    out = write(scripts("x" * 6, "yy", "z" * 5), point_workers=workers, conclusion_tokens=0)
+    with pass_sizes() as sizes:
+        out = write(scripts("x" * 6, "yy", "z" * 5), point_workers=workers, conclusion_tokens=0)
     assert out.texts == ["1. a:xxxxxx|2. b:yy|3. c:zzzzz"]
-    outline, *points = 1 + len(POINTS), *(p.num_tokens for p in recording.read()[1 + len(POINTS) :])
+    outline, *points = 1 + len(POINTS), *sizes[1 + len(POINTS) :]
     assert len(points) == 1 + steps, "a first token follows from the prompts, which are read in one pass"
     assert max(points[1:]) == (workers or 3)
     assert sum(points[1:]) == 7 + 3 + 6 - (workers or 3), "later points ask the last token of their prompts again"
@@ -195,7 +205,7 @@ def test_a_streamer_of_rows_hears_every_text() -> None:
         ({"seed": 1.5}, "seed"),
         ({"seed": [1, 2]}, "seed must have one entry per row (1)"),
         ({"workers": 2}, "did you mean 'point_workers'"),
-        ({"tokenizer": None}, "skeleton_of_thought reads what was written"),
+        ({"tokenizer": None}, "skeleton_of_thought reads the generated text"),
         ({"tokenizer": "gpt2"}, "tokenizer"),
         ({"tokenizer": Foreign()}, "vocabulary"),
         ({"output_scores": True}, "output_scores cannot be honoured"),

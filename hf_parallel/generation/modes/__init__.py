@@ -1,14 +1,19 @@
-"""The generation modes. Each is one module, or one package, with its settings, rows, prompts, output and presets."""
+"""The generation modes. Each is one module or package with its settings, rows, prompts, output and presets.
 
-from hf_parallel.generation.modes.hogwild.config import HogwildConfig, HogwildOutput
+Every module in this folder is imported, which registers its mode. Names listed here are public in `hf_parallel`.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from hf_parallel.generation.modes.hogwild.config import HogwildConfig
+from hf_parallel.generation.modes.hogwild.output import HogwildOutput, Step
 from hf_parallel.generation.modes.hogwild.prompt import hogwild_prompt
 from hf_parallel.generation.modes.hogwild.session import HogwildSession
-from hf_parallel.generation.modes.hogwild.worker import Step
-from hf_parallel.generation.modes.pdos.blocks import Branch, ParallelBlock, StageStats
-from hf_parallel.generation.modes.pdos.config import PDOSConfig, PDOSOutput
+from hf_parallel.generation.modes.pdos.config import PDOSConfig, pdos_prompt
 from hf_parallel.generation.modes.pdos.format_processor import ParallelBlockLogitsProcessor
+from hf_parallel.generation.modes.pdos.output import Branch, ParallelBlock, PDOSOutput, StageStats
 from hf_parallel.generation.modes.pdos.parser import BlockFormat
-from hf_parallel.generation.modes.pdos.prompt import pdos_prompt
 from hf_parallel.generation.modes.resample import ResampleConfig
 from hf_parallel.generation.modes.self_consistency import SelfConsistencyConfig, SelfConsistencyOutput
 from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig
@@ -19,10 +24,9 @@ from hf_parallel.generation.modes.skeleton_of_thought import (
 )
 
 DEFAULT_MODE = HogwildConfig.mode
-"""Mode of the command line where none is named."""
+"""Default mode of the command line."""
 
 __all__ = [
-    "DEFAULT_MODE",
     "BlockFormat",
     "Branch",
     "HogwildConfig",
@@ -44,3 +48,6 @@ __all__ = [
     "hogwild_prompt",
     "pdos_prompt",
 ]
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

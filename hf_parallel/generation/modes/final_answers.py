@@ -1,16 +1,17 @@
-"""Final answers: how they are found in a text, compared and counted."""
+"""Final answers of texts: extraction, comparison and majority voting."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from hf_parallel.generation.config import check_text
+from hf_parallel.generation.validation import check_text
 
 _BRACED = r"(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*"
 BOXED = rf"\\boxed\{{({_BRACED})\}}"
-"""`\\boxed{answer}`, the answer's own braces balanced up to three deep."""
+"""`\\boxed{answer}`, with balanced braces in the answer up to three deep."""
 _NUMBER = re.compile(r"\+?(-?)0*(\d+|\d{1,3}(?:,\d{3})+)(?:\.(\d*?)0*)?")
 
 
@@ -24,12 +25,13 @@ def check_pattern(name: str, pattern: Any) -> None:
 
 
 def find_answer(pattern: str, text: str) -> str | None:
-    """The last final answer in a text, or None; an empty one, such as a form that was copied, is none.
+    """Return the last final answer in a text that is not blank, or None.
 
     Parameters
     ----------
     pattern : str
-        Regular expression; its first group, if it has one, is the answer. Empty: none is looked for.
+        Regular expression of a final answer: its first group, if it has one, else the whole match. Empty: there are no
+        final answers.
     text : str
     """
     if not pattern:
@@ -39,14 +41,13 @@ def find_answer(pattern: str, text: str) -> str | None:
 
 
 def normal_form(answer: str) -> str:
-    r"""What answers that mean the same have in common.
+    r"""Return the same string for answers that mean the same.
 
-    Case, spaces around and runs of spaces inside do not count, nor do a full stop at the end, dollar signs around and
-    `\text{}`. Numbers are compared by value: `1,000.0` is `1000`.
+    Ignores case, surrounding and repeated whitespace, a full stop at the end, surrounding dollar signs and `\text{}`.
+    Numbers are compared by value: `1,000.0` becomes `1000`.
 
-    Parameters
-    ----------
-    answer : str
+    Votes need one key per answer, for text as well as for numbers. `math_verify` compares a pair of formulas, and its
+    comparison is not symmetric, so it cannot count votes.
     """
     plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", answer)
     plain = " ".join(plain.split()).strip("$ ").removesuffix(".").strip("$ ").casefold()
@@ -59,21 +60,19 @@ def normal_form(answer: str) -> str:
 
 
 def majority(answers: Sequence[str | None]) -> tuple[int, dict[str, int]]:
-    """The answer that most gave; of several, the one that came first (Wang et al., Self-Consistency, 2022).
+    """Count votes; of several winners the first wins (Wang et al., Self-Consistency, 2022).
 
     Parameters
     ----------
     answers : sequence of str or None
-        None: no answer, no vote.
+        None does not vote.
 
     Returns
     -------
     (index, votes) : int, dict of str to int
-        The first answer that is equal to the winner, 0 if there is none; votes by normal form, first seen first.
+        Index of the first answer that equals the winner, 0 if there are no votes; votes by normal form, in order of
+        first occurrence.
     """
     forms = [None if answer is None else normal_form(answer) for answer in answers]
-    votes: dict[str, int] = {}
-    for form in forms:
-        if form is not None:
-            votes[form] = votes.get(form, 0) + 1
-    return (forms.index(max(votes, key=votes.__getitem__)) if votes else 0), votes
+    votes = Counter(form for form in forms if form is not None)
+    return (forms.index(max(votes, key=votes.__getitem__)) if votes else 0), dict(votes)

@@ -1,4 +1,4 @@
-"""`generation_mode="resample"`: samples from states that were visited before (Hive, section 6)."""
+"""`generation_mode="resample"`: samples that replay cached logits (Hive, section 6)."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig
 
 @dataclass
 class ResampleConfig(SharedPrefixConfig):
-    """Samples that follow what was sampled before as long as they agree with it, without running the model.
+    """Samples that skip the model as long as they agree with earlier ones.
 
-    What the model computes is remembered in `logits_cache`, which is to be kept from call to call. A sample replays
-    remembered logits until it leaves them; then what it replayed is computed once and it goes on as usual. Pass a
-    `SharedPrefixCache` as `past_key_values` too, and what is held in it is not computed again.
+    The logits that the model computes are kept in `logits_cache`, which the caller keeps from call to call. A sample
+    replays cached logits until it leaves the cached contexts; then its tokens are prefilled and decoding continues.
+    Pass a `SharedPrefixCache` as `past_key_values` too, and tokens whose keys it holds are not computed again.
 
     Parameters
     ----------
     logits_cache : LogitsCache
-        Where logits are remembered.
+        Cached logits of this and earlier calls.
     replay : str or ReplayPolicy
-        `stepwise`: every token is drawn, so the samples' distribution is the model's own. `hotspot`: only uncertain
-        tokens are drawn, so more is replayed (`Hotspot` has its settings). Or a policy of your own.
+        `stepwise`: samples every token, so that the distribution of samples is the model's own. `hotspot`: samples
+        uncertain tokens only, so that more tokens are replayed (see `Hotspot` for its settings). Or a policy object.
     """
 
     mode: ClassVar[str] = "resample"
     needs_logits_cache: ClassVar[bool] = True
     example_arguments: ClassVar[Mapping[str, str]] = {"logits_cache": "hf_parallel.LogitsCache()"}
 
-    def run(self, call: Any) -> Any:
-        """As `shared_prefix`, over a LogitsCache."""
+    def prepare(self, kwargs: dict[str, Any]) -> Any:
+        """Check that there is a LogitsCache; see `SharedPrefixConfig.prepare`."""
         if self.logits_cache is None:
             raise ValueError("generation_mode='resample' needs logits_cache=hf_parallel.LogitsCache(), kept by you")
-        return super().run(call)
+        return super().prepare(kwargs)

@@ -9,61 +9,49 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
-from hf_parallel.cache.shared_prefix import SharedPrefixCache
-from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import check_tokenizer_given, encode
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.config import (
-    SAMPLING,
-    Preset,
-    RowPlace,
-    check_choice,
-    check_int,
-    check_template,
-    check_text,
-)
+from hf_parallel.generation.config import SAMPLING, Preset, RowPlace
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.final_answers import BOXED, check_pattern, find_answer, majority, normal_form
 from hf_parallel.generation.modes.stages import (
-    Stage,
-    TextRequest,
+    CompletionRow,
+    StagedRun,
+    check_no_prompt_relative_settings,
     check_vocabulary,
-    give_back,
-    refuse_what_counts_from_the_prompt,
 )
 from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.prefill import tree_of
 from hf_parallel.generation.resampling.config import ReplayConfig
+from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text
 from hf_parallel.transcript.sections import TranscriptStyle
 
 
 @dataclass
 class SelfConsistencyConfig(ReplayConfig):
-    r"""Independent answers over one prompt, and a vote. `max_new_tokens` counts the tokens of each answer.
+    r"""Independent answers to each prompt, and a vote. `max_new_tokens` is the budget of each answer.
 
     Parameters
     ----------
     num_answers : int
-        Answers per prompt; more than one need `do_sample=True`.
+        Answers per prompt. More than one need `do_sample=True`.
     vote : str
-        `majority`: an answer that holds what most answers say is returned, as `generate` would have given it. `final`:
-        the model reads all answers, one behind the other, and goes on from `conclusion_prompt`.
+        `majority`: returns the first answer whose final answer has most votes, as `generate` would have returned it.
+        `final`: appends all answers to the prompt, one after the other, and lets the model continue after
+        `conclusion_prompt`.
     answer_pattern : str
-        Regular expression of a final answer; its first group, if it has one, is the answer. The last one in a text
-        counts. Empty: none is looked for, which only `final` can do without.
+        Regular expression of a final answer: its first group, if it has one, else the whole match. The last match in a
+        text counts. Empty: no final answers are extracted, which only `final` allows.
     answer_header : str
-        Before each answer that the model reads; `{number}` is filled in.
+        Precedes each answer that the model reads; `{number}` is filled in.
     conclusion_prompt : str
-        Behind the last of them.
+        Follows the last of these answers.
     conclusion_tokens : int
-        Tokens that the model gets there; it stops at a final answer.
+        Token budget of the conclusion, which stops at its final answer.
 
     Notes
     -----
-    A `ParallelStreamer` hears answer `k` of prompt `p` as row `p * num_answers + k`, and what the model writes in the
-    end as row `batch * num_answers + p`. `put` gets the tokens that are returned, when they are known.
+    A `ParallelStreamer` receives answer `k` of prompt `p` as row `p * num_answers + k`, and the conclusion as row
+    `batch * num_answers + p`. `put` receives the returned tokens once they are known.
     """
 
     mode: ClassVar[str] = "self_consistency"
@@ -93,11 +81,15 @@ class SelfConsistencyConfig(ReplayConfig):
         check_int("conclusion_tokens", self.conclusion_tokens, at_least=1)
 
     def prepare(self, kwargs: dict[str, Any]) -> None:
-        """Look whether the tokenizer is there and works, before anything is prepared."""
+        """Check the tokenizer."""
         check_tokenizer_given(kwargs, self.mode)
 
+    def make_run(self, call: GenerationCall) -> SelfConsistencyRun:
+        """See `ParallelConfig.make_run`."""
+        return SelfConsistencyRun(self, call)
+
     def place(self, row: int, num_prompts: int) -> RowPlace:
-        """See `ParallelConfig.place`. A conclusion comes after the answers and spans all of them."""
+        """See `ParallelConfig.place`. A conclusion spans the columns of all answers."""
         answers = num_prompts * self.num_answers
         if row < answers:
             prompt, index = divmod(row, self.num_answers)
@@ -113,92 +105,89 @@ class SelfConsistencyConfig(ReplayConfig):
         """Answers do not see each other; a conclusion sees all of them."""
         return TranscriptStyle("answer", "conclusion")
 
-    def run(self, call: GenerationCall) -> Any:
-        """Write all answers at once over the prompts, then choose."""
-        self._check_call(call)
-        cache, n = tree_of(call), self.num_answers
-        answers = [
-            [self._passage(call, prompt, row * n + i) for i in range(n)] for row, prompt in enumerate(call.prompts)
-        ]
-        ids = call.input_ids.repeat_interleave(n, dim=0)
-        loop = Stage(self, call, cache, answers, input_ids=ids, seed=self.seed).run()
-        found = [[find_answer(self.answer_pattern, answer.text.text) for answer in of] for of in answers]
-        votes = [majority(given) for given in found]
-        told = {
-            "texts": [[answer.text.text for answer in of] for of in answers],
-            "found": found,
-            "votes": [count for _, count in votes],
-        }
-        if self.vote == "final":
-            return self._conclude(call, cache, loop, answers, told)
-        chosen = [index for index, _ in votes]
-        told |= {"chosen": chosen, "conclusions": [""] * call.num_rows}
-        told["answers"] = [given[index] for given, index in zip(found, chosen, strict=True)]
-        tokens = [of[index].tokens for of, index in zip(answers, chosen, strict=True)]
-        output = give_back(call, cache, tokens, loop.stats, SelfConsistencyOutput, **told)
-        return _with_scores(output, loop, [row * n + index for row, index in enumerate(chosen)], max(map(len, tokens)))
 
-    def _conclude(
-        self,
-        call: GenerationCall,
-        cache: SharedPrefixCache,
-        loop: DecodeLoop,
-        answers: Sequence[Sequence[TextRequest]],
-        told: dict[str, Any],
-    ) -> Any:
-        """Let the model read all answers to a prompt and give the final one."""
-        read = [self._reading(call, of) for of in answers]
-        readers = [
-            TextRequest(
-                np.concatenate((prompt, np.array(tokens, np.int64))),
-                self.conclusion_tokens,
-                IncrementalDetokenizer(call.tokenizer),
-                call.num_rows * self.num_answers + row,
-                self.conclusion_prompt,
-                lambda text: self._final(text) is not None,
+class SelfConsistencyRun(StagedRun):
+    """One call of the mode; see `StagedRun`.
+
+    Raises
+    ------
+    ValueError
+        For greedy answers, which would all be equal, and for settings that a conclusion cannot honour.
+    """
+
+    def __init__(self, config: SelfConsistencyConfig, call: GenerationCall) -> None:
+        self.config = config
+        if config.num_answers > 1 and not call.generation_config.do_sample:
+            raise ValueError(f"num_answers={config.num_answers} greedy answers would be equal: give do_sample=True")
+        self.headers = [config.answer_header.format(number=number + 1) for number in range(config.num_answers)]
+        if config.vote == "final":
+            check_no_prompt_relative_settings(call, "vote='final'")
+            check_vocabulary(call, [*self.headers, config.conclusion_prompt])
+        super().__init__(config, call)
+
+    def generate(self) -> Any:
+        """Generate all answers, then choose or conclude."""
+        config, call, n = self.config, self.call, self.config.num_answers
+        answers = [[self.completion(prompt, prompt * n + i) for i in range(n)] for prompt in range(call.num_rows)]
+        ids = call.input_ids.repeat_interleave(n, dim=0)  # as processors see them
+        loop = self.run_stage(answers, input_ids=ids, seed=config.seed)
+        texts = [[answer.text for answer in rows] for rows in answers]
+        found = [[find_answer(config.answer_pattern, text) for text in of_prompt] for of_prompt in texts]
+        chosen, votes = map(list, zip(*map(majority, found), strict=True))
+        fields = {"texts": texts, "found": found, "votes": votes}
+        if config.vote == "final":
+            return self._conclude(loop, answers, fields)
+        fields |= {"chosen": chosen, "conclusions": [""] * call.num_rows}
+        fields["answers"] = [given[index] for given, index in zip(found, chosen, strict=True)]
+        tokens = [rows[index].tokens for rows, index in zip(answers, chosen, strict=True)]
+        output = self.output(SelfConsistencyOutput, tokens, **fields)
+        rows = [prompt * n + index for prompt, index in enumerate(chosen)]
+        return _with_scores(output, loop, rows, max(map(len, tokens)))
+
+    def _conclude(self, loop: DecodeLoop, answers: Sequence[Sequence[CompletionRow]], fields: dict[str, Any]) -> Any:
+        """Append all answers to their prompt and generate a conclusion."""
+        config, call = self.config, self.call
+        read = [self._reading(rows) for rows in answers]
+        first = call.num_rows * config.num_answers
+        conclusions = [
+            self.completion(
+                prompt,
+                first + prompt,
+                tokens,
+                config.conclusion_tokens,
+                config.conclusion_prompt,
+                lambda text: self._final_answer(text) is not None,
             )
-            for row, (prompt, tokens) in enumerate(zip(call.prompts, read, strict=True))
+            for prompt, tokens in enumerate(read)
         ]
-        noise = loop.sampler.noise  # a conclusion goes on where the first answer's randomness ended
-        seed = None if noise is None else noise[:: self.num_answers]
-        reader = Stage(self, call, cache, [readers], seed=seed, stats=loop.stats).run()
-        final = [self._final(reader.text.text) for reader in readers]
-        told |= {"answers": final, "conclusions": [self.conclusion_prompt + reader.text.text for reader in readers]}
-        told["chosen"] = [_agreeing(given, answer) for given, answer in zip(told["found"], final, strict=True)]
-        tokens = [before + reader.tokens for before, reader in zip(read, readers, strict=True)]
-        output = give_back(call, cache, tokens, loop.stats, SelfConsistencyOutput, **told)
-        return _with_scores(output, reader, range(call.num_rows), max(len(reader.tokens) for reader in readers))
+        rngs = loop.sampler.rngs  # a conclusion continues the randomness of its prompt's first answer
+        loop = self.run_stage([conclusions], seed=None if rngs is None else rngs[:: config.num_answers])
+        final = [self._final_answer(row.text) for row in conclusions]
+        fields |= {"answers": final, "conclusions": [row.prefix + row.text for row in conclusions]}
+        fields["chosen"] = [_index_of(answer, given) for answer, given in zip(final, fields["found"], strict=True)]
+        tokens = [before + row.tokens for before, row in zip(read, conclusions, strict=True)]
+        output = self.output(SelfConsistencyOutput, tokens, **fields)
+        return _with_scores(output, loop, range(call.num_rows), max(len(row.tokens) for row in conclusions))
 
-    def _passage(self, call: GenerationCall, prompt: np.ndarray, row: int) -> TextRequest:
-        return TextRequest(prompt, call.max_new_tokens, IncrementalDetokenizer(call.tokenizer), row)
-
-    def _reading(self, call: GenerationCall, answers: Sequence[TextRequest]) -> list[int]:
-        """Tokens of all answers with their headers and of the conclusion's prompt."""
+    def _reading(self, answers: Sequence[CompletionRow]) -> list[int]:
+        """Tokens of all answers with their headers, and of the conclusion's prompt."""
         tokens: list[int] = []
-        for number, answer in enumerate(answers, start=1):
-            tokens += encode(call.tokenizer, self.answer_header.format(number=number)) + answer.text.tokens
-        return tokens + encode(call.tokenizer, self.conclusion_prompt)
+        for header, answer in zip(self.headers, answers, strict=True):
+            tokens += encode(self.call.tokenizer, header) + answer.text_tokens
+        return tokens + encode(self.call.tokenizer, self.config.conclusion_prompt)
 
-    def _final(self, text: str) -> str | None:
-        return find_answer(self.answer_pattern, self.conclusion_prompt + text)
-
-    def _check_call(self, call: GenerationCall) -> None:
-        if self.num_answers > 1 and not call.generation_config.do_sample:
-            raise ValueError(f"num_answers={self.num_answers} greedy answers would all be alike: give do_sample=True")
-        if self.vote == "final":
-            refuse_what_counts_from_the_prompt(call, "vote='final'")
-            headers = [self.answer_header.format(number=number + 1) for number in range(self.num_answers)]
-            check_vocabulary(call, [*headers, self.conclusion_prompt])
+    def _final_answer(self, conclusion: str) -> str | None:
+        return find_answer(self.config.answer_pattern, self.config.conclusion_prompt + conclusion)
 
 
-def _agreeing(given: Sequence[str | None], final: str | None) -> int | None:
-    """Index of the first answer that is equal to the final one."""
+def _index_of(final: str | None, given: Sequence[str | None]) -> int | None:
+    """Index of the first answer that equals the final one."""
     forms = [None if answer is None else normal_form(answer) for answer in given]
     return None if final is None or normal_form(final) not in forms else forms.index(normal_form(final))
 
 
 def _with_scores(output: Any, loop: DecodeLoop, rows: Sequence[int], steps: int) -> Any:
-    """Give an output the scores and logits of the rows of a loop that were chosen, `[rows, vocabulary]` per step."""
+    """Set the scores and logits of an output to those of some rows of a loop, `[rows, vocabulary]` per step."""
     for name in ("scores", "logits"):
         kept = getattr(loop.sampler, name)
         if kept is not None:
@@ -208,28 +197,28 @@ def _with_scores(output: Any, loop: DecodeLoop, rows: Sequence[int], steps: int)
 
 @dataclass
 class SelfConsistencyOutput(ParallelOutput):
-    """All answers, and which was chosen.
+    """All answers, and the one that was chosen.
 
     Attributes
     ----------
     sequences : int64 [batch, length]
-        `majority`: each prompt with the answer that was chosen. `final`: each prompt with all that the model read and
-        wrote in the end.
+        `majority`: each prompt with the chosen answer. `final`: each prompt with all that the model read after it, and
+        the conclusion.
     scores, logits : tuple of [batch, vocabulary], optional
-        Of the answer that was chosen, or of what was written behind `conclusion_prompt`.
+        Of the chosen answer, or of the tokens after `conclusion_prompt`.
     texts : list of list of str
         Per prompt all answers.
     found : list of list of (str or None)
-        Per prompt the final answer in each of them.
+        Per prompt the final answer of each of them.
     votes : list of dict of str to int
-        Per prompt how many gave each final answer, in its normal form (`answers.normal_form`), first seen first.
+        Per prompt the votes by normal form (see `final_answers.normal_form`), in order of first occurrence.
     chosen : list of (int or None)
-        Per prompt the index of the answer that was chosen: the first that gives the winner, or the first at all where
-        no final answer was found. `final`: the first that says what the model said in the end; None: none does.
+        Per prompt the index of the chosen answer: the first with the winning final answer, or 0 if there is none.
+        `final`: the first that agrees with the conclusion; None: none does.
     answers : list of (str or None)
         Per prompt the final answer.
     conclusions : list of str
-        Per prompt what the model wrote in the end, its prompt included; empty for `majority`.
+        Per prompt the conclusion, its prompt included; empty for `majority`.
     """
 
     texts: list[list[str]] | None = None
@@ -240,7 +229,7 @@ class SelfConsistencyOutput(ParallelOutput):
     conclusions: list[str] | None = None
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
-        """The votes, and the answer that was chosen."""
+        """Return the votes and the chosen answer."""
         votes = ", ".join(f"{form}: {count}" for form, count in (self.votes or ())[prompt].items())
         chosen, answer = (self.chosen or ())[prompt], (self.answers or ())[prompt]
         found = (("Answer", answer), ("Votes", votes), ("Chosen", None if chosen is None else f"answer {chosen + 1}"))

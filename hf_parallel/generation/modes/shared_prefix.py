@@ -4,40 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
 
-from hf_parallel.cache.shared_prefix import Node, SharedPrefixCache
+from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.config import check_bool, check_int, is_int
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.prefill import SUFFIX_ROOM, first_room, prefill_leaves, step_back, tree_of
+from hf_parallel.generation.prefill import (
+    SUFFIX_CAPACITY,
+    defer_last_tokens,
+    initial_capacity,
+    prefill_leaves,
+    prefix_cache_of,
+)
 from hf_parallel.generation.resampling.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import Row
-from hf_parallel.generation.sampling import TokenTable
+from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.generation.validation import check_bool, check_int, is_int
+
+Path: TypeAlias = tuple[np.ndarray, ...]
+"""Tokens of the nodes from the root of a tree to a leaf, each int64 `[length]`."""
 
 
 @dataclass
 class SharedPrefixConfig(ReplayConfig):
-    """Completions that share what their prompts have in common. Output equals plain `generate`'s.
+    """Completions whose prompts share prefixes. The output equals that of plain `generate`.
 
     Parameters
     ----------
     levels : nested list, optional
-        The tree of prefixes, for who wants control: a node is `[tokens, child, child, ...]`, a leaf its tokens alone,
-        tokens a list of ints, a 1-D tensor, or a string if a `tokenizer` is given. Several roots may be listed in a
-        tuple. There is one row per leaf, depth first. Takes the place of `input_ids`. Default: shared prefixes of
-        the rows of `input_ids` are found by themselves.
+        An explicit tree of prefixes instead of `input_ids`: a node is `[tokens, child, child, ...]`, a leaf its tokens
+        alone. Tokens are a list of ints, a 1-D tensor, or a string if a `tokenizer` is given. A tuple lists several
+        roots. There is one row per leaf, depth first. Default: the shared prefixes of the rows of `input_ids`.
     keep_completions : bool
-        Whether a cache that outlives the call holds the completions too, so that they can be continued.
+        Whether a cache that outlives the call keeps the completions too, so that they can be continued.
     draft_tokens : int, optional
-        With a `logits_cache`, tokens that a row may bring to a forward pass on trial, at most: where it writes again
-        what the prompt has, or an earlier sample of it, what may follow there is computed along, and stays as far as
-        it is drawn. It changes no sample, and is left where it does not pay. 0: none. Default: 15 where the model runs
-        on the host, else 0.
+        With a `logits_cache`, the maximum number of draft tokens that a row verifies per forward pass (speculative
+        decoding by n-gram lookup in the prompt and in its earlier samples). Does not change samples, and is skipped
+        where it does not pay. 0: no drafts. Default: 15 where the model runs on the CPU, else 0.
     """
 
     mode: ClassVar[str] = "shared_prefix"
@@ -45,10 +52,6 @@ class SharedPrefixConfig(ReplayConfig):
     levels: Any = None
     keep_completions: bool = True
     draft_tokens: Any = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._paths: list[tuple[np.ndarray, ...]] = []
 
     def validate(self) -> None:
         """Check every setting; see `ParallelConfig.validate`."""
@@ -59,20 +62,25 @@ class SharedPrefixConfig(ReplayConfig):
         if self.levels is not None and not isinstance(self.levels, list | tuple):
             raise ValueError(f"levels must be a nested list, got {type(self.levels).__name__}")
 
-    def prepare(self, kwargs: dict[str, Any]) -> None:
-        """Turn `levels` into left-padded `input_ids`."""
+    @property
+    def replaces_input_ids(self) -> bool:
+        """Whether `levels` hold the prompts."""
+        return self.levels is not None
+
+    def prepare(self, kwargs: dict[str, Any]) -> list[Path]:
+        """Replace `levels` by left-padded `input_ids`. Return the path of each leaf; empty without `levels`."""
         if self.levels is None:
-            return
+            return []
         for name in ("inputs", "input_ids", "attention_mask", "position_ids"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"give either {name} or levels, not both: levels hold all tokens of every row")
         if kwargs.get("num_return_sequences", 1) not in (None, 1):
             raise ValueError("with levels there is one row per leaf; repeat a leaf instead of num_return_sequences")
         try:
-            self._paths = list(_leaf_paths(self.levels, kwargs.get("tokenizer")))
+            paths = list(_leaf_paths(self.levels, kwargs.get("tokenizer")))
         except RecursionError as error:
             raise ValueError("levels is nested too deeply, or holds itself") from error
-        rows = [np.concatenate(path) for path in self._paths]
+        rows = [np.concatenate(path) for path in paths]
         width = max(len(row) for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -80,89 +88,99 @@ class SharedPrefixConfig(ReplayConfig):
             ids[i, width - len(row) :] = torch.from_numpy(row)
             mask[i, width - len(row) :] = 1
         kwargs.update(input_ids=ids, attention_mask=mask)
+        return paths
 
-    def run(self, call: GenerationCall) -> Any:
-        """Prefill the tree once, then decode all rows over it."""
-        if self._paths and call.num_rows != len(self._paths):
+    def make_run(self, call: GenerationCall) -> SharedPrefixRun:
+        """See `ParallelConfig.make_run`."""
+        return SharedPrefixRun(self, call)
+
+
+class SharedPrefixRun:
+    """One call: prefills the tree of prompts once, then decodes all rows over it.
+
+    Parameters
+    ----------
+    config : SharedPrefixConfig
+    call : GenerationCall
+        `prepared` holds the paths of `levels`.
+    """
+
+    def __init__(self, config: SharedPrefixConfig, call: GenerationCall) -> None:
+        if call.prepared and call.num_rows != len(call.prepared):
             raise ValueError("with levels there is one row per leaf, but generation_config has num_return_sequences")
-        cache = tree_of(call)
-        table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, SUFFIX_ROOM))
-        loop = DecodeLoop(call, cache, table, seed=self.seed)
-        with loop.running(), replaying(loop, self, call.prompts, self.draft_tokens):
-            self._decode(loop, cache)
-        output = loop.output()
-        if call.past_key_values is None and isinstance(output, torch.Tensor):
-            cache.reset()
+        self.config, self.call, self.cache = config, call, prefix_cache_of(call)
+        table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, SUFFIX_CAPACITY))
+        self.loop = DecodeLoop(call, self.cache, table, seed=config.seed)
+
+    def generate(self) -> Any:
+        """Generate. Return a tensor `int64 [rows, length]` or a `ParallelOutput`."""
+        with self.loop.running(), replaying(self.loop, self.config, self.call.prompts, self.config.draft_tokens):
+            rows = self.loop.replay([Row(index, ()) for index in range(self.call.num_rows)])
+            if rows:
+                self._decode(rows)
+        output = self.loop.output()
+        if self.call.past_key_values is None and isinstance(output, torch.Tensor):
+            self.cache.reset()
         return output
 
-    def _leaves(self, call: GenerationCall, cache: SharedPrefixCache, rows: Sequence[int]) -> list[Node]:
-        """The leaves of rows' prompts: found by what the prompts share, or as `levels` says."""
-        if self.levels is None:
-            return [cache.insert(call.prompts[row]) for row in rows]
-        leaves = []
-        for row in rows:
-            node = cache.root
-            for tokens in self._paths[row]:
-                node = cache.insert(tokens, below=node)
-            leaves.append(node)
-        return leaves
+    def _leaf(self, row: int) -> Node:
+        """Return the leaf of a prompt, sharing prefixes with other prompts or as `levels` says."""
+        node = self.cache.root
+        for tokens in self.call.prepared[row] if self.call.prepared else [self.call.prompts[row]]:
+            node = self.cache.insert(tokens, root=node)
+        return node
 
-    def _decode(self, loop: DecodeLoop, cache: SharedPrefixCache) -> None:
-        """Replay what is remembered, prefill what is not held of the rows that go on, then decode."""
-        call, table = loop.call, loop.table
-        rows = loop.replay([Row(index, ()) for index in range(call.num_rows)])
-        if not rows:
-            return
+    def _decode(self, rows: Sequence[Row]) -> None:
+        """Prefill prompts and replayed tokens of rows, then decode."""
+        call, table, cache = self.call, self.loop.table, self.cache
         begins = [table.lengths[row.index] for row in rows]
-        replayed = [
-            table.ids[row.index, call.input_ids.shape[1] : begin] for row, begin in zip(rows, begins, strict=True)
-        ]
-        leaves = [
-            cache.insert(tokens.cpu().numpy(), below=leaf) if len(tokens) else leaf
-            for leaf, tokens in zip(self._leaves(call, cache, [row.index for row in rows]), replayed, strict=True)
-        ]
+        replayed = [table.ids[row.index, call.input_ids.shape[1] : n] for row, n in zip(rows, begins, strict=True)]
+        leaves = [self._leaf(row.index) for row in rows]
+        for i, tokens in enumerate(replayed):
+            if len(tokens):
+                leaves[i] = cache.insert(tokens.cpu().numpy(), root=leaves[i])
         logits = None
-        if all(len(tokens) for tokens in replayed) and (above := step_back(loop, cache, leaves)) is not None:
-            leaves, begins = above, [begin - 1 for begin in begins]
+        if all(map(len, replayed)) and (parents := defer_last_tokens(self.loop, cache, leaves)) is not None:
+            leaves, begins = parents, [begin - 1 for begin in begins]
             for row, tokens in zip(rows, replayed, strict=True):
                 row.pending = tokens[-1:].tolist()
         else:
-            logits = prefill_leaves(loop, cache, leaves)
-        room = first_room(call.max_length - min(begins) - 1, len(rows))
-        for row, leaf, block in zip(rows, leaves, cache.new_blocks(len(rows), room), strict=True):
+            logits = prefill_leaves(self.loop, cache, leaves)
+        capacity = initial_capacity(call.max_length - min(begins) - 1, len(rows))
+        for row, leaf, block in zip(rows, leaves, cache.new_blocks(len(rows), capacity), strict=True):
             block.base = leaf.start + len(leaf.tokens)
             row.view = [*cache.view(leaf), block]
-        ended = list(zip(rows, leaves, begins, strict=True))
+        unattached = list(zip(rows, leaves, begins, strict=True))
         try:
-            loop.decode(rows, logits)
-            while ended:
-                self._keep(loop, cache, *ended.pop())
+            self.loop.decode(rows, logits)
+            while unattached:
+                self._keep_completion(*unattached.pop())
         except BaseException:
-            for row, _, _ in ended:
+            for row, _, _ in unattached:
                 cache.free(row.view[-1])
             raise
 
-    def _keep(self, loop: DecodeLoop, cache: SharedPrefixCache, row: Row, leaf: Node, begin: int) -> None:
-        """Make a completion part of the tree, or free it."""
+    def _keep_completion(self, row: Row, leaf: Node, begin: int) -> None:
+        """Attach a completion to the tree, or free its block."""
         block = row.view[-1]
-        if self.keep_completions and block.length:
-            completion = loop.table.ids[row.index, begin : begin + block.length]
-            cache.attach(leaf, completion.cpu().numpy(), block)
+        if self.config.keep_completions and block.length:
+            completion = self.loop.table.ids[row.index, begin : begin + block.length]
+            self.cache.attach(leaf, completion.cpu().numpy(), block)
         else:
-            cache.free(block)
+            self.cache.free(block)
 
 
-def _leaf_paths(node: Any, tokenizer: Any, above: tuple[np.ndarray, ...] = ()) -> Iterator[tuple[np.ndarray, ...]]:
-    """The runs of tokens from the root to each leaf of a nested list, depth first."""
+def _leaf_paths(node: Any, tokenizer: Any, parents: Path = ()) -> Iterator[Path]:
+    """Yield the path to each leaf of a nested list, depth first."""
     if isinstance(node, tuple):
         if not node:
             raise ValueError("levels must name at least one root, got an empty tuple")
         for root in node:
-            yield from _leaf_paths(root, tokenizer, above)
+            yield from _leaf_paths(root, tokenizer, parents)
         return
     is_leaf = not isinstance(node, list) or all(isinstance(item, int) for item in node)
     tokens, children = (node, []) if is_leaf else (node[0], node[1:])
-    path = (*above, _as_tokens(tokens, tokenizer))
+    path = (*parents, _as_tokens(tokens, tokenizer))
     if not children:
         yield path
     for child in children:
@@ -170,7 +188,7 @@ def _leaf_paths(node: Any, tokenizer: Any, above: tuple[np.ndarray, ...] = ()) -
 
 
 def _as_tokens(tokens: Any, tokenizer: Any) -> np.ndarray:
-    """One run of tokens of `levels`: ints, a tensor, or text."""
+    """Convert the ints, tensor or text of a node to int64 `[length]`."""
     given = tokens
     if isinstance(tokens, str):
         if tokenizer is None:
@@ -179,5 +197,5 @@ def _as_tokens(tokens: Any, tokenizer: Any) -> np.ndarray:
     elif isinstance(tokens, np.ndarray) or (isinstance(tokens, torch.Tensor) and not tokens.is_meta):
         tokens = tokens.tolist()
     if not isinstance(tokens, list) or not tokens or not all(is_int(t) and abs(t) < 2**63 for t in tokens):
-        raise ValueError(f"a run of tokens in levels must be non-empty ints, a 1-D tensor or text, got {given!r}")
+        raise ValueError(f"tokens of a node in levels must be non-empty ints, a 1-D tensor or text, got {given!r}")
     return np.array(tokens, dtype=np.int64)

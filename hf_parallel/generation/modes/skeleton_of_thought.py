@@ -1,77 +1,72 @@
-"""`generation_mode="skeleton_of_thought"`: an outline, its points at the same time, a conclusion (Ning et al., 2024).
+"""`generation_mode="skeleton_of_thought"`: an outline, its points in parallel, a conclusion (Ning et al., 2024).
 
-As a baseline for modes whose rows see each other: here no point sees another one until all are written. With a limited
-number of workers and with a conclusion as in Hogwild! Inference, section 4.1.
+A baseline for modes whose rows see each other: here points do not see each other, only the conclusion sees all of them.
+The limited number of workers and the conclusion follow Hogwild! Inference, section 4.1.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
-from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import check_tokenizer_given, encode
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.config import RowPlace, check_int, check_template, check_text
+from hf_parallel.generation.config import RowPlace
 from hf_parallel.generation.modes.final_answers import check_pattern
 from hf_parallel.generation.modes.stages import (
-    Stage,
-    TextRequest,
+    CompletionRow,
+    StagedRun,
+    check_no_prompt_relative_settings,
     check_vocabulary,
-    give_back,
-    refuse_what_counts_from_the_prompt,
 )
 from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.prefill import tree_of
 from hf_parallel.generation.resampling.config import ReplayConfig
 from hf_parallel.generation.rng import RowRNG, make_rngs
-from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.generation.validation import check_int, check_template, check_text
 from hf_parallel.transcript.sections import TranscriptStyle
 
 
 @dataclass
 class SkeletonOfThoughtConfig(ReplayConfig):
-    r"""An outline whose points are written at the same time. `max_new_tokens` is the budget of each text, not of all.
+    r"""An outline whose points are generated in parallel. `max_new_tokens` is the budget of each text, not of all.
 
-    The model writes an outline behind the prompt and `outline_prompt`; each point behind the prompt, `point_prompt` and
-    `point_heading`; a conclusion behind the prompt, all headings and points, and `conclusion_prompt`. The answer is
-    what stands behind the prompt in the end. An outline of fewer than `min_points` points is put aside: the model
-    answers the prompt as it would have without this mode, and the output says so.
+    The outline follows the prompt and `outline_prompt`. Each point follows the prompt, `point_prompt` and
+    `point_heading`. The conclusion follows the prompt, all headings and points, and `conclusion_prompt`. The answer is
+    all that follows the prompt in the end. If the outline has fewer than `min_points` points, the answer is generated
+    without an outline, as plain `generate` would, and the output gives the reason in `fallback`.
 
     Parameters
     ----------
     outline_prompt : str
         Asks for an outline.
     outline_start : str
-        Begins it.
+        First text of the outline.
     point_pattern : str
         Regular expression of a line of the outline that is a point; its first group is the point.
     min_points, max_points : int
-        Fewer are no outline; more are left out. A point that is named twice counts once.
+        Points of an outline. Further points are dropped, and so are repeated ones.
     point_prompt : str
         Asks for one point; `{skeleton}` (all points, numbered), `{number}` and `{point}` are filled in.
     point_heading : str
-        Begins the point, there and in the answer; `{number}` and `{point}` are filled in.
+        First text of a point, there and in the answer; `{number}` and `{point}` are filled in.
     point_end : str
-        Ends a point where it follows on some text. Empty: nothing does but what ends every text.
+        Ends a point, where it follows other text. Empty: a point ends as any text does.
     point_gap : str
-        Behind each point in the answer, as far as it does not end so; without a conclusion, not behind the last.
+        Text between points, and between the last one and the conclusion. What a point ends with is not repeated.
     point_workers : int, optional
-        Rows that write the points of a prompt; one whose point has ended takes the next. Default: one for each point.
+        Points of a prompt that are generated at the same time. Default: all of them.
     conclusion_prompt : str
         Asks for the conclusion, or begins it.
     outline_tokens, point_tokens, conclusion_tokens : int, optional
-        Tokens that an outline, each point and the conclusion may have; default: `max_new_tokens`, as has an answer
-        without outline. `conclusion_tokens=0`: there is no conclusion.
+        Token budgets of the outline, of each point and of the conclusion. Default: `max_new_tokens`, which also is the
+        budget of an answer without outline. `conclusion_tokens=0`: no conclusion.
 
     Notes
     -----
-    A `ParallelStreamer` hears outline and conclusion of prompt `p` as row `p`, and point `k` (from 1 on) as row
-    `p + k * batch`. `put` gets the tokens that are returned, when they are known.
+    A `ParallelStreamer` receives outline and conclusion of prompt `p` as row `p`, and point `k` (counted from 1) as row
+    `p + k * batch`. `put` receives the returned tokens once they are known.
     """
 
     mode: ClassVar[str] = "skeleton_of_thought"
@@ -116,13 +111,17 @@ class SkeletonOfThoughtConfig(ReplayConfig):
                 check_int(name, getattr(self, name), at_least=least)
 
     def prepare(self, kwargs: dict[str, Any]) -> None:
-        """Look whether the tokenizer is there and works, before anything is prepared."""
+        """Check the tokenizer, and that no argument depends on row numbers."""
         check_tokenizer_given(kwargs, self.mode)
         if kwargs.get("prefix_allowed_tokens_fn") is not None:
-            raise ValueError(f"prefix_allowed_tokens_fn cannot be honoured by {self.mode}: its rows are no prompts")
+            raise ValueError(f"prefix_allowed_tokens_fn cannot be honoured by {self.mode}: its rows are not prompts")
+
+    def make_run(self, call: GenerationCall) -> SkeletonRun:
+        """See `ParallelConfig.make_run`."""
+        return SkeletonRun(self, call)
 
     def place(self, row: int, num_prompts: int) -> RowPlace:
-        """See `ParallelConfig.place`. Index 0 is outline and conclusion, which span all points."""
+        """See `ParallelConfig.place`. Index 0 is outline and conclusion, which span the columns of all points."""
         index, prompt = divmod(row, num_prompts)
         return RowPlace(prompt, index, index - 1 if index else None)
 
@@ -130,47 +129,25 @@ class SkeletonOfThoughtConfig(ReplayConfig):
         """Name of the outline or of a point."""
         return f"Point {index}" if index else "Outline"
 
+    def step_name(self, index: int, step: int, text: str) -> str:
+        """Return the name of a text: an outline's row also generates the conclusion, or the answer without points."""
+        if step == 1:
+            return self.row_name(index)
+        return "Conclusion" if text else "Answer"
+
     @property
     def transcript_style(self) -> TranscriptStyle:
         """Points do not see each other."""
         return TranscriptStyle("point", "outline and conclusion")
 
-    def run(self, call: GenerationCall) -> Any:
-        """Write all outlines, then all points, then all conclusions."""
-        self._check_call(call)
-        cache, stats = tree_of(call), GenerationStats()
-        noise = make_rngs(self.seed, call.num_rows)
-        drafts = [Draft(self, call, row, None if noise is None else noise[row]) for row in range(call.num_rows)]
-        stages = ((Draft.begin, None), (Draft.go_on, self.point_workers), (Draft.conclude, None))
-        for asked, workers in stages:
-            groups = [asked(draft) for draft in drafts]
-            if any(groups):
-                seeds = [seed for draft, group in zip(drafts, groups, strict=True) for seed in draft.seeds(group)]
-                Stage(self, call, cache, groups, workers, seed=seeds or None, stats=stats).run()
-        return give_back(
-            call,
-            cache,
-            [draft.tokens for draft in drafts],
-            stats,
-            SkeletonOfThoughtOutput,
-            texts=[draft.text for draft in drafts],
-            outlines=[draft.outline.opening + draft.outline.text.text for draft in drafts],
-            points=[draft.points for draft in drafts],
-            conclusions=[draft.conclusion for draft in drafts],
-            fallback=[draft.fallback for draft in drafts],
-        )
-
-    def read_points(self, outline: str, cut: bool = False) -> list[str]:
-        """The points of an outline; if it was cut off, its last line is none."""
+    def read_points(self, outline: str, truncated: bool = False) -> list[str]:
+        """Return the points of an outline, without the last line of a truncated one."""
         lines = outline.split("\n")
-        points = filter(None, map(self._point, lines[:-1] if cut else lines))
+        points = filter(None, map(self._point, lines[:-1] if truncated else lines))
         return list(dict.fromkeys(points))[: self.max_points]
 
     def outline_ends(self, outline: str) -> bool:
-        """Whether an outline is complete.
-
-        It is when it has all points that it may, when it names one again, or when a paragraph follows.
-        """
+        """Return whether an outline is complete: it has `max_points` points, repeats one, or a paragraph follows."""
         points: list[str] = []
         blank = False
         for line in outline.split("\n")[:-1]:
@@ -182,111 +159,150 @@ class SkeletonOfThoughtConfig(ReplayConfig):
         return len(points) >= self.max_points
 
     def _point(self, line: str) -> str:
-        """The point that a line of an outline is, or nothing."""
+        """Return the point in a line of an outline, or an empty string."""
         match = re.match(self.point_pattern, line)
         return (match.group(1) or "").strip() if match else ""
 
-    def _check_call(self, call: GenerationCall) -> None:
-        given = call.generation_config
-        refuse_what_counts_from_the_prompt(call, self.mode)
+
+class SkeletonRun(StagedRun):
+    """One call of the mode: all outlines, then all points, then all conclusions; see `StagedRun`.
+
+    Raises
+    ------
+    ValueError
+        For settings that the mode cannot honour.
+    """
+
+    def __init__(self, config: SkeletonOfThoughtConfig, call: GenerationCall) -> None:
+        self.config, given = config, call.generation_config
+        check_no_prompt_relative_settings(call, config.mode)
         for name in ("output_scores", "output_logits"):
             if given.return_dict_in_generate and getattr(given, name):
-                raise ValueError(f"{name} cannot be honoured by {self.mode}: one answer is written by several rows")
-        names = {"skeleton": "1. a", "number": 1, "point": "a"}
-        asks = (self.point_prompt.format(**names), self.point_heading.format(number=1, point="a"))
-        check_vocabulary(
-            call, [self.outline_prompt + self.outline_start, "".join(asks), self.point_gap, self.conclusion_prompt]
+                raise ValueError(f"{name} cannot be honoured by {config.mode}: an answer is generated by several rows")
+        point = config.point_prompt.format(skeleton="1. a", number=1, point="a")
+        heading = config.point_heading.format(number=1, point="a")
+        texts = [config.outline_prompt + config.outline_start, point + heading, config.point_gap]
+        check_vocabulary(call, [*texts, config.conclusion_prompt])
+        super().__init__(config, call)
+        rngs = make_rngs(config.seed, call.num_rows)
+        self.answers = [SkeletonAnswer(self, row, None if rngs is None else rngs[row]) for row in range(call.num_rows)]
+
+    def generate(self) -> Any:
+        """Generate. Return a tensor `int64 [batch, length]` or a `SkeletonOfThoughtOutput`."""
+        answers = self.answers
+        self._run_stage(SkeletonAnswer.outline_rows)
+        self._run_stage(SkeletonAnswer.point_rows, self.config.point_workers)
+        self._run_stage(SkeletonAnswer.conclusion_rows)
+        return self.output(
+            SkeletonOfThoughtOutput,
+            [answer.tokens for answer in answers],
+            texts=[answer.text for answer in answers],
+            outlines=[answer.outline.prefix + answer.outline.text for answer in answers],
+            points=[answer.points for answer in answers],
+            conclusions=[answer.conclusion for answer in answers],
+            fallback=[answer.fallback for answer in answers],
         )
 
+    def _run_stage(
+        self, rows_of: Callable[[SkeletonAnswer], list[CompletionRow]], max_active: int | None = None
+    ) -> None:
+        groups = [rows_of(answer) for answer in self.answers]
+        if any(groups):
+            rngs = [
+                rng for answer, rows in zip(self.answers, groups, strict=True) for rng in answer.fork_rngs(len(rows))
+            ]
+            self.run_stage(groups, max_active=max_active, seed=rngs or None)
 
-class Draft:
-    """The answer to one prompt, as it comes about: `begin`, `go_on` and `conclude` say what is to be written next."""
 
-    def __init__(self, config: SkeletonOfThoughtConfig, call: GenerationCall, row: int, noise: RowRNG | None) -> None:
-        self.config, self.call, self.row, self.noise = config, call, row, noise
+class SkeletonAnswer:
+    """Answer to one prompt; `outline_rows`, `point_rows` and `conclusion_rows` make the rows of its three stages."""
+
+    def __init__(self, run: SkeletonRun, prompt: int, rng: RowRNG | None) -> None:
+        self.run, self.config, self.prompt, self.rng = run, run.config, prompt, rng
         self.fallback: str | None = None
         self.titles: list[str] = []
-        self.pieces: list[tuple[str, list[int]]] = []  # texts of the answer, with their tokens
-        self.written: list[TextRequest] = []  # the points
-        self.last: TextRequest | None = None  # the conclusion, or an answer without an outline
+        self.pieces: list[tuple[str, list[int]]] = []  # text and tokens of the answer before its last row
+        self.point_completions: list[CompletionRow] = []
+        self.last: CompletionRow | None = None  # the conclusion, or an answer without outline
 
-    def begin(self) -> list[TextRequest]:
-        """The outline."""
+    def outline_rows(self) -> list[CompletionRow]:
+        """Return the row of the outline."""
         config = self.config
-
-        def complete(text: str) -> bool:
-            return config.outline_ends(config.outline_start + text)
-
-        asks = self._encode(config.outline_prompt + config.outline_start)
-        self.outline = self._passage(0, asks, config.outline_tokens, config.outline_start, complete)
+        suffix = self._encode(config.outline_prompt + config.outline_start)
+        self.outline = self._completion(
+            0,
+            suffix,
+            config.outline_tokens,
+            config.outline_start,
+            lambda text: config.outline_ends(config.outline_start + text),
+        )
         return [self.outline]
 
-    def go_on(self) -> list[TextRequest]:
-        """The points of the outline, or a whole answer where there are none."""
+    def point_rows(self) -> list[CompletionRow]:
+        """Return a row for each point of the outline, or one for the whole answer if there are too few."""
         config, outline = self.config, self.outline
-        self.titles = config.read_points(outline.opening + outline.text.text, outline.cut)
+        self.titles = config.read_points(outline.prefix + outline.text, outline.truncated)
         if len(self.titles) < config.min_points:
             count, self.titles = len(self.titles), []
             self.fallback = f"the outline has {count} of at least {config.min_points} points"
-            self.last = self._passage(0, [], None)
+            self.last = self._completion(0, [], None)
             return [self.last]
         skeleton = "\n".join(f"{number}. {title}" for number, title in enumerate(self.titles, start=1))
         for number, title in enumerate(self.titles, start=1):
             heading = self._heading(number)
-            asks = self._encode(config.point_prompt.format(skeleton=skeleton, number=number, point=title) + heading)
-            self.written.append(self._passage(number, asks, config.point_tokens, heading, self._point_ends))
-        return self.written
+            prompt = config.point_prompt.format(skeleton=skeleton, number=number, point=title)
+            row = self._completion(
+                number, self._encode(prompt + heading), config.point_tokens, heading, self._point_ends
+            )
+            self.point_completions.append(row)
+        return self.point_completions
 
-    def conclude(self) -> list[TextRequest]:
-        """The conclusion, if there is to be one."""
+    def conclusion_rows(self) -> list[CompletionRow]:
+        """Return the row of the conclusion, if there is one."""
         config = self.config
         if self.fallback is not None:
             return []
-        concluding = config.conclusion_tokens != 0
-        for number, passage in enumerate(self.written, start=1):
-            self._append(self._heading(number))
-            self.pieces.append((passage.text.text, passage.text.tokens))
-            if concluding or number < len(self.written):
-                self._append(_missing(passage.text.text, config.point_gap))
-        if not concluding:
+        for number, row in enumerate(self.point_completions, start=1):
+            self._add_text(self._heading(number))
+            self.pieces.append((row.text, row.text_tokens))
+            if config.conclusion_tokens != 0 or number < len(self.titles):
+                self._add_text(_missing_end(row.text, config.point_gap))
+        if config.conclusion_tokens == 0:
             return []
-        self._append(config.conclusion_prompt)
-        read = [token for _, tokens in self.pieces for token in tokens]
-        self.last = self._passage(0, read, config.conclusion_tokens, config.conclusion_prompt)
+        self._add_text(config.conclusion_prompt)
+        self.last = self._completion(0, self.tokens, config.conclusion_tokens, config.conclusion_prompt)
         return [self.last]
 
     @property
     def tokens(self) -> list[int]:
-        """The answer."""
+        """Tokens of the answer."""
         last = [] if self.last is None else self.last.tokens
         return [token for _, tokens in self.pieces for token in tokens] + last
 
     @property
     def text(self) -> str:
-        """The answer, as text."""
-        return "".join(text for text, _ in self.pieces) + ("" if self.last is None else self.last.text.text)
+        """Text of the answer."""
+        return "".join(text for text, _ in self.pieces) + ("" if self.last is None else self.last.text)
 
     @property
     def conclusion(self) -> str:
-        """What the model wrote in the end, its prompt included; empty without a conclusion."""
-        if self.last is None or self.fallback is not None:
-            return ""
-        return self.last.opening + self.last.text.text
+        """Conclusion, its prompt included; empty if there is none."""
+        return "" if self.last is None or self.fallback is not None else self.last.prefix + self.last.text
 
     @property
     def points(self) -> list[SkeletonPoint]:
-        """The points with what was written about them."""
+        """Points with their texts."""
         return [
-            SkeletonPoint(number, title, passage.text.text, list(passage.tokens), passage.prompt.tolist())
-            for number, (title, passage) in enumerate(zip(self.titles, self.written, strict=True), start=1)
+            SkeletonPoint(number, title, row.text, list(row.tokens), row.prompt.tolist())
+            for number, (title, row) in enumerate(zip(self.titles, self.point_completions, strict=True), start=1)
         ]
 
-    def seeds(self, passages: Sequence[TextRequest]) -> list[RowRNG]:
-        """A source of randomness for each passage: what one draws does not hang on others, nor on workers."""
-        if self.noise is None:
+    def fork_rngs(self, count: int) -> list[RowRNG]:
+        """Return independent randomness for `count` rows of the next stage; empty without a seed."""
+        if self.rng is None:
             return []
-        self.noise.skip()  # or a stage would draw what the one before it drew
-        return self.noise.fork(len(passages))
+        self.rng.skip()  # so that two stages have different randomness
+        return self.rng.fork(count)
 
     def _heading(self, number: int) -> str:
         return self.config.point_heading.format(number=number, point=self.titles[number - 1])
@@ -294,38 +310,27 @@ class Draft:
     def _point_ends(self, text: str) -> bool:
         return bool(self.config.point_end) and self.config.point_end in text.lstrip()
 
-    def _append(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         self.pieces.append((text, self._encode(text)))
 
     def _encode(self, text: str) -> list[int]:
-        return encode(self.call.tokenizer, text) if text else []
+        return encode(self.run.call.tokenizer, text) if text else []
 
-    def _passage(
-        self,
-        point: int,
-        asks: list[int],
-        limit: int | None,
-        opening: str = "",
-        until: Callable[[str], bool] | None = None,
-    ) -> TextRequest:
-        """What is asked for behind the prompt: a point, or with `point=0` any other text."""
-        call = self.call
-        prompt = np.concatenate((call.prompts[self.row], np.array(asks, np.int64)))
-        budget = call.max_new_tokens if limit is None else limit
-        row = self.row + point * call.num_rows
-        return TextRequest(prompt, budget, IncrementalDetokenizer(call.tokenizer), row, opening, until)
+    def _completion(self, point: int, *arguments: Any) -> CompletionRow:
+        """Return a row of a point, or with `point=0` of any other text; see `StagedRun.completion`."""
+        return self.run.completion(self.prompt, self.prompt + point * self.run.call.num_rows, *arguments)
 
 
-def _missing(text: str, end: str) -> str:
-    """What a text lacks to end with `end`."""
+def _missing_end(text: str, end: str) -> str:
+    """Return the part of `end` that a text does not end with."""
     return next(end[i:] for i in range(len(end), -1, -1) if text.endswith(end[:i]))
 
 
 @dataclass
 class SkeletonPoint:
-    """A point of an outline and what was written about it.
+    """A point of an outline and its text.
 
-    `prompt` are all tokens before those of the point, `tokens` all that were generated, one that ended it included.
+    `prompt` holds all tokens before those of the point, `tokens` all generated ones, an end-of-text token included.
     """
 
     number: int
@@ -337,7 +342,7 @@ class SkeletonPoint:
 
 @dataclass
 class SkeletonOfThoughtOutput(ParallelOutput):
-    """What was written, stage by stage.
+    """Texts of all stages.
 
     Attributes
     ----------
@@ -348,11 +353,11 @@ class SkeletonOfThoughtOutput(ParallelOutput):
     outlines : list of str
         Per prompt the outline, `outline_start` included.
     points : list of list of SkeletonPoint
-        Per prompt; none where the answer was written without an outline.
+        Per prompt; empty where the answer has no outline.
     conclusions : list of str
-        Per prompt what the model wrote in the end, `conclusion_prompt` included; empty where there was none.
+        Per prompt the conclusion, `conclusion_prompt` included; empty where there is none.
     fallback : list of (str or None)
-        Per prompt why the answer was written without an outline, as `generate` would have; None: it was not.
+        Per prompt why the answer was generated without an outline; None: it has one.
     """
 
     texts: list[str] | None = None
@@ -362,6 +367,6 @@ class SkeletonOfThoughtOutput(ParallelOutput):
     fallback: list[str | None] | None = None
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
-        """The answer, and why it has no points."""
+        """Return the answer, and why it has no points."""
         found = (("Answer", (self.texts or ())[prompt]), ("Without an outline", (self.fallback or ())[prompt]))
         return [(label, text) for label, text in found if text]

@@ -1,15 +1,14 @@
-"""Texts that a mode asks for, each over a prompt of its own, and the final answers that they hold.
+"""Stage engine: completions over prompts of their own, all generated in the same forward passes.
 
-Modes of several stages (self-consistency, Skeleton-of-Thought) are made of `Stage`: its prompts go into one tree of
-shared prefixes, and its texts get their tokens in the same forward passes.
+Modes of several stages (self-consistency, Skeleton-of-Thought) derive their run from `StagedRun`. The prompts of all
+stages share prefixes in one tree (Hydragen, section 3.3), also with the completions of earlier stages.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,14 +23,14 @@ from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.prefill import SUFFIX_ROOM, first_room, prefill_leaves
+from hf_parallel.generation.prefill import SUFFIX_CAPACITY, initial_capacity, prefill_leaves, prefix_cache_of
 from hf_parallel.generation.resampling.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import Row
-from hf_parallel.generation.sampling import TokenTable
 from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.models.attention import UnsupportedModelError
 
-_FROM_THE_PROMPT = (
+_PROMPT_RELATIVE = (
     "min_length",
     "min_new_tokens",
     "forced_bos_token_id",
@@ -40,69 +39,105 @@ _FROM_THE_PROMPT = (
     "begin_suppress_tokens",
     "watermarking_config",
 )
-"""Settings of `generate` that are bound to the prompts it was given."""
+"""Settings of `generate` whose effect depends on the prompt that it was given."""
 
 
-# Texts
-
-
-@dataclass(eq=False)
-class TextRequest:
-    """A text that is asked for.
+class CompletionRow(Row):
+    """One completion over its own prompt.
 
     Parameters
     ----------
     prompt : int64 [length]
-        What its row reads first.
     max_new_tokens : int
-    text : IncrementalDetokenizer
-        What has been written so far, without a token of `eos_token_id`.
-    row : int
-        Number of its row for a streamer.
-    opening : str
-        End of the prompt that belongs to the text; a streamer is told it first.
-    until : callable (str) -> bool, optional
-        Asked after each token whether the text is complete.
+    tokenizer
+    output_row : int
+        Number of the row for a `ParallelStreamer` and in the record of the call.
+    prefix : str
+        End of the prompt that is streamed as the beginning of the text.
+    is_complete : callable (str) -> bool, optional
+        Called with the text after each token; True ends the row.
+
+    Attributes
+    ----------
+    tokens : list of int
+        Generated tokens, a token of `eos_token_id` included.
+    truncated : bool
+        Whether `max_new_tokens` ended the row.
     """
 
-    prompt: np.ndarray
-    max_new_tokens: int
-    text: IncrementalDetokenizer
-    row: int
-    opening: str = ""
-    until: Callable[[str], bool] | None = None
-    tokens: list[int] = field(default_factory=list)  # all that were generated
-    cut: bool = False  # whether the budget ended it
+    def __init__(
+        self,
+        prompt: np.ndarray,
+        max_new_tokens: int,
+        tokenizer: Any,
+        output_row: int,
+        prefix: str = "",
+        is_complete: Callable[[str], bool] | None = None,
+    ) -> None:
+        super().__init__(-1, ())
+        self.prompt, self.max_new_tokens, self.output_row = prompt, max_new_tokens, output_row
+        self.prefix, self.is_complete = prefix, is_complete
+        self.tokens: list[int] = []
+        self.truncated = False
+        self.group_index = 0
+        self.leaf: Node
+        self.recompute_last = False  # the next pass computes the logits of a token whose keys are cached already
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
 
-    def take(self, token: int, is_eos: bool, ended: bool) -> tuple[str, bool]:
-        """Append a token; returns the text that it added, and whether the passage goes on."""
+    @property
+    def text(self) -> str:
+        """Generated text, without a token of `eos_token_id`."""
+        return self._detokenizer.text
+
+    @property
+    def text_tokens(self) -> list[int]:
+        """Tokens of the text."""
+        return self._detokenizer.tokens
+
+    @property
+    def sequence(self) -> np.ndarray:
+        """Prompt and generated tokens, int64."""
+        return np.concatenate((self.prompt, np.array(self.tokens, np.int64)))
+
+    def append(self, token: int, is_eos: bool, ended: bool) -> tuple[str, bool]:
+        """Append a token. Return the text that it added, and whether the row stays active."""
         self.tokens.append(token)
-        added = "" if is_eos else self.text.add([token])
-        complete = ended or (self.until is not None and self.until(self.text.text))
-        self.cut = not complete and len(self.tokens) >= self.max_new_tokens
-        return added, not (complete or self.cut)
+        added = "" if is_eos else self._detokenizer.add([token])
+        complete = ended or (self.is_complete is not None and self.is_complete(self.text))
+        self.truncated = not complete and len(self.tokens) >= self.max_new_tokens
+        self.pending, self.recompute_last = [token], False
+        return added, not (complete or self.truncated)
+
+    def segments(self) -> list[tuple[Segment, list[int]]]:
+        """Return the tokens of the next pass; see `Row.segments`."""
+        if not self.recompute_last:
+            return super().segments()
+        return [(Segment(self.view[:-1], 1, write=False), self.pending)]
 
 
 class Stage:
-    """Passages that are written at the same time, each over its own prompt.
+    """Generates completions over a tree of shared prefixes.
 
     Parameters
     ----------
     config : ReplayConfig
-        Of the mode: whether logits are remembered.
     call : GenerationCall
     cache : SharedPrefixCache
-        Reads the prompts and keeps what is written.
-    groups : sequence of sequence of TextRequest
-        At least one passage in all.
-    workers : int, optional
-        Passages of a group that are written at a time; when one has ended the next begins. Default: all of them.
-    input_ids : int64 [passages, length], optional
-        Prompts as processors see them. Default: the passages' own, left-padded.
+    stats : GenerationStats
+        Updated in place.
+    groups : sequence of sequence of CompletionRow
+        At least one row in all.
+    max_active : int, optional
+        Rows of a group that decode at the same time; when one ends, the next one starts. Default: all of them.
+    input_ids : int64 [rows, length], optional
+        Prompts as logits processors see them. Default: those of the rows, left-padded.
     seed
-        Source of each passage's randomness, see `ParallelConfig`.
-    stats : GenerationStats, optional
-        Where to count; new unless given.
+        One source of randomness per row, see `ParallelConfig`.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a row may become longer than the model's RoPE frequencies allow.
     """
 
     def __init__(
@@ -110,142 +145,167 @@ class Stage:
         config: ReplayConfig,
         call: GenerationCall,
         cache: SharedPrefixCache,
-        groups: Sequence[Sequence[TextRequest]],
-        workers: int | None = None,
+        stats: GenerationStats,
+        groups: Sequence[Sequence[CompletionRow]],
+        max_active: int | None = None,
         input_ids: torch.Tensor | None = None,
         seed: Any = None,
-        stats: GenerationStats | None = None,
     ) -> None:
-        self.config, self.call, self.cache, self.workers = config, call, cache, workers
-        self.passages = [passage for group in groups for passage in group]
-        _check_lengths(call, self.passages)
-        longest = max(passage.max_new_tokens for passage in self.passages)
-        at_once = sum(min(len(group), workers or len(group)) for group in groups)
-        self.room = first_room(longest - 1, at_once)
-        ids = _left_padded(call, self.passages) if input_ids is None else input_ids
-        # Budgets are counted per passage: prompts have other lengths than the call's.
+        self.config, self.call, self.cache, self.max_active = config, call, cache, max_active
+        self.rows = [row for group in groups for row in group]
+        for index, row in enumerate(self.rows):
+            row.index = index
+        for index, group in enumerate(groups):
+            for row in group:
+                row.group_index = index
+        _check_lengths(call, self.rows)
+        longest = max(row.max_new_tokens for row in self.rows)
+        self.capacity = initial_capacity(
+            longest - 1, sum(min(len(group), max_active or len(group)) for group in groups)
+        )
+        ids = _left_padded(call, self.rows) if input_ids is None else input_ids
+        # Each row has a budget of its own, which MaxLengthCriteria does not know.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
-        table = TokenTable(ids, call.pad_token_id, min(longest, SUFFIX_ROOM))
-        padding = torch.tensor([ids.shape[1] - len(passage.prompt) for passage in self.passages])
+        table = TokenTable(ids, call.pad_token_id, min(longest, SUFFIX_CAPACITY))
+        padding = torch.tensor([ids.shape[1] - len(row.prompt) for row in self.rows])
         self.loop = DecodeLoop(_with_padding(call, padding), cache, table, criteria, seed, stats, stream=False)
-        number = count()
-        self._waiting = [
-            deque(Writer(next(number), (), passage=passage, queue=i) for passage in group)
-            for i, group in enumerate(groups)
-        ]
+        self._queues = [deque(group) for group in groups]
 
     def run(self) -> DecodeLoop:
-        """Read all prompts, write all passages; returns the loop, with its table and scores."""
-        everyone = [writer for waiting in self._waiting for writer in waiting]
-        with self.loop.running(), replaying(self.loop, self.config, [passage.prompt for passage in self.passages]):
-            going = self.loop.replay(everyone, self._advance)
-            self._waiting = [deque(writer for writer in waiting if writer in going) for waiting in self._waiting]
-            if going:
-                self._write(going)
+        """Prefill all prompts and generate all completions. Return the loop, with its table and scores."""
+        with self.loop.running(), replaying(self.loop, self.config, [row.prompt for row in self.rows]):
+            active = self.loop.replay(self.rows, self._on_token)
+            self._queues = [deque(row for row in queue if row in active) for queue in self._queues]
+            if active:
+                self._decode(active)
         if self.loop.replayer is not None:
-            rows = {writer.index: writer.passage.row for writer in everyone}
-            self.call.record.came_from(self.loop.replayer.origins, rows)
+            output_rows = {row.index: row.output_row for row in self.rows}
+            self.call.record.add_origins(self.loop.replayer.origins, output_rows)
         return self.loop
 
-    def _write(self, writers: Sequence[Writer]) -> None:
-        """Read the prompts of writers, with what they have replayed, and let them write on."""
-        for writer in writers:
-            writer.leaf = self.cache.insert(writer.read)
-        logits = prefill_leaves(self.loop, self.cache, [writer.leaf for writer in writers])
+    def _decode(self, rows: Sequence[CompletionRow]) -> None:
+        """Prefill prompts and replayed tokens of rows, then decode."""
+        for row in rows:
+            row.leaf = self.cache.insert(row.sequence)
+        logits = prefill_leaves(self.loop, self.cache, [row.leaf for row in rows])
         try:
-            first = self._begin([0] * len(self._waiting))
-            places = [place for place, writer in enumerate(writers) if writer in first]
-            self.loop.decode(first, logits[places], self._advance, follow=self._follow)
-            self._keep(writers)
+            first = self._start_rows(Counter())
+            indices = [index for index, row in enumerate(rows) if row in first]
+            self.loop.decode(first, logits[indices], self._on_token, schedule=self._schedule)
+            self._keep_completions(rows)
         except BaseException:
-            self._drop()
+            for block in self.cache.blocks - {node.block for node in self.cache.nodes()}:
+                self.cache.free(block)
             raise
 
-    def _begin(self, busy: Sequence[int]) -> list[Writer]:
-        """Let those begin that wait in groups in which so few are `busy` that there is room for more."""
-        begun: list[Writer] = []
-        for waiting, writing in zip(self._waiting, busy, strict=True):
-            room = len(waiting) if self.workers is None else min(self.workers - writing, len(waiting))
-            begun += [waiting.popleft() for _ in range(room)]
-        for writer, block in zip(begun, self.cache.new_blocks(len(begun), self.room), strict=True):
-            block.base = len(writer.read)
-            writer.view, writer.pending = [*self.cache.view(writer.leaf), block], writer.read[-1:].tolist()
-        return begun
+    def _start_rows(self, num_active: Counter[int]) -> list[CompletionRow]:
+        """Start as many rows of each group as `max_active` allows, given the number of active ones by group."""
+        started: list[CompletionRow] = []
+        for index, queue in enumerate(self._queues):
+            free = len(queue) if self.max_active is None else min(self.max_active - num_active[index], len(queue))
+            started += [queue.popleft() for _ in range(free)]
+        for row, block in zip(started, self.cache.new_blocks(len(started), self.capacity), strict=True):
+            sequence = row.sequence
+            block.base = len(sequence)
+            row.view, row.pending = [*self.cache.view(row.leaf), block], sequence[-1:].tolist()
+        return started
 
-    def _advance(self, writer: Writer, token: int, ended: bool) -> bool:
-        """Hand a writer its token; says whether its passage goes on."""
-        passage = writer.passage
-        if not passage.tokens:
-            self._show(passage, passage.opening, "begin")
-        added, going = passage.take(token, token in self.call.eos_token_ids, ended)
-        writer.pending, writer.asks_again = [token], False
-        self._show(passage, added, "token")
-        if not going:
-            self._show(passage, "", "end")
-        return going
+    def _on_token(self, row: CompletionRow, token: int, ended: bool) -> bool:
+        if not row.tokens:
+            self.call.show(row.output_row, row.prefix, "begin")
+        added, is_active = row.append(token, token in self.call.eos_token_ids, ended)
+        self.call.show(row.output_row, added, "token")
+        if not is_active:
+            self.call.show(row.output_row, "", "end")
+        return is_active
 
-    def _follow(self, going: Sequence[Any]) -> Sequence[Any]:
-        """Those that go on, and those that take the place of others that have ended."""
-        if not any(self._waiting):
-            return going
-        begun = self._begin([sum(writer.queue == queue for writer in going) for queue in range(len(self._waiting))])
-        for writer in begun:
-            writer.asks_again = True
-        self.loop.stats.prefilled_tokens += len(begun)
-        return sorted([*going, *begun], key=lambda writer: writer.index)
+    def _schedule(self, active: Sequence[Any]) -> Sequence[Any]:
+        """Return the rows of the next pass: the active ones, and those that take the place of ended ones."""
+        if not any(self._queues):
+            return active
+        started = self._start_rows(Counter(row.group_index for row in active))
+        for row in started:
+            row.recompute_last = True
+        self.loop.stats.prefilled_tokens += len(started)
+        return sorted([*active, *started], key=lambda row: row.index)
 
-    def _show(self, passage: TextRequest, text: str, event: str) -> None:
-        """Tell a streamer of parallel text what a row wrote: `begin`, `token` or `end`."""
-        self.call.show(passage.row, text, event)
-
-    def _keep(self, writers: Sequence[Writer]) -> None:
-        """Make what was written part of the tree; the last token of a passage has not been read."""
-        for writer in writers:
-            block = writer.view[-1]
+    def _keep_completions(self, rows: Sequence[CompletionRow]) -> None:
+        """Attach completions to the tree; the keys of their last tokens were never computed."""
+        for row in rows:
+            block = row.view[-1]
             if block.length:
-                written = writer.passage.tokens[block.base - len(writer.passage.prompt) :]
-                self.cache.attach(writer.leaf, np.array(written), block)
+                self.cache.attach(row.leaf, np.array(row.tokens[block.base - len(row.prompt) :]), block)
             else:
                 self.cache.free(block)
 
-    def _drop(self) -> None:
-        """Free what is not part of the tree, after a run that did not come to its end."""
-        for block in self.cache.blocks - {node.block for node in self.cache.nodes()}:
-            self.cache.free(block)
+
+class StagedRun:
+    """Run of a mode that generates its answers in stages.
+
+    Parameters
+    ----------
+    config : ReplayConfig
+    call : GenerationCall
+    """
+
+    def __init__(self, config: ReplayConfig, call: GenerationCall) -> None:
+        self.call, self.cache, self.stats = call, prefix_cache_of(call), GenerationStats()
+        self._replay_config = config
+
+    def completion(
+        self,
+        prompt: int,
+        output_row: int,
+        suffix: Sequence[int] = (),
+        max_new_tokens: int | None = None,
+        prefix: str = "",
+        is_complete: Callable[[str], bool] | None = None,
+    ) -> CompletionRow:
+        """Return a completion of a prompt of the call, followed by the tokens of `suffix`; see `CompletionRow`."""
+        tokens = np.concatenate((self.call.prompts[prompt], np.array(suffix, np.int64)))
+        budget = self.call.max_new_tokens if max_new_tokens is None else max_new_tokens
+        return CompletionRow(tokens, budget, self.call.tokenizer, output_row, prefix, is_complete)
+
+    def run_stage(self, groups: Sequence[Sequence[CompletionRow]], **settings: Any) -> DecodeLoop:
+        """Generate completions; see `Stage`."""
+        return Stage(self._replay_config, self.call, self.cache, self.stats, groups, **settings).run()
+
+    def output(self, cls: type[ParallelOutput], answers: Sequence[Sequence[int]], /, **fields: Any) -> Any:
+        """Stream the tokens of each prompt's answer, which are final now, and return what `generate` returns.
+
+        Parameters
+        ----------
+        cls : type
+            Output with `return_dict_in_generate`.
+        answers : sequence of sequence of int
+            Tokens after each prompt of the call.
+        **fields
+            Further fields of `cls`.
+        """
+        call = self.call
+        table = TokenTable(call.input_ids, call.pad_token_id, max(map(len, answers)))
+        for row, tokens in enumerate(answers):
+            table.extend(row, tokens)
+        if hasattr(call.streamer, "put"):
+            for column in table.padded()[:, call.input_ids.shape[1] :].T:
+                call.streamer.put(column.cpu())
+        output = DecodeLoop(call, self.cache, table, stats=self.stats, stream=False).output(cls, **fields)
+        if call.past_key_values is None and isinstance(output, torch.Tensor):
+            self.cache.reset()
+        return output
 
 
-@dataclass(eq=False)
-class Writer(Row):
-    """The row of a passage; it waits in `queue` until it may begin, then `asks_again` for what follows its prompt."""
-
-    passage: TextRequest = field(default=None, repr=False)  # type: ignore[assignment]
-    queue: int = 0
-    leaf: Node = field(default=None, repr=False)  # type: ignore[assignment]
-    asks_again: bool = False
-
-    @property
-    def read(self) -> np.ndarray:
-        """The prompt and all that was written, int64."""
-        return np.concatenate((self.passage.prompt, np.array(self.passage.tokens, np.int64)))
-
-    def segments(self) -> list[tuple[Segment, list[int]]]:
-        """A new token; for one that begins while others write, the last token that it has, whose keys are held."""
-        if not self.asks_again:
-            return super().segments()
-        return [(Segment(self.view[:-1], 1, write=False), self.pending)]
-
-
-def _left_padded(call: GenerationCall, passages: Sequence[TextRequest]) -> torch.Tensor:
-    """The prompts as one matrix `int64 [passages, longest]`."""
-    longest = max(len(passage.prompt) for passage in passages)
-    ids = call.input_ids.new_full((len(passages), longest), call.pad_token_id)
-    for row, passage in enumerate(passages):
-        ids[row, longest - len(passage.prompt) :] = torch.from_numpy(passage.prompt)
+def _left_padded(call: GenerationCall, rows: Sequence[CompletionRow]) -> torch.Tensor:
+    """Prompts as one matrix `int64 [rows, longest]`."""
+    longest = max(len(row.prompt) for row in rows)
+    ids = call.input_ids.new_full((len(rows), longest), call.pad_token_id)
+    for row in rows:
+        ids[row.index, longest - len(row.prompt) :] = torch.from_numpy(row.prompt)
     return ids
 
 
 def _with_padding(call: GenerationCall, padding: torch.Tensor) -> GenerationCall:
-    """The call for other prompts: a repetition penalty overlooks the padding of these, `int64 [passages]`."""
+    """Return the call with a repetition penalty that ignores other padding, `int64 [rows]`."""
     processors = LogitsProcessorList()
     for processor in call.logits_processor:
         plain = type(processor) is RepetitionPenaltyLogitsProcessor
@@ -255,55 +315,26 @@ def _with_padding(call: GenerationCall, padding: torch.Tensor) -> GenerationCall
     return replace(call, logits_processor=processors)
 
 
-def _check_lengths(call: GenerationCall, passages: Sequence[TextRequest]) -> None:
-    longest = max(len(passage.prompt) + passage.max_new_tokens for passage in passages)
-    if call.capabilities.max_length is not None and longest > call.capabilities.max_length:
+def _check_lengths(call: GenerationCall, rows: Sequence[CompletionRow]) -> None:
+    longest, limit = max(len(row.prompt) + row.max_new_tokens for row in rows), call.capabilities.max_length
+    if limit is not None and longest > limit:
         raise UnsupportedModelError(
-            f"{type(call.model).__name__} changes its RoPE frequencies behind {call.capabilities.max_length} tokens, "
-            f"which keys held already cannot follow; a text, all that it follows from and its budget may have that "
-            f"many, got {longest}"
+            f"{type(call.model).__name__} changes its RoPE frequencies after {limit} tokens, which cached keys cannot "
+            f"follow; a completion with its prompt may have at most that many, got {longest}"
         )
 
 
-# A call of a mode that has stages
-
-
 def check_vocabulary(call: GenerationCall, texts: Sequence[str]) -> None:
-    """Raise a `ValueError` unless the model can read the tokens of a mode's own texts."""
+    """Raise a `ValueError` unless the tokens of a mode's own texts are in the model's vocabulary."""
     vocabulary = vocabulary_size(call.model)
     for text in texts:
         if text and max(encode(call.tokenizer, text), default=0) >= vocabulary:
             raise ValueError(f"tokenizer gives tokens outside the model's vocabulary of {vocabulary} for {text!r}")
 
 
-def refuse_what_counts_from_the_prompt(call: GenerationCall, mode: str) -> None:
-    """Raise a `ValueError` for settings that texts over other prompts than the call's own cannot honour."""
-    for name in _FROM_THE_PROMPT:
+def check_no_prompt_relative_settings(call: GenerationCall, mode: str) -> None:
+    """Raise a `ValueError` for settings that completions over other prompts than the call's cannot honour."""
+    for name in _PROMPT_RELATIVE:
         value = getattr(call.generation_config, name, None)
         if value not in (None, 0):
-            raise ValueError(f"{name}={value!r} cannot be honoured by {mode}: its texts follow from prompts of its own")
-
-
-def give_back(
-    call: GenerationCall,
-    cache: SharedPrefixCache,
-    answers: Sequence[Sequence[int]],
-    stats: GenerationStats,
-    cls: type[ParallelOutput],
-    /,
-    **more: Any,
-) -> Any:
-    """What `generate` returns: each prompt of the call with its answer's tokens; or a `cls` that holds them.
-
-    A streamer is given the answers here, a token of each prompt at a time, as `generate` would: they are final now.
-    """
-    table = TokenTable(call.input_ids, call.pad_token_id, max(map(len, answers)))
-    for row, tokens in enumerate(answers):
-        table.extend(row, tokens)
-    if hasattr(call.streamer, "put"):
-        for tokens in table.padded()[:, call.input_ids.shape[1] :].T:
-            call.streamer.put(tokens.cpu())
-    output = DecodeLoop(call, cache, table, stats=stats, stream=False).output(cls, **more)
-    if call.past_key_values is None and isinstance(output, torch.Tensor):
-        cache.reset()
-    return output
+            raise ValueError(f"{name}={value!r} cannot be honoured by {mode}: its completions have other prompts")

@@ -1,11 +1,11 @@
-"""The format of a parallel block, and the reader that follows it byte by byte (PDOS, section 3, stage 1).
+"""Format of a parallel block, and its byte-level parser (PDOS, section 3, stage 1).
 
     ####Title one:......
     ####Title two:......
     ####%%%%
 
-A block opens with the branch marker; each title ends with the title end; behind it stands an ellipsis in place of what
-is left out; the terminator closes the block. Whitespace may stand before the ellipsis and before a marker.
+A block opens with the branch marker. A title ends with the title end, and an ellipsis follows in place of the branch's
+text. The terminator closes the block. Whitespace may precede ellipses and markers.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ import copy
 import os
 from dataclasses import dataclass
 
-from hf_parallel.generation.config import check_int
 from hf_parallel.generation.modes.pdos.token_text import WHITESPACE
+from hf_parallel.generation.validation import check_int
 
 OUTSIDE, TITLE, ELLIPSIS, GAP, DONE, BROKEN = "outside", "title", "ellipsis", "gap", "done", "broken"
-"""Where a reader stands: before a block, in a title, before or in an ellipsis, behind one, at either end.
-
-In all but the last two the method of that name takes the next byte.
-"""
+"""Phases of a parser: before a block, in a title, before or in an ellipsis, after one, after the block, malformed."""
 
 
 @dataclass
 class BlockFormat:
-    """What a parallel block looks like.
+    """Format of a parallel block.
 
     Parameters
     ----------
@@ -35,13 +32,13 @@ class BlockFormat:
     title_end : str
         Ends a title.
     ellipsis : str
-        Stands for what a branch will hold.
+        Stands for the text of a branch.
     terminator : str
         Closes a block. It may begin with the branch marker.
     min_branches, max_branches : int
         Branches of a block.
     min_title_tokens, max_title_tokens : int
-        Length of a title; a longer one is let pass only to keep it from repeating another.
+        Length of a title. A title may be longer only to differ from the others.
     """
 
     branch_marker: str = "####"
@@ -67,19 +64,18 @@ class BlockFormat:
         Raises
         ------
         ValueError
-            Naming the setting, what was given and what is allowed.
+            With the setting's name, its value and what is allowed.
         """
         for name, text in self.markers.items():
             if not isinstance(text, str) or not text or text != text.strip() or len(text.splitlines()) != 1:
                 raise ValueError(f"{name} must be one line of text without spaces at its ends, got {text!r}")
             check_unicode(name, text)
-        if self.branch_marker.startswith(self.terminator):
+        marker = self.branch_marker
+        if marker.startswith(self.terminator):
+            raise ValueError(f"terminator must not be a prefix of branch_marker {marker!r}, got {self.terminator!r}")
+        if marker in self.title_end[:-1]:
             raise ValueError(
-                f"terminator must not be how branch_marker {self.branch_marker!r} begins, got {self.terminator!r}"
-            )
-        if self.branch_marker in self.title_end[:-1]:
-            raise ValueError(
-                f"title_end must not hold branch_marker {self.branch_marker!r} before its end, got {self.title_end!r}"
+                f"title_end must not contain branch_marker {marker!r} before its end, got {self.title_end!r}"
             )
         check_int("min_branches", self.min_branches, at_least=1)
         check_int("max_branches", self.max_branches, at_least=self.min_branches)
@@ -87,50 +83,44 @@ class BlockFormat:
         check_int("max_title_tokens", self.max_title_tokens, at_least=self.min_title_tokens)
 
 
-class Skeleton:
-    """Reads an answer up to the end of its first block.
+class SkeletonParser:
+    """Incremental parser of an answer up to the end of its first block.
 
     Attributes
     ----------
     phase : str
-        `outside`, `title`, `ellipsis`, `gap`, `done` or `broken`.
-    broken : str
-        Why what was read is no block.
+        One of the phases above.
+    error : str
+        Why the block is malformed.
     offset : int
-        Bytes read; what comes behind the block's end is not.
-    title : bytes
-        The title that is being read.
-    title_tokens : int
-        Tokens that it has.
+        Number of bytes parsed; bytes after the block are not.
+    title, title_tokens : bytes, int
+        The incomplete title, and its number of tokens.
     titles : tuple of str
-        Those that are complete.
-    pieces : tuple of (int, int)
-        For each of them, where its marker begins and where its title end has ended, in bytes.
-    closed_from : int
-        Where the terminator begins.
+        Complete titles.
+    spans : tuple of (int, int)
+        For each of them the bytes from its marker to its title end.
+    terminator_start : int
+        Byte at which the terminator begins.
     matched : bytes
-        Part of a marker, ellipsis or terminator that has been read.
+        Parsed part of a marker, ellipsis or terminator.
     spaced : bool
-        Whether whitespace stands before the marker or ellipsis to come.
+        Whether whitespace precedes the next marker or ellipsis.
     """
 
     def __init__(self, fmt: BlockFormat) -> None:
         self.format = fmt
         texts = (fmt.branch_marker, fmt.title_end, fmt.ellipsis, fmt.terminator)
         self.marker, self.title_end, self.ellipsis, self.terminator = (text.encode() for text in texts)
-        shared = self.terminator.startswith(self.marker)
-        self.rest = self.terminator[len(self.marker) :] if shared else b""
-        self.phase = OUTSIDE
-        self.broken = ""
-        self.offset = 0
-        self.title = b""
-        self.title_tokens = 0
+        # Rest of a terminator that begins with the marker: until it differs, it is parsed as a title.
+        self.rest = self.terminator.removeprefix(self.marker) if self.terminator.startswith(self.marker) else b""
+        self.phase, self.error, self.offset = OUTSIDE, "", 0
+        self.title, self.title_tokens = b"", 0
         self.titles: tuple[str, ...] = ()
-        self.pieces: tuple[tuple[int, int], ...] = ()
-        self.closed_from = 0
-        self.matched = b""
-        self.spaced = False
-        self._from = 0  # where the last marker began
+        self.spans: tuple[tuple[int, int], ...] = ()
+        self.terminator_start = 0
+        self.matched, self.spaced = b"", False
+        self._marker_start = 0
 
     @property
     def is_open(self) -> bool:
@@ -149,50 +139,50 @@ class Skeleton:
 
     @property
     def may_be_terminator(self) -> bool:
-        """Whether what looks like a title may be part of the terminator."""
+        """Whether the title may be part of the terminator."""
         return bool(self.rest) and self.rest.startswith(self.title)
 
     @property
     def expected(self) -> list[bytes]:
-        """Texts of which one must come next, whitespace before it aside; empty where any text may."""
+        """Texts of which one must follow, optionally after whitespace; empty if any text may follow."""
         if self.phase == ELLIPSIS:
             return [self.ellipsis[len(self.matched) :]]
         if self.phase == GAP:
-            wanted = [self.marker] * self.may_branch + [self.terminator] * self.may_close
-            return [text[len(self.matched) :] for text in wanted if text.startswith(self.matched)]
+            texts = [self.marker] * self.may_branch + [self.terminator] * self.may_close
+            return [text[len(self.matched) :] for text in texts if text.startswith(self.matched)]
         if self.phase == TITLE and self.may_close and self.may_be_terminator and (self.title or not self.may_branch):
             return [self.rest[len(self.title) :]]
         return []
 
     def forced(self, separator: bytes = b"") -> bytes:
-        """All text that must come next as far as it is known, `separator` being put before each marker."""
-        reader, text = self, b""
-        while reader.expected:
-            piece = os.path.commonprefix(reader.expected)
+        """Return the text that must follow as far as it is determined, with `separator` before each marker."""
+        parser, text = self, b""
+        while parser.expected:
+            piece = os.path.commonprefix(parser.expected)
             if not piece:
                 break
-            if reader.phase == GAP and not reader.matched and not reader.spaced:
+            if parser.phase == GAP and not parser.matched and not parser.spaced:
                 piece = separator + piece
-            reader, text = reader.after(piece), text + piece
+            parser, text = parser.after(piece), text + piece
         return text
 
     def feed(self, text: bytes) -> None:
-        """Read on; `text` is that of one token, of which the title's length is counted."""
+        """Parse the text of one token."""
         for byte in text:
             if self.phase in (DONE, BROKEN):
                 break
             self.offset += 1
-            getattr(self, f"_{self.phase}")(bytes([byte]))
+            getattr(self, f"_parse_{self.phase}")(bytes([byte]))
         if self.phase == TITLE and self.title:
             self.title_tokens += 1
 
-    def after(self, text: bytes) -> Skeleton:
-        """What the reader would be after `text`."""
-        reader = copy.copy(self)
-        reader.feed(text)
-        return reader
+    def after(self, text: bytes) -> SkeletonParser:
+        """Return a copy that has parsed `text` too."""
+        parser = copy.copy(self)
+        parser.feed(text)
+        return parser
 
-    def _outside(self, byte: bytes) -> None:
+    def _parse_outside(self, byte: bytes) -> None:
         self.matched = (self.matched + byte)[-len(self.marker) :]
         if self.matched == self.marker:
             self._open_branch()
@@ -200,81 +190,82 @@ class Skeleton:
         while not self.marker.startswith(self.matched):
             self.matched = self.matched[1:]
 
-    def _title(self, byte: bytes) -> None:
+    def _parse_title(self, byte: bytes) -> None:
         self.title += byte
         if self.may_be_terminator:
             if self.title == self.rest:
                 self._close()
         elif not self.may_branch:
-            self._break(f"there are more than {self.format.max_branches} branches")
+            self._fail(f"there are more than {self.format.max_branches} branches")
         elif self.title.endswith(self.title_end):
             self._end_title(self.title[: -len(self.title_end)].decode(errors="replace"))
         elif self.title.endswith(self.marker):
-            self._break("a title holds the branch marker")
+            self._fail("a title contains the branch marker")
         elif byte in b"\r\n":
-            self._break("a title does not end on its line")
+            self._fail("a title does not end on its line")
 
     def _end_title(self, title: str) -> None:
         if not title.strip():
-            self._break("a title is empty")
-        elif _plain(title) in map(_plain, self.titles):
-            self._break(f"the title {title!r} is repeated")
+            self._fail("a title is empty")
+        elif _normalized(title) in map(_normalized, self.titles):
+            self._fail(f"the title {title!r} is repeated")
         else:
             self.titles += (title,)
-            self.pieces += ((self._from, self.offset),)
+            self.spans += ((self._marker_start, self.offset),)
             self.phase, self.matched, self.spaced = ELLIPSIS, b"", False
 
-    def _ellipsis(self, byte: bytes) -> None:
-        if not self.matched and byte in WHITESPACE:
-            self.spaced = True
+    def _parse_ellipsis(self, byte: bytes) -> None:
+        if self._skip_or_match(byte):
             return
-        self.matched += byte
         if self.matched == self.ellipsis:
             self.phase, self.matched, self.spaced = GAP, b"", False
         elif not self.ellipsis.startswith(self.matched):
-            self._break(f"no ellipsis stands behind the title {self.titles[-1]!r}")
+            self._fail(f"no ellipsis follows the title {self.titles[-1]!r}")
 
-    def _gap(self, byte: bytes) -> None:
-        if not self.matched and byte in WHITESPACE:
-            self.spaced = True
+    def _parse_gap(self, byte: bytes) -> None:
+        if self._skip_or_match(byte):
             return
-        self.matched += byte
         if self.matched == self.marker:
             self._open_branch()
         elif self.matched == self.terminator:
-            self._from = self.offset - len(self.terminator)
+            self._marker_start = self.offset - len(self.terminator)
             self._close()
-        elif not any(text.startswith(self.matched) for text in (self.marker, self.terminator)):
-            self._break(f"neither a branch nor the terminator follows the title {self.titles[-1]!r}")
+        elif not (self.marker.startswith(self.matched) or self.terminator.startswith(self.matched)):
+            self._fail(f"neither a branch nor the terminator follows the title {self.titles[-1]!r}")
+
+    def _skip_or_match(self, byte: bytes) -> bool:
+        """Skip whitespace before a marker or ellipsis (True), or append to `matched`."""
+        if not self.matched and byte in WHITESPACE:
+            self.spaced = True
+            return True
+        self.matched += byte
+        return False
 
     def _open_branch(self) -> None:
         if not (self.may_branch or self.rest):
-            self._break(f"there are more than {self.format.max_branches} branches")
+            self._fail(f"there are more than {self.format.max_branches} branches")
             return
-        self._from = self.offset - len(self.marker)
+        self._marker_start = self.offset - len(self.marker)
         self.phase, self.title, self.title_tokens, self.matched = TITLE, b"", 0, b""
 
     def _close(self) -> None:
-        if not self.may_close:
-            number = f"{len(self.titles) or 'no'} branch{'es' * (len(self.titles) != 1)}"
-            self._break(f"there {'is' if len(self.titles) == 1 else 'are'} {number}")
-            return
-        self.closed_from = self._from
-        self.phase = DONE
+        if self.may_close:
+            self.terminator_start, self.phase = self._marker_start, DONE
+        else:
+            count = len(self.titles)
+            self._fail("there is 1 branch" if count == 1 else f"there are {count or 'no'} branches")
 
-    def _break(self, why: str) -> None:
-        self.broken = why
-        self.phase = BROKEN
+    def _fail(self, error: str) -> None:
+        self.error, self.phase = error, BROKEN
 
 
 def check_unicode(name: str, text: str) -> None:
-    """Raise a `ValueError` unless a text can be written as UTF-8."""
+    """Raise a `ValueError` unless a text can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} must be text without lone surrogates, got {text!r}") from error
 
 
-def _plain(title: str) -> str:
-    """A title as it is compared."""
+def _normalized(title: str) -> str:
     return " ".join(title.split()).casefold()

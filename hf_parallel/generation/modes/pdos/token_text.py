@@ -1,127 +1,197 @@
-"""The bytes that each token stands for, so that text can be followed, cut and spelled token by token.
-
-Bytes, because a token may be part of a character, and a marker part of a token. Knows a tokenizer; no model, no cache.
-"""
+"""Text of tokens as bytes: a token may be part of a character, and a marker part of a token."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_parallel.generation.arguments import encode
 
 WHITESPACE = b" \t\n\r\v\f"
-"""Bytes that may stand between the parts of a parallel block."""
-_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""How SentencePiece names a token that is one byte."""
+"""Bytes that may separate the parts of a parallel block."""
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""Name of a SentencePiece token that is one byte."""
+_BYTE_LEVEL = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class Vocabulary:
-    """The tokens of a tokenizer as bytes.
+    """Tokens of a tokenizer as bytes.
 
     Attributes
     ----------
     state : tuple
-        What the tokenizer was like when it was read.
+        Changes when tokens are added to the tokenizer.
     texts : list of bytes
-        What each token adds to a text that it does not begin. Empty where a token adds none, or none that is known.
+        Text that each token adds after another token. Empty where it adds none, or none that is known.
     special : frozenset of int
-        Tokens that are no text, such as the end of a text.
+        Special tokens, such as the end of a text.
     """
 
     def __init__(self, tokenizer: Any, size: int) -> None:
         self.state = _state_of(tokenizer, size)
         self.texts = _token_texts(tokenizer, size)
         self.special = frozenset(t for t in _special_ids(tokenizer) if t < size)
-        self._spelled: dict[bytes, int] = {}
+        self._token_of: dict[bytes, int] = {}
         self._by_first: dict[int, list[int]] = {}
         for token, text in enumerate(self.texts):
             if text and token not in self.special:
-                self._spelled.setdefault(text, token)
+                self._token_of.setdefault(text, token)
             for first in {text[:1], text.lstrip(WHITESPACE)[:1]} - {b""}:
                 self._by_first.setdefault(first[0], []).append(token)
-        for token in self.special:  # a marker may be a token of its own
+        for token in self.special:  # a marker may be a special token
             if self.texts[token]:
-                self._spelled.setdefault(self.texts[token], token)
-        self._longest = max(map(len, self._spelled), default=0)
+                self._token_of.setdefault(self.texts[token], token)
+        self._longest = max(map(len, self._token_of), default=0)
 
     def __len__(self) -> int:
         return len(self.texts)
 
-    def join(self, tokens: Iterable[int]) -> bytes:
-        """The bytes of several tokens."""
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        """Return the bytes of several tokens."""
         return b"".join(self.texts[token] for token in tokens)
 
-    def text(self, tokens: Iterable[int]) -> str:
-        """The text of several tokens; bytes that are no characters become U+FFFD."""
-        return self.join(tokens).decode(errors="replace")
+    def without_text(self, tokens: Iterable[int]) -> Vocabulary:
+        """Return a copy in which some tokens, such as those that end a text, have no text."""
+        found, empty = copy.copy(self), set(tokens)
+        found.texts = [b"" if token in empty else text for token, text in enumerate(self.texts)]
+        return found
 
     def beginning_with(self, first: int) -> Sequence[int]:
-        """Tokens that begin with the byte `first`, at once or behind whitespace."""
+        """Return the tokens that begin with the byte `first`, optionally after whitespace."""
         return self._by_first.get(first, ())
 
-    def spell(self, text: bytes) -> list[int] | None:
-        """The fewest tokens that give exactly `text`, or None if none do."""
+    def encode(self, text: bytes) -> list[int] | None:
+        """Return the fewest tokens whose bytes are exactly `text`, or None if there are none."""
         best: list[list[int] | None] = [[]]
         for end in range(1, len(text) + 1):
             found: list[int] | None = None
             for start in range(max(end - self._longest, 0), end):
-                before, token = best[start], self._spelled.get(text[start:end])
+                before, token = best[start], self._token_of.get(text[start:end])
                 if before is not None and token is not None and (found is None or len(before) + 1 < len(found)):
                     found = [*before, token]
             best.append(found)
         return best[-1]
 
 
-_known: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
+_vocabularies: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
 
 
-def vocabulary_of(tokenizer: Any, size: int) -> Vocabulary:
-    """The vocabulary of a tokenizer, made once, and anew when tokens were added.
+def get_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
+    """Return the vocabulary of a tokenizer, cached until tokens are added.
 
     Parameters
     ----------
     tokenizer
         Of transformers, or any object that encodes when called and has `decode`.
     size : int
-        Tokens that the model knows; those that the tokenizer does not know have no text.
+        Tokens of the model; those that the tokenizer lacks have no text.
     """
     try:
-        found = _known.get(tokenizer)
-    except TypeError:  # it has no hash, or cannot be referred to weakly
+        found = _vocabularies.get(tokenizer)
+    except TypeError:  # not hashable, or without weak references
         return Vocabulary(tokenizer, size)
     if found is None or found.state != _state_of(tokenizer, size):
-        found = _known[tokenizer] = Vocabulary(tokenizer, size)
+        found = _vocabularies[tokenizer] = Vocabulary(tokenizer, size)
     return found
 
 
-def tokens_of(tokenizer: Any, vocabulary: Vocabulary, text: str) -> list[int] | None:
-    """A text as its tokenizer writes it, or in the fewest tokens where that is not the text alone; None if none do."""
+def encode_exactly(tokenizer: Any, vocabulary: Vocabulary, text: str) -> list[int] | None:
+    """Encode a text with its tokenizer, or in the fewest tokens if that adds text; None if no tokens match."""
     tokens = encode(tokenizer, text)
     known = all(0 <= token < len(vocabulary) for token in tokens)
-    return tokens if known and vocabulary.join(tokens) == text.encode() else vocabulary.spell(text.encode())
+    return tokens if known and vocabulary.decode(tokens) == text.encode() else vocabulary.encode(text.encode())
+
+
+class Token(NamedTuple):
+    """A token of an answer: the `draw`-th sample of a row of the batch, or with -1 a token that was not sampled."""
+
+    id: int
+    text: bytes
+    draw: int = -1
+    row: int = -1
+
+
+def ids(tokens: Iterable[Token]) -> list[int]:
+    """Return the ids of tokens."""
+    return [token.id for token in tokens]
+
+
+def text_of(tokens: Iterable[Token]) -> bytes:
+    """Return the text of tokens."""
+    return b"".join(token.text for token in tokens)
+
+
+def tokens_of(text: bytes, vocabulary: Vocabulary) -> list[Token]:
+    """Return the fewest tokens with a text.
+
+    Raises
+    ------
+    ValueError
+        If there are none.
+    """
+    tokens = vocabulary.encode(text)
+    if tokens is None:
+        raise ValueError(f"no tokens have the text {text.decode(errors='replace')!r}")
+    return [Token(token, vocabulary.texts[token]) for token in tokens]
+
+
+def slice_tokens(tokens: Sequence[Token], vocabulary: Vocabulary, begin: int, end: int | None = None) -> list[Token]:
+    """Return the tokens of the bytes from `begin` to `end`; the part of a token across a border is encoded anew.
+
+    Raises
+    ------
+    ValueError
+        If no tokens have the text of that part.
+    """
+    found: list[Token] = []
+    start = 0
+    for token in tokens:
+        length = len(token.text)
+        part = token.text[max(begin - start, 0) : None if end is None else max(end - start, 0)]
+        inside = start >= begin and (end is None or start + max(length, 1) <= end)
+        if inside and part == token.text:
+            found.append(token)
+        elif part:
+            found += tokens_of(part, vocabulary)
+        start += length
+    return found
+
+
+def widen_span(tokens: Iterable[Token], begin: int, end: int) -> tuple[int, int]:
+    """Move the borders of a span of bytes outwards to borders of tokens, across whitespace only."""
+    start = 0
+    for token in tokens:
+        after = start + len(token.text)
+        if start < begin < after and not token.text[: begin - start].strip(WHITESPACE):
+            begin = start
+        if start < end < after and not token.text[end - start :].strip(WHITESPACE):
+            end = after
+        start = after
+    return begin, end
 
 
 def _state_of(tokenizer: Any, size: int) -> tuple[int, int, frozenset[int]]:
-    """What changes when tokens are added to a tokenizer."""
     known = len(tokenizer) if hasattr(type(tokenizer), "__len__") else size
     return size, known, frozenset(_special_ids(tokenizer))
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """Tokens that a tokenizer has a use for, such as the end of a text, and others that were added as no text."""
+    """Return the named special tokens of a tokenizer, and others that were added as special."""
     try:
         added = getattr(tokenizer, "added_tokens_decoder", {})
-    except NotImplementedError:  # a tokenizer that names all of them itself
+    except NotImplementedError:  # of a tokenizer with named special tokens only
         added = {}
     named = {token for token in getattr(tokenizer, "all_special_ids", ()) if token is not None}
     return named.union(token for token, how in added.items() if how.special)
 
 
 def _token_texts(tokenizer: Any, size: int) -> list[bytes]:
-    """What each token adds behind another one, which keeps a decoder from dropping its first space."""
+    """Return the text of each token after another one, so that a decoder does not drop its first space."""
     anchor = encode(tokenizer, "a")[-1:]
     known = min(size, max(tokenizer.get_vocab().values()) + 1) if hasattr(tokenizer, "get_vocab") else size
     before, *decoded = _decode_all(tokenizer, [anchor, *([*anchor, token] for token in range(known))])
@@ -140,21 +210,11 @@ def _decode_all(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]
 
 
 def _fragment(tokenizer: Any, token: int) -> bytes:
-    """The bytes of a token that holds part of a character, read off its name in the vocabulary."""
+    """Return the bytes of a token that is part of a character, from its name in the vocabulary."""
     name = tokenizer.convert_ids_to_tokens(token) if hasattr(tokenizer, "convert_ids_to_tokens") else ""
     if isinstance(name, bytes):
         return name
-    fallback = _FALLBACK.fullmatch(name)
+    fallback = _BYTE_FALLBACK.fullmatch(name)
     if fallback:
         return bytes([int(fallback[1], 16)])
-    return bytes(_BYTES[c] for c in name) if all(c in _BYTES for c in name) else b""
-
-
-def _byte_names() -> dict[str, int]:
-    """GPT-2's names of the 256 bytes: printable ones stand for themselves, the others from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_names()
+    return bytes(_BYTE_LEVEL[c] for c in name) if all(c in _BYTE_LEVEL for c in name) else b""
