@@ -48,7 +48,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
 
     Notes
     -----
-    A list is one batch: one call of `generate`, which computes shared parts of the prompts once; `batch_size` splits it.
+    A list is one batch: one call of `generate`, which computes shared prefixes once; `batch_size` splits it.
     Datasets, their columns and generators are processed one by one unless `batch_size` is given. Defaults are those of
     `generate`, except `max_new_tokens`: 256 if neither the caller nor the model sets it.
 

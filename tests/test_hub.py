@@ -1,4 +1,4 @@
-"""Modes as `custom_generate` repositories: written, sent, loaded in a process that knows transformers alone."""
+"""Modes as `custom_generate` repositories: exported, uploaded, loaded by transformers alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import tiny
 import torch
 from hub_server import Hub, running_hub
 from mode_cases import BUILT_IN, every_setting
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
 
 import hf_parallel
 from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, PDOSConfig, SharedPrefixConfig
@@ -49,7 +51,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(autouse=True)
 def _modules(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code of repositories is copied here, and not into the user's cache."""
+    """Copy code of repositories to a temporary folder instead of the user's cache."""
     folder = str(tmp_path_factory.mktemp("modules"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -60,13 +62,13 @@ def names(folder: Path) -> set[str]:
 
 
 def written(folder: Path) -> ParallelConfig:
-    """The config that the code of a repository holds."""
+    """Return the config in the code of a repository."""
     space: dict[str, Any] = {}
     exec(compile((folder / GENERATE).read_text(encoding="utf-8"), GENERATE, "exec"), space)
     return make_config(space["MODE"], space["SETTINGS"])
 
 
-# What is written
+# Export
 
 
 def test_a_config_becomes_a_repository(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_a_config_becomes_a_repository(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_model_goes_along(enabled: bool, model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_model_is_exported_with_its_configs(enabled: bool, model: Any, tokenizer: Any, tmp_path: Path) -> None:
     if enabled:
         hf_parallel.enable(model)
     export(model, tmp_path)
@@ -93,7 +95,7 @@ def test_a_model_goes_along(enabled: bool, model: Any, tokenizer: Any, tmp_path:
 
 
 @pytest.mark.parametrize("mode", BUILT_IN)
-def test_every_setting_comes_back(mode: str, model: Any, tmp_path: Path) -> None:
+def test_every_setting_is_restored(mode: str, model: Any, tmp_path: Path) -> None:
     config = MODES[mode](**every_setting(mode))
     export(config, tmp_path / "config")
     assert written(tmp_path / "config") == config
@@ -104,7 +106,7 @@ def test_every_setting_comes_back(mode: str, model: Any, tmp_path: Path) -> None
     assert make_config(stored.generation_mode, stored.parallel_config) == config
 
 
-def test_texts_in_a_tuple_come_back_as_a_list(tmp_path: Path) -> None:
+def test_a_tuple_of_texts_is_restored_as_a_list(tmp_path: Path) -> None:
     export(HogwildConfig(worker_names=("Ann", "Ben"), sentence_ends=(".",)), tmp_path)
     assert written(tmp_path) == HogwildConfig(worker_names=["Ann", "Ben"], sentence_ends=["."])
 
@@ -118,7 +120,7 @@ def test_an_export_may_be_repeated(model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o770])
-def test_a_folder_keeps_who_may_read_it(mode: int, tmp_path: Path) -> None:
+def test_an_export_keeps_the_permissions_of_the_folder(mode: int, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there").chmod(mode)
     (tmp_path / "plain").mkdir()
@@ -127,10 +129,10 @@ def test_a_folder_keeps_who_may_read_it(mode: int, tmp_path: Path) -> None:
         assert (tmp_path / folder).stat().st_mode & 0o777 == expected
 
 
-# What is refused
+# Errors
 
 
-def test_a_folder_with_something_else_is_left_alone(model: Any, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_changed(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     for folder, foreign in (("saved", "config.json"), ("notes", "notes.txt"), ("code", GENERATE)):
         path = tmp_path / folder / foreign
@@ -145,7 +147,7 @@ def test_a_folder_with_something_else_is_left_alone(model: Any, tmp_path: Path) 
         export(model, tmp_path / "notes" / "notes.txt")
 
 
-def test_an_export_keeps_no_files_of_an_earlier_one(model: Any, tmp_path: Path) -> None:
+def test_an_export_that_would_leave_files_of_an_earlier_one_raises(model: Any, tmp_path: Path) -> None:
     export(model, tmp_path)
     with pytest.raises(FileExistsError, match=r"config.json.*model.safetensors"):
         export(HogwildConfig(), tmp_path)
@@ -153,7 +155,7 @@ def test_an_export_keeps_no_files_of_an_earlier_one(model: Any, tmp_path: Path) 
     assert written(tmp_path) == HogwildConfig(**SETTINGS)
 
 
-def test_an_export_that_fails_leaves_nothing(model: Any, tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_files(model: Any, tmp_path: Path) -> None:
     class Failing:
         def save_pretrained(self, folder: Any) -> None:
             raise OSError("no space left")
@@ -189,9 +191,7 @@ def test_a_mode_must_be_named(model: Any, tmp_path: Path) -> None:
         (SharedPrefixConfig(replay=hf_parallel.Hotspot()), "replay=.* cannot be stored"),
     ],
 )
-def test_settings_that_cannot_be_stored_are_refused(
-    config: ParallelConfig, named: str, model: Any, tmp_path: Path
-) -> None:
+def test_settings_that_cannot_be_stored_raise(config: ParallelConfig, named: str, model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=named):
         export(config, tmp_path / "new")
     model.generation_config.generation_mode, model.generation_config.parallel_config = config.mode, config
@@ -200,14 +200,14 @@ def test_settings_that_cannot_be_stored_are_refused(
     assert not (tmp_path / "new").exists()
 
 
-def test_saving_a_model_refuses_them_before_anything_is_written(model: Any, tmp_path: Path) -> None:
+def test_saving_a_model_raises_before_anything_is_written(model: Any, tmp_path: Path) -> None:
     hf_parallel.enable(model).generation_config.parallel_config = HogwildConfig(seed=torch.Generator())
     with pytest.raises(ValueError, match="seed=.* cannot be stored"):
         model.save_pretrained(tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-# What it does
+# Generation
 
 
 def test_any_model_runs_the_mode_of_a_repository(model: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -215,14 +215,14 @@ def test_any_model_runs_the_mode_of_a_repository(model: Any, tokenizer: Any, tmp
     other = copy.deepcopy(tiny.build("qwen3"))
     ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     given = {"max_new_tokens": 8, "tokenizer": tokenizer}
-    told = {"custom_generate": str(tmp_path / "hogwild"), "trust_remote_code": True}
-    found = other.generate(ids, **told, **given)
+    custom = {"custom_generate": str(tmp_path / "hogwild"), "trust_remote_code": True}
+    found = other.generate(ids, **custom, **given)
     assert torch.equal(found, other.generate(ids, generation_mode="hogwild", **SETTINGS, **given))
     assert len(found) == 3
-    assert len(other.generate(ids, num_workers=2, **told, **given)) == 2
-    assert len(other.generate(ids, parallel_config={"num_workers": 4}, **told, **given)) == 4
+    assert len(other.generate(ids, num_workers=2, **custom, **given)) == 2
+    assert len(other.generate(ids, parallel_config={"num_workers": 4}, **custom, **given)) == 4
     other.generation_config.generation_mode = "shared_prefix"
-    assert torch.equal(other.generate(ids, **told, **given), found)
+    assert torch.equal(other.generate(ids, **custom, **given), found)
     with pytest.raises(ValueError, match="generation_mode must be 'hogwild', .* got 'pdos'"):
         generate_as("hogwild", {}, other, (ids,), {"generation_mode": "pdos"})
 
@@ -241,9 +241,7 @@ def test_a_loaded_model_follows_its_generation_config(model: Any, tokenizer: Any
     assert len(loaded.generate(ids, **given)) == 1
 
 
-def test_a_model_of_another_saving_takes_the_mode_of_the_code_beside_it(
-    model: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_model_saved_without_a_mode_uses_that_of_the_repository(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     export(HogwildConfig(**SETTINGS), tmp_path)
     tiny.build("llama").save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
@@ -252,31 +250,15 @@ def test_a_model_of_another_saving_takes_the_mode_of_the_code_beside_it(
     assert loaded.generation_config.generation_mode == "hogwild"
 
 
-# From another process
+# Uploads
 
-SEND = """
-import sys
-import hf_parallel
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
-
-folder, room = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder)
-for _ in range(2):  # the second one finds it there
-    info = hf_parallel.hub.push_to_hub(model, "with-model", tokenizer=tokenizer, commit_message="all of it")
-print(info.commit_url)
-hf_parallel.hub.push_to_hub(hf_parallel.HogwildConfig(num_workers=2), "others/settings", private=True)
-pipe = pipeline(hf_parallel.pipelines.TASK, model=model, tokenizer=tokenizer, max_new_tokens=8)
-pipe.save_pretrained(room + "/pipe")
-print(pipe("Oslo or Rome?")[0]["workers"])
-"""
 LOAD = """
 import json
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 assert "hf_parallel" not in sys.modules
-folder, room, *examples = sys.argv[1:]
+folder, working, *examples = sys.argv[1:]
 found = {}
 for source in (folder, "somebody/with-model"):
     model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
@@ -287,58 +269,83 @@ for source in (folder, "somebody/with-model"):
     found[source] = [stored.generation_mode, stored.parallel_config, tokens]
 plain = AutoModelForCausalLM.from_pretrained(folder)
 found["plain"] = plain.generate(ids, max_new_tokens=8).tolist()
-told = {"custom_generate": "others/settings", "trust_remote_code": True}
-found["told"] = plain.generate(ids, tokenizer=tokenizer, max_new_tokens=8, **told).tolist()
-pipe = pipeline("parallel-text-generation", model=room + "/pipe", trust_remote_code=True, max_new_tokens=8)
+custom = {"custom_generate": "others/settings", "trust_remote_code": True}
+found["custom"] = plain.generate(ids, tokenizer=tokenizer, max_new_tokens=8, **custom).tolist()
+pipe = pipeline("parallel-text-generation", model=working + "/pipe", trust_remote_code=True, max_new_tokens=8)
 found["pipe"] = pipe("Oslo or Rome?")[0]["workers"]
 for code in examples:
     exec(code, {})
 json.dump(found, sys.stdout)
 """
+"""A process that imports transformers alone."""
 
 
-def run(code: str, hub: Hub, room: Path, *arguments: str) -> str:
-    """Run code in a fresh process that knows this Hub; what it prints last."""
+@pytest.fixture
+def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub on this machine, which huggingface_hub uses in this process."""
+    with running_hub() as hub:
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        constants = {"ENDPOINT": hub.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
+        constants |= {"HF_HUB_DISABLE_XET": True, "HF_HUB_CACHE": str(tmp_path / "hub")}
+        for name, value in constants.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        monkeypatch.setenv("HF_TOKEN", "hf_none")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield hub
+
+
+def run(code: str, hub: Hub, folder: Path, *arguments: str) -> str:
+    """Run code in a new process that uses a Hub. Return its output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-    environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(room / "home"), "HF_TOKEN": "hf_none"}
+    environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "home"), "HF_TOKEN": "hf_none"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment |= {"HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, cwd=room, timeout=300
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
 
 
-def test_a_model_that_was_sent_and_loaded_generates_as_before(model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """In processes of their own: one sends what it loads from a folder, one imports transformers alone."""
+def test_an_uploaded_model_generates_the_same_where_only_transformers_is_imported(
+    model: Any, tokenizer: Any, tmp_path: Path, local_hub: Hub
+) -> None:
     folder = str(export(model, tmp_path / "exported", tokenizer=tokenizer))
+    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    for _ in range(2):  # the second upload finds the repository of the first
+        info = hf_parallel.hub.push_to_hub(loaded, "with-model", tokenizer=tokenizer, commit_message="all of it")
+    assert info.commit_url.startswith(local_hub.endpoint + "/somebody/with-model/commit/")
+    hf_parallel.hub.push_to_hub(HogwildConfig(num_workers=2), "others/settings", private=True)
+    pipe = pipeline("parallel-text-generation", model=loaded, tokenizer=tokenizer, max_new_tokens=8)
+    pipe.save_pretrained(str(tmp_path / "pipe"))
     ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     hf_parallel.enable(model)
     expected = model.generate(ids, tokenizer=tokenizer, max_new_tokens=8).tolist()
-    with running_hub() as hub:
-        url, workers = run(SEND, hub, tmp_path, folder, str(tmp_path)).splitlines()
-        assert url.startswith(hub.endpoint + "/somebody/with-model/commit/")
-        sent = hub.files("somebody/with-model")
-        assert set(sent) >= names(Path(folder))
-        assert set(hub.files("others/settings")) == OF_CONFIG
-        assert '"somebody/with-model"' in sent[CARD].decode()
-        examples = [example(hub.files(name)[CARD].decode()) for name in ("somebody/with-model", "others/settings")]
-        examples[1] = examples[1].replace(hf_parallel.hub.EXAMPLE_MODEL, "somebody/with-model")
-        printed = run(LOAD, hub, tmp_path, folder, str(tmp_path), *examples).splitlines()
+    uploaded = local_hub.files("somebody/with-model")
+    assert set(uploaded) >= names(Path(folder))
+    assert set(local_hub.files("others/settings")) == OF_CONFIG
+    assert '"somebody/with-model"' in uploaded[CARD].decode()
+    examples = [example(local_hub.files(name)[CARD].decode()) for name in ("somebody/with-model", "others/settings")]
+    examples[1] = examples[1].replace(hf_parallel.hub.EXAMPLE_MODEL, "somebody/with-model")
+    printed = run(LOAD, local_hub, tmp_path, folder, str(tmp_path), *examples).splitlines()
     assert sum(line.startswith("Plan a day in Rome") for line in printed) == 3 + 2
     assert printed.count('Alice, Bob, Carol: "talk"') == 3
     found = json.loads(printed[-1])
     assert found[folder] == found["somebody/with-model"] == ["hogwild", SETTINGS, expected]
     plain = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
     assert found["plain"] == plain.generate(ids, max_new_tokens=8).tolist()
-    two = {"num_workers": 2}  # of the repository; all else of the model's own generation_config
-    assert found["told"] == model.generate(ids, tokenizer=tokenizer, max_new_tokens=8, **two).tolist()
-    assert str(found["pipe"]) == workers
+    two = {"num_workers": 2}  # of the repository; all other settings are those of the model's own generation_config
+    assert found["custom"] == model.generate(ids, tokenizer=tokenizer, max_new_tokens=8, **two).tolist()
+    assert found["pipe"] == pipe(PROMPT)[0]["workers"]
 
 
 def example(card: str) -> str:
-    """The code of a README."""
+    """Return the code of a README."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", card, flags=re.DOTALL | re.MULTILINE)
     return code
 
@@ -356,22 +363,6 @@ def test_the_example_of_every_mode_runs(
     assert (config.system_prompt() or "") in printed
 
 
-PUSH = """
-import logging
-import sys
-from functools import partial
-import hf_parallel
-from transformers import AutoModelForCausalLM
-
-logging.basicConfig(stream=sys.stdout)
-folder, *others = sys.argv[1:]
-for name in (*others, "somebody/settings"):
-    hf_parallel.hub.push_to_hub(hf_parallel.HogwildConfig(), name)
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-hf_parallel.hub.push_to_hub(model, "somebody/whole")
-model.save_pretrained = partial(model.save_pretrained, max_shard_size="50KB")
-hf_parallel.hub.push_to_hub(model, "somebody/shards")
-"""
 CARDS = {
     "---\na: 1\ntags: [mine]\n---\n# Mine\n": "---\na: 1\ntags:\n- mine\n- custom_generate\n---\n# Mine\n",
     "# Mine\n": "---\ntags:\n- custom_generate\n---\n# Mine\n",
@@ -379,24 +370,30 @@ CARDS = {
     "---\ntags: [mine\n---\n# Mine\n": None,
     "---\ntags: mine\n---\n# Mine\n": None,
 }
-"""READMEs that people wrote, and what a push makes of them; None: they stay as they are."""
+"""READMEs of users, and their content after an upload; None: unchanged."""
 EARLIER = {"model.safetensors", "model.safetensors.index.json", "model-00001-of-00009.safetensors", "notes.safetensors"}
 
 
-def test_a_push_keeps_what_is_not_an_exports_and_deletes_weights_that_it_replaces(model: Any, tmp_path: Path) -> None:
+def test_an_upload_keeps_foreign_readmes_and_replaces_weights(
+    model: Any, tmp_path: Path, local_hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = str(export(model, tmp_path / "exported"))
     cards = {f"somebody/card-{number}": card for number, card in enumerate(CARDS)}
-    with running_hub() as hub:
-        hub.repositories |= {name: [{CARD: card.encode()}] for name, card in cards.items()}
-        for name in ("settings", "whole", "shards"):
-            hub.repositories[f"somebody/{name}"] = [dict.fromkeys(EARLIER, b"old") | {CARD: CARD_MARK.encode()}]
-        said = run(PUSH, hub, tmp_path, folder, *cards)
-        assert re.findall("README of (.*) is left as it is", said) == [*cards][-2:]
-        for name, card in cards.items():
-            assert hub.files(name)[CARD].decode() == (CARDS[card] or card)
-            assert set(hub.files(name)) == OF_CONFIG
-        settings, whole, shards = (hub.files(f"somebody/{name}") for name in ("settings", "whole", "shards"))
-        assert {len(commits) for commits in hub.repositories.values()} == {2}
+    local_hub.repositories |= {name: [{CARD: card.encode()}] for name, card in cards.items()}
+    for name in ("settings", "whole", "shards"):
+        local_hub.repositories[f"somebody/{name}"] = [dict.fromkeys(EARLIER, b"old") | {CARD: CARD_MARK.encode()}]
+    for name in (*cards, "somebody/settings"):
+        hf_parallel.hub.push_to_hub(HogwildConfig(), name)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    hf_parallel.hub.push_to_hub(loaded, "somebody/whole")
+    loaded.save_pretrained = partial(loaded.save_pretrained, max_shard_size="50KB")
+    hf_parallel.hub.push_to_hub(loaded, "somebody/shards")
+    assert re.findall("README of (.*) is left as it is", caplog.text) == [*cards][-2:]
+    for name, card in cards.items():
+        assert local_hub.files(name)[CARD].decode() == (CARDS[card] or card)
+        assert set(local_hub.files(name)) == OF_CONFIG
+    settings, whole, shards = (local_hub.files(f"somebody/{name}") for name in ("settings", "whole", "shards"))
+    assert {len(commits) for commits in local_hub.repositories.values()} == {2}
     for files in (settings, whole, shards):
         assert files[CARD].decode().startswith("---\nlibrary_name: transformers")
     assert set(settings) == OF_CONFIG | EARLIER
@@ -408,13 +405,13 @@ def test_a_push_keeps_what_is_not_an_exports_and_deletes_weights_that_it_replace
     assert b"old" not in {whole["model.safetensors"], shards[index]}
 
 
-def test_nothing_is_sent_where_nothing_can_be_exported() -> None:
+def test_nothing_is_uploaded_if_the_export_fails() -> None:
     with pytest.raises(ValueError, match="logits_cache cannot be stored"):
         hf_parallel.hub.push_to_hub(SharedPrefixConfig(logits_cache=LogitsCache()), "somebody/new")
     with pytest.raises(ValueError, match="names no mode"):
         hf_parallel.hub.push_to_hub(tiny.build("llama"), "somebody/new")
 
 
-def test_pdos_settings_hold_their_format(tmp_path: Path) -> None:
+def test_pdos_settings_include_their_format(tmp_path: Path) -> None:
     export(PDOSConfig(branch_marker="@@", max_branches=7), tmp_path)
     assert written(tmp_path) == PDOSConfig(branch_marker="@@", max_branches=7)

@@ -112,7 +112,7 @@ def check_inputs(kwargs: Mapping[str, Any]) -> None:
                 f"attention_mask must have the shape of input_ids {list(ids.shape)}, got {list(mask.shape)}"
             )
         if not ((mask == 0) | (mask == 1)).all():
-            raise ValueError("attention_mask must hold only 0 (padding) and 1 (token)")
+            raise ValueError("attention_mask must hold 0 and 1 only: 0 marks padding")
     if positions is not None:
         _check_tensor(positions, "position_ids")
         shape = (1, 1) if ids is None else tuple(ids.shape)

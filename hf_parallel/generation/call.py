@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import DynamicCache
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.models.attention import UnsupportedModelError
@@ -17,6 +16,7 @@ from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.transcript.record import Record
 
 _IGNORED = ("use_cache", "logits_to_keep")
+"""Model arguments of transformers that block attention does not need."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,66 +99,55 @@ def make_call(
     model: PreTrainedModel,
     capabilities: Capabilities,
     input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    streamer: Any,
     model_kwargs: dict[str, Any],
-    cuda_graph: bool = True,
-    record: Record | None = None,
+    record: Record,
+    **prepared: Any,
 ) -> GenerationCall:
     """Check the arguments of a decoding method and return them as a `GenerationCall`.
+
+    Parameters
+    ----------
+    model_kwargs : dict
+        Arguments of the model; modified in place.
+    **prepared
+        Other fields of `GenerationCall`.
 
     Raises
     ------
     ValueError
-        For right padding, empty prompts, tokens outside the vocabulary, `position_ids` other than the default, a cache
-        that is no `BlockCache`, or arguments that no mode supports.
+        For right padding, empty prompts, tokens outside the vocabulary, `position_ids` other than the default, or
+        arguments that no mode supports.
     UnsupportedModelError
         If a row may exceed the length up to which the model's RoPE frequencies are constant.
     """
-    tokenizer = model_kwargs.pop("tokenizer", None)
+    tokenizer, cache = model_kwargs.pop("tokenizer", None), model_kwargs.pop("past_key_values", None)
     mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
-    cache = model_kwargs.pop("past_key_values", None)
-    if model_kwargs.pop("synced_gpus", False):
-        raise ValueError("parallel generation does not support synced_gpus=True")
-    given = {name: value for name, value in model_kwargs.items() if value is not None and name not in _IGNORED}
-    unknown = [name for name, value in given.items() if not isinstance(value, dict) or value]  # {}: no images
-    if unknown:
-        raise ValueError(f"parallel generation does not support {sorted(unknown)}; pass token ids and settings only")
-    if cache is not None and not isinstance(cache, BlockCache):
-        if not isinstance(cache, DynamicCache) or cache.get_seq_length() or getattr(cache, "_is_user_defined", False):
-            raise ValueError(
-                f"past_key_values must be a cache of hf_parallel, such as SharedPrefixCache, got {type(cache).__name__}"
-            )
-        cache = None
+    empty = (name for name, value in model_kwargs.items() if value is None or value is False or value == {})
+    if unknown := sorted(model_kwargs.keys() - {*_IGNORED, *empty}):
+        raise ValueError(f"parallel generation does not support {unknown}; pass token ids and settings only")
     prompts = _unpad(input_ids, mask, positions)
     vocabulary = vocabulary_size(model)
     for row, prompt in enumerate(prompts):
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             token = int(prompt.min() if prompt.min() < 0 else prompt.max())
             raise ValueError(f"input_ids of row {row} hold {token}, outside the vocabulary of {vocabulary}")
-    longest = max(len(prompt) for prompt in prompts) + int(generation_config.max_length) - input_ids.shape[1]
+    new_tokens = int(prepared["generation_config"].max_length) - input_ids.shape[1]
+    longest = max(len(prompt) for prompt in prompts) + new_tokens
     if capabilities.max_length is not None and longest > capabilities.max_length:
         raise UnsupportedModelError(
             f"{type(model).__name__} changes its RoPE frequencies after {capabilities.max_length} tokens, which would "
             f"invalidate cached keys; prompt and new tokens may have at most that many, got {longest}"
         )
-    record = Record() if record is None else record
     record.prompts, record.begin = prompts, input_ids.shape[1]
     return GenerationCall(
         model,
         capabilities,
         input_ids.to(model.device, torch.int64),
         prompts,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        streamer,
-        tokenizer,
-        cache,
-        cuda_graph,
-        record,
+        tokenizer=tokenizer,
+        past_key_values=cache if isinstance(cache, BlockCache) else None,  # otherwise transformers' own, and empty
+        record=record,
+        **prepared,
     )
 
 
@@ -170,12 +159,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 def _unpad(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> list[np.ndarray]:
     """Return the rows without masked tokens. Raise `ValueError` if `generate` would read them differently."""
     ids = input_ids.cpu().numpy()
-    if mask is None:
-        keep = np.ones(ids.shape, dtype=bool)
-    else:
-        if tuple(mask.shape) != ids.shape:
-            raise ValueError(f"attention_mask must have the shape of input_ids {ids.shape}, got {tuple(mask.shape)}")
-        keep = mask.cpu().numpy().astype(bool)
+    keep = np.ones(ids.shape, dtype=bool) if mask is None else mask.cpu().numpy().astype(bool)
     for row in range(len(ids)):
         if not keep[row].any():
             raise ValueError(f"the prompt of row {row} is empty: attention_mask hides all of it")

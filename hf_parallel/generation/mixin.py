@@ -147,13 +147,13 @@ class ParallelGenerationMixin:
             self,  # type: ignore[arg-type]
             self._parallel_capabilities,
             input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
             {**model_kwargs, "synced_gpus": synced_gpus},
-            config.cuda_graph,
             Record(config, config.to_dict()),
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            cuda_graph=config.cuda_graph,
         )
 
     def _check_arguments(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:

@@ -31,10 +31,10 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}")
 
 
-def check_text(name: str, value: Any, optional: bool = False) -> None:
-    """Raise `ValueError` unless `value` is a string, or None if that is allowed."""
-    if not isinstance(value, str) and not (optional and value is None):
-        raise ValueError(f"{name} must be a string{' or None' if optional else ''}, got {value!r}")
+def check_text(name: str, value: Any) -> None:
+    """Raise `ValueError` unless `value` is a string."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a string, got {value!r}")
 
 
 def check_texts(name: str, value: Any) -> None:
