@@ -1,4 +1,4 @@
-"""`hf-parallel generate` on a tiny model whose rows write what a script says, and Ctrl-C: by itself, in a terminal."""
+"""`hf-parallel generate` on a tiny model whose rows generate scripted texts, and Ctrl-C in process or in a terminal."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from transformers import BatchEncoding
 from workers import SETTINGS, Scripted, small_model
 
 from hf_parallel.cli import generate as cli_generate
-from hf_parallel.cli.printing import StepPrinter
+from hf_parallel.cli.printing import TextPrinter
 
 STEPS = ("Ann.\n\nTwo.", "Bo is slow.\n\nx")
-"""What two workers write."""
+"""Texts of two workers."""
 
 
 class Tokenizer(AsciiTokenizer):
-    """With what the command line asks of a tokenizer besides."""
+    """Tokenizer with the attributes that the command line uses."""
 
     all_special_ids, pad_token_id = list(SPECIAL), tiny.PAD
     chat_template = None
@@ -40,7 +40,7 @@ class Tokenizer(AsciiTokenizer):
 
 
 def given(settings: dict[str, Any]) -> list[str]:
-    """Settings as options."""
+    """Return settings as options."""
     return [f"--set={name}={json.dumps(value)}" for name, value in settings.items() if name != "tokenizer"]
 
 
@@ -57,7 +57,10 @@ WORKERS = [
 
 
 def loading(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
-    """What lets the command line load a tiny model whose rows write scripts; it returns the calls' arguments."""
+    """Let the command line load a tiny model.
+
+    Returns a function that scripts the rows of the following calls; it returns the list of their arguments.
+    """
     loaded: Any = small_model()
 
     def use(*scripts: Any, finisher: Any = "") -> list[dict[str, Any]]:
@@ -70,11 +73,11 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any
         def generate(**arguments: Any) -> Any:
             return type(loaded).generate(loaded, **scripted(arguments))
 
-        def hand_over(config: Any, arguments: dict[str, Any], run: Any) -> Any:
-            return type(loaded)._hand_over(loaded, config, scripted(arguments), run)
+        def prepared_call(config: Any, arguments: dict[str, Any]) -> Any:
+            return type(loaded).prepared_call(loaded, config, scripted(arguments))
 
         monkeypatch.setitem(vars(loaded), "generate", generate)
-        monkeypatch.setitem(vars(loaded), "_hand_over", hand_over)
+        monkeypatch.setitem(vars(loaded), "prepared_call", prepared_call)
         monkeypatch.setattr(cli_generate, "load", lambda options: (loaded, Tokenizer()))
         return calls
 
@@ -85,10 +88,10 @@ def at(
     monkeypatch: pytest.MonkeyPatch,
     after: int,
     happens: Callable[[], Any],
-    streamer: Any = StepPrinter,
+    streamer: Any = TextPrinter,
     method: str = "put",
 ) -> None:
-    """Let something happen when a method of a streamer has been called so often."""
+    """Call a function when a method of a streamer has been called `after` times."""
     plain = getattr(streamer, method)
     calls = iter(range(10**6))
 
@@ -100,8 +103,8 @@ def at(
     monkeypatch.setattr(streamer, method, watched)
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, streamer: Any = StepPrinter, method: str = "put") -> None:
-    """Let Ctrl-C come when a method of a streamer has been called so often."""
+def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, streamer: Any = TextPrinter, method: str = "put") -> None:
+    """Raise `KeyboardInterrupt` when a method of a streamer has been called `after` times."""
 
     def press() -> None:
         raise KeyboardInterrupt
@@ -109,32 +112,49 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, streamer: Any = StepP
     at(monkeypatch, after, press, streamer, method)
 
 
-def in_a_terminal(arguments: list[str], until: str, timeout: float = 120) -> tuple[str, int]:
-    """Run a command in a terminal, and press Ctrl-C when it has shown something; what it wrote, and its status."""
+def in_a_terminal(*commands: tuple[list[str], str], timeout: float = 120) -> list[tuple[str, int]]:
+    """Run commands one after another in a terminal; press Ctrl-C when the output of each matches its pattern.
+
+    All run in one process, which imports torch once. Returns the output and exit status of each.
+    """
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30", "OMP_NUM_THREADS": "1"}
     environment = {name: value for name, value in environment.items() if name not in ("NO_COLOR", "CI")}
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "hf_parallel.cli.main", *arguments]
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-c", _RUN, json.dumps([arguments for arguments, _ in commands])],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         env=environment,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in the background ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore SIGINT
     )
     os.close(theirs)
-    text, pressed, end = "", False, time.monotonic() + timeout
+    text, interrupts, end = "", 0, time.monotonic() + timeout
     while time.monotonic() < end:
         if select.select([ours], [], [], 1.0)[0]:
             try:
                 read = os.read(ours, 65536)
-            except OSError:  # the other end is closed
+            except OSError:  # the process has closed its end
                 break
             text += read.decode(errors="replace")
-        if not pressed and re.search(until, text):
-            pressed = True
+        outputs = text.split(_STATUS)
+        if len(outputs) == interrupts + 1 <= len(commands) and re.search(commands[interrupts][1], outputs[-1]):
+            interrupts += 1
             process.send_signal(signal.SIGINT)
     os.close(ours)
-    return text, process.wait(timeout=30)
+    assert process.wait(timeout=30) == 0, text
+    first, *others = text.split(_STATUS)
+    statuses = [int(other[: other.index("\x00")]) for other in others]
+    outputs = [first, *(other[other.index("\x00") + 1 :] for other in others)]
+    return list(zip(outputs, statuses, strict=False))
+
+
+_STATUS = "\x00status "
+_RUN = """
+import json, sys
+from hf_parallel.cli.main import main
+for arguments in json.loads(sys.argv[1]):
+    status = main(arguments)
+    print(f"\\x00status {status}\\x00", end="", flush=True)
+"""

@@ -1,4 +1,4 @@
-"""The command line: prompts and settings, what it says when it cannot, and the commands around `generate`."""
+"""The command line: prompts, settings, error messages, and the commands besides `generate`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from hf_parallel.cli import main as cli
 from hf_parallel.cli import settings as cli_settings
 from hf_parallel.cli.measure import StepClock
 from hf_parallel.generation import MODES
-from hf_parallel.models import probed
-from hf_parallel.models.attention import capabilities
+from hf_parallel.models.capabilities import Capabilities, embedded_capabilities, probe_capabilities
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +48,7 @@ def test_a_file_called_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli_generate.read_prompts(options("first", "--file", "-", "--lines")) == ["first", "one", "two"]
 
 
-def test_without_a_prompt_stdin_is_read_line_by_line_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_prompt_stdin_is_read_and_lines_splits_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\x0c\u2028three\n"))
     assert cli_generate.read_prompts(options("--lines")) == ["one", "two\x0c\u2028three"]
 
@@ -57,7 +56,7 @@ def test_without_a_prompt_stdin_is_read_line_by_line_if_asked_to(monkeypatch: py
 @pytest.mark.parametrize("lines", [[], ["--lines"]])
 @pytest.mark.parametrize(("text", "state"), [("", "empty"), (" \n\n", "blank")])
 @pytest.mark.parametrize("source", ["stdin", "prompts.txt"])
-def test_a_file_without_a_prompt_is_named(
+def test_an_error_names_the_file_without_a_prompt(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -83,13 +82,13 @@ def test_a_file_without_a_prompt_is_named(
         (["x", "--set", "num_workers=0"], "num_workers must be an int of at least 1, got 0"),
         (["x", "--set", "num_workers=two"], "num_workers must be an int of at least 1, got 'two'"),
         (["x", "--set", "num_workers"], "--set must be NAME=VALUE, got 'num_workers'"),
-        (["x", "--set", "logits_cache=1"], "--set cannot hold logits (got 'logits_cache=1'); use --logits-cache FILE"),
+        (["x", "--set", "logits_cache=1"], "--set cannot hold the object logits_cache (got 'logits_cache=1'); use --l"),
         (["x", "--mode", "generate", "--set", "layout=combined"], "generate has no setting 'layout'"),
-        (["x", "--greedy", "--temperature", "0.5"], "--greedy draws no tokens, so it cannot be combined with --temp"),
-        (["x", "--greedy", "--set", "top_k=5"], "--greedy draws no tokens, so it cannot be combined with --set top_k"),
-        (["x", "--set", "do_sample=false", "--top-p", "0.5"], "--set do_sample=False draws no tokens, so it cannot be"),
-        (["x", "--mode", "pdos", "--logits-cache", "f"], "--logits-cache needs a mode that remembers logits, got pdos"),
-        (["x", "--mode", "generate", "-o", "run.json"], "-o keeps the run of a mode, and --mode generate is none"),
+        (["x", "--greedy", "--temperature", "0.5"], "--greedy disables sampling, so it cannot be combined with --t"),
+        (["x", "--greedy", "--set", "top_k=5"], "--greedy disables sampling, so it cannot be combined with --set t"),
+        (["x", "--set", "do_sample=false", "--top-p", "0.5"], "--set do_sample=False disables sampling, so it"),
+        (["x", "--mode", "pdos", "--logits-cache", "f"], "--logits-cache needs a mode with logits_cache, got --mode"),
+        (["x", "--mode", "generate", "-o", "run.json"], "-o saves the transcript of a mode, so it cannot be"),
         (["x", "-o", "/nowhere/run.json"], "-o /nowhere/run.json: there is no folder /nowhere"),
         (["x", "-o", "/"], "-o / is a folder"),
         (["x", "-o", "run.txt"], "-o run.txt must end in .json, or in .html or .htm for the page"),
@@ -100,42 +99,42 @@ def test_a_file_without_a_prompt_is_named(
         (["x", "-o", "/proc/run.json"], "-o /proc/run.json cannot be written: "),
         (["x", "--mode", "resample", "--logits-cache", "/proc/l"], "--logits-cache /proc/l cannot be written: "),
         (["x", "--mode", "resample", "--logits-cache", "/"], "--logits-cache / is a folder"),
-        (["x", "--temperature", "0.9", "--set", "temperature=0.1"], "--set temperature and --temperature are one set"),
-        (["x", "--seed", "1", "--set", "seed=2"], "--set seed and --seed are one setting"),
-        (["x", "--greedy", "--set", "do_sample=true"], "--set do_sample and --greedy are one setting"),
-        (["x", "--sample", "--set", "do_sample=true"], "--set do_sample and --sample are one setting"),
-        (["x", "\udcff"], "a prompt is no text in UTF-8: "),
+        (["x", "--temperature", "0.9", "--set", "temperature=0.1"], "--set temperature and --temperature are the sam"),
+        (["x", "--seed", "1", "--set", "seed=2"], "--set seed and --seed are the same setting"),
+        (["x", "--greedy", "--set", "do_sample=true"], "--set do_sample and --greedy are the same setting"),
+        (["x", "--sample", "--set", "do_sample=true"], "--set do_sample and --sample are the same setting"),
+        (["x", "\udcff"], "a prompt is not valid UTF-8: "),
         (["x", "--device", "nope"], "--device nope: "),
         (["x", "--device", "cuda:99"], "--device cuda:99: "),
         (["x", "--model", "./nothere"], "--model ./nothere: no such folder"),
         (["x", "--model", "/nowhere"], "--model /nowhere: no such folder"),
         (["x", "--model", "~nobody/model"], "--model ~nobody/model: no such folder"),
-        (["x", "--lines"], "--lines splits files and stdin, and the prompts are arguments"),
-        (["x", "--stats", "--mode", "generate"], "--stats tells what a mode cost, and --mode generate is none"),
-        (["x", "--temperature", "0"], "temperature=0.0 is refused by generate: "),
+        (["x", "--lines"], "--lines splits files and stdin, but the prompts are arguments"),
+        (["x", "--stats", "--mode", "generate"], "--stats reports the cost of a mode, so it cannot be"),
+        (["x", "--temperature", "0"], "temperature=0.0 is invalid: "),
         (["x", "--set", "temperature=warm"], "temperature must be a number, got 'warm'"),
-        (["x", "--top-p", "1.5"], "top_p=1.5 is refused by generate: "),
+        (["x", "--top-p", "1.5"], "top_p=1.5 is invalid: "),
         (["x", "--top-k", "-1"], "top_k must be an int of at least 0, got -1"),
         (["x", "--max-new-tokens", "0"], "max_new_tokens must be an int of at least 1, got 0"),
-        (["x", "--mode", "generate", "--repetition-penalty", "-1"], "repetition_penalty=-1.0 is refused by generate: "),
+        (["x", "--mode", "generate", "--repetition-penalty", "-1"], "repetition_penalty=-1.0 is invalid: "),
         (["x", "--greedy", "--num-return-sequences", "2"], "do not support `num_return_sequences`"),
         (["--file", "-"], "give a prompt"),
     ],
 )  # fmt: skip
-def test_bad_options_are_one_line_before_a_model_is_loaded(
+def test_invalid_options_are_one_line_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     monkeypatch.setattr(cli_generate, "load", lambda options: pytest.fail("a model was loaded"))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     assert cli.main(["generate", *arguments]) == 2
-    said = capsys.readouterr()
-    assert message in said.err
-    assert said.err.startswith("hf-parallel: error: ")
-    assert said.err.count("\n") == 1
-    assert said.out == ""
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.startswith("hf-parallel: error: ")
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_logits_are_read(
+def test_an_output_that_cannot_be_written_raises_before_logits_are_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "logits").write_text("damaged")
@@ -144,21 +143,21 @@ def test_an_output_that_cannot_be_written_is_refused_before_logits_are_read(
     assert "-o /proc/run.json cannot be written" in capsys.readouterr().err
 
 
-def test_trying_whether_an_output_can_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_checking_whether_an_output_can_be_written_leaves_no_files(tmp_path: Path) -> None:
     arguments = ["x", "--mode", "resample", "-o", str(tmp_path / "run.json"), "--logits-cache", str(tmp_path / "l")]
-    cli_generate._check(options(*arguments), ["x"])
+    cli_generate.check_options(options(*arguments), ["x"])
     assert not list(tmp_path.iterdir())
 
 
-def test_bytes_of_stdin_that_are_no_text_are_named(
+def test_an_error_names_stdin_if_it_is_not_utf_8(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
     assert cli.main(["generate"]) == 2
-    assert "error: stdin is no text in UTF-8: " in capsys.readouterr().err
+    assert "error: stdin is not valid UTF-8: " in capsys.readouterr().err
 
 
-def test_a_model_that_is_nowhere_is_one_line(
+def test_a_model_that_does_not_exist_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -191,11 +190,11 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         ("plain", None, "plain"),
     ],
 )
-def test_values_are_json_or_text_which_a_text_remains(text: str, default: Any, value: Any) -> None:
+def test_values_are_json_or_text_and_text_settings_stay_text(text: str, default: Any, value: Any) -> None:
     assert cli_settings.parse(text, default) == value
 
 
-def test_options_go_before_the_preset_of_the_embedded_model() -> None:
+def test_options_override_the_preset_of_the_embedded_model() -> None:
     config, settings = cli_settings.read_settings(options("x", "--temperature", "0.3", "--set", "step_prefix={name}> "))
     assert (config.step_prefix, config.own_header) == ("{name}> ", "\n\n")  # type: ignore[union-attr]
     assert (settings["temperature"], settings["do_sample"], settings["top_p"]) == (0.3, True, 0.9)
@@ -204,38 +203,38 @@ def test_options_go_before_the_preset_of_the_embedded_model() -> None:
     assert settings == {"max_new_tokens": 256}
 
 
-def test_greedy_leaves_no_setting_of_drawing_behind() -> None:
+def test_greedy_removes_the_sampling_settings_of_the_preset() -> None:
     _, settings = cli_settings.read_settings(options("x", "--greedy"))
     assert settings["do_sample"] is False
     assert not {"temperature", "top_p", "top_k"} & settings.keys()
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
-def test_what_has_a_sense_in_sampling_alone_asks_for_it(name: str) -> None:
+def test_settings_of_sampling_enable_it(name: str) -> None:
     for arguments in (["--no-preset"], ["--mode", "shared_prefix"], ["--mode", "generate"]):
         _, settings = cli_settings.read_settings(options("x", *arguments, "--set", f"{name}=0.7"))
         assert (settings["do_sample"], settings[name]) == (True, 0.7)
 
 
-def test_settings_of_generate_can_be_set_too() -> None:
+def test_settings_of_generate_can_be_set() -> None:
     _, settings = cli_settings.read_settings(
         options("x", "--set", "no_repeat_ngram_size=4", "--set", 'stop_strings=["."]')
     )
     assert (settings["no_repeat_ngram_size"], settings["stop_strings"]) == (4, ["."])
 
 
-def test_a_length_of_prompt_and_answer_together_takes_the_place_of_the_default() -> None:
+def test_max_length_replaces_the_default_of_max_new_tokens() -> None:
     _, settings = cli_settings.read_settings(options("x", "--no-preset", "--set", "max_length=30"))
     assert settings == {"max_length": 30}
 
 
 @pytest.mark.parametrize("mode", [*MODES, "generate"])
-def test_every_mode_tells_its_settings(capsys: pytest.CaptureFixture[str], mode: str) -> None:
+def test_every_mode_describes_its_settings(capsys: pytest.CaptureFixture[str], mode: str) -> None:
     assert cli.main(["generate", "--mode", mode, "--settings"]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     names = MODES[mode].fields() if mode in MODES else ["temperature"]
-    assert all(re.search(rf"\b{name}\b", told) for name in names)
-    assert cli_settings.describe(mode) == told.rstrip("\n")
+    assert all(re.search(rf"\b{name}\b", printed) for name in names)
+    assert cli_settings.describe(mode) == printed.rstrip("\n")
 
 
 # The other commands
@@ -253,7 +252,7 @@ def test_help_names_every_command_and_every_setting(capsys: pytest.CaptureFixtur
     assert all(name in told for config in MODES.values() for name in config.fields() if name != "logits_cache")
 
 
-def test_env_says_what_there_is_and_why_not(
+def test_env_prints_versions_backends_and_variables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_PARALLEL_BACKEND", "reference")
@@ -268,7 +267,9 @@ def test_env_says_what_there_is_and_why_not(
     assert "  triton: " in plain
 
 
-def test_benchmarks_run_where_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_runs_the_benchmarks_of_the_repository(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran: list[list[str]] = []
 
     def run(command: list[str], **settings: Any) -> Any:
@@ -281,10 +282,10 @@ def test_benchmarks_run_where_they_are(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert cli.main(["bench", "gpu", "--toy"]) == 7
     assert ran == [["benchmarks", "--quick", "--rounds", "3"], ["benchmarks.gpu", "--toy"]]
     assert cli.main(["bench", "nothing"]) == 2
-    assert "there is no benchmark 'nothing'; there are " in capsys.readouterr().err
+    assert "there is no benchmark 'nothing'; choose one of " in capsys.readouterr().err
 
 
-def test_without_the_repository_bench_says_where_they_are(
+def test_without_the_repository_bench_names_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cli, "BENCHMARKS", tmp_path)
@@ -293,7 +294,7 @@ def test_without_the_repository_bench_says_where_they_are(
 
 
 @pytest.mark.parametrize("command", [["demo"], ["bench"], ["generate", "x", "--format", "live"]])
-def test_missing_rich_is_named(
+def test_an_error_names_missing_rich(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     find = cli.importlib.util.find_spec
@@ -302,7 +303,7 @@ def test_missing_rich_is_named(
     assert "needs rich, which is not installed: pip install rich" in capsys.readouterr().err
 
 
-def test_the_demo_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_options_are_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("hf_parallel.cli.demo.main", lambda arguments: seen.append(arguments) or 0)
     assert cli.main(["demo", "--quick", "--task", "Sing a song."]) == 0
@@ -310,7 +311,7 @@ def test_the_demo_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", ["demo", "bench"])
-def test_help_of_other_programs_names_the_command(
+def test_help_of_forwarded_commands_names_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", [command, "--help"])
@@ -323,13 +324,13 @@ def test_help_of_other_programs_names_the_command(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("not json", "is no JSON"),
-        ("[" * 10**5, "is no JSON"),
-        ("[1]", "no transcript"),
-        ('{"format": "hf_parallel run", "version": 2}', "version 2"),
+        ("not json", "is not JSON"),
+        ("[" * 10**5, "is not JSON"),
+        ("[1]", "not a transcript"),
+        ('{"format": "hf_parallel run", "version": 1}', "version 1"),
     ],
 )
-def test_what_is_no_run_is_not_viewed(
+def test_view_rejects_other_files(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, message: str
 ) -> None:
     (tmp_path / "run.json").write_text(content)
@@ -338,18 +339,18 @@ def test_what_is_no_run_is_not_viewed(
     assert not (tmp_path / "run.html").exists()
 
 
-def test_a_run_is_not_written_over_by_its_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_transcript_is_not_overwritten_by_its_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "run.html").write_text("{}")
     assert cli.main(["view", str(tmp_path / "run.html")]) == 2
 
 
-# How soon
+# Start-up
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "exaone4", "llama-dynamic", "gemma3_text"])
 def test_what_a_model_can_do_is_kept_whole(name: str) -> None:
-    found = capabilities(tiny.build(name))
-    assert probed.read(probed.write(found)) == found
+    found = probe_capabilities(tiny.build(name))
+    assert Capabilities.from_json(found.to_json()) == found
 
 
 def test_the_embedded_model_is_probed_once(
@@ -365,7 +366,7 @@ def test_the_embedded_model_is_probed_once(
             if damage:
                 next(tmp_path.iterdir()).write_text(damage)
             before = len(passes)
-            found.append((probed.embedded_capabilities(model), len(passes) > before))
+            found.append((embedded_capabilities(model), len(passes) > before))
             hf_parallel.disable(model)
     finally:
         handle.remove()
@@ -376,13 +377,13 @@ def test_the_embedded_model_is_probed_once(
 
 
 @pytest.mark.slow
-def test_the_first_token_comes_as_soon_as_that_of_generate(
+def test_the_first_token_takes_at_most_1_2_times_as_long_as_with_generate(
     monkeypatch: pytest.MonkeyPatch, embedded: tuple[Any, Any]
 ) -> None:
-    """Work of the processor from the command, or from loading the model, to the first token; imports are done."""
+    """Processor time from the command, or from loading the model, to the first token, without imports."""
     prompt = "Name three fruits that grow in Italy, and say in one sentence each what they taste like."
 
-    def ours() -> float:
+    def command() -> float:
         first: list[float] = []
 
         class Output(io.StringIO):
@@ -405,9 +406,11 @@ def test_the_first_token_comes_as_soon_as_that_of_generate(
         return first[0]
 
     def seconds(run: Callable[[], float]) -> float:
-        gc.collect()  # or what others left behind is cleared away meanwhile
+        gc.collect()  # garbage of other tests would be collected during the run
         return -time.process_time() + run()
 
-    seconds(ours)  # what is found out once
-    times = [(seconds(ours), seconds(plain)) for _ in range(6)]  # enough for both to meet the machine's best pace
-    assert min(of for of, _ in times) <= 1.2 * min(of for _, of in times)
+    seconds(command)  # warm-up
+    times: list[tuple[float, float]] = []
+    while not times or min(of for of, _ in times) > 1.2 * min(of for _, of in times):
+        assert len(times) < 6, times
+        times.append((seconds(command), seconds(plain)))

@@ -1,4 +1,4 @@
-"""`hf-parallel`: what is kept when nobody reads what is printed, when a disk is full, and when a later prompt fails."""
+"""`hf-parallel` saves its results if a pipe is closed, a disk is full or a later prompt fails."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from hf_parallel import LogitsCache
 from hf_parallel.cli import main as cli
 from hf_parallel.cli.interruptible import InterruptibleCall
 from hf_parallel.cli.live import LiveView
-from hf_parallel.cli.printing import RowPrinter, StepPrinter
+from hf_parallel.cli.printing import TextPrinter, TokenPrinter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parent.parent
-STREAMERS = {"text": StepPrinter, "jsonl": StepPrinter, "live": LiveView}
+STREAMERS = {"text": TextPrinter, "jsonl": TextPrinter, "live": LiveView}
 
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
-    """Let the command line load a tiny model whose rows write scripts; returns the calls of `generate`."""
+    """Let the command line load a tiny model; see `loading`."""
     return loading(monkeypatch)
 
 
 @pytest.fixture(params=["closed", "full"])
 def pipe(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[], Any], int, str]]:
-    """A pipe, for stdout; what closes it or makes it a full disk; the exit status then, and what stderr says."""
+    """A pipe for stdout, a function that closes it or redirects it to a full disk, exit status and error message."""
     read, write = os.pipe()
     out = os.fdopen(write, "w")
     if request.param == "closed":
@@ -42,11 +42,11 @@ def pipe(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[], Any
     else:
         yield out, lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), write), 2, "No space left on device"
         os.close(read)
-    out.close()  # fails while there is text that it has not been able to write
+    out.close()  # fails if it has text left to write
 
 
 def status_of(arguments: list[str]) -> int:
-    """The exit status of a command; rich leaves by itself where a pipe is closed."""
+    """Return the exit status of a command; rich exits by itself if a pipe is closed."""
     try:
         return cli.main(arguments)
     except SystemExit as left:
@@ -54,52 +54,52 @@ def status_of(arguments: list[str]) -> int:
 
 
 @pytest.mark.parametrize("form", STREAMERS)
-def test_a_run_is_kept_where_its_text_cannot_be_printed(
+def test_a_transcript_is_saved_if_its_text_cannot_be_printed(
     model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, form: str, pipe: Any
 ) -> None:
-    out, breaks, status, said = pipe
+    out, break_pipe, status, message = pipe
     monkeypatch.setattr(sys, "stdout", out)
     model(*STEPS)
-    at(monkeypatch, 9, breaks, STREAMERS[form])
+    at(monkeypatch, 9, break_pipe, STREAMERS[form])
     assert status_of([*WORKERS, "--format", form, "-o", str(tmp_path / "run.json")]) == status
     error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == bool(said)
-    told = json.loads((tmp_path / "run.json").read_text())
-    assert ("interrupted" in told) == (form != "jsonl")  # whose lines are printed when all is written
-    (section,) = told["sections"]
+    assert message in error
+    assert error.count("\n") == bool(message)
+    saved = json.loads((tmp_path / "run.json").read_text())
+    assert ("interrupted" in saved) == (form != "jsonl")  # JSON lines are printed after the call
+    (section,) = saved["sections"]
     written = ["".join(piece[1] for piece in card["pieces"]) for card in section["cards"]]
     assert written[0].strip() == "Ann."
 
 
-def test_logits_are_kept_where_the_text_cannot_be_printed(
+def test_logits_are_saved_if_the_text_cannot_be_printed(
     model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipe: Any
 ) -> None:
-    out, breaks, status, _ = pipe
+    out, break_pipe, status, _ = pipe
     monkeypatch.setattr(sys, "stdout", out)
     model("a" * 9)
-    at(monkeypatch, 4, breaks, RowPrinter)
+    at(monkeypatch, 4, break_pipe, TokenPrinter)
     arguments = ["P", "--raw", "--mode", "resample", "--logits-cache", str(tmp_path / "logits")]
     assert cli.main(["generate", *arguments, "-o", str(tmp_path / "run.json")]) == status
     assert len(LogitsCache.load(tmp_path / "logits")) >= 3
     assert json.loads((tmp_path / "run.json").read_text())["interrupted"] is True
 
 
-def test_a_refused_call_leaves_earlier_files_alone(model: Any, capsys: Any, tmp_path: Path) -> None:
+def test_a_call_with_an_invalid_argument_keeps_earlier_files(model: Any, capsys: Any, tmp_path: Path) -> None:
     model()
     (tmp_path / "run.json").write_text("earlier")
     arguments = ["P", "--raw", "--mode", "resample", "--logits-cache", str(tmp_path / "logits"), "--set", "num_beams=2"]
     assert cli.main(["generate", *arguments, "-o", str(tmp_path / "run.json")]) == 2
-    assert "num_beams=2 cannot be honoured" in capsys.readouterr().err
+    assert "num_beams=2 is not supported" in capsys.readouterr().err
     assert (tmp_path / "run.json").read_text() == "earlier"
     assert not (tmp_path / "logits").exists()
 
 
 @pytest.mark.parametrize(("after", "kept"), [(7, 1), (10, 2)])
-def test_an_error_in_a_later_batch_leaves_what_came_before(
+def test_results_before_an_error_in_a_later_batch_are_saved(
     model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, after: int, kept: int
 ) -> None:
-    """Each call has its prompt put, and six passes."""
+    """Each call puts the prompt and six passes."""
 
     def fail() -> None:
         raise RuntimeError("no memory")
@@ -118,25 +118,29 @@ def test_an_error_in_a_later_batch_leaves_what_came_before(
     assert run["sections"][0] == whole["sections"][0]
 
 
-def test_a_call_that_never_ran_has_nothing_to_keep() -> None:
-    assert not InterruptibleCall(None, None, None, {}).has_written
+def test_a_call_that_never_ran_has_no_text() -> None:
+    assert not InterruptibleCall(None, None, None, {}).has_text
 
 
-def test_what_cannot_be_printed_at_all_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any, pipe: Any) -> None:
-    out, breaks, status, said = pipe
+def test_output_that_cannot_be_printed_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any, pipe: Any) -> None:
+    out, break_pipe, status, message = pipe
     monkeypatch.setattr(sys, "stdout", out)
-    breaks()
+    break_pipe()
     assert cli.main(["env"]) == status
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == bool(message)
 
 
-def test_a_command_runs_without_any_stdout(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_command_runs_without_stdout(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert cli.main(["env"]) == 0
     assert capsys.readouterr().err == ""
 
 
-def test_a_run_is_viewed_from_stdin(model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+def test_a_transcript_is_viewed_from_stdin(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     model(*STEPS)
     assert cli.main([*WORKERS, "-o", "run.json"]) == 0
@@ -152,9 +156,9 @@ def test_a_run_is_viewed_from_stdin(model: Any, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [([], "stdin is no JSON: "), (["--open"], "--open needs a file to open")]
+    ("arguments", "message"), [([], "stdin is not JSON: "), (["--open"], "--open needs a file to open")]
 )
-def test_what_comes_from_stdin_and_is_no_run_is_not_viewed(
+def test_view_rejects_other_text_on_stdin(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: list[str], message: str
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("not json"))
@@ -162,8 +166,8 @@ def test_what_comes_from_stdin_and_is_no_run_is_not_viewed(
     assert message in capsys.readouterr().err
 
 
-def test_an_interrupt_while_torch_is_imported_says_nothing(tmp_path: Path) -> None:
-    """Here a torch that presses Ctrl-C when it is imported."""
+def test_an_interrupt_while_torch_is_imported_prints_nothing(tmp_path: Path) -> None:
+    """A module named torch raises `KeyboardInterrupt`."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [sys.executable, "-m", "hf_parallel_command", "env"]

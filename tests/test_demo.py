@@ -1,14 +1,11 @@
-"""`make demo`: what it prints, that the picture of the workers fits its terminal, and that it stops politely."""
+"""`hf-parallel demo`: its output, the size of the live view, and interrupts."""
 
 from __future__ import annotations
 
-import importlib
 import io
-import os
 import re
-import subprocess
 import sys
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +17,24 @@ from rich.text import Text
 import hf_parallel
 from hf_parallel import HogwildConfig, ParallelStreamer, hogwild_prompt
 from hf_parallel.cli import demo
-from hf_parallel.cli.live import ABOVE, LiveColumns, LiveLines, LiveView, live_view
+from hf_parallel.cli.live import ABOVE, LiveColumns, LiveLines, LiveView, live_view, make_console
+from hf_parallel.cli.main import main
 from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
+from hf_parallel.generation.config import SAMPLING
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
 def drawn(view: LiveColumns, height: int | None = None) -> list[str]:
-    """The lines of the picture, without colours."""
+    """Return the lines of the picture, without colours."""
     lines = view.console.render_lines(view.picture(height), pad=False)
     return ["".join(segment.text for segment in line) for line in lines]
 
 
 def write(view: LiveView, texts: list[str], end_step: bool = True) -> None:
-    """Let every worker write a step, word by word."""
+    """Write a step of every worker, word by word."""
     for row, worker in view.rows.items():
         view.write_row(row, view.config.step_prefix.format(name=worker.name, step=len(worker.steps) + 1), "begin")
     words = [text.split() for text in texts]
@@ -47,38 +48,35 @@ def write(view: LiveView, texts: list[str], end_step: bool = True) -> None:
 
 
 @pytest.fixture(scope="module")
-def quick_demo() -> subprocess.CompletedProcess[str]:
-    """`python -m hf_parallel.cli.demo --quick` as it runs where there is no terminal."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FORCE_COLOR": "1"}
-    command = [sys.executable, "-m", "hf_parallel.cli.demo", "--quick", "--max-new-tokens", "22"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+def quick_demo(one_thread: None, embedded: tuple[Any, Any]) -> str:
+    """Output of `hf-parallel demo --quick` without a terminal."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
+        patch.setenv("FORCE_COLOR", "1")
+        assert main(["demo", "--quick", "--max-new-tokens", "22"]) == 0
+    return out.getvalue()
 
 
-def test_demo_runs_to_its_end(quick_demo: subprocess.CompletedProcess[str]) -> None:
-    assert quick_demo.returncode == 0, quick_demo.stderr
-    assert "Traceback" not in quick_demo.stderr
+def test_demo_shows_a_finished_step_of_each_worker(quick_demo: str) -> None:
+    assert re.search(r"^Alice \| .*\w.* \(step 1, pass \d+\)$", quick_demo, re.MULTILINE)
+    assert re.search(r"^Bob   \| .*\w.* \(step 1, pass \d+\)$", quick_demo, re.MULTILINE)
+    assert "22 passes, 44 tokens" in quick_demo
 
 
-def test_demo_shows_a_finished_step_of_each_worker(quick_demo: subprocess.CompletedProcess[str]) -> None:
-    assert re.search(r"^Alice \| .*\w.* \(step 1, pass \d+\)$", quick_demo.stdout, re.MULTILINE)
-    assert re.search(r"^Bob   \| .*\w.* \(step 1, pass \d+\)$", quick_demo.stdout, re.MULTILINE)
-    assert "22 passes, 44 tokens" in quick_demo.stdout
+def test_demo_gets_the_tokens_of_generate(quick_demo: str) -> None:
+    assert "same tokens: yes" in quick_demo
 
 
-def test_demo_gets_the_tokens_of_generate(quick_demo: subprocess.CompletedProcess[str]) -> None:
-    assert "same tokens: yes" in quick_demo.stdout
-
-
-def test_demo_writes_no_terminal_commands_into_a_pipe(quick_demo: subprocess.CompletedProcess[str]) -> None:
-    assert "\x1b" not in quick_demo.stdout
+def test_demo_writes_no_terminal_commands_into_a_pipe(quick_demo: str) -> None:
+    assert "\x1b" not in quick_demo
 
 
 def test_a_demo_with_other_tokens_says_so(monkeypatch: pytest.MonkeyPatch, embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
-    answers = iter([torch.full((2, 12), token) for token in (20, 21)])
+    outputs = iter([torch.full((2, 12), token) for token in (20, 21)])
 
     def measure(*arguments: Any) -> demo.Measured:
-        return demo.Measured(next(answers), prefill=1.0, step=1.0, total=2.0, kv_bytes=8)
+        return demo.Measured(next(outputs), prefill=1.0, step=1.0, total=2.0, kv_bytes=8)
 
     monkeypatch.setattr(demo, "measure", measure)
     console = a_pipe()
@@ -92,10 +90,10 @@ def test_every_view_is_a_parallel_streamer() -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(60, 20), (80, 24), (100, 50)])
-def test_picture_keeps_inside_the_terminal(width: int, height: int) -> None:
+def test_the_picture_fits_the_terminal(width: int, height: int) -> None:
     view = LiveColumns(HogwildConfig(), a_terminal(width, height))
     for number in range(12):
-        write(view, [f"step {number} of Alice " + "goes on " * 15, f"step {number} of Bob, 短い " + "x" * 90])
+        write(view, [f"step {number} of Alice " + "continues " * 15, f"step {number} of Bob, 短い " + "x" * 90])
     write(view, ["Alice's last", "Bob's last"], end_step=False)
     lines = drawn(view, height - ABOVE)
     assert len(lines) <= height - ABOVE
@@ -103,7 +101,7 @@ def test_picture_keeps_inside_the_terminal(width: int, height: int) -> None:
     assert any("Alice's last" in line and "Bob's last" in line for line in lines)
 
 
-def test_picture_has_the_same_height_however_much_is_written() -> None:
+def test_the_height_of_the_picture_does_not_depend_on_the_text() -> None:
     view = LiveColumns(HogwildConfig(), a_terminal())
     heights = [len(drawn(view, 15))]
     for _ in range(8):
@@ -112,7 +110,7 @@ def test_picture_has_the_same_height_however_much_is_written() -> None:
     assert set(heights) == {15}
 
 
-def test_final_picture_holds_all_that_was_written() -> None:
+def test_the_final_picture_has_all_text() -> None:
     console = a_terminal()
     with LiveColumns(HogwildConfig(), console) as view:
         for number in range(30):
@@ -133,7 +131,7 @@ def test_steps_are_marked_with_the_pass_at_which_they_moved() -> None:
     assert "Bob, step 2" in picture
 
 
-def test_terminal_is_left_clean_by_an_interrupt() -> None:
+def test_an_interrupt_restores_the_cursor() -> None:
     console = a_terminal()
     with suppress(KeyboardInterrupt), LiveColumns(HogwildConfig(), console) as view:
         write(view, ["I was", "interrupted"], end_step=False)
@@ -143,7 +141,7 @@ def test_terminal_is_left_clean_by_an_interrupt() -> None:
     assert "interrupted" in text[text.index(SHOW_CURSOR) :]
 
 
-def test_terminal_commands_of_the_model_are_not_passed_on() -> None:
+def test_terminal_commands_in_generated_text_are_not_printed() -> None:
     for console, kind in ((a_terminal(), LiveColumns), (a_pipe(), LiveLines)):
         with kind(HogwildConfig(), console) as view:
             write(view, ["clear \x1b[2J\x07 the", "screen \x9b2J"])
@@ -175,17 +173,17 @@ def test_columns_need_a_terminal(
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"} | environment).items():
         monkeypatch.setenv(name, value)
-    assert isinstance(live_view(HogwildConfig(), demo.make_console()), LiveColumns if columns else LiveLines)
+    assert isinstance(live_view(HogwildConfig(), make_console()), LiveColumns if columns else LiveLines)
 
 
-def test_columns_need_room() -> None:
+def test_columns_need_space() -> None:
     assert isinstance(live_view(HogwildConfig(num_workers=8), a_terminal(100, 40)), LiveLines)
     assert isinstance(live_view(HogwildConfig(), a_terminal(80, 6)), LiveLines)
 
 
-def test_view_shows_what_hogwild_wrote_and_holds(embedded: tuple[Any, Any]) -> None:
+def test_the_view_shows_the_text_and_cache_size_of_hogwild(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
-    config = HogwildConfig(seed=3, **demo.EMBEDDED_PRESET.settings)
+    config = HogwildConfig(seed=3, **HogwildConfig.presets["embedded"].settings)
     view = LiveColumns(config, a_terminal())
     hf_parallel.enable(model)
     try:
@@ -198,7 +196,7 @@ def test_view_shows_what_hogwild_wrote_and_holds(embedded: tuple[Any, Any]) -> N
                 max_new_tokens=24,
                 streamer=view,
                 return_dict_in_generate=True,
-                **demo.SAMPLING,
+                **SAMPLING,
             )
     finally:
         hf_parallel.disable(model)
@@ -212,14 +210,13 @@ def test_view_shows_what_hogwild_wrote_and_holds(embedded: tuple[Any, Any]) -> N
     assert view.kv_tokens * output.past_key_values.arena.bytes_per_token == output.stats.kv_bytes
 
 
-def test_interrupting_the_workers_goes_on_and_interrupting_again_leaves(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_first_interrupt_skips_the_workers_and_the_second_exits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], embedded: tuple[Any, Any]
 ) -> None:
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "load", lambda *arguments: (None, None))
-    monkeypatch.setattr(demo.transformers.logging, "set_verbosity_error", lambda: None)
+    monkeypatch.setattr(demo, "load", lambda *arguments: embedded)
     monkeypatch.setattr(demo, "show_workers", interrupted)
     monkeypatch.setattr(demo, "show_shared_prefix", interrupted)
     assert demo.main([]) == 130
@@ -227,34 +224,31 @@ def test_interrupting_the_workers_goes_on_and_interrupting_again_leaves(
     assert said.index("on to the second part") < said.index("Stopped.")
 
 
-def test_a_model_that_does_not_load_is_named(tmp_path: Path) -> None:
+def test_an_error_names_a_model_that_does_not_load(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="nowhere cannot be used"):
         demo.load(str(tmp_path / "nowhere"), a_pipe())
 
 
-def test_a_task_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr(demo.transformers.logging, "set_verbosity_error", lambda: None)
-    monkeypatch.setattr(demo, "load", lambda *arguments: (None, None))
-    monkeypatch.setattr(demo, "show_workers", lambda console, *rest: (shown.append(rest[3]), console.print(rest[3])))
+def test_a_task_is_shown_unchanged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], embedded: tuple[Any, Any]
+) -> None:
+    def fail(*arguments: Any, **settings: Any) -> Any:
+        raise demo.UnsupportedModelError("no call")
+
+    task = "Sort [3, 1] in [red]code[/red] :smile:"
+    monkeypatch.setattr(demo, "load", lambda *arguments: embedded)
+    monkeypatch.setattr(embedded[0], "generate", fail)
     monkeypatch.setattr(demo, "show_shared_prefix", lambda *arguments: None)
-    assert demo.main(["--task", "Sort [3, 1] in [red]code[/red] :smile:"]) == 0
-    assert shown[0] in capsys.readouterr().out
+    assert demo.main(["--task", task]) == 0
+    assert task in capsys.readouterr().out
 
 
-def test_missing_rich_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "hf_parallel.cli.demo")
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(SystemExit, match="needs rich"):
-        importlib.import_module("hf_parallel.cli.demo")
-
-
-def test_long_prompt_has_the_length_asked_for(embedded: tuple[Any, Any]) -> None:
+def test_long_prompt_has_the_given_length(embedded: tuple[Any, Any]) -> None:
     for length in (4, 96, 1024, 2048):
         assert long_prompt(embedded[1], length).shape == (1, length)
 
 
-def test_clock_sees_the_prompt_and_every_token(embedded: tuple[Any, Any]) -> None:
+def test_the_clock_records_the_prompt_and_every_token(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
     counts: list[int] = []
     clock = StepClock(counts.append)

@@ -1,4 +1,4 @@
-"""The live view shows the rows of every mode: which they are, what they wrote, and as many as there is room for."""
+"""The live view shows the names and texts of the rows of every mode, as many as fit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = tiny.make_prompts([9], seed=4)[0][None]
 
 
 def drawn(view: LiveView, height: int | None = None) -> list[str]:
-    """The lines of the picture, without colours."""
+    """Return the lines of the picture, without colours."""
     assert isinstance(view, LiveColumns)
     lines = view.console.render_lines(view.picture(height), pad=False)
     return ["".join(segment.text for segment in line) for line in lines]
@@ -38,7 +38,7 @@ def texts(view: LiveView) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_there_is_a_view_of_every_mode(mode: str) -> None:
+def test_every_mode_has_a_view(mode: str) -> None:
     view = live_view(MODES[mode](), a_terminal())
     assert isinstance(view, LiveColumns)
     assert isinstance(view, ParallelStreamer)
@@ -46,7 +46,7 @@ def test_there_is_a_view_of_every_mode(mode: str) -> None:
     assert drawn(view, 16)[-1] == "reading the task ..."
 
 
-def test_branches_are_columns_beside_the_answer() -> None:
+def test_branches_are_columns_next_to_the_answer() -> None:
     view = live_view(PDOSConfig(), a_terminal())
     with view, view.watching(small_model()):
         out = tell([STORY + "So.", tiny.EOS], branches=["one####", "two####"], streamer=view)
@@ -60,7 +60,7 @@ def test_branches_are_columns_beside_the_answer() -> None:
     assert f"\u2713{joined}" in picture
 
 
-def test_a_branch_is_printed_once_where_there_is_no_terminal() -> None:
+def test_a_branch_is_printed_once_without_a_terminal() -> None:
     console = a_pipe()
     with live_view(PDOSConfig(), console) as view:
         tell([STORY + "So.", tiny.EOS], branches=["one####", "two####"], streamer=view)
@@ -70,7 +70,7 @@ def test_a_branch_is_printed_once_where_there_is_no_terminal() -> None:
     assert re.search(r"^Answer +\| So\.  \(end\)$", said, re.MULTILINE)
 
 
-def test_answers_and_conclusions_have_columns_of_their_own() -> None:
+def test_answers_and_conclusions_have_separate_columns() -> None:
     config = SelfConsistencyConfig(num_answers=2, vote="final", conclusion_tokens=4, answer_pattern="")
     view = live_view(config, a_terminal())
     with view:
@@ -91,7 +91,7 @@ def test_answers_and_conclusions_have_columns_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("mode", ["shared_prefix", "resample"])
-def test_completions_are_shown_by_their_tokens(mode: str) -> None:
+def test_tokens_of_modes_that_stream_no_text_are_decoded(mode: str) -> None:
     view = live_view(MODES[mode](), a_terminal(), TOKENIZER_WITH_SPECIALS)
     with view:
         out = small_model().generate(
@@ -120,7 +120,7 @@ class _WithSpecials:
 TOKENIZER_WITH_SPECIALS = _WithSpecials()
 
 
-def test_completions_are_printed_in_the_end_where_there_is_no_terminal() -> None:
+def test_completions_are_printed_when_they_end_without_a_terminal() -> None:
     console = a_pipe()
     with live_view(SharedPrefixConfig(), console, TOKENIZER_WITH_SPECIALS) as view:
         for value in (torch.ones(2, 3), torch.tensor([ord("a"), ord("c")]), torch.tensor([ord("b"), tiny.EOS])):
@@ -129,14 +129,14 @@ def test_completions_are_printed_in_the_end_where_there_is_no_terminal() -> None
     assert printed(console).splitlines() == ["Answer 2 | c  (end)", "Answer 1 | ab  (end)"]
 
 
-def test_tokens_that_nobody_can_read_are_counted() -> None:
+def test_tokens_are_counted_without_a_tokenizer() -> None:
     view = live_view(SharedPrefixConfig(), a_terminal())
     view.put(torch.zeros(2, 5))
     view.put(torch.zeros(2))
     assert (view.passes, view.tokens, view.rows) == (1, 2, {})
 
 
-def test_a_session_is_shown_with_what_is_told_and_who_comes() -> None:
+def test_a_session_shows_injected_text_and_new_workers() -> None:
     view = live_view(HogwildConfig(**SHORT), a_terminal(100))
     with view:
         session = scripted("One", "Uno", streamer=view)
@@ -157,7 +157,7 @@ def write_branches(view: LiveView, count: int) -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(60, 20), (80, 24), (250, 50)])
-def test_the_picture_shows_as_many_rows_as_fit_those_that_write_first(width: int, height: int) -> None:
+def test_a_frame_shows_as_many_rows_as_fit_unfinished_ones_first(width: int, height: int) -> None:
     view = live_view(PDOSConfig(), a_terminal(width, height))
     view.write_row(0, "the skeleton", "token")
     write_branches(view, 10)
@@ -172,7 +172,7 @@ def test_the_picture_shows_as_many_rows_as_fit_those_that_write_first(width: int
     assert (f"{11 - fit} more rows" in lines[-1]) == (fit < 11)
 
 
-def test_the_final_picture_has_all_rows_below_each_other() -> None:
+def test_the_final_picture_has_all_rows() -> None:
     console = a_terminal(80)
     with live_view(PDOSConfig(), console) as view:
         write_branches(view, 10)
@@ -182,33 +182,37 @@ def test_the_final_picture_has_all_rows_below_each_other() -> None:
     assert max(Text(re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", line)).cell_len for line in final.splitlines()) <= 80
 
 
-def half_written(console: Console, error: type[BaseException] | None, told: bool) -> str:
-    """What is shown when a call ends while Bob writes; Alice is done, and has no open step."""
+def half_written(console: Console, error: type[BaseException] | None, interrupted: bool) -> str:
+    """Return the output of a call that ends while Bob has an unfinished step; Alice is done."""
     with suppress(KeyboardInterrupt), live_view(HogwildConfig(), console) as view:
         for row, text in enumerate(("Ann.", "two\nlines")):
             view.write_row(row, text, "token")
         view.write_row(0, "", "step")
         view.write_row(0, "", "end")
-        view.interrupted = told
+        view.interrupted = interrupted
         if error is not None:
             raise error
     return printed(console)
 
 
-@pytest.mark.parametrize(("error", "told"), [(KeyboardInterrupt, False), (None, True)])
-def test_an_interrupt_shows_what_rows_had_begun(error: type[BaseException] | None, told: bool) -> None:
-    assert half_written(a_pipe(), error, told).splitlines()[1:] == ["Bob   | two", "Bob   | lines  (interrupted)"]
-    picture = half_written(a_terminal(), error, told)
+@pytest.mark.parametrize(("error", "interrupted"), [(KeyboardInterrupt, False), (None, True)])
+def test_an_interrupted_view_shows_unfinished_steps(error: type[BaseException] | None, interrupted: bool) -> None:
+    assert half_written(a_pipe(), error, interrupted).splitlines()[1:] == [
+        "Bob   | two",
+        "Bob   | lines  (interrupted)",
+    ]
+    picture = half_written(a_terminal(), error, interrupted)
     final = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", picture[picture.rindex("Alice") :])
     assert "Alice, done" in final
     assert "Bob, interrupted" in final
 
 
-def test_a_view_that_is_left_without_an_interrupt_speaks_of_none() -> None:
-    assert all("interrupted" not in half_written(console, None, told=False) for console in (a_pipe(), a_terminal()))
+def test_a_view_without_an_interrupt_marks_none() -> None:
+    for console in (a_pipe(), a_terminal()):
+        assert "interrupted" not in half_written(console, None, interrupted=False)
 
 
-def test_a_terminal_too_narrow_for_columns_shows_the_end_of_what_rows_write() -> None:
+def test_a_narrow_terminal_shows_the_ends_of_unfinished_rows() -> None:
     view = live_view(HogwildConfig(), a_terminal(40, 5))
     view.write_row(0, "one two\n" * 20, "token")
     view.write_row(1, "\u77ed\u3044" * 20 + "e", "token")
@@ -227,9 +231,9 @@ def test_a_terminal_too_narrow_for_columns_shows_the_end_of_what_rows_write() ->
     assert "one" not in lines[0]
 
 
-def test_what_stays_of_a_narrow_terminal_is_lines_and_the_account() -> None:
+def test_the_final_output_in_a_narrow_terminal_is_lines_and_the_summary() -> None:
     console = a_terminal(40)
-    picture = half_written(console, KeyboardInterrupt, told=False)
+    picture = half_written(console, KeyboardInterrupt, interrupted=False)
     final = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", picture[picture.rindex("Bob   | two") :])
     assert [line.strip() for line in final.splitlines() if line.strip()] == [
         "Bob   | two",
@@ -239,14 +243,14 @@ def test_what_stays_of_a_narrow_terminal_is_lines_and_the_account() -> None:
     assert picture.rindex("\x1b[?25h") > picture.rindex("\x1b[?25l")
 
 
-def test_branches_need_room_for_two() -> None:
+def test_branches_need_space_for_two_columns() -> None:
     assert isinstance(live_view(PDOSConfig(), a_terminal(47)), LiveLines)
     assert isinstance(live_view(PDOSConfig(), a_terminal(48)), LiveColumns)
     assert isinstance(live_view(PDOSConfig(), a_terminal(80, 8)), LiveLines)
 
 
-def test_a_row_that_begins_again_is_not_done() -> None:
-    """The outline's row writes the conclusion, too."""
+def test_a_row_that_begins_another_text_is_not_done() -> None:
+    """The row of the outline also generates the conclusion."""
     view = live_view(MODES["skeleton_of_thought"](), a_terminal())
     for event in ("begin", "token", "end", "begin", "token"):
         view.write_row(0, "a" if event != "end" else "", event)

@@ -1,10 +1,11 @@
-"""Transcripts: who wrote what at which forward pass, who could read it, and a page that shows just that."""
+"""Transcripts record which row generated which text at which forward pass, and which rows could attend to it."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -15,26 +16,25 @@ from test_skeleton_of_thought import scripts
 from test_skeleton_of_thought import write as outline
 from workers import encode, small_model, write
 
-from hf_parallel import Hotspot, LogitsCache, ParallelOutput
+from hf_parallel import HogwildConfig, Hotspot, LogitsCache, ParallelOutput
 from hf_parallel.transcript.record import Record
-from hf_parallel.transcript.sections import FORMAT, VERSION, Card, beside, written_cards
+from hf_parallel.transcript.sections import FORMAT, VERSION, Card, cards_by_prompt, separate_overlapping
 
 EOS = tiny.EOS
 ALICE, BOB = "Ann.\n\nTwo.", "Bo is slow.\n\nx"
-"""Alice ends a step at pass 6, Bob at pass 13; what they write then is left unfinished."""
+"""Alice finishes a step at pass 6, Bob at pass 13; their last steps stay unfinished."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Tokenizer(AsciiTokenizer):
-    """With what a real one knows of its special tokens."""
+    """Tokenizer that lists its special tokens."""
 
     all_special_ids = list(SPECIAL)
 
 
-def told(card: dict[str, Any], until: int = 10**9) -> str:
-    """The text of a card after a pass."""
-    return "".join(text for at, text, _ in card["pieces"] if at <= until)
+def text_of(card: dict[str, Any]) -> str:
+    return "".join(text for _, text, _ in card["pieces"])
 
 
 def one_section(out: ParallelOutput, tokenizer: Any = None) -> dict[str, Any]:
@@ -46,10 +46,10 @@ def of_column(section: dict[str, Any], column: int | None) -> list[dict[str, Any
     return [card for card in section["cards"] if card["column"] == column]
 
 
-# What is told
+# Contents
 
 
-def test_every_token_of_a_worker_stands_at_the_pass_that_wrote_it() -> None:
+def test_every_token_of_a_worker_has_the_pass_that_generated_it() -> None:
     section = one_section(write(ALICE, BOB))
     assert section["columns"] == ["Alice", "Bob"]
     first, second = of_column(section, 0)
@@ -59,62 +59,62 @@ def test_every_token_of_a_worker_stands_at_the_pass_that_wrote_it() -> None:
     assert [(card["begin"], card["end"]) for card in of_column(section, 1)] == [(0, 13), (13, 14)]
 
 
-def test_steps_that_moved_are_told_from_those_left_unfinished() -> None:
+def test_finished_steps_are_distinguished_from_unfinished_ones() -> None:
     out = write(ALICE, BOB)
     cards = of_column(one_section(out), 0) + of_column(one_section(out), 1)
     assert [card["ended"] for card in cards] == ["step", "end", "step", "end"]
     moved = {step.text: step.forward_pass for step in out.history[0] if step.forward_pass}
-    assert {card["given"] + told(card): card["end"] for card in cards if card["ended"] == "step"} == moved
+    assert {card["given"] + text_of(card): card["end"] for card in cards if card["ended"] == "step"} == moved
 
 
-def test_each_prompt_has_a_section_of_its_own() -> None:
+def test_each_prompt_has_its_own_section() -> None:
     out = write("a", "b", "c", "d", prompts=["P", "QQ"])
     assert out.names == [["Alice", "Bob"]] * 2
     sections = out.to_dict(Tokenizer())["sections"]
-    assert [[told(card) for card in section["cards"]] for section in sections] == [["a", "b"], ["c", "d"]]
+    assert [[text_of(card) for card in section["cards"]] for section in sections] == [["a", "b"], ["c", "d"]]
     assert [(section["prompt"], section["prompt_tokens"]) for section in sections] == [("P", 1), ("QQ", 2)]
 
 
 @pytest.mark.parametrize(
-    ("layout", "sight", "past"),
+    ("layout", "visibility", "history"),
     [("combined", "live", "history"), ("interleaved", "ended", "history"), ("contiguous", "live", "")],
 )
-def test_the_layout_says_who_reads_whom(layout: str, sight: str, past: str) -> None:
-    manner = write(ALICE, BOB, layout=layout).to_dict()["manner"]
-    assert (manner["sight"], manner["past"]) == (sight, past)
+def test_the_style_follows_from_the_layout(layout: str, visibility: str, history: str) -> None:
+    style = write(ALICE, BOB, layout=layout).to_dict()["style"]
+    assert (style["visibility"], style["history"]) == (visibility, history)
 
 
-def test_a_reader_of_everything_and_its_answer_are_noted() -> None:
+def test_the_early_finisher_and_its_answer_are_noted() -> None:
     section = one_section(write("a", "b", finisher="42}"))
     assert section["notes"] == [("Answer", "42"), ("Written by a reader of everything", "So \\boxed{42}")]
 
 
-def test_branches_are_columns_and_their_trunk_goes_across() -> None:
+def test_branches_are_columns_and_their_trunk_spans_them() -> None:
     story = "Now. ####A:......\n####B:......\n####%%%%"
     out = tell([story + "\nSo.", EOS], branches=("aa\n####", "b\n####"))
     section = one_section(out)
     assert section["columns"] == ["A", "B"]
     trunk, after = of_column(section, None)
-    assert told(trunk) == story
-    assert told(after) == "\nSo."
+    assert text_of(trunk) == story
+    assert text_of(after) == "\nSo."
     for column, text in enumerate(("aa\n####", "b\n####")):
         (branch,) = of_column(section, column)
-        assert told(branch) == text
+        assert text_of(branch) == text
         assert (branch["begin"], branch["end"]) == (len(story), len(story) + len(text))
     assert after["begin"] == len(story) + len("aa\n####")
     assert ("Joined answer", out.transcripts[0]) in [tuple(note) for note in section["notes"]]
 
 
-def test_a_given_opening_stands_before_the_first_pass_and_is_marked_as_given() -> None:
+def test_a_given_opening_precedes_the_first_pass_and_is_marked_as_given() -> None:
     out = tell(["x", EOS], opening="Now. ")
     (trunk,) = one_section(out)["cards"]
     assert [(at, origin) for at, _, origin in trunk["pieces"]][:2] == [(0, "g"), (1, "m")]
 
 
-def test_answers_are_columns_and_a_conclusion_goes_across() -> None:
+def test_answers_are_columns_and_a_conclusion_spans_them() -> None:
     out = vote(["\\boxed{4}", EOS], ["\\boxed{5}", EOS], vote="final", final="5}")
     section = one_section(out)
-    assert [told(card) for card in section["cards"]] == ["\\boxed{4}", "\\boxed{5}", "5}"]
+    assert [text_of(card) for card in section["cards"]] == ["\\boxed{4}", "\\boxed{5}", "5}"]
     assert [card["column"] for card in section["cards"]] == [0, 1, None]
     assert section["cards"][2]["begin"] == max(card["end"] for card in section["cards"][:2])
     assert dict(map(tuple, section["notes"])) == {"Answer": "5", "Votes": "4: 1, 5: 1", "Chosen": "answer 2"}
@@ -135,17 +135,17 @@ def completions(prompts: list[str], **settings: Any) -> Any:
 
 def test_completions_of_one_prompt_are_columns_and_need_the_tokenizer() -> None:
     out = completions(["Some", "More"], generation_mode="shared_prefix", num_return_sequences=3)
-    with pytest.raises(ValueError, match="shared_prefix knows tokens alone: give the tokenizer"):
+    with pytest.raises(ValueError, match="shared_prefix streams no text: pass the tokenizer"):
         out.to_dict()
     sections = out.to_dict(Tokenizer())["sections"]
     assert [section["prompt"] for section in sections] == ["Some", "More"]
     assert [len(section["columns"]) for section in sections] == [3, 3]
     for row, card in enumerate(card for section in sections for card in section["cards"]):
-        assert told(card) == Tokenizer().decode(out.sequences[row, 4:].tolist(), skip_special_tokens=True)
+        assert text_of(card) == Tokenizer().decode(out.sequences[row, 4:].tolist(), skip_special_tokens=True)
         assert [piece[0] for piece in card["pieces"]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_prompts_of_one_row_each_share_a_section_under_what_they_have_in_common() -> None:
+def test_prompts_of_one_row_each_share_a_section_under_their_common_prefix() -> None:
     out = completions(["To do: sing", "To do: dance"], generation_mode="shared_prefix")
     section = one_section(out, Tokenizer())
     assert section["prompt"] == "To do: "
@@ -153,7 +153,7 @@ def test_prompts_of_one_row_each_share_a_section_under_what_they_have_in_common(
 
 
 @pytest.mark.parametrize("replay", ["stepwise", "hotspot"])
-def test_what_was_replayed_took_no_pass_and_is_marked(replay: str) -> None:
+def test_replayed_tokens_need_no_pass_and_are_marked(replay: str) -> None:
     cache = LogitsCache()
     for seed in (0, 1, 2):
         out = completions(["Some"], generation_mode="resample", logits_cache=cache, seed=seed, replay=replay,
@@ -169,7 +169,7 @@ def test_what_was_replayed_took_no_pass_and_is_marked(replay: str) -> None:
 
 
 @pytest.mark.parametrize(("threshold", "mark"), [(0.0, "h"), (1e9, "r")])
-def test_hotspots_are_the_uncertain_tokens_and_no_others(threshold: float, mark: str) -> None:
+def test_only_uncertain_tokens_are_marked_as_hotspots(threshold: float, mark: str) -> None:
     cache = LogitsCache()
     for _ in range(2):
         out = completions(["Some"], generation_mode="resample", logits_cache=cache, replay=Hotspot(threshold=threshold))
@@ -177,15 +177,15 @@ def test_hotspots_are_the_uncertain_tokens_and_no_others(threshold: float, mark:
     assert [origin for _, _, origin in card["pieces"]] == [mark] * 6
 
 
-def test_answers_mark_what_they_replayed() -> None:
+def test_answers_mark_replayed_tokens() -> None:
     cache = LogitsCache()
     for texts in (["a.b.c", "second"], ["a.b.c", "secure"]):
         out = vote(*texts, answer_pattern=".", logits_cache=cache, seed=1)
     marks = ["".join(origin for _, _, origin in card["pieces"]) for card in one_section(out)["cards"]]
-    assert marks == ["r" * 4 + "m" * 2] * 2, "what forces the answers knows their rows, so these go together"
+    assert marks == ["r" * 4 + "m" * 2] * 2, "the processor depends on the rows, so they are replayed together"
 
 
-def test_workers_mark_what_they_replayed() -> None:
+def test_workers_mark_replayed_tokens() -> None:
     cache = LogitsCache()
     write(ALICE, BOB, logits_cache=cache)
     out = write(ALICE, BOB, logits_cache=cache)
@@ -193,7 +193,7 @@ def test_workers_mark_what_they_replayed() -> None:
     assert origins.count("r") == out.stats.replayed_tokens == 2 * len(BOB)
 
 
-def test_a_transcript_goes_through_json_and_names_settings_that_are_data() -> None:
+def test_a_transcript_is_json_with_the_settings_that_json_can_hold() -> None:
     run = write(ALICE, BOB, seed=torch.Generator(), layout="interleaved").to_dict()
     assert json.loads(json.dumps(run))["settings"]["layout"] == "interleaved"
     assert "seed" not in run["settings"]
@@ -201,44 +201,46 @@ def test_a_transcript_goes_through_json_and_names_settings_that_are_data() -> No
     assert (run["format"], run["version"], run["mode"]) == (FORMAT, VERSION, "hogwild")
 
 
-def test_an_output_without_a_record_has_nothing_to_tell() -> None:
+def test_an_output_without_a_record_has_no_transcript() -> None:
     with pytest.raises(ValueError, match="no record of its call"):
         ParallelOutput(sequences=torch.zeros(1, 1)).to_html()  # type: ignore[arg-type]
 
 
-def test_what_somebody_else_says_is_told_as_given() -> None:
-    """A person's remark to a row, and one to all of them, which no row has written."""
-    record = Record(mode="hogwild", passes=3, origins={0: "rmm"})
+def test_injected_text_is_marked_as_given() -> None:
+    """Text injected into one row, and into the history of all rows."""
+    record = Record(HogwildConfig(), prompts=[np.array([1])], passes=3, origins={0: "rmm"})
     for at, row, text, event in ((0, 0, "A: ", "begin"), (1, 0, "a", "token"), (1, 0, "[stop]", "inject"),
                                  (2, 0, "b", "token"), (2, -1, "News.", "inject"), (2, -1, "", "step")):  # fmt: skip
         record.passes = at
         record.write(row, text, event)
-    mine, common = written_cards(record, lambda row: (0, row if row >= 0 else None))[0]
+    mine, common = cards_by_prompt(record)[0]
     assert mine.pieces == [(1, "a", "r"), (1, "[stop]", "g"), (2, "b", "m")]
     assert (common.column, common.pieces, common.ended) == (None, [(2, "News.", "g")], "step")
     assert (mine.begin, mine.end, common.begin, common.end) == (0, 2, 2, 2)
 
 
-def test_what_was_forgotten_or_left_with_its_worker_says_when() -> None:
-    """Alice 1 is forgotten, then her third step, which is the second that is left; then she goes."""
-    record = Record(mode="hogwild")
+@pytest.mark.parametrize(("layout", "gone"), [("combined", [2, None, 4, 6]), ("contiguous", [2, 6, 4, 6])])
+def test_cards_record_when_steps_are_forgotten_and_workers_removed(layout: str, gone: list[int | None]) -> None:
+    """Step 1 is forgotten, then step 3, which is the second one left; then the worker is removed.
+
+    Without a history its finished steps leave with it.
+    """
+    record = Record(HogwildConfig(layout=layout), prompts=[np.array([1])])
     for at, text, event in ((0, "1: ", "begin"), (1, "a", "token"), (1, "", "step"), (1, "2: ", "begin"),
                             (2, "b", "token"), (2, "", "step"), (2, "0", "forget"), (2, "3: ", "begin"),
                             (3, "c", "token"), (3, "", "step"), (4, "1", "forget"), (4, "4: ", "begin"),
                             (5, "d", "token"), (6, "", "leave"), (6, "", "end")):  # fmt: skip
         record.passes = at
         record.write(0, text, event)
-    (cards,) = written_cards(record, lambda row: (0, row)).values()
-    assert [(card.ended, card.gone) for card in cards] == [("step", 2), ("step", None), ("step", 4), ("end", 6)]
-    (cards,) = written_cards(record, lambda row: (0, row), steps_stay=False).values()
-    assert [card.gone for card in cards] == [2, 6, 4, 6]
+    (cards,) = cards_by_prompt(record).values()
+    assert [(card.ended, card.gone) for card in cards] == list(zip(["step"] * 3 + ["end"], gone, strict=True))
 
 
-def test_what_is_said_to_all_while_others_write_has_a_column_of_its_own() -> None:
-    """In turn: a trunk before and behind its branches. Not in turn: a remark at pass 2 of 4."""
-    lane, trunk, behind, remark = Card(0, 1, 4), Card(None, 0, 1), Card(None, 4, 6), Card(None, 2, 2)
-    for cards, names in (([trunk, lane, behind], ["A"]), ([lane, remark], ["A", "common"])):
+def test_spanning_cards_that_overlap_others_get_their_own_column() -> None:
+    """A trunk before and after its branches does not overlap them; a remark at pass 2 of 4 does."""
+    branch, trunk, after, remark = Card(0, 1, 4), Card(None, 0, 1), Card(None, 4, 6), Card(None, 2, 2)
+    for cards, names in (([trunk, branch, after], ["A"]), ([branch, remark], ["A", "common"])):
         columns = ["A"]
-        beside(cards, columns, "common")
+        separate_overlapping(cards, columns, "common")
         assert columns == names
-    assert [card.column for card in (trunk, behind, remark)] == [None, None, 1]
+    assert [card.column for card in (trunk, after, remark)] == [None, None, 1]

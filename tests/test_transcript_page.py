@@ -1,4 +1,4 @@
-"""The page of a transcript: text stays text, cards stand where they belong, and a browser shows just that."""
+"""The page of a transcript: text is escaped, cards are in their places, and a browser shows the state at a pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_parallel.transcript.page import render
 
 EOS = tiny.EOS
 ALICE, BOB = "Ann.\n\nTwo.", "Bo is slow.\n\nx"
-"""Alice ends a step at pass 6, Bob at pass 13; what they write then is left unfinished."""
+"""Alice finishes a step at pass 6, Bob at pass 13; their last steps stay unfinished."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,7 +58,7 @@ class Page(HTMLParser):
 HOSTILE = '</span></script><script>alert(1)</script><img src=x onerror="alert(2)">&lt;b'
 
 
-def test_what_a_model_writes_is_text_and_nothing_else() -> None:
+def test_generated_text_is_escaped() -> None:
     plain, hostile = Page(write("a", "b").to_html(TOKENIZER)), Page(write(HOSTILE, "b").to_html(TOKENIZER))
     kinds = [[tag for tag, _ in page.tags if tag != "span"] for page in (plain, hostile)]
     assert kinds[0] == kinds[1]
@@ -66,17 +66,17 @@ def test_what_a_model_writes_is_text_and_nothing_else() -> None:
     assert len(hostile.scripts) == 1
 
 
-def test_names_titles_and_prompts_are_text_too() -> None:
+def test_names_titles_and_prompts_are_escaped() -> None:
     bad = '"><img src=x>'
     run = write("a", "b", prompts=["<i>&amp;"], worker_names=[bad, "b"]).to_dict(TOKENIZER)
     run |= {"model": "</title><img src=x>", "mode": "<img>"}
-    run["manner"] |= {"across": bad, "unit": bad, "x><img src=x": "y"}
+    run["style"] |= {"spanning": bad, "unit": bad, "x><img src=x": "y"}
     page = Page(render(run))
     assert "img" not in {tag for tag, _ in page.tags}
     assert "<i>&amp;" in page.text
 
 
-def test_characters_that_no_page_may_hold_are_replaced() -> None:
+def test_characters_that_html_does_not_allow_are_replaced() -> None:
     run = write("a", "b").to_dict()
     run["sections"][0]["cards"][0]["pieces"] = [[1, "a\x00\x1b[31m\ud800b", "m"]]
     page = render(run)
@@ -84,7 +84,7 @@ def test_characters_that_no_page_may_hold_are_replaced() -> None:
     assert "a\ufffd\ufffd[31m\ufffdb" in page
 
 
-def test_a_page_needs_nothing_else_and_allows_no_other_script() -> None:
+def test_a_page_is_self_contained_and_allows_no_other_script() -> None:
     text = write(ALICE, BOB).to_html()
     page = Page(text)
     assert not [attrs for _, attrs in page.tags if {"src", "href"} & attrs.keys()]
@@ -96,15 +96,15 @@ def test_a_page_needs_nothing_else_and_allows_no_other_script() -> None:
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-def test_a_card_spans_the_passes_in_which_it_was_written() -> None:
-    """Rows of the grid: passes 0 to 6, 6 to 13, 13 to 14, and what is behind them."""
+def test_a_card_spans_its_passes() -> None:
+    """Rows of the grid: passes 0 to 6, 6 to 13, 13 to 14, and the end."""
     page = Page(write(ALICE, BOB).to_html())
     cards = [attrs for tag, attrs in page.tags if tag == "article"]
     places = [re.findall(r"grid-row:(\d+) / (\d+);grid-column:(\d+)", attrs["style"] or "")[0] for attrs in cards]
     assert places == [("1", "2", "2"), ("1", "3", "3"), ("2", "4", "2"), ("3", "4", "3")]
 
 
-def test_what_took_no_pass_has_a_row_of_its_own() -> None:
+def test_text_without_a_pass_has_its_own_row() -> None:
     page = Page(
         tell(["", EOS], opening="N. ####A:......\n####B:......\n####%%%%", branches=("a####", "b####")).to_html()
     )
@@ -114,7 +114,7 @@ def test_what_took_no_pass_has_a_row_of_its_own() -> None:
     assert places[:3] == [("1", "2"), ("2", "3"), ("2", "3")]
 
 
-def test_a_step_says_when_it_moved_and_an_unfinished_one_that_it_did_not() -> None:
+def test_a_finished_step_shows_when_it_moved_and_an_unfinished_one_that_it_did_not() -> None:
     text = Page(write(ALICE, BOB).to_html()).text
     assert "into the history after pass 6" in text
     assert "into the history after pass 13" in text
@@ -122,17 +122,17 @@ def test_a_step_says_when_it_moved_and_an_unfinished_one_that_it_did_not() -> No
     assert "into the history" not in Page(write(ALICE, BOB, layout="contiguous").to_html()).text
 
 
-def test_colours_are_explained_where_they_are_used() -> None:
+def test_colours_are_explained_if_they_are_used() -> None:
     cache = LogitsCache()
     first = write("a", "b", logits_cache=cache).to_html()
     again = write("a", "b", logits_cache=cache).to_html()
-    assert "replayed: the logits" not in first
-    assert "replayed: the logits" in again
+    assert "replayed from cached logits" not in first
+    assert "replayed from cached logits" in again
     assert '<span data-p="1" data-o="r">a</span>' in again
 
 
 def changed_session() -> Any:
-    """Alice ends a step at pass 4, Bob at pass 7; hers is forgotten behind 7, Bob goes behind 8; 10 passes."""
+    """Alice finishes a step at pass 4 and Bob at 7; hers is forgotten after 7, Bob removed after 8; 10 passes."""
     session = scripted("A.\n\nB", "U no.\n\n")
     session.run(7)
     session.forget(0)
@@ -144,10 +144,10 @@ def changed_session() -> Any:
     return session
 
 
-def test_a_step_that_went_says_when() -> None:
+def test_a_step_that_left_shows_when() -> None:
     text = Page(changed_session().output().to_html()).text
-    for told in ("4, forgotten after pass 7", "7, forgotten after pass 8", "unfinished, left after pass 8"):
-        assert told in text
+    for note in ("4, forgotten after pass 7", "7, forgotten after pass 8", "unfinished, left after pass 8"):
+        assert note in text
     session = scripted("A.\n\nB", "U.\n\nV", layout="contiguous")
     session.run(5)
     session.remove_worker("Bob")
@@ -156,14 +156,7 @@ def test_a_step_that_went_says_when() -> None:
     assert text.count("unfinished, left after pass 5") == 1
 
 
-def test_a_transcript_of_before_does_not_tell_what_went() -> None:
-    run = write(ALICE, BOB).to_dict()
-    for card in run["sections"][0]["cards"]:
-        del card["gone"]
-    assert "after pass 6" in render(run)
-
-
-# What is read from a file
+# Transcripts read from a file
 
 
 def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
@@ -179,10 +172,10 @@ def first_card(run: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda run: run.update(format="else"), "no transcript"),
-        (lambda run: run.update(version=99), "version 99, this program reads version 1"),
+        (lambda run: run.update(format="else"), "not a transcript"),
+        (lambda run: run.update(version=99), "version 99, but only version 2 can be read"),
         (lambda run: run.pop("sections"), "damaged"),
-        (lambda run: run.pop("manner"), "damaged"),
+        (lambda run: run.pop("style"), "damaged"),
         (lambda run: run.update(passes="3"), "damaged"),
         (lambda run: first_card(run).update(column=2), "damaged"),
         (lambda run: first_card(run).update(begin=-1), "damaged"),
@@ -197,14 +190,14 @@ def first_card(run: dict[str, Any]) -> dict[str, Any]:
         (lambda run: run["sections"][0].update(notes=[["a"]]), "damaged"),
     ],
 )
-def test_what_is_no_transcript_or_a_damaged_one_is_refused(change: Any, message: str) -> None:
+def test_a_damaged_transcript_raises(change: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         render(damaged(change))
 
 
 @pytest.mark.parametrize("run", [None, [], "text", 3, {}])
-def test_other_json_is_no_transcript(run: Any) -> None:
-    with pytest.raises(ValueError, match="no transcript: it must be a JSON object"):
+def test_other_json_raises(run: Any) -> None:
+    with pytest.raises(ValueError, match="not a transcript: it must be a JSON object"):
         render(run)
 
 
@@ -215,7 +208,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 @pytest.fixture(scope="module")
 def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Open a page in a browser; returns what it is when its script has run."""
+    """Open a page in a browser and return its DOM after its script has run."""
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed (Debian: apt-get install chromium), so no page was opened")
     folder = tmp_path_factory.mktemp("browser")
@@ -238,11 +231,11 @@ def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 def classes(dom: str) -> list[set[str]]:
-    """The classes of the cards."""
+    """Return the classes of the cards."""
     return [set((attrs["class"] or "").split()) for tag, attrs in Page(dom).tags if tag == "article"]
 
 
-def test_the_slider_shows_what_was_there_at_a_pass(browse: Callable[..., str]) -> None:
+def test_the_slider_shows_the_state_at_a_pass(browse: Callable[..., str]) -> None:
     dom = browse(write(ALICE, BOB).to_html(), "#pass=8")
     assert classes(dom) == [{"card"}, {"card", "writing"}, {"card", "writing"}, {"card", "later"}]
     later = {
@@ -259,43 +252,43 @@ def test_the_slider_shows_what_was_there_at_a_pass(browse: Callable[..., str]) -
         ("interleaved", [False, False, True, False], "1 finished step of others"),
     ],
 )
-def test_who_could_read_what_at_a_pass_is_shown(
+def test_the_page_shows_which_cards_a_row_could_see_at_a_pass(
     browse: Callable[..., str], layout: str, unseen: list[bool], says: str
 ) -> None:
     dom = browse(write(ALICE, BOB, layout=layout).to_html(), "#pass=8&as=1")
     assert ["unseen" in card for card in classes(dom)] == unseen
-    assert "After pass 8, Bob can read the prompt, what it wrote itself" in Page(dom).text
+    assert "After pass 8, Bob can see the prompt, its own text" in Page(dom).text
     assert says in Page(dom).text
 
 
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        ("#pass=6&as=1", "Bob can read the prompt, what it wrote itself, 1 finished step of others and what Alice has"),
+        ("#pass=6&as=1", "Bob can see the prompt, its own text, 1 finished step of others and what Alice has"),
         ("#pass=7", "Alice and Bob are writing. In the history: Bob 1 \u00b7 common 1."),
-        ("#pass=7&as=0", "what it wrote itself, 2 finished steps of others and what Bob has written so far."),
-        ("#pass=10&as=0", "Alice can read the prompt, what it wrote itself and 1 finished step of others."),
-        ("#pass=10", "Alice has not ended. In the history: Bob 1."),
+        ("#pass=7&as=0", "its own text, 2 finished steps of others and what Bob has written so far."),
+        ("#pass=10&as=0", "Alice can see the prompt, its own text and 1 finished step of others."),
+        ("#pass=10", "Alice has not finished. In the history: Bob 1."),
     ],
 )
-def test_what_went_is_read_no_more(browse: Callable[..., str], state: str, says: str) -> None:
+def test_steps_that_left_are_not_visible(browse: Callable[..., str], state: str, says: str) -> None:
     assert says in Page(browse(changed_session().output().to_html(), state)).text
 
 
-def test_what_went_is_shown_as_unseen_and_a_session_that_is_over_as_written(browse: Callable[..., str]) -> None:
+def test_steps_that_left_are_shown_as_unseen_and_a_finished_session_as_ended(browse: Callable[..., str]) -> None:
     session = changed_session()
     dom = browse(session.output().to_html(), "#pass=10&as=0")
     assert ["unseen" in card for card in classes(dom)] == [True, False, False, True, True]
-    assert "After pass 10: all is written." in Page(browse(session.finish().to_html())).text
+    assert "After pass 10: all rows have ended." in Page(browse(session.finish().to_html())).text
 
 
-def test_a_branch_reads_the_trunk_and_itself_and_the_trunk_reads_joined_branches(browse: Callable[..., str]) -> None:
+def test_a_branch_sees_the_trunk_and_itself_and_the_trunk_sees_joined_branches(browse: Callable[..., str]) -> None:
     story = "Now. ####A:......\n####B:......\n####%%%%"
     page = tell([story + "\nSo.", EOS], branches=("aa\n####", "b\n####")).to_html()
     states = {
         f"#pass={len(story) + 2}&as=0": [False, False, True, False],
         f"#pass={len(story) + 2}&as=": [False, True, True, False],
-        f"#pass={len(story) + 6}&as=": [False, True, True, False],  # one branch has ended, and is not joined
+        f"#pass={len(story) + 6}&as=": [False, True, True, False],  # one branch has ended but is not joined
         f"#pass={len(story) + 9}&as=": [False, False, False, False],
     }
     for state, unseen in states.items():
@@ -305,7 +298,7 @@ def test_a_branch_reads_the_trunk_and_itself_and_the_trunk_reads_joined_branches
 @pytest.mark.parametrize(
     ("columns", "width", "narrowest"), [(2, 1280, 500), (2, 400, 150), (10, 1280, 100), (10, 400, 300), (24, 1280, 100)]
 )
-def test_nothing_is_wider_than_it_may_be_and_no_card_too_narrow(
+def test_the_page_fits_its_width_and_cards_are_wide_enough(
     browse: Callable[..., str], columns: int, width: int, narrowest: int
 ) -> None:
     page = write(*["long" * 40] * columns).to_html()

@@ -89,9 +89,8 @@ def show_workers(
 ) -> None:
     """Show workers that generate concurrently."""
     console.print(
-        f"{' and '.join(config.names)} are rows of one batch over one KV cache. Each sees the text of the others, token "
-        "by token. A finished step moves into their common history and is marked with the forward pass at which it "
-        "moved.\n"
+        f"{' and '.join(config.names)} are rows of one batch over one KV cache. Each sees the text of the others token "
+        "by token. A finished step moves into their common history and is marked with its last forward pass.\n"
     )
     console.print(f"Task: {task}\n")
     view = live_view(config, console)

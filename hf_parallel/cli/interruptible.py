@@ -122,7 +122,7 @@ class InterruptibleCall:
                 yield self.tokenizer.decode(output.sequences[index, begin:], skip_special_tokens=True), fields
 
     def _partial_answers(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the texts of an interrupted call: finished cards of a sequence in the order of their ends, then others."""
+        """Yield the texts of an interrupted call: finished cards in the order of their ends, then unfinished ones."""
         if not self._record.events:
             for completion in self._streamer.completions:
                 yield completion.text, {"interrupted": True}

@@ -43,7 +43,7 @@ VARIABLES = (
     "HF_HUB_OFFLINE",
 )
 """Environment variables that `env` prints."""
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 
 EXAMPLES = f"""examples:
   hf-parallel generate "Plan a picnic for ten people."              two workers, the embedded model
