@@ -1,4 +1,4 @@
-"""Prompts into a tree of shared prefixes, each unique token computed once (Hydragen, section 3.3), and room below."""
+"""Prefill of a tree of shared prefixes, each unique token computed once (Hydragen, section 3.3)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ from hf_parallel.cache import Segment
 from hf_parallel.cache.shared_prefix import Node, SharedPrefixCache
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.rows import PassInputs
 
-SUFFIX_ROOM = 512
-"""Tokens that a completion has room for at first, at most."""
-BATCH_ROOM = 1 << 16
-"""Tokens that all completions of a call have room for at first, unless that is less than `LEAST_ROOM` for each."""
-LEAST_ROOM = 64
+SUFFIX_CAPACITY = 512
+"""Maximum initial capacity of a completion, in tokens."""
+BATCH_CAPACITY = 1 << 16
+"""Maximum initial capacity of all completions of a call, unless each would have less than `MIN_CAPACITY`."""
+MIN_CAPACITY = 64
 
 
-def tree_of(call: GenerationCall) -> SharedPrefixCache:
-    """The cache that the caller passed, or a new one; it serves the call's model from now on.
-
-    Raises
-    ------
-    ValueError
-        If the caller's is of another kind, or was filled by another model.
-    """
+def prefix_cache_of(call: GenerationCall) -> SharedPrefixCache:
+    """Return the caller's cache, or a new one; raise a `ValueError` if it has another type or another model's tokens."""
     cache = call.past_key_values
     if cache is None:
         cache = SharedPrefixCache(device=call.input_ids.device)
@@ -36,70 +31,55 @@ def tree_of(call: GenerationCall) -> SharedPrefixCache:
 
 
 def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> torch.Tensor:
-    """Compute what the tree does not hold yet, in one pass over all of it.
+    """Compute all uncached tokens of the tree.
 
-    Parameters
-    ----------
-    leaves : sequence of Node
-        One per row; rows with the same prompt have the same leaf.
-
-    Returns
-    -------
-    torch.Tensor
-        `[len(leaves), vocabulary]`: what follows each row's prompt. Rows of one leaf share one computation.
+    `leaves` holds one leaf per row; rows with the same prompt have the same leaf. Return the logits after each row's
+    prompt, `[len(leaves), vocabulary]`.
     """
     distinct = list(dict.fromkeys(leaves))
-    held = sum(len(node.tokens) - len(node.missing) for leaf in leaves for node in leaf.path)
+    reused = sum(len(node.tokens) - len(node.uncached) for leaf in leaves for node in leaf.path)
     try:
-        nodes = cache.unfilled()
+        nodes = cache.nodes_to_prefill()
         new = set(nodes)
-        again = [leaf for leaf in distinct if leaf not in new]  # held already: ask its last token again
-        brought = [(Segment(cache.view(node), len(node.missing)), node.missing.tolist()) for node in nodes]
-        brought += [(Segment(cache.view(leaf), 1, write=False), leaf.tokens[-1:].tolist()) for leaf in again]
-        place = {node: i for i, node in enumerate([*nodes, *again])}
-        logits = loop.prefill(brought)
+        cached = [leaf for leaf in distinct if leaf not in new]  # recompute the last token for its logits
+        inputs: PassInputs = [(Segment(cache.view(node), len(node.uncached)), node.uncached.tolist()) for node in nodes]
+        inputs += [(Segment(cache.view(leaf), 1, write=False), leaf.tokens[-1:].tolist()) for leaf in cached]
+        index = {node: i for i, node in enumerate([*nodes, *cached])}
+        logits = loop.runner.prefill(inputs)
     except BaseException:
-        cache.discard_unfilled()
+        cache.discard_uncached()
         raise
-    loop.stats.reused_tokens += held
-    return logits[torch.tensor([place[leaf] for leaf in leaves], device=logits.device)]
+    loop.stats.reused_tokens += reused
+    return logits[torch.tensor([index[leaf] for leaf in leaves], device=logits.device)]
 
 
-def step_back(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> list[Node] | None:
-    """Leave the last tokens of rows to them, to bring to their first pass themselves, with a draft behind them.
+def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> list[Node] | None:
+    """Remove leaves of one uncached token, which the rows compute in their first pass, together with a draft.
 
-    Parameters
-    ----------
-    leaves : sequence of Node
-        One per row.
-
-    Returns
-    -------
-    list of Node, optional
-        What the leaves, which are no longer in the tree, followed from; all of it is held. None where the tree lacks
-        more than one token of a row, or where rows have the last one in common: then it is to be prefilled.
+    Return the parents of the leaves, one per row. Return None, and remove nothing, if a row has more than one uncached
+    token or shares its last one: these are to be prefilled.
     """
-    above = [node for leaf in leaves for node in leaf.path[:-1]]
+    ancestors = [node for leaf in leaves for node in leaf.path[:-1]]
     own = len(set(leaves)) == len(leaves) and all(leaf.block is None and len(leaf.tokens) == 1 for leaf in leaves)
-    if not own or any(len(node.missing) for node in above):
+    if not own or any(len(node.uncached) for node in ancestors):
         return None
     parents = []
     for leaf in leaves:
-        assert leaf.parent is not None, "a leaf has tokens, the root has none"
+        assert leaf.parent is not None, "only the root has no parent, and it has no tokens"
         parents.append(leaf.parent)
-    cache.discard_unfilled()
-    loop.stats.reused_tokens += sum(len(node.tokens) for node in above)
+    cache.discard_uncached()
+    loop.stats.reused_tokens += sum(len(node.tokens) for node in ancestors)
     loop.stats.prefilled_tokens += len(leaves)
     return parents
 
 
-def first_room(longest: int, rows: int) -> int:
-    """Tokens that each of so many completions has room for at first; its room doubles whenever it is outgrown.
+def initial_capacity(longest: int, rows: int) -> int:
+    """Return the initial capacity of each completion, in tokens; a block that outgrows its capacity doubles it.
 
-    That is the `longest` that one may have, halved until it is little: completions that end early reserve little, and
-    those that write on end with room for the `longest` and no more.
+    The capacity is `longest`, the maximum length, halved until it is small: completions that end early reserve little,
+    and those that do not end with a capacity of exactly `longest`.
     """
-    room = longest
-    while room > SUFFIX_ROOM or (room > LEAST_ROOM and room * rows > BATCH_ROOM):
-        room = -(-room // 2)
-    return room
+    capacity = longest
+    while capacity > SUFFIX_CAPACITY or (capacity > MIN_CAPACITY and capacity * rows > BATCH_CAPACITY):
+        capacity = -(-capacity // 2)
+    return capacity

@@ -1,8 +1,8 @@
-"""Randomness of rows: from a seed, the noise of a row's t-th token is a function of (seed, row, t) and of nothing else.
+"""Random numbers of rows: the noise of a row's t-th token is a function of (seed, row, t) alone.
 
-So a sample does not depend on what shares its batch, nor on how many of its tokens were replayed or skipped. The noise
-of any token of the vocabulary can be had by itself: all rows draw at once, and on the host no noise is made for tokens
-that cannot be drawn.
+A sample therefore depends neither on the rest of its batch nor on how many of its tokens were replayed. Tokens are
+sampled by an exponential race, which is equivalent to the Gumbel-max trick: token v wins if E_v / p_v is the smallest,
+with independent E_v ~ Exp(1). The noise is counter-based, so that on the CPU only tokens that may win need any.
 """
 
 from __future__ import annotations
@@ -16,34 +16,28 @@ import torch
 
 from hf_parallel.kernels import to_device
 
-_ODD = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_LONGEST_WAIT = 23.0
-"""No exponential noise is above this: -log of half a step of a 32-bit number, rounded up."""
-_SHORTEST_WAIT = 2.0**-33
-"""And none is below this."""
-_HOPELESS = _SHORTEST_WAIT / _LONGEST_WAIT / 2
-"""A token that has this share of the best one's probability cannot win against it, whatever their noise."""
+_SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SPLITMIX_INT64 = tuple(bits - 2**64 for bits in _SPLITMIX)
+_MAX_NOISE = 23.0
+"""Upper bound of the noise: -log of half a step of a 32-bit number, rounded up."""
+_MIN_NOISE = 2.0**-33
+_NEGLIGIBLE = _MIN_NOISE / _MAX_NOISE / 2
+"""A token with this fraction of the highest probability cannot win the race, whatever the noise."""
 
 
 class RowRNG:
-    """One row's randomness.
-
-    Parameters
-    ----------
-    source : int or torch.Generator
-        A seed, or the caller's generator on the device where tokens are drawn.
-    """
+    """Random number generator of one row: a seed, or the caller's generator on the device where tokens are sampled."""
 
     def __init__(self, source: int | torch.Generator) -> None:
         self._source, self._count = source, 0
 
     @property
     def is_own(self) -> bool:
-        """Whether no other row draws from it."""
+        """Whether no other row uses it."""
         return not isinstance(self._source, torch.Generator)
 
     def next(self) -> int | torch.Generator:
-        """Of the row's next draw: a key, which says what its noise is, or the caller's generator."""
+        """Return the RNG key of the next token and advance; or the caller's generator."""
         if isinstance(self._source, torch.Generator):
             return self._source
         key = self.key(0)
@@ -51,34 +45,27 @@ class RowRNG:
         return key
 
     def key(self, ahead: int) -> int:
-        """The key of the draw that is `ahead` draws behind the row's next one, which stays the next one."""
-        assert not isinstance(self._source, torch.Generator), "the caller's generator has no keys"
+        """Return the RNG key of the token `ahead` positions after the next one, without advancing."""
+        assert not isinstance(self._source, torch.Generator), "a torch.Generator has no keys"
         return mix(self._source, self._count + ahead)
 
     def skip(self) -> None:
-        """Pass over the noise of a token that is not drawn."""
+        """Advance past a token that is not sampled."""
         self._count += 1
 
     def fork(self, count: int) -> list[RowRNG]:
-        """Randomness of `count` rows that go on from here, each its own unless it is the caller's."""
+        """Return generators for `count` continuations of the row; the caller's generator is shared."""
         if isinstance(self._source, torch.Generator):
             return [self] * count
-        here = mix(self._source, self._count)
-        return [RowRNG(mix(here, number + 1)) for number in range(count)]
+        seed = mix(self._source, self._count)
+        return [RowRNG(mix(seed, number + 1)) for number in range(count)]
 
 
 def make_rngs(seed: Any, num_rows: int) -> list[RowRNG] | None:
-    """Randomness of `num_rows` rows, or None for PyTorch's global generator.
+    """Return one generator per row, or None for PyTorch's global generator.
 
-    Parameters
-    ----------
-    seed : int, torch.Generator, RowRNG, a list of them, or None
-        One int gives every row noise of its own. A list gives one per row.
-
-    Raises
-    ------
-    ValueError
-        If a list has not one entry per row.
+    `seed` is an int (each row gets a generator of its own), a `torch.Generator`, a `RowRNG`, a list of these with one
+    entry per row, or None. Raise a `ValueError` if the list has another length.
     """
     if seed is None:
         return None
@@ -88,105 +75,76 @@ def make_rngs(seed: Any, num_rows: int) -> list[RowRNG] | None:
         seed = [mix(int(seed), row) for row in range(num_rows)]
     if len(seed) != num_rows:
         raise ValueError(f"seed must have one entry per row ({num_rows}), got {len(seed)}")
-    return [_as_noise(one) for one in seed]
+    return [
+        one if isinstance(one, RowRNG) else RowRNG(one if isinstance(one, torch.Generator) else int(one))
+        for one in seed
+    ]
 
 
-def _as_noise(seed: Any) -> RowRNG:
-    if isinstance(seed, RowRNG):
-        return seed
-    return RowRNG(seed if isinstance(seed, torch.Generator) else int(seed))
+def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
+    """Sample one token for each row, `int64 [rows]`, from `probs`, `float32 [rows, vocabulary]`.
 
-
-def draw(shares: torch.Tensor, noise: Sequence[RowRNG]) -> torch.Tensor:
-    """Draw a token for each row, as `torch.multinomial` does: the first of all to arrive, at rates that are its shares.
-
-    Parameters
-    ----------
-    shares : float32 [rows, vocabulary]
-        Probabilities.
-    noise : sequence of RowRNG
-
-    Returns
-    -------
-    int64 [rows]
-
-    Raises
-    ------
-    RuntimeError
-        If on the host a row has no probabilities, or some that are no numbers.
+    Raise a `RuntimeError` if, on the CPU, the highest probability of a row is 0, infinite or not a number.
     """
-    sources = [of.next() for of in noise]
+    sources = [rng.next() for rng in rngs]
     keys = [source for source in sources if isinstance(source, int)]
     if len(keys) == len(sources):
-        return _first(shares, to_device(keys, shares.device))
-    return torch.cat([_draw_one(row, source) for row, source in zip(shares[:, None], sources, strict=True)])
+        return _race(probs, to_device(keys, probs.device))
+    tokens = [
+        _race(row, to_device([source], row.device))
+        if isinstance(source, int)
+        else torch.multinomial(row, 1, generator=source)[0]
+        for row, source in zip(probs[:, None], sources, strict=True)
+    ]
+    return torch.cat(tokens)
 
 
-def _draw_one(shares: torch.Tensor, source: int | torch.Generator) -> torch.Tensor:
-    if isinstance(source, int):
-        return _first(shares, to_device([source], shares.device))
-    return torch.multinomial(shares, 1, generator=source)[0]
-
-
-def _first(shares: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The tokens `int64 [rows]` whose noise, divided by their `shares [rows, vocabulary]`, is the shortest."""
-    if shares.device.type != "cpu":
-        return (shares / exponential_noise(keys[:, None], _numbers(shares.shape[1], shares.device))).argmax(dim=-1)
+def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return the winners `int64 [rows]` of the races over `probs [rows, vocabulary]`."""
+    if probs.device.type != "cpu":
+        return (probs / exponential_noise(keys[:, None], _arange(probs.shape[1], probs.device))).argmax(dim=-1)
     # In NumPy, row by row: waking a second thread for a row takes longer than the work.
-    rates = shares.detach().numpy()
+    rates = probs.detach().numpy()
     best = rates.max(axis=-1)
     if not ((best > 0) & (best < np.inf)).all():
         raise RuntimeError(f"cannot draw: the highest probabilities of the rows are {best.tolist()}")
-    first = []
-    for row, least, key in zip(rates, best * np.float32(_HOPELESS), keys.tolist(), strict=True):
-        hopeful = np.flatnonzero(row > least)
-        first.append(draw_among(torch.from_numpy(hopeful), torch.from_numpy(row[hopeful]), key))
-    return torch.tensor(first, dtype=torch.int64)
+    winners = []
+    for row, threshold, key in zip(rates, best * np.float32(_NEGLIGIBLE), keys.tolist(), strict=True):
+        tokens = np.flatnonzero(row > threshold)
+        winners.append(draw_among(torch.from_numpy(tokens), torch.from_numpy(row[tokens]), key))
+    return torch.tensor(winners, dtype=torch.int64)
 
 
-def draw_among(tokens: torch.Tensor, shares: torch.Tensor, key: int) -> int:
-    """The token that is drawn by a key, `RowRNG.key`, if no others can be.
-
-    Parameters
-    ----------
-    tokens : int64 [n]
-    shares : float32 [n]
-        Their probabilities, up to a factor.
-    key : int
-    """
-    return int(tokens[(shares / exponential_noise(tokens.new_tensor(key), tokens)).argmax()])
+def draw_among(tokens: torch.Tensor, probs: torch.Tensor, key: int) -> int:
+    """Sample one of `tokens`, `int64 [n]`, by an RNG key; `probs`, `float32 [n]`, are theirs up to a factor."""
+    return int(tokens[(probs / exponential_noise(tokens.new_tensor(key), tokens)).argmax()])
 
 
 def exponential_noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Exponential noise `float32`, a function of a draw's key and a token, both int64.
+    """Return Exp(1) noise `float32`, a function of RNG key and token (both int64, broadcast).
 
-    splitmix64 of the two, its upper half taken for a number between 0 and 1.
+    The upper 32 bits of splitmix64 of both, as a uniform number between 0 and 1, give the noise by inversion.
     """
-    bits = keys + tokens * _signed(_ODD[0])
-    bits = (bits ^ _shifted(bits, 30)) * _signed(_ODD[1])
-    bits = (bits ^ _shifted(bits, 27)) * _signed(_ODD[2])
-    number = _shifted(bits ^ _shifted(bits, 31), 32).float().add_(0.5).mul_(2.0**-32)
-    return number.neg_().log1p_().neg_().clamp_(max=_LONGEST_WAIT)
+    bits = keys + tokens * _SPLITMIX_INT64[0]
+    bits = (bits ^ _shift_right(bits, 30)) * _SPLITMIX_INT64[1]
+    bits = (bits ^ _shift_right(bits, 27)) * _SPLITMIX_INT64[2]
+    uniform = _shift_right(bits ^ _shift_right(bits, 31), 32).float().add_(0.5).mul_(2.0**-32)
+    return uniform.neg_().log1p_().neg_().clamp_(max=_MAX_NOISE)
 
 
-def _signed(bits: int) -> int:
-    """A 64-bit number as the int64 with the same bits."""
-    return bits - 2**64 if bits >= 2**63 else bits
-
-
-def _shifted(bits: torch.Tensor, places: int) -> torch.Tensor:
-    """int64 shifted to the right as if it had no sign."""
+def _shift_right(bits: torch.Tensor, places: int) -> torch.Tensor:
+    """Logical shift of int64."""
     return (bits >> places) & ((1 << (64 - places)) - 1)
 
 
 @lru_cache(maxsize=8)
-def _numbers(count: int, device: torch.device) -> torch.Tensor:
+def _arange(count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(count, device=device)
 
 
 def mix(seed: int, number: int) -> int:
-    """A seed from another one and a number, without a pattern (splitmix64's finaliser)."""
-    bits = (seed * _ODD[0] + (number + 1) * _ODD[1]) % 2**64
-    bits = (bits ^ (bits >> 30)) * _ODD[1] % 2**64
-    bits = (bits ^ (bits >> 27)) * _ODD[2] % 2**64
+    """Return a seed derived from a seed and a number (finaliser of splitmix64)."""
+    bits = (seed * _SPLITMIX[0] + (number + 1) * _SPLITMIX[1]) % 2**64
+    bits = (bits ^ (bits >> 30)) * _SPLITMIX[1] % 2**64
+    bits = (bits ^ (bits >> 27)) * _SPLITMIX[2] % 2**64
     return (bits ^ (bits >> 31)) % 2**63

@@ -1,41 +1,51 @@
-"""Rows, and groups of rows that see each other's tokens: who brings what to a forward pass."""
+"""Rows of a batch, groups of rows that share state, and key/value writes pending."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hf_parallel.cache import Block, Segment, View
 
 PassInputs = list[tuple[Segment, Sequence[int]]]
-"""What goes into a forward pass: segments with their tokens."""
+"""Inputs of one forward pass: segments with their tokens."""
 
 
 @dataclass(eq=False)
 class Row:
-    """One sequence that is being written.
+    """One sequence being generated.
 
-    `index` is its place in the batch, `view` the blocks that it sees, `pending` the tokens that it brings to the
-    next forward pass.
+    `index` is the row's index in the batch, `view` the blocks it attends to, and `pending` the tokens that it appends
+    to the last of them in the next forward pass.
     """
 
     index: int
     view: View
     pending: list[int] = field(default_factory=list)
 
-    def segments(self) -> list[tuple[Segment, list[int]]]:
-        """What the row brings to the next pass, with the tokens; its next token follows from the last of them."""
+    def segments(self) -> PassInputs:
+        """Return the row's inputs of the next pass; its next token follows the last of them."""
         return [(Segment(self.view, len(self.pending)), self.pending)]
 
-    def wanted(self) -> bool:
-        """Whether the row should go on; asked when all rows have taken their tokens."""
+    def is_active(self) -> bool:
+        """Whether the row generates further tokens; checked once all rows of a pass have their tokens."""
         return True
 
     @property
-    def group(self) -> Group | None:
-        """The rows, if any, with which it is computed together."""
+    def group(self) -> RowGroup | None:
+        """The group that the row belongs to."""
         return None
+
+
+def collect_inputs(rows: Iterable[Row]) -> tuple[PassInputs, list[int]]:
+    """Return the inputs of rows, and for each row the index of its last segment."""
+    inputs: PassInputs = []
+    ends = []
+    for row in rows:
+        inputs += row.segments()
+        ends.append(len(inputs) - 1)
+    return inputs, ends
 
 
 class PendingWrites:
@@ -48,16 +58,16 @@ class PendingWrites:
         self._writes: list[tuple[Block, list[int]]] = []
 
     def add(self, block: Block, tokens: Sequence[int]) -> None:
-        """Add tokens to be appended to a block; none is no error."""
+        """Schedule tokens to be appended to a block; an empty sequence is ignored."""
         if tokens:
             self._writes.append((block, list(tokens)))
 
     def discard(self, block: Block) -> None:
-        """Drop what is pending for a block."""
+        """Drop the pending tokens of a block."""
         self._writes = [(other, tokens) for other, tokens in self._writes if other is not block]
 
     def take(self, view_of: Callable[[Block], View]) -> PassInputs:
-        """Return the pending segments, each with the view of its block, and forget them."""
+        """Return the pending segments, each with the view of its block, and clear them."""
         writes, self._writes = self._writes, []
         return [(Segment(view_of(block), len(tokens)), tokens) for block, tokens in writes]
 
@@ -66,79 +76,53 @@ class PendingWrites:
 
     @property
     def num_tokens(self) -> int:
-        """Pending tokens of all blocks."""
+        """Number of pending tokens of all blocks."""
         return sum(len(tokens) for _, tokens in self._writes)
 
 
-class Group:
-    """Rows that are computed together, or not at all where it is remembered what follows all of them.
+class RowGroup:
+    """Rows that attend to each other's tokens, so that each pass is computed for all of them or for none.
 
-    What follows one of them hangs on all that they have brought together, pass by pass. A digest of that names a state
-    of the group: whatever decided on the tokens (settings, tokenizer, criteria) need not be known to know it again.
+    The next logits of a row depend on all inputs of the group, pass by pass. A digest of these inputs is the key under
+    which the logits are cached. Settings, tokenizer and stopping criteria need not be part of it, as they act through
+    the inputs.
 
     Parameters
     ----------
-    beginning
-        What tells the group from others before it brings anything; its `repr` is taken.
+    key : object
+        Initial state that distinguishes the group from others; hashed by its `repr`.
 
     Attributes
     ----------
     backlog : list of PassInputs
-        What its rows brought to passes that were not computed, oldest first.
-    given : int
-        Tokens of its next pass that nobody has generated.
+        Inputs of passes that were skipped, oldest first.
+    inserted_tokens : int
+        Number of tokens among the inputs of the next pass that were not generated.
     """
 
-    def __init__(self, beginning: object) -> None:
+    def __init__(self, key: object) -> None:
         self.backlog: list[PassInputs] = []
-        self.given = 0
-        self._trace = _digest(b"", beginning)
+        self.inserted_tokens = 0
+        self._digest = _digest(b"", key)
 
-    def unread(self) -> PassInputs:
-        """What must be computed before anything that the rows bring; other groups may bring the same."""
+    def unfilled_prompt(self) -> PassInputs:
+        """Return the inputs to compute before those of the rows; groups with a common prompt may return the same."""
         return []
 
-    def describe(self, brought: PassInputs) -> tuple[list[str], object]:
-        """A name of where each segment's tokens go, the same for whoever does the same, and what else has changed."""
+    def describe(self, inputs: PassInputs) -> tuple[list[str], object]:
+        """Return a reproducible name of the block each segment is appended to, and any other change of state."""
         raise NotImplementedError
 
-    def visit(self, brought: PassInputs, ends: Sequence[int]) -> list[int]:
-        """Go on to the state behind a pass; returns its name for each row, whose segments are at `ends`.
+    def advance(self, inputs: PassInputs, ends: Sequence[int]) -> list[int]:
+        """Update the digest by a pass. Return the cache key of each row, whose last segments are `ends`.
 
-        Names are negative, which no token is.
+        Keys are negative, so that they differ from all tokens.
         """
-        places, changed = self.describe(brought)
-        told = [(place, *map(int, tokens)) for place, (_, tokens) in zip(places, brought, strict=True)]
-        self._trace = _digest(self._trace, (told, changed))
-        return [-1 - (int.from_bytes(_digest(self._trace, places[end])[:8], "big") >> 1) for end in ends]
+        places, changed = self.describe(inputs)
+        appended = [(place, *map(int, tokens)) for place, (_, tokens) in zip(places, inputs, strict=True)]
+        self._digest = _digest(self._digest, (appended, changed))
+        return [-1 - (int.from_bytes(_digest(self._digest, places[end])[:8], "big") >> 1) for end in ends]
 
 
-@dataclass(eq=False)
-class Part:
-    """What the rows of a group bring to a pass, or all rows that are in none.
-
-    The tokens of row `rows[i]` end with segment `ends[i]`; `given` of them all nobody has generated.
-    """
-
-    group: Group | None
-    rows: list[Row]
-    brought: PassInputs
-    ends: list[int]
-    given: int
-
-    @classmethod
-    def of(cls, group: Group | None, rows: list[Row]) -> Part:
-        """Ask rows for what they bring."""
-        brought: PassInputs = []
-        ends = []
-        for row in rows:
-            brought += row.segments()
-            ends.append(len(brought) - 1)
-        given = 0
-        if group is not None:
-            given, group.given = group.given, 0
-        return cls(group, rows, brought, ends, given)
-
-
-def _digest(before: bytes, what: object) -> bytes:
-    return hashlib.sha256(before + repr(what).encode()).digest()
+def _digest(previous: bytes, state: object) -> bytes:
+    return hashlib.sha256(previous + repr(state).encode()).digest()

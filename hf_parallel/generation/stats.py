@@ -8,32 +8,32 @@ from typing import Any
 
 @dataclass
 class GenerationStats:
-    """What a call cost. Benchmarks and tests read these.
+    """Cost of one call.
 
     Attributes
     ----------
     forward_passes : int
         Forward passes of the model, prefill included.
     prefilled_tokens : int
-        Tokens that were given (prompts, headers, inserted texts) and had to be computed.
+        Computed tokens that were not generated (prompts, headers, inserted texts).
     reused_tokens : int
-        Tokens that were given and whose keys and values were held already, counted once per row.
+        Tokens that were not generated and whose keys and values were cached, counted once per row.
     decoded_tokens : int
-        Tokens that were generated, over all rows.
+        Generated tokens of all rows.
     replayed_tokens : int
-        Generated tokens that needed no forward pass because their logits were remembered.
+        Generated tokens whose logits were cached, so that they needed no forward pass.
     drafted_tokens, accepted_tokens : int
-        Tokens that were computed on trial (`draft_tokens`), and those of them that were generated then.
+        Draft tokens that were verified (`draft_tokens`), and those of them that were accepted.
     kv_bytes : int
-        Bytes of keys and values held at the end: unique tokens, once.
+        Bytes of keys and values at the end, each unique token counted once.
     reserved_bytes : int
-        Bytes of storage for them at the end, used or not.
+        Bytes of storage reserved for them at the end.
     graph_bytes : int
-        Bytes that captured decode steps (CUDA graphs) kept while the call ran.
+        Bytes held by captured decode steps (CUDA graphs) during the call.
     prefill_seconds, decode_seconds : float
-        Wall-clock time of either part, everything included.
+        Wall-clock time of prefill and of decoding.
     plan_seconds : float
-        Part of it that went into laying out forward passes, outside the model.
+        Part of it that was spent on planning forward passes on the host.
     """
 
     forward_passes: int = 0
@@ -51,5 +51,5 @@ class GenerationStats:
     plan_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """As a plain dictionary."""
+        """Return the statistics as a plain dictionary."""
         return asdict(self)

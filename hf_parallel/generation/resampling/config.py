@@ -1,4 +1,4 @@
-"""Settings of the modes that replay remembered logits (Hive, section 6), checked in one place."""
+"""ReplayConfig: settings of the modes that replay cached logits (Hive, section 6)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.resampling.policies import make_policy
 from hf_parallel.generation.resampling.replay import Replayer
+from hf_parallel.generation.resampling.speculative import SpeculativeDecoder
 
 
 @dataclass
 class ReplayConfig(ParallelConfig):
-    """What modes have in common that remember the logits of a model.
+    """Settings of modes that cache logits.
 
     Parameters
     ----------
     logits_cache : LogitsCache, optional
-        Remembers what the model computes, so that later calls replay it as far as their samples agree, without running
-        the model (see `ResampleConfig`).
+        Stores the logits that the model computes. Later calls replay them without running the model, as far as their
+        samples agree (see `ResampleConfig`).
     replay : str or ReplayPolicy
-        Which of the remembered tokens are drawn anew: `stepwise` all of them, `hotspot` the uncertain ones.
+        Which replayed tokens are sampled again: `stepwise` all of them, `hotspot` the uncertain ones.
     prefetch : bool, optional
-        Whether the sampling work of later replays (`top_p` and the like, the uncertainty of hotspots) is done ahead in
-        the background while the model decodes. It changes no sample. Default: where the model runs on another device
-        than the host.
+        Whether the sampling distributions of later replays (`top_p` and the like, the uncertainty of hotspots) are
+        computed in the background while the model decodes. Samples do not change. Default: if the model is not on the
+        CPU.
     """
 
     not_stored: ClassVar[tuple[str, ...]] = ("logits_cache",)
@@ -60,7 +61,7 @@ def replaying(
     loop : DecodeLoop
     config : ReplayConfig
     prompts : sequence of int64 arrays
-        Prompts of rows 0, 1, ...; rows of groups need none, and nothing is precomputed for them.
+        Prompts of rows 0, 1, ...; not needed for rows of groups, for which nothing is prefetched.
     draft_tokens : int, optional
         See `SharedPrefixConfig`.
     """
@@ -68,6 +69,8 @@ def replaying(
         yield
         return
     policy, prefetch = make_policy(config.replay), config.prefetch if len(prompts) else False
-    loop.replayer = Replayer(config.logits_cache, policy, loop.call, loop.sampler, loop.stats, prefetch, draft_tokens)
-    with loop.replayer.walking(prompts):
+    loop.replayer = replayer = Replayer(config.logits_cache, policy, loop.call, loop.sampler, loop.stats, prefetch)
+    if draft_tokens != 0:
+        loop.speculation = SpeculativeDecoder(loop, replayer, draft_tokens)
+    with replayer.tracking(prompts):
         yield

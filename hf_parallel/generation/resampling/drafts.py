@@ -1,10 +1,8 @@
-"""NgramDrafter: what a row may write next, for one forward pass to compute on trial.
+"""NgramDrafter: draft tokens by n-gram lookup in the logits trie, for speculative decoding.
 
-A row that has left the remembered states soon writes words again that other samples of its prompt wrote, or the
-prompt, or itself. What follows them there goes into the row's next pass, behind its own token: what was taken, or what
-the row's own noise draws from the logits that are remembered. Then each token is drawn as ever, from the model's logits
-and with the row's noise, and as long as the draws are the draft, a pass serves several. No sample changes. (Speculative
-decoding with looked-up drafts; as the noise is fixed, to accept is to be equal.)
+After a row has left the cached continuations, it often repeats n-grams of other samples, of the prompt or of itself.
+The tokens that followed the n-gram there are its draft: the ones that were sampled, or those that `DraftSampler` samples
+from the cached logits with the row's own RNG. Drafts are as long as their measured acceptance rates pay.
 """
 
 from __future__ import annotations
@@ -16,248 +14,296 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from weakref import WeakKeyDictionary
 
-from hf_parallel.cache.logits import LogitsCache, TrieNode
+import torch
+
+from hf_parallel.cache.logits import LogitsCache
+from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.generation.resampling.distributions import DistributionCache
+from hf_parallel.generation.rng import draw_among
+from hf_parallel.generation.sampling import Sampler
 from hf_parallel.kernels.linear import pass_cost
 
-LONGEST = 15
-"""Tokens of a draft, at most."""
-FIRST_CHANCES = {8: 0.8, 5: 0.7, 3: 0.6, 2: 0.5, 1: 0.3}
-"""How many last tokens of a row may be looked up, the most that are found decide; and how often what was found there is
-drawn if nobody knows, where no other token was found. What one token tells is little, and often enough where a pass of
-several tokens is cheap: chances are learned for each number."""
-MATCHES = tuple(FIRST_CHANCES)
-FIRST_CHANCE_OF_TWO = 0.25
-"""And where two were found, the chance of each."""
-MOST_STATES = 4096
-"""States below a prompt in which drafts are looked up, those that were visited last."""
-LEAST_GAIN = 0.1
-"""What a draft must save at least, in passes of one token: chances are not known that well."""
-LEAST_CHANCE = 0.05
-"""A token that is less likely to be reached is not looked for."""
-MOST_GUESSING = 4
-"""Rows of a pass for which tokens are drawn ahead: each takes about 0.1 ms, and many share a pass."""
-MOST_SETTINGS = 64
-"""Settings of which chances are kept beside a cache, those that were used last."""
-_FORGETTING = 0.95
+MAX_DRAFT_TOKENS = 15
+INITIAL_RATES = {8: 0.8, 5: 0.7, 3: 0.6, 2: 0.5, 1: 0.3}
+"""Lengths of the n-grams that are looked up, longest first, and the initial acceptance rate of each."""
+NGRAMS = tuple(INITIAL_RATES)
+INITIAL_RATE_OF_TWO = 0.25
+"""Initial acceptance rate of each of two different proposals."""
+MAX_NODES = 4096
+"""Maximum number of nodes below a prompt that are indexed; the most recently used ones are."""
+MIN_GAIN = 0.1
+"""Minimum gain of a draft, in passes of one token, as acceptance rates are estimates."""
+MIN_PROBABILITY = 0.05
+"""A draft ends before a token that is reached with a lower probability."""
+MAX_SAMPLING_ROWS = 4
+"""Maximum number of rows of a pass for which draft tokens are sampled: each takes about 0.1 ms."""
+MAX_SETTINGS = 64
+"""Number of settings per cache whose acceptance rates are kept, the most recently used ones."""
+_DECAY = 0.95
 
-TAKEN, GUESSED, BOTH, ALONE = "taken", "guessed", "both", "alone"
-"""How a token was found: taken there before, or guessed, where the two differ; both; or taken, where nothing was
-guessed."""
+CACHED, SAMPLED, AGREED, ONLY_CACHED = "cached", "sampled", "agreed", "only cached"
+"""Sources of a proposal: the cached token and the sampled one, if they differ; both; or the cached one, with none
+sampled."""
 
-Guess = Callable[[int, TrieNode, int], int | None]
-"""(row, state, ahead): the token that a row would draw so many tokens from here from what is remembered of a state."""
+PredictToken = Callable[[int, TrieNode, int], int | None]
+"""(row, node, ahead): the token that a row would sample `ahead` tokens from now, given the logits of a node."""
 
 
 @dataclass
-class _Chance:
-    """How often what was looked up has been drawn of late."""
+class AcceptanceRate:
+    """Exponentially weighted fraction of proposals that were sampled."""
 
-    looked: float
-    drawn: float
+    proposed: float
+    accepted: float
 
     @classmethod
-    def first(cls, count: int, how: str) -> _Chance:
-        """As long as nobody knows: as if it had been looked up four times."""
-        return cls(4.0, 4.0 * (FIRST_CHANCE_OF_TWO if how in (TAKEN, GUESSED) else FIRST_CHANCES[count]))
+    def initial(cls, ngram: int, source: str) -> AcceptanceRate:
+        """Return the initial rate, with the weight of four observations."""
+        return cls(4.0, 4.0 * (INITIAL_RATE_OF_TWO if source in (CACHED, SAMPLED) else INITIAL_RATES[ngram]))
 
-    def learn(self, drawn: bool) -> None:
-        self.looked = _FORGETTING * self.looked + 1.0
-        self.drawn = _FORGETTING * self.drawn + drawn
+    def update(self, accepted: bool) -> None:
+        """Add an observation."""
+        self.proposed = _DECAY * self.proposed + 1.0
+        self.accepted = _DECAY * self.accepted + accepted
 
     @property
     def value(self) -> float:
-        return self.drawn / self.looked
+        """The rate."""
+        return self.accepted / self.proposed
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What may be a row's next token.
+class _Proposal:
+    """Proposed next tokens: `ngram` tokens matched, one token per source, and the `source` of the draft token."""
 
-    Attributes
-    ----------
-    count : int
-        Last tokens of the row that were the same where it was found.
-    tokens : dict of str to int
-        By how they were found.
-    likeliest : str
-        Which of them goes into a draft.
-    """
-
-    count: int
+    ngram: int
     tokens: dict[str, int]
-    likeliest: str
+    source: str
 
     @property
     def token(self) -> int:
-        return self.tokens[self.likeliest]
+        return self.tokens[self.source]
 
 
-_learning = threading.Lock()
-_learned: WeakKeyDictionary[LogitsCache, dict[Hashable, dict[tuple[int, str], _Chance]]] = WeakKeyDictionary()
+Rates = dict[tuple[int, str], AcceptanceRate]
+_lock = threading.Lock()
+acceptance_rates: WeakKeyDictionary[LogitsCache, dict[Hashable, Rates]] = WeakKeyDictionary()
+"""Rates by cache and settings, shared by calls."""
 
 
 @dataclass(eq=False)
 class NgramDrafter:
-    """Looks up what rows may write next, and learns how often they do.
+    """Proposes draft tokens and estimates their acceptance rates.
 
     Parameters
     ----------
     cache : LogitsCache
-    most : int
-        Tokens of a draft, at most.
+    max_tokens : int
+        Maximum length of a draft.
     settings : hashable, optional
-        What tokens are drawn by: what was learned of it over the same cache is known from the first token on.
-    guess : callable (row, state, ahead) -> token or None, optional
-        See `Guess`; nothing that it says changes what is drawn.
-    ends : set of int, optional
-        Tokens behind which a row writes nothing.
-    computed_by : str, optional
-        What passes are computed by, on which hangs how long they may be; see `pass_cost`.
+        Sampling settings; calls over the same cache with the same settings share acceptance rates.
+    predict : callable (row, node, ahead) -> token or None, optional
+        See `PredictToken`.
+    eos_token_ids : set of int, optional
+        Tokens that end a draft.
+    linear_backend : str, optional
+        See `pass_cost`.
+
+    Attributes
+    ----------
+    rates : dict of (int, str) to AcceptanceRate
+        By n-gram length and source.
+    ngrams : dict of tuple of int to TrieNode
+        The latest node after each n-gram.
     """
 
     cache: LogitsCache
-    most: int = LONGEST
+    max_tokens: int = MAX_DRAFT_TOKENS
     settings: Hashable = None
-    guess: Guess | None = None
-    ends: frozenset[int] = frozenset()
-    computed_by: str = "native"
-    _places: dict[tuple[int, ...], TrieNode] = field(default_factory=dict)
-    _told: dict[int, list[_Found]] = field(default_factory=dict)  # by row
+    predict: PredictToken | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    linear_backend: str = "native"
+    rates: Rates = field(init=False)
+    ngrams: dict[tuple[int, ...], TrieNode] = field(init=False, default_factory=dict)
+    _proposals: dict[int, list[_Proposal]] = field(init=False, default_factory=dict)  # by row
 
     def __post_init__(self) -> None:
-        with _learning:
-            of_cache = _learned.setdefault(self.cache, {})
-            kinds = itertools.product(MATCHES, (TAKEN, GUESSED, BOTH, ALONE))
-            new = {(count, how): _Chance.first(count, how) for count, how in kinds}
-            self._chances = of_cache[self.settings] = of_cache.pop(self.settings, new)  # the last in order now
-            if len(of_cache) > MOST_SETTINGS:
-                del of_cache[next(iter(of_cache))]
+        with _lock:
+            by_settings = acceptance_rates.setdefault(self.cache, {})
+            keys = itertools.product(NGRAMS, (CACHED, SAMPLED, AGREED, ONLY_CACHED))
+            new = {(ngram, source): AcceptanceRate.initial(ngram, source) for ngram, source in keys}
+            self.rates = by_settings[self.settings] = by_settings.pop(self.settings, new)  # moves it to the end
+            if len(by_settings) > MAX_SETTINGS:
+                del by_settings[next(iter(by_settings))]
 
-    def read(self, prompt: TrieNode) -> None:
-        """Learn what there is in a prompt, and remembered below it."""
+    def add_prompt(self, prompt: TrieNode) -> None:
+        """Index a prompt and the continuations below it."""
         path = [prompt]
         while (parent := path[-1].parent) is not None:
             path.append(parent)
-        read = [(state, _last_tokens(state)) for state in reversed(path)]
+        known = [(node, _last_tokens(node)) for node in reversed(path)]
         below: list[tuple[TrieNode, tuple[int, ...]]] = []
-        stack = read[-1:]
-        while stack and len(below) < MOST_STATES:
-            state, tokens = stack.pop()
-            children = sorted(self.cache.children(state), key=attrgetter("used"))
-            following = [
-                (child, (*tokens, child.token)[-MATCHES[0] :] if child.token >= 0 else ()) for child in children
+        stack = known[-1:]
+        while stack and len(below) < MAX_NODES:
+            node, tokens = stack.pop()
+            children = [
+                (child, (*tokens, child.token)[-NGRAMS[0] :] if child.token >= 0 else ())
+                for child in sorted(self.cache.children(node), key=attrgetter("last_used"))
             ]
-            below += following
-            stack += following
-        for state, tokens in [*read, *sorted(below, key=lambda known: known[0].used)]:  # the last one stays
-            if _leads_on(state, self.guess):
-                self._note(state, tokens)
+            below += children
+            stack += children
+        for node, tokens in [*known, *sorted(below, key=lambda item: item[0].last_used)]:  # later ones replace earlier
+            if _has_proposal(node, self.predict):
+                self._add(node, tokens)
 
-    def note(self, state: TrieNode) -> None:
-        """Learn that a state's last tokens may be followed by what follows it."""
-        self._note(state, _last_tokens(state))
+    def add(self, node: TrieNode) -> None:
+        """Index the last tokens of a node."""
+        self._add(node, _last_tokens(node))
 
-    def _note(self, state: TrieNode, tokens: tuple[int, ...]) -> None:
-        for count in MATCHES:
-            if len(tokens) >= count:
-                self._places[tokens[-count:]] = state
+    def _add(self, node: TrieNode, tokens: tuple[int, ...]) -> None:
+        for ngram in NGRAMS:
+            if len(tokens) >= ngram:
+                self.ngrams[tokens[-ngram:]] = node
 
-    def find(self, row: int, state: TrieNode, num_rows: int, room: int) -> list[int]:
-        """What a row may write next that stands on a state, if it is worth to compute it.
+    def draft(self, row: int, node: TrieNode, num_rows: int, capacity: int) -> list[int]:
+        """Return draft tokens of a row, if verifying them pays.
 
         Parameters
         ----------
         row : int
-        state : TrieNode
+        node : TrieNode
+            Node of the row.
         num_rows : int
-            Rows of the pass.
-        room : int
-            Tokens that it may have at most.
+            Number of rows of the pass.
+        capacity : int
+            Maximum number of tokens.
         """
-        guess = self.guess if num_rows <= MOST_GUESSING else None
-        self._told[row] = told = self._look_ahead(row, state, min(self.most, room), guess)
-        chances = [self._chance(found.count, found.likeliest).value for found in told]
-        length = _worth(chances, num_rows, self.computed_by)
-        return [found.token for found in told[:length]]
+        predict = self.predict if num_rows <= MAX_SAMPLING_ROWS else None
+        self._proposals[row] = proposals = self._propose(row, node, min(self.max_tokens, capacity), predict)
+        rates = [self._rate(proposal.ngram, proposal.source).value for proposal in proposals]
+        length = _best_length(rates, num_rows, self.linear_backend)
+        return [proposal.token for proposal in proposals[:length]]
 
-    def see(self, row: int, state: TrieNode) -> None:
-        """Learn from the token by which a row has come to a state."""
-        told = self._told.pop(row, [])
-        if told:
-            for how, token in told[0].tokens.items():
-                self._chance(told[0].count, how).learn(token == state.token)
-            if told[0].token == state.token:
-                self._told[row] = told[1:]
+    def observe(self, row: int, node: TrieNode) -> None:
+        """Update acceptance rates with the token by which a row has reached a node."""
+        proposals = self._proposals.pop(row, [])
+        if proposals:
+            for source, token in proposals[0].tokens.items():
+                self._rate(proposals[0].ngram, source).update(token == node.token)
+            if proposals[0].token == node.token:
+                self._proposals[row] = proposals[1:]
 
-    def _look_ahead(self, row: int, state: TrieNode, room: int, guess: Guess | None) -> list[_Found]:
-        """What a row may write next that stands on a state, as far as that is likely enough."""
-        tokens, likely = _last_tokens(state), 1.0
-        told: list[_Found] = []
-        place, count = self._look_up(tokens, guess)
-        while place is not None and len(told) < room and likely >= LEAST_CHANCE:
-            known = {child.token: child for child in self.cache.children(place) if child.token >= 0}
-            guessed = guess(row, place, len(told)) if guess is not None else None
-            found = self._choose(count, known, guessed)
-            if found is None:  # another thread has dropped what was known
+    def _propose(self, row: int, node: TrieNode, capacity: int, predict: PredictToken | None) -> list[_Proposal]:
+        """Return proposals for the next tokens of a row, as far as they are reached with sufficient probability."""
+        tokens, probability = _last_tokens(node), 1.0
+        proposals: list[_Proposal] = []
+        match, ngram = self._look_up(tokens, predict)
+        while match is not None and len(proposals) < capacity and probability >= MIN_PROBABILITY:
+            children = {child.token: child for child in self.cache.children(match) if child.token >= 0}
+            sampled = predict(row, match, len(proposals)) if predict is not None else None
+            proposal = self._choose(ngram, children, sampled)
+            if proposal is None:  # another thread has evicted the children
                 break
-            told.append(found)
-            if found.token in self.ends:
+            proposals.append(proposal)
+            if proposal.token in self.eos_token_ids:
                 break
-            likely *= self._chance(count, found.likeliest).value
-            tokens = (*tokens, found.token)[-MATCHES[0] :]
-            place, count = known.get(found.token), count + 1
-            other, alike = self._look_up(tokens, guess)
-            if place is None or not _leads_on(place, guess) or alike > count:
-                place, count = other, alike
-        return told
+            probability *= self._rate(ngram, proposal.source).value
+            tokens = (*tokens, proposal.token)[-NGRAMS[0] :]
+            match, ngram = children.get(proposal.token), ngram + 1
+            other, other_ngram = self._look_up(tokens, predict)
+            if match is None or not _has_proposal(match, predict) or other_ngram > ngram:
+                match, ngram = other, other_ngram
+        return proposals
 
-    def _look_up(self, tokens: tuple[int, ...], guess: Guess | None) -> tuple[TrieNode | None, int]:
-        """Where a row with the same last tokens stood that tells what may follow, and how many were the same."""
-        for count in MATCHES:
-            place = self._places.get(tokens[-count:]) if len(tokens) >= count else None
-            if place is not None and _leads_on(place, guess):
-                return place, count
+    def _look_up(self, tokens: tuple[int, ...], predict: PredictToken | None) -> tuple[TrieNode | None, int]:
+        """Return the node after the longest n-gram that ends `tokens`, and its length."""
+        for ngram in NGRAMS:
+            node = self.ngrams.get(tokens[-ngram:]) if len(tokens) >= ngram else None
+            if node is not None and _has_proposal(node, predict):
+                return node, ngram
         return None, 0
 
-    def _choose(self, count: int, known: dict[int, TrieNode], guessed: int | None) -> _Found | None:
-        """What may follow a place: of its known continuations the one taken last, or what is guessed."""
-        taken = max(known, key=lambda token: known[token].used, default=None)
-        if taken is None:
-            tokens = {} if guessed is None else {GUESSED: guessed}
-        elif guessed is None:
-            tokens = {ALONE: taken}
+    def _choose(self, ngram: int, children: dict[int, TrieNode], sampled: int | None) -> _Proposal | None:
+        """Choose between the most recently used child and the sampled token, by acceptance rate."""
+        cached = max(children, key=lambda token: children[token].last_used, default=None)
+        if cached is None:
+            tokens = {} if sampled is None else {SAMPLED: sampled}
+        elif sampled is None:
+            tokens = {ONLY_CACHED: cached}
         else:
-            tokens = {BOTH: taken} if taken == guessed else {TAKEN: taken, GUESSED: guessed}
+            tokens = {AGREED: cached} if cached == sampled else {CACHED: cached, SAMPLED: sampled}
         if not tokens:
             return None
-        return _Found(count, tokens, max(tokens, key=lambda how: self._chance(count, how).value))
+        return _Proposal(ngram, tokens, max(tokens, key=lambda source: self._rate(ngram, source).value))
 
-    def _chance(self, count: int, how: str) -> _Chance:
-        return self._chances[next(known for known in MATCHES if known <= count), how]
-
-
-def _leads_on(state: TrieNode, guess: Guess | None) -> bool:
-    """Whether it is known what followed a state, or can be guessed."""
-    return bool(state.children) or (guess is not None and state.logits is not None)
+    def _rate(self, ngram: int, source: str) -> AcceptanceRate:
+        return self.rates[next(known for known in NGRAMS if known <= ngram), source]
 
 
-def _worth(chances: Sequence[float], num_rows: int, computed_by: str) -> int:
-    """Tokens of a draft that save most time: passes that they make needless, less what they cost."""
-    saved, likely, best, length = 0.0, 1.0, LEAST_GAIN, 0
-    without = pass_cost(num_rows, computed_by)
-    for tokens, chance in enumerate(chances, start=1):
-        likely *= chance
-        saved += likely * without
-        gain = saved - pass_cost(num_rows * (1 + tokens), computed_by) + without
+@dataclass(eq=False)
+class DraftSampler:
+    """Samples draft tokens from cached logits with the RNG of the row, which is not advanced; see `PredictToken`.
+
+    Of the logits processors only the temperature is applied, unless the node has a cached distribution.
+
+    Parameters
+    ----------
+    sampler : Sampler
+        With an RNG for each row.
+    distributions : DistributionCache
+    temperature : float
+    """
+
+    sampler: Sampler
+    distributions: DistributionCache
+    temperature: float
+    top_k: int = 8
+    """Number of tokens that are sampled from; others are rarely sampled where drafts are accepted."""
+    _top: dict[TrieNode, tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=dict)
+
+    def __call__(self, row: int, node: TrieNode, ahead: int) -> int | None:
+        """Return the token that the row would sample `ahead` tokens from now; None without cached logits."""
+        assert self.sampler.rngs is not None, "rows have RNGs of their own"
+        top = self._top.get(node) or self._load(node)
+        return None if top is None else draw_among(*top, self.sampler.rngs[row].key(ahead))
+
+    def _load(self, node: TrieNode) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the most probable tokens after a node, int64, and their probabilities, float32, up to a factor."""
+        cached, logits = self.distributions.find_any_length(node), node.logits
+        if cached is not None:
+            probs, indices = cached.probs.topk(min(self.top_k, len(cached.probs)))
+            ids = cached.ids[indices].long()
+        elif logits is not None and len(logits.values):
+            values, ids = logits.values.topk(min(self.top_k, len(logits.values)))
+            probs = ((values.float() - values[0].float()) / self.temperature).exp()
+            ids = ids if logits.ids is None else logits.ids[ids].long()
+        else:
+            return None
+        self._top[node] = ids, probs
+        return ids, probs
+
+
+def _has_proposal(node: TrieNode, predict: PredictToken | None) -> bool:
+    return bool(node.children) or (predict is not None and node.logits is not None)
+
+
+def _best_length(rates: Sequence[float], num_rows: int, linear_backend: str) -> int:
+    """Return the draft length that saves most time: expected passes saved, less the cost of verification."""
+    saved, probability, best, length = 0.0, 1.0, MIN_GAIN, 0
+    cost_without = pass_cost(num_rows, linear_backend)
+    for tokens, rate in enumerate(rates, start=1):
+        probability *= rate
+        saved += probability * cost_without
+        gain = saved - pass_cost(num_rows * (1 + tokens), linear_backend) + cost_without
         if gain > best:
             best, length = gain, tokens
     return length
 
 
-def _last_tokens(state: TrieNode) -> tuple[int, ...]:
+def _last_tokens(node: TrieNode) -> tuple[int, ...]:
     tokens: list[int] = []
-    place: TrieNode | None = state
-    while place is not None and place.token >= 0 and len(tokens) < MATCHES[0]:
-        tokens.append(place.token)
-        place = place.parent
+    current: TrieNode | None = node
+    while current is not None and current.token >= 0 and len(tokens) < NGRAMS[0]:
+        tokens.append(current.token)
+        current = current.parent
     return tuple(reversed(tokens))

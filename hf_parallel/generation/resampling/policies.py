@@ -1,6 +1,6 @@
-"""Policies: which steps of a remembered continuation are sampled anew when its state is visited again (Hive, 6.1, 6.2).
+"""Replay policies: which steps of a cached continuation are sampled again when it is replayed (Hive, 6.1, 6.2).
 
-A policy is a small class with a `name`; deriving from `ReplayPolicy` registers it, so that `replay="name"` finds it.
+Subclassing `ReplayPolicy` with a `name` registers a policy, so that `replay="name"` finds it.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import numpy as np
 import torch
 
 from hf_parallel.cache.cached_logits import CachedLogits
-from hf_parallel.cache.logits import TrieNode
-from hf_parallel.generation.config import is_int
+from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.generation.validation import is_int
 
-_NO_SHARE = -1000.0
-"""A logit that is so much lower than the highest has a share of 0 in float64."""
+_MIN_LOGIT = -1000.0
+"""Relative to the highest logit; the probability underflows to 0 in float64."""
 
 POLICIES: dict[str, type[ReplayPolicy]] = {}
 """The policies by name."""
 
 
 class ReplayPolicy:
-    """Says at which remembered steps a token is drawn; at the others the remembered token is taken as it is.
+    """Chooses the replayed steps at which a token is sampled; at the others the cached token is kept.
 
-    A drawn token that was taken here before leads to what followed it then; any other ends the replay.
+    Replay follows the branch of a sampled token if the cache has one; otherwise it ends.
     """
 
     name: ClassVar[str] = ""
     looks_ahead: ClassVar[bool] = True
-    """Whether `draws` must be asked; a policy that draws every token spares that."""
+    """Whether `draws` must be called; False for a policy that samples every token."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -38,26 +38,26 @@ class ReplayPolicy:
             POLICIES[cls.name] = cls
 
     def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
-        """Choose among the steps along a remembered continuation.
+        """Choose among the steps of a cached continuation.
 
         Parameters
         ----------
         uncertainty : float64 [n]
             `entropy * (1 - top-1 probability)` of each step, see `uncertainty_of`.
         start : int
-            Steps that were replayed before the first of them.
+            Number of steps that the row replayed before the first of them.
 
         Returns
         -------
         bool [n]
-            True where a token is drawn.
+            True where a token is sampled.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Stepwise(ReplayPolicy):
-    """Every token is drawn: the distribution of the samples is the model's own (Hive, section 6.1)."""
+    """Samples every token, so that samples follow the model's own distribution (Hive, section 6.1)."""
 
     name: ClassVar[str] = "stepwise"
     looks_ahead: ClassVar[bool] = False
@@ -69,19 +69,24 @@ class Stepwise(ReplayPolicy):
 
 @dataclass(frozen=True)
 class Hotspot(ReplayPolicy):
-    """Tokens are drawn at hotspots only (Hive, section 6.2). Not lossless: elsewhere the remembered token stays.
+    """Samples tokens at hotspots only and keeps the cached ones elsewhere (Hive, section 6.2). Not lossless.
 
     The score of step t is `s_t = H_t * (1 - c_t) * decay^t` with the entropy `H_t` and the top-1 probability `c_t` of
-    the model's own distribution (Hive, eq. 2 to 4; t counts from the state at which the replay began).
+    the model's own distribution (Hive, eq. 2 to 4; t counts from the start of the replay).
 
     Parameters
     ----------
     threshold : float
-        Steps with a higher score are hotspots. Hive's evaluation takes 0.6.
+        Steps with a higher score are hotspots. Hive's evaluation uses 0.6.
     top_k : int, optional
-        Instead: the `top_k` steps with the highest scores.
+        Instead of the threshold: the `top_k` steps with the highest scores are hotspots.
     decay : float
-        Below 1, it prefers early steps, whose change moves more of what follows.
+        A value below 1 favours early steps, which affect more of the following tokens.
+
+    Raises
+    ------
+    ValueError
+        Naming the parameter.
     """
 
     name: ClassVar[str] = "hotspot"
@@ -98,7 +103,7 @@ class Hotspot(ReplayPolicy):
                 raise ValueError(f"{name} must be a number from 0 to {high}, got {value!r}")
 
     def scores(self, uncertainty: np.ndarray, start: int = 0) -> np.ndarray:
-        """Scores `float64 [n]` of steps (Hive, eq. 4)."""
+        """Return the scores `float64 [n]` of steps (Hive, eq. 4)."""
         return uncertainty * self.decay ** (start + np.arange(len(uncertainty)))
 
     def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
@@ -112,31 +117,31 @@ class Hotspot(ReplayPolicy):
 
 
 def uncertainty_of(logits: torch.Tensor) -> float:
-    """`H * (1 - c)` of logits `[vocabulary]`: entropy in nats and top-1 probability (Hive, eq. 2 and 3)."""
-    # In NumPy: waking a second thread takes longer than the work. It does not read bfloat16.
-    is_read = logits.dtype in (torch.float32, torch.float64)
-    values = (logits if is_read else logits.double()).detach().cpu().numpy().astype(np.float64)
-    below = np.maximum(values - values.max(), _NO_SHARE)  # a share of nothing times minus infinity is nothing
-    shares = np.exp(below)
-    total = shares.sum()
-    entropy = np.log(total) - (shares * below).sum() / total
+    """Return `H * (1 - c)` of logits `[vocabulary]`: entropy in nats, top-1 probability (Hive, eq. 2 and 3)."""
+    # In NumPy, as waking a second thread takes longer than the work; NumPy has no bfloat16.
+    is_numpy = logits.dtype in (torch.float32, torch.float64)
+    values = (logits if is_numpy else logits.double()).detach().cpu().numpy().astype(np.float64)
+    shifted = np.maximum(values - values.max(), _MIN_LOGIT)  # finite, as 0 * -inf is not a number
+    probs = np.exp(shifted)
+    total = probs.sum()
+    entropy = np.log(total) - (probs * shifted).sum() / total
     return float(entropy * (1 - 1 / total))
 
 
-def uncertainty_at(state: TrieNode, logits: CachedLogits) -> float:
-    """`uncertainty_of` the logits of a state; worked out once."""
-    if state.uncertainty is None:
-        state.uncertainty = uncertainty_of(logits.spread())
-    return state.uncertainty
+def uncertainty_at(node: TrieNode, logits: CachedLogits) -> float:
+    """Return `uncertainty_of` the logits of a node, which caches it."""
+    if node.uncertainty is None:
+        node.uncertainty = uncertainty_of(logits.to_dense())
+    return node.uncertainty
 
 
 def make_policy(replay: Any) -> ReplayPolicy:
-    """The policy of a name, or the one given.
+    """Return the policy of a name; return a policy unchanged.
 
     Raises
     ------
     ValueError
-        If there is none of that name.
+        If no policy has the name.
     """
     if isinstance(replay, ReplayPolicy):
         return replay

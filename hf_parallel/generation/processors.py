@@ -1,0 +1,108 @@
+"""Logits processors of the decode loop, and which processors and criteria depend on the rows of the batch."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import (
+    LogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    StoppingCriteria,
+)
+
+_BATCH_DEPENDENT = (
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
+)
+"""Processors of Transformers that index the rows of the batch."""
+_STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
+"""Processors of Transformers that keep state between calls."""
+
+
+class MinLengthProcessor(LogitsProcessor):
+    """Suppresses the end-of-sequence tokens until a row has `min_length` tokens, prompt included.
+
+    Equivalent to `MinLengthLogitsProcessor` and `MinNewTokensLengthLogitsProcessor`, which search the whole vocabulary
+    for these tokens at every step; that costs more than the rest of a replayed step.
+    """
+
+    keeps_rows = False
+
+    @classmethod
+    def convert(cls, processor: LogitsProcessor) -> LogitsProcessor:
+        """Return the equivalent of one of the two processors of Transformers; return any other unchanged."""
+        if type(processor) is MinLengthLogitsProcessor:
+            return cls(processor.min_length, processor.eos_token_id)
+        if type(processor) is MinNewTokensLengthLogitsProcessor:
+            return cls(processor.prompt_length_to_skip + processor.min_new_tokens, processor.eos_token_id)
+        return processor
+
+    def __init__(self, min_length: int, eos_token_id: torch.Tensor) -> None:
+        self.min_length, self.eos_token_ids = min_length, eos_token_id.flatten().tolist()
+        self._indices: tuple[int, torch.Tensor] | None = None  # vocabulary size, tokens on the device
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, by which processors are compared."""
+        return {"min_length": self.min_length, "eos_token_ids": self.eos_token_ids}
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[-1] >= self.min_length:
+            return scores
+        vocabulary = scores.shape[-1]
+        indices = self._indices
+        if indices is None or indices[0] != vocabulary:
+            tokens = [token for token in self.eos_token_ids if 0 <= token < vocabulary]
+            # A blocking copy, as prefetch calls the processor on another CUDA stream.
+            indices = self._indices = vocabulary, torch.tensor(tokens, dtype=torch.int64, device=scores.device)
+        return scores.index_fill(-1, indices[1], -torch.inf)
+
+
+class PerPromptProcessor(LogitsProcessor):
+    """Applies a processor that indexes prompts to several rows per prompt.
+
+    Parameters
+    ----------
+    processor : LogitsProcessor
+        A stateless processor.
+    num_prompts : int
+    """
+
+    def __init__(self, processor: LogitsProcessor, num_prompts: int) -> None:
+        self.processor, self.num_prompts = processor, num_prompts
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Process scores `[rows, vocabulary]` of all rows, ordered by prompt."""
+        processed, rows_per_prompt = torch.empty_like(scores), len(scores) // self.num_prompts
+        for first in range(rows_per_prompt):
+            rows = slice(first, None, rows_per_prompt)  # one row of each prompt
+            processed[rows] = self.processor(input_ids[rows], scores[rows])
+        return processed
+
+
+def check_signature(processor: Any) -> None:
+    """Raise a `ValueError` for a processor with more arguments than `generate` passes."""
+    more = list(inspect.signature(processor.__call__).parameters)[2:]
+    if more:
+        name = type(processor).__name__
+        raise ValueError(f"a logits_processor receives input_ids and scores, but {name} also expects {more}")
+
+
+def needs_batch(helper: LogitsProcessor | StoppingCriteria) -> bool:
+    """Whether a processor or criterion may depend on the indices of the rows in the batch."""
+    return is_stateful(helper) or type(helper).__name__ in _BATCH_DEPENDENT
+
+
+def is_stateful(helper: LogitsProcessor | StoppingCriteria) -> bool:
+    """Whether a processor or criterion may keep state of the rows of the batch between calls.
+
+    Those of Transformers are known. Any other is assumed to, unless its attribute `keeps_rows` is False.
+    """
+    kind = type(helper)
+    if not getattr(helper, "keeps_rows", True):
+        return False
+    return not kind.__module__.startswith("transformers.generation") or kind.__name__ in _STATEFUL

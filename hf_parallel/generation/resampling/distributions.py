@@ -1,0 +1,158 @@
+"""DistributionCache: sampling distributions cached beside the logits that they were computed from (Hive, section 6.3)."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from hf_parallel.cache.cached_logits import CachedDistribution, CachedLogits
+from hf_parallel.cache.logits import LogitsCache
+from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.generation.processors import MinLengthProcessor
+from hf_parallel.generation.sampling import Sampler
+
+HOST = ("cpu",)
+"""Device types from which a distribution is cached at once; on others this would wait for a copy at every step."""
+
+_TRUNCATING = ("EpsilonLogitsWarper", "MinPLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")
+"""Processors of Transformers that leave few tokens, and cost more than the draw.
+
+Others (`eta_cutoff`, `typical_p`) sum over the vocabulary, in an order that depends on the number of rows.
+"""
+
+_OF_LENGTH = (MinLengthProcessor.__name__,)
+"""Processors that depend on the number of tokens but not on the tokens."""
+
+_OF_LOGITS = (
+    *_TRUNCATING,
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+)
+"""Processors that depend on the logits alone."""
+
+
+class DistributionCache:
+    """Sampling distributions of one call, computed once and then stored in the trie for later replays.
+
+    Stored are distributions over few tokens (`top_k`, `top_p` and the like), if the call's processors depend on logits
+    and length alone. A softmax over all tokens costs less than the draw and as much memory as the logits.
+
+    Parameters
+    ----------
+    cache : LogitsCache
+    sampler : Sampler
+
+    Attributes
+    ----------
+    enabled : bool
+        Whether distributions are stored.
+    settings : str
+        What they depend on besides the logits: the device, and the processors with their settings.
+    """
+
+    def __init__(self, cache: LogitsCache, sampler: Sampler) -> None:
+        self.cache, self.sampler = cache, sampler
+        self._device = sampler.table.ids.device
+        processors = sampler.processors
+        names = [_name(processor) for processor in processors]
+        returns_scores = sampler.scores is not None or sampler.logits is not None
+        self._is_pure = all(name in (*_OF_LOGITS, *_OF_LENGTH) for name in names) and not returns_scores
+        self.enabled = sampler.do_sample and self._is_pure and any(name in _TRUNCATING for name in names)
+        self.settings = repr((str(self._device), [_describe(processor) for processor in processors]))
+        self._min_lengths = [p.min_length for p in processors if isinstance(p, MinLengthProcessor)]
+        # Interned, as every node holds a reference.
+        may_end = itertools.product((False, True), repeat=len(self._min_lengths))
+        self._keys = {flags: sys.intern(f"{self.settings} {flags}") for flags in may_end}
+
+    def compute(self, rows: Sequence[int], nodes: Sequence[TrieNode]) -> torch.Tensor:
+        """Return the distributions of rows at their nodes, cached where possible; see `Sampler.distribution`."""
+        lengths = [self.sampler.table.lengths[row] for row in rows]
+        cached = [self.find(node, length) for node, length in zip(nodes, lengths, strict=True)]
+        new = [i for i, distribution in enumerate(cached) if distribution is None]
+        computed = None
+        if new:
+            logits = torch.stack([_dense(nodes[i]) for i in new])
+            computed = self.sampler.distribution([rows[i] for i in new], logits)
+            for i, probs in zip(new, computed, strict=True):
+                self.store(nodes[i], lengths[i], probs)
+            if len(new) == len(rows):
+                return computed
+        vocabulary = next(node.logits.vocabulary for node in nodes if node.logits is not None)
+        combined = torch.zeros(len(rows), vocabulary, device=self._device)
+        if computed is not None:
+            combined[new] = computed
+        for probs, distribution in zip(combined, cached, strict=True):
+            if distribution is not None:
+                distribution.fill(probs)
+        return combined
+
+    def store_new(self, rows: Sequence[int], nodes: Sequence[TrieNode], probs: torch.Tensor) -> None:
+        """Store distributions `[len(rows), vocabulary]` of nodes that the model has just computed, if on the CPU."""
+        if self.enabled and self._device.type in HOST:
+            for row, node, row_probs in zip(rows, nodes, probs, strict=True):
+                length = self.sampler.table.lengths[row]
+                if self.find(node, length) is None:
+                    self.store(node, length, row_probs)
+
+    def find(self, node: TrieNode, length: int) -> CachedDistribution | None:
+        """Return the distribution of a node for a row of `length` tokens, if computed under the call's settings."""
+        cached = node.distribution if self.enabled else None
+        return cached if cached is not None and cached.settings == self._key(length) else None
+
+    def find_any_length(self, node: TrieNode) -> CachedDistribution | None:
+        """Return the distribution of a node for a row of some length; they differ at most in end-of-sequence tokens."""
+        cached = node.distribution if self.enabled else None
+        return cached if cached is not None and cached.settings in self._keys.values() else None
+
+    def store(self, node: TrieNode, length: int, probs: torch.Tensor) -> CachedDistribution | None:
+        """Store probabilities `[vocabulary]` at a node, if few are non-zero and memory suffices; return them if few."""
+        distribution = CachedDistribution.from_probs(probs, self._key(length)) if self.enabled else None
+        if distribution is not None:
+            self.cache.store_distribution(node, distribution)
+        return distribution
+
+    def precompute(self, node: TrieNode, logits: CachedLogits, length: int) -> CachedDistribution | None:
+        """Return the distribution as `find`, computing and storing it if needed. Thread-safe."""
+        found = self.find(node, length)
+        return found or self.store(node, length, self.sampler.distribution_ahead(logits.to_dense(), length))
+
+    def note_token(self, node: TrieNode, length: int) -> None:
+        """Store under which settings a row of `length` tokens has appended the last token of a node."""
+        if self._is_pure:
+            node.sampled_with = self._key(length)
+
+    def is_possible(self, node: TrieNode | None, length: int) -> bool:
+        """Whether a row has appended the last token of a node under the settings of a row of `length` tokens."""
+        return self._is_pure and node is not None and node.sampled_with == self._key(length)
+
+    def _key(self, length: int) -> str:
+        """Return the settings, and which minimum lengths a row of `length` tokens has reached."""
+        return self._keys[tuple(length >= minimum for minimum in self._min_lengths)]
+
+
+def _dense(node: TrieNode) -> torch.Tensor:
+    assert node.logits is not None, "the rows' logits are cached"
+    return node.logits.to_dense()
+
+
+def _name(processor: LogitsProcessor) -> str:
+    """Return the class name of a processor of Transformers or a `MinLengthProcessor`; of others an empty string."""
+    kind = type(processor)
+    known = kind is MinLengthProcessor or kind.__module__ == "transformers.generation.logits_process"
+    return kind.__name__ if known else ""
+
+
+def _describe(processor: LogitsProcessor) -> tuple[Any, ...]:
+    """Return a processor's class and settings; of an unknown class the class alone."""
+    name = _name(processor)
+    if not name:
+        return (type(processor).__module__, type(processor).__qualname__)
+    settings = processor.settings if isinstance(processor, MinLengthProcessor) else vars(processor)
+    return name, sorted((key, v.tolist() if isinstance(v, torch.Tensor) else v) for key, v in settings.items())

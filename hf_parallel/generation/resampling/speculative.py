@@ -1,0 +1,109 @@
+"""SpeculativeDecoder: verifies draft tokens in one forward pass (speculative decoding).
+
+Each token is sampled from the model's logits with the row's own noise, as without drafts. A draft token is accepted if
+it is the token that was sampled, so samples do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TypeVar
+
+from hf_parallel.cache import Segment
+from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.resampling.distributions import HOST
+from hf_parallel.generation.resampling.drafts import MAX_DRAFT_TOKENS, DraftSampler, NgramDrafter
+from hf_parallel.generation.resampling.replay import Replayer
+from hf_parallel.generation.rows import PassInputs, Row
+from hf_parallel.kernels import to_device
+from hf_parallel.kernels.linear import linear_backend
+
+R = TypeVar("R", bound=Row)
+
+
+class SpeculativeDecoder:
+    """Appends several tokens per forward pass to the rows of a decode loop.
+
+    Parameters
+    ----------
+    loop : DecodeLoop
+    replayer : Replayer
+        Samples tokens and caches logits as if the rows had been decoded token by token.
+    max_tokens : int, optional
+        Maximum length of a draft. Default: 15 if the model is on the CPU, else 0.
+    """
+
+    def __init__(self, loop: DecodeLoop, replayer: Replayer, max_tokens: int | None = None) -> None:
+        self.loop, self.replayer = loop, replayer
+        self._on_cpu = loop.call.model.device.type in HOST
+        self.max_tokens = (MAX_DRAFT_TOKENS if self._on_cpu else 0) if max_tokens is None else max_tokens
+
+    def start(self) -> bool:
+        """Index the prompts for n-gram lookup. Return whether rows may draft, as the order of draws does not matter."""
+        loop, replayer = self.loop, self.replayer
+        if not (self.max_tokens and loop.sampler.is_order_independent):
+            return False
+        settings = (replayer.model_key, replayer.policy.name, replayer.distributions.settings)
+        predict = None
+        if loop.sampler.do_sample and loop.sampler.has_own_rngs:
+            temperature = loop.call.generation_config.temperature
+            temperature = 1.0 if temperature is None else temperature
+            predict = DraftSampler(loop.sampler, replayer.distributions, temperature)
+        eos = frozenset(loop.call.eos_token_ids)
+        # On a GPU passes are bound by loading weights, as with the native kernels; its costs were not measured.
+        backend = linear_backend(loop.call.model) if self._on_cpu else "native"
+        self._drafter = NgramDrafter(replayer.cache, self.max_tokens, settings, predict, eos, backend)
+        for prompt in replayer.prompts:
+            self._drafter.add_prompt(prompt)
+        return True
+
+    def step(self, rows: Sequence[R]) -> list[R]:
+        """Verify drafts until no row has one. Return the active rows, each with one pending token."""
+        active, node_of = list(rows), self.replayer.node
+        for row in active:
+            self._drafter.observe(row.index, node_of(row.index))
+        while active:
+            nodes = [node_of(row.index) for row in active]
+            drafts = [
+                self._drafter.draft(row.index, node, len(active), self.loop.num_tokens_left(row) - 1)
+                for row, node in zip(active, nodes, strict=True)
+            ]
+            for node in nodes:
+                self._drafter.add(node)
+            if not any(drafts):
+                break
+            active = self._verify(active, drafts)
+        return active
+
+    def _verify(self, rows: Sequence[R], drafts: Sequence[list[int]]) -> list[R]:
+        """Run one pass over pending and draft tokens, then sample until the first token that was not drafted."""
+        cache, stats, drafter = self.loop.cache, self.loop.stats, self._drafter
+        lengths = [row.view[-1].length for row in rows]
+        inputs: PassInputs = [
+            (Segment(row.view, 1 + len(draft)), [*row.pending, *draft]) for row, draft in zip(rows, drafts, strict=True)
+        ]
+        logits = self.loop.runner.forward(inputs)
+        offsets = [0, *accumulate(len(tokens) for _, tokens in inputs)]
+        verifying, active, step = list(range(len(rows))), [], 0
+        while verifying:
+            positions = to_device([offsets[i] + step for i in verifying], logits.device)
+            sampling = [rows[i] for i in verifying]
+            indices = [row.index for row in sampling]
+            tokens, ended = self.replayer.sample(indices, logits.index_select(0, positions), step > 0)
+            continuing = set(self.loop.append(sampling, tokens, ended, is_pass=step == 0))
+            accepted = []
+            for i, token in zip(verifying, tokens, strict=True):
+                row, node = rows[i], self.replayer.node(rows[i].index)
+                drafter.observe(row.index, node)
+                if row in continuing and drafts[i][step : step + 1] == [token]:
+                    drafter.add(node)
+                    accepted.append(i)
+                    continue
+                cache.truncate(row.view[-1], lengths[i] + 1 + step)
+                stats.drafted_tokens += len(drafts[i])
+                stats.accepted_tokens += step
+                if row in continuing:
+                    active.append(i)
+            verifying, step = accepted, step + 1
+        return [rows[i] for i in sorted(active)]

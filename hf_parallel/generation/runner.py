@@ -1,0 +1,114 @@
+"""ModelRunner: forward passes of the model over packed tokens of a block cache."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_parallel.cache import BlockCache, ForwardPass, Segment
+from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.rows import PassInputs
+from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.kernels import to_device
+from hf_parallel.models.cuda_graph import DecodeGraphs
+
+PREFILL_CHUNK = 4096
+"""New tokens per forward pass of a prefill; overridden by `generation_config.prefill_chunk_size`."""
+
+
+class ModelRunner:
+    """Runs the model of a call over a block cache, and updates `stats`.
+
+    `graphs` are captured decode steps, on devices that support them; `chunk_size` is the maximum number of new tokens
+    per forward pass of a prefill.
+    """
+
+    def __init__(self, call: GenerationCall, cache: BlockCache, stats: GenerationStats) -> None:
+        self.call, self.cache, self.stats = call, cache, stats
+        self.device = call.input_ids.device
+        self.chunk_size = call.generation_config.prefill_chunk_size or PREFILL_CHUNK
+        self._kwargs: dict[str, Any] = {"block_cache": cache} if call.capabilities.keyword else {}
+        captures = call.cuda_graph and DecodeGraphs.supports(call.model, self.device)
+        self.graphs = DecodeGraphs(cache) if captures else None
+        self._has_logits_to_keep = "logits_to_keep" in inspect.signature(call.model.forward).parameters
+
+    def forward(self, *passes: PassInputs, ends: Sequence[int] | None = None) -> torch.Tensor:
+        """Run one forward pass over the inputs of one pass, or of several consecutive ones.
+
+        `ends` are indices of segments of the last pass whose last token's logits `[len(ends), vocabulary]` are
+        returned. Default: return the logits of all tokens.
+        """
+        tokens = [token for inputs in passes for _, tokens in inputs for token in tokens]
+        if ends is not None and len(passes) > 1:
+            first = sum(len(inputs) for inputs in passes[:-1])
+            ends = [first + end for end in ends]
+        segments = [[segment for segment, _ in inputs] for inputs in passes]
+        return self.run(segments, to_device(tokens, self.device), ends)
+
+    def prefill(self, inputs: PassInputs) -> torch.Tensor:
+        """Compute tokens that were not generated, in chunks that bound the memory of a pass.
+
+        No segment may attend to a later one. Return the logits after each segment, `[len(inputs), vocabulary]`.
+        """
+        began = time.perf_counter()
+        logits: list[torch.Tensor] = []
+        chunk: PassInputs = []
+        ends: list[int] = []  # indices in the chunk of parts that complete a segment
+        free = self.chunk_size
+
+        def flush() -> None:
+            nonlocal chunk, ends, free
+            out = self.forward(chunk, ends=ends)
+            logits.append(out if self.graphs is None else out.clone())  # a graph reuses its output buffer
+            chunk, ends, free = [], [], self.chunk_size
+
+        for segment, tokens in inputs:
+            while len(tokens) > free:
+                if free:
+                    chunk.append((Segment(segment.view, free, segment.write), tokens[:free]))
+                    tokens = tokens[free:]
+                flush()
+            chunk.append((Segment(segment.view, len(tokens), segment.write), tokens))
+            ends.append(len(chunk) - 1)
+            free -= len(tokens)
+        if chunk:
+            flush()
+        self.stats.prefilled_tokens += sum(segment.num_tokens for segment, _ in inputs)
+        self.stats.prefill_seconds += time.perf_counter() - began
+        return torch.cat(logits)
+
+    def run(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
+        """Run one forward pass over packed tokens `ids`, `int64 [T]` on the device, of one pass or several in a row.
+
+        Return the logits `[len(ends), vocabulary]` of the last tokens of the segments `ends`, or of all tokens.
+        """
+        began = time.perf_counter()
+        try:
+            forward = self.cache.prepare_run(passes) if len(passes) > 1 else self.cache.prepare(passes[0])
+            keep = None if ends is None or len(ends) == len(ids) else [forward.last_tokens[end] for end in ends]
+            self.stats.plan_seconds += time.perf_counter() - began
+            logits = self._logits(forward, ids, keep)
+        except BaseException:
+            self.cache.rollback()
+            raise
+        self.cache.commit()
+        self.stats.forward_passes += 1
+        return logits
+
+    def _logits(self, forward: ForwardPass, ids: torch.Tensor, keep: list[int] | None) -> torch.Tensor:
+        """Return the logits of the tokens at `keep` (None: all)."""
+        if self.graphs is not None and keep is None and forward.is_decode_step:
+            return self.graphs.logits(self._forward, forward, ids)
+        return self._forward(ids, forward.position_ids, None if keep is None else to_device(keep, self.device))
+
+    def _forward(self, ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the model over the packed tokens `int64 [T]` of the prepared pass."""
+        kwargs = dict(self._kwargs, input_ids=ids[None], position_ids=position_ids[None], past_key_values=self.cache)
+        if keep is not None and self._has_logits_to_keep:
+            kwargs["logits_to_keep"], keep = keep, None
+        logits = self.call.model(use_cache=True, return_dict=True, **kwargs).logits[0]
+        return logits if keep is None else logits.index_select(0, keep)

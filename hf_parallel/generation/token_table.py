@@ -1,0 +1,83 @@
+"""TokenTable: the tokens of all rows, as logits processors and stopping criteria receive them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_parallel.kernels import to_device
+
+
+class TokenTable:
+    """Tokens of each row, left-padded prompt included.
+
+    `ids` is `int64 [rows, capacity]`; row i uses the first `lengths[i]`. It is reallocated if a row gets more than
+    `capacity` new tokens.
+    """
+
+    def __init__(self, input_ids: torch.Tensor, pad_token_id: int, capacity: int) -> None:
+        rows, length = input_ids.shape
+        self.pad_token_id = pad_token_id
+        self.ids = input_ids.new_full((rows, length + max(capacity, 1)), pad_token_id)
+        self.ids[:, :length] = input_ids
+        self.lengths = [length] * rows
+        self._indexed: tuple[list[int], torch.Tensor] | None = None
+
+    def index(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return row indices on the device; the last result is kept, so that a decode step does not wait for a copy."""
+        if self._indexed is None or self._indexed[0] != list(rows):
+            self._indexed = list(rows), to_device(rows, self.ids.device)
+        return self._indexed[1]
+
+    def append(self, rows: Sequence[int], tokens: torch.Tensor) -> None:
+        """Append one token `int64 [len(rows)]` to each of `rows`."""
+        self._reserve(max(self.lengths[row] for row in rows) + 1)
+        lengths = [self.lengths[row] for row in rows]
+        if lengths.count(lengths[0]) == len(lengths):
+            column = self.ids[:, lengths[0]]
+            column[slice(None) if len(rows) == len(self.lengths) else self.index(rows)] = tokens
+        else:
+            self.ids[self.index(rows), to_device(lengths, self.ids.device)] = tokens
+        for row in rows:
+            self.lengths[row] += 1
+
+    def extend(self, row: int, tokens: Sequence[int]) -> None:
+        """Append tokens to one row."""
+        length = self.lengths[row]
+        self._reserve(length + len(tokens))
+        self.ids[row, length : length + len(tokens)] = to_device(tokens, self.ids.device)
+        self.lengths[row] += len(tokens)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Remove the tokens of a row from index `length` on."""
+        self.ids[row, length:] = self.pad_token_id
+        self.lengths[row] = length
+
+    def fork(self, row: int, count: int) -> list[int]:
+        """Append `count` copies of a row; return their indices."""
+        first = len(self.lengths)
+        self.ids = torch.cat((self.ids, self.ids[row].expand(count, -1)))
+        self.lengths += [self.lengths[row]] * count
+        return list(range(first, first + count))
+
+    def left_padded(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return rows as one matrix `int64 [len(rows), longest]`, padded on the left."""
+        lengths = [self.lengths[row] for row in rows]
+        longest = max(lengths)
+        ids = self.ids if len(rows) == len(self.lengths) else self.ids[self.index(rows)]
+        if min(lengths) == longest:
+            return ids[:, :longest]
+        shift = longest - torch.tensor(lengths, device=ids.device)[:, None]
+        column = torch.arange(longest, device=ids.device) - shift
+        return ids.gather(1, column.clamp(min=0)).masked_fill(column < 0, self.pad_token_id)
+
+    def padded(self, count: int | None = None) -> torch.Tensor:
+        """Return a copy of the first `count` rows (default: all), right-padded, as `generate` returns sequences."""
+        return self.ids[:count, : max(self.lengths[:count])].clone()
+
+    def _reserve(self, length: int) -> None:
+        if length > self.ids.shape[1]:
+            ids = self.ids.new_full((self.ids.shape[0], max(length, 2 * self.ids.shape[1])), self.pad_token_id)
+            ids[:, : self.ids.shape[1]] = self.ids
+            self.ids = ids
