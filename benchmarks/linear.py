@@ -51,7 +51,7 @@ class LinearBenchmark:
     lengths: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 128, 512)
     rounds: int = 15
 
-    def run(self, model: Any, ids: torch.Tensor, tell: Callable[[str], None]) -> dict[str, Any]:
+    def run(self, model: Any, ids: torch.Tensor, log: Callable[[str], None]) -> dict[str, Any]:
         """Measure with `ids`, `int64 [1, at least prompt]`; return the entries of the report, in seconds."""
         libraries = [library for library in LIBRARIES if library != "native" or not native.unavailable_reason()]
         cache = BlockCache()
@@ -60,7 +60,7 @@ class LinearBenchmark:
         layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
         times: dict[str, dict[tuple[str, int], list[float]]] = {"passes": {}, "layers": {}}
         for number in range(self.rounds + 1):
-            tell(f"round {number} of {self.rounds}")
+            log(f"round {number} of {self.rounds}")
             for length in self.lengths:
                 for library in libraries:
                     with patch.dict(os.environ, {LINEAR_VARIABLE: library}), linear_layers(model):

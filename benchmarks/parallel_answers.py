@@ -38,7 +38,7 @@ from hf_parallel.generation.modes.pdos.token_text import Vocabulary, encode_exac
 
 from .__main__ import about, add_model_options, finish, new_path, set_up, table_of
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 AnyProblem = RetrievalProblem | ArithmeticProblem | PlanningProblem
 Way = tuple[dict[str, torch.Tensor], dict[str, Any]]
 """Prompt and settings of a call."""
@@ -99,7 +99,7 @@ class TasksBenchmark:
     branch_tokens: int | None = 20
     coached: bool = True
 
-    def run(self, model: Any, tokenizer: Any, tell: Tell) -> dict[str, Any]:
+    def run(self, model: Any, tokenizer: Any, log: Log) -> dict[str, Any]:
         """Solve all problems by all methods; return two entries of the report."""
         answered, distances = {}, {}
         for task in self.tasks:
@@ -108,9 +108,9 @@ class TasksBenchmark:
             for seed in range(self.problems):
                 problem = self._problem(seed, task)
                 for name, way in self.ways(problem, tokenizer).items():
-                    tell(f"{task}, problem {seed + 1} of {self.problems}: {name}")
+                    log(f"{task}, problem {seed + 1} of {self.problems}: {name}")
                     self.answer(model, tokenizer, problem, way, found.setdefault(name, Answered()))
-                tell(f"{task}, problem {seed + 1} of {self.problems}: divergence of rotate from reencode")
+                log(f"{task}, problem {seed + 1} of {self.problems}: divergence of rotate from reencode")
                 kept.append(self._distance(model, tokenizer, problem))
             answered[task] = {name: of.summary() for name, of in found.items()}
             distances[task] = summary_of(kept)
@@ -149,7 +149,7 @@ class TasksBenchmark:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         into.texts.append(text)
         into.scores.append(problem.score(text))
-        into.answer_tokens += len(tokens) - len(spelled(model, tokenizer, settings.get("opening", "")))
+        into.answer_tokens += len(tokens) - len(tokenize(model, tokenizer, settings.get("opening", "")))
         cache, passes = output.past_key_values, len(tokens)  # plain generate: the prefill yields the first token
         plain = GenerationStats(passes, decoded_tokens=passes, decode_seconds=sum(clock.step_seconds))
         stats = output.stats if settings else replace(plain, kv_bytes=dense_bytes(cache))
@@ -190,7 +190,7 @@ class BranchesBenchmark:
     conclusion: int = 24
     rounds: int = 3
 
-    def run(self, model: Any, tokenizer: Any, tell: Tell) -> list[dict[str, Any]]:
+    def run(self, model: Any, tokenizer: Any, log: Log) -> list[dict[str, Any]]:
         """Measure every length with both joins; return an entry of the report."""
         problem = RetrievalProblem.make(0, self.branches)
         prompt = pdos_prompt(problem.prompt, tokenizer, parallel_hint=False)
@@ -200,11 +200,11 @@ class BranchesBenchmark:
             joins: dict[str, dict[str, Any]] = {}
             for join in ("reencode", "rotate"):
                 joins[join] = {"settings": settings | {"join": join}, "rounds": []}
-                tell(f"{self.branches} branches of {length} tokens, {join}: size of the answer")
+                log(f"{self.branches} branches of {length} tokens, {join}: size of the answer")
                 joins[join]["settings"]["max_new_tokens"] = self._size(model, prompt, joins[join]["settings"])
             for number in range(self.rounds):
                 for join, of in joins.items():
-                    tell(f"{self.branches} branches of {length} tokens, {join}, round {number + 1} of {self.rounds}")
+                    log(f"{self.branches} branches of {length} tokens, {join}, round {number + 1} of {self.rounds}")
                     of["rounds"].append(self._measure(model, prompt, of["settings"]))
             for join, of in joins.items():
                 ratios = {name: statistics.median(one["ratios"][name] for one in of["rounds"]) for name in TARGETS}
@@ -214,11 +214,11 @@ class BranchesBenchmark:
     def _settings(self, model: Any, tokenizer: Any, problem: AnyProblem, length: int) -> dict[str, Any]:
         """Return settings under which no branch ends early and the answer has enough tokens."""
         settings = coaching(problem) | {"branch_stops": (), "branch_max_new_tokens": length}
-        given = len(spelled(model, tokenizer, settings["opening"]))
-        room = self.branches * (length + 2 * settings["max_title_tokens"]) + 64
+        given = len(tokenize(model, tokenizer, settings["opening"]))
+        needed = self.branches * (length + 2 * settings["max_title_tokens"]) + 64
         silent = endings(model, get_vocabulary(tokenizer, vocabulary_size(model)))
         more = {"generation_mode": "pdos", "tokenizer": tokenizer, "suppress_tokens": silent}
-        return settings | more | {"max_new_tokens": given + room}
+        return settings | more | {"max_new_tokens": given + needed}
 
     def _size(self, model: Any, prompt: dict[str, torch.Tensor], settings: dict[str, Any]) -> int:
         """Return the number of tokens of the answer with its conclusion."""
@@ -230,11 +230,11 @@ class BranchesBenchmark:
     def _measure(self, model: Any, prompt: dict[str, torch.Tensor], settings: dict[str, Any]) -> dict[str, Any]:
         """Measure one round: the answer, then sequential decoding of the same number of tokens."""
         ours = generate(model, prompt, **settings)
-        opened = prompt["input_ids"].shape[1] + len(spelled(model, settings["tokenizer"], settings["opening"]))
+        opened = prompt["input_ids"].shape[1] + len(tokenize(model, settings["tokenizer"], settings["opening"]))
         given, tokens, clock = ours.sequences[:, :opened], ours.sequences.shape[1] - opened, StepClock()
-        behind = {"input_ids": given, "attention_mask": torch.ones_like(given)}
+        opened_prompt = {"input_ids": given, "attention_mask": torch.ones_like(given)}
         silent = settings["suppress_tokens"]
-        plain = generate(model, behind, max_new_tokens=tokens, suppress_tokens=silent, streamer=clock)
+        plain = generate(model, opened_prompt, max_new_tokens=tokens, suppress_tokens=silent, streamer=clock)
         seconds, stage = sum(clock.step_seconds), ours.stages["branches"]
         return {
             "prompt_tokens": opened,
@@ -277,7 +277,7 @@ def coaching(problem: AnyProblem) -> dict[str, Any]:
     }
 
 
-def spelled(model: Any, tokenizer: Any, text: str) -> list[int]:
+def tokenize(model: Any, tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text as the tokenization of an opening yields them."""
     return encode_exactly(tokenizer, get_vocabulary(tokenizer, vocabulary_size(model)), text) or []
 
@@ -310,12 +310,12 @@ def distance(model: Any, output: PDOSOutput, prompt_length: int) -> tuple[torch.
     assert output.logits is not None
     blocks, length = output.blocks[0], len(output.logits)
     ends = [*(block.start for block in blocks[1:]), length]
-    behind = [place for block, end in zip(blocks, ends, strict=False) for place in range(block.end, end)]
-    places = [place for place in behind if output.logits[place].any()]  # zeros: the token was forced
-    if not places:
+    positions = [position for block, end in zip(blocks, ends, strict=False) for position in range(block.end, end)]
+    chosen = [position for position in positions if output.logits[position].any()]  # zeros: the token was forced
+    if not chosen:
         return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.bool)
-    plain = model(input_ids=output.sequences, use_cache=False, logits_to_keep=length + 1).logits[0, places]
-    found = torch.cat([output.logits[place] for place in places])
+    plain = model(input_ids=output.sequences, use_cache=False, logits_to_keep=length + 1).logits[0, chosen]
+    found = torch.cat([output.logits[position] for position in chosen])
     expected, given = (logits.cpu().double().log_softmax(-1) for logits in (plain, found))
     divergence = torch.nn.functional.kl_div(given, expected, reduction="none", log_target=True).sum(-1)
     return divergence, expected.argmax(-1) == given.argmax(-1)
@@ -359,12 +359,13 @@ def show(console: Console, report: dict[str, Any]) -> None:
                 f"{len(way['fallbacks'])} of {len(way['scores'])}",
             )
         console.print(table)
-    table = table_of("rotate from reencode, nats", "positions", "mean", "median", "most", "same best token")
+    table = table_of("rotate from reencode, nats", "positions", "mean", "median", "max", "same top token")
     for task, of in report["rotate_from_reencode"].items():
         table.add_row(task, str(of["positions"]), *(cell(of[name], ".4f") for name in FIGURES))
     console.print(table)
-    asked = {name: f"{name.replace('_', ' ')}, {bound.replace('_', ' ')} {at}" for name, (bound, at) in TARGETS.items()}
-    table = table_of(f"{report['settings']['branches']['branches']} branches by sequential decoding", *asked.values())
+    headings = [f"{name}, {bound} {limit}".replace("_", " ") for name, (bound, limit) in TARGETS.items()]
+    count = report["settings"]["branches"]["branches"]
+    table = table_of(f"{count} branches relative to sequential decoding", *headings)
     verdicts = iter(report["targets"])
     for result in report["branches"]:
         row = [next(verdicts) for _ in TARGETS]
@@ -399,14 +400,14 @@ def main() -> int:
     console = Console(highlight=False)
     model, tokenizer = set_up(options)
     tasks, branches = benchmarks(options)
-    tell = partial(console.print, markup=False)
+    log = partial(console.print, markup=False)
     settings = {"tasks": asdict(tasks), "branches": asdict(branches)}
     report = about(model, options) | {"quick": options.quick, "settings": settings}
     if not options.quick:
-        tell("warm-up")
-        replace(tasks, tasks=tasks.tasks[:1], problems=1, new_tokens=WARM_UP_TOKENS).run(model, tokenizer, tell)
-    report |= tasks.run(model, tokenizer, tell)
-    report["branches"] = branches.run(model, tokenizer, tell)
+        log("warm-up")
+        replace(tasks, tasks=tasks.tasks[:1], problems=1, new_tokens=WARM_UP_TOKENS).run(model, tokenizer, log)
+    report |= tasks.run(model, tokenizer, log)
+    report["branches"] = branches.run(model, tokenizer, log)
     report["targets"] = targets(report["branches"])
     finish(console, report, options.output or new_path("parallel-answers", options.quick), show)
     return 0

@@ -90,16 +90,16 @@ class ResampleBenchmark:
     baseline_samples: int = 4
     overhead_rounds: int = 7
 
-    def run(self, model: Any, tokenizer: Any, tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    def run(self, model: Any, tokenizer: Any, log: Callable[[str], None]) -> Iterator[dict[str, Any]]:
         """Measure all methods; yield the entries of the report after each puzzle."""
-        tell("overhead of a cache without hits")
+        log("overhead of a cache without hits")
         overhead = self._overhead(model, tokenizer)
         settings = [(top_p, temperature) for top_p in (1.0, NUCLEUS) for temperature in self.temperatures]
         measured: list[dict[str, Measured]] = [{way: Measured() for way in WAYS} for _ in settings]
         for number, numbers in enumerate(itertools.islice(solvable(), self.puzzles)):
             ids = encode(tokenizer, numbers).to(model.device)
             for (top_p, temperature), into in zip(settings, measured, strict=True):
-                tell(f"puzzle {number + 1} of {self.puzzles}, top_p {top_p}, temperature {temperature}")
+                log(f"puzzle {number + 1} of {self.puzzles}, top_p {top_p}, temperature {temperature}")
                 self._sample(model, ids, number, {"temperature": temperature, "top_p": top_p}, into)
             results = [
                 {"top_p": top_p, "temperature": temperature} | self._summary(of)

@@ -41,7 +41,7 @@ def report(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[s
     return json.loads(path.read_text())
 
 
-def test_report_says_what_was_measured_on_what(report: dict[str, Any]) -> None:
+def test_report_describes_machine_and_settings(report: dict[str, Any]) -> None:
     machine = report["machine"]
     assert machine["torch"] == torch.__version__
     assert machine["threads"] == 1
@@ -51,7 +51,7 @@ def test_report_says_what_was_measured_on_what(report: dict[str, Any]) -> None:
     assert report["hogwild"]["settings"]["prompt"] == 48
 
 
-def test_every_way_gives_the_tokens_of_generate(report: dict[str, Any]) -> None:
+def test_every_method_has_the_tokens_of_generate(report: dict[str, Any]) -> None:
     result = report["shared_prefix"]
     assert result["same_tokens_as"] == "generate"
     assert result["shared_prefix"]["same_tokens"]
@@ -59,7 +59,7 @@ def test_every_way_gives_the_tokens_of_generate(report: dict[str, Any]) -> None:
     assert result["generate_batch"].get("same_tokens", "error" in result["generate_batch"])
 
 
-def test_every_way_is_timed_step_by_step(report: dict[str, Any]) -> None:
+def test_every_method_is_timed_per_step(report: dict[str, Any]) -> None:
     result = report["shared_prefix"]
     new_tokens, rounds = result["settings"]["new_tokens"], result["settings"]["rounds"]
     for name in ("bound", "shared_prefix", "prefilled_cache", "generate"):
@@ -73,7 +73,7 @@ def test_every_way_is_timed_step_by_step(report: dict[str, Any]) -> None:
         assert len(report["hogwild"][name]["steps"][0]) == report["hogwild"]["settings"]["passes"] - 1
 
 
-def test_shared_prefix_is_prefilled_once_and_held_once(report: dict[str, Any]) -> None:
+def test_shared_prefix_is_computed_and_stored_once(report: dict[str, Any]) -> None:
     result = report["shared_prefix"]
     assert result["shared_prefix"]["stats"]["prefilled_tokens"] == 48
     assert result["ratios"]["kv_bytes_by_unique_tokens"] == 1
@@ -100,14 +100,14 @@ def test_targets_follow_from_the_ratios(report: dict[str, Any]) -> None:
     assert all(target["met"] == (target["value"] <= target["at_most"]) for target in report["targets"])
 
 
-def test_ratios_compare_what_ran_in_the_same_round() -> None:
+def test_ratios_compare_methods_of_the_same_round() -> None:
     quiet_then_noisy = Times(prefill=[2.0, 20.0, 2.0], steps=[[1.0, 1.0], [9.0, 9.0], [1.0, 9.0, 1.0]])
     half = Times(prefill=[1.0, 10.0, 1.0], steps=[[0.5, 0.5], [4.5, 4.5], [0.5, 0.5, 0.5]])
     assert prefill_ratio(quiet_then_noisy, half) == 2
     assert step_ratio(quiet_then_noisy, half) == 2
 
 
-def test_set_up_clock_counts_what_is_made_outside_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_up_clock_measures_work_outside_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = BlockCache.prepare
 
     def slow_prepare(cache: BlockCache, segments: Any) -> Any:
@@ -135,7 +135,7 @@ def test_set_up_clock_counts_what_is_made_outside_the_layers(monkeypatch: pytest
         hf_parallel.disable(model)
 
 
-def test_set_up_clock_counts_what_is_made_inside_something_else_once() -> None:
+def test_set_up_clock_counts_nested_work_once() -> None:
     cache, clock = BlockCache(), SetUpClock()
     plan = cache.prepare([Segment([cache.new_block()], 1)]).plan
     with clock.attached():

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: it runs from end to end without a GPU, finds wrong kernels and leaves nothing unsaid."""
+"""`python -m benchmarks.gpu`: a toy run without a GPU, detection of wrong kernels, and the report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CEILINGS = Ceilings(bytes_per_second=4e12, flops_per_second=8e14)
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `python -m benchmarks.gpu --toy` writes, and its output."""
+    """Return the report of `python -m benchmarks.gpu --toy`, and its output."""
     folder = tmp_path_factory.mktemp("benchmarks") / "new"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--toy", "--seed", "0", "--out", str(folder)],
@@ -54,7 +54,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(path.read_text(), parse_constant=pytest.fail) | {"output": done.stdout}
 
 
-def test_report_says_what_was_measured_on_what(result: dict[str, Any]) -> None:
+def test_report_describes_machine_and_settings(result: dict[str, Any]) -> None:
     machine = result["machine"]
     assert (machine["torch"], result["kind"], result["seed"]) == (torch.__version__, "toy", 0)
     assert machine["backend"] in ("triton", "torch")
@@ -70,7 +70,7 @@ def test_every_case_of_every_stage_is_measured(result: dict[str, Any]) -> None:
         assert f"{name}: {sizes[name]} of {sizes[name]} measured" in result["output"]
 
 
-def test_kernels_are_right(result: dict[str, Any]) -> None:
+def test_kernels_equal_the_oracle(result: dict[str, Any]) -> None:
     for case in result["stages"]["correctness"]["cases"]:
         assert case["ok"], case
         comparable = case["problem"] not in ("softcap", "sinks", "append", "move")
@@ -95,7 +95,7 @@ def test_figures_follow_from_what_was_timed(result: dict[str, Any]) -> None:
         assert ("by_floor" in case) == (case["way"] == "shared_prefix")
 
 
-def test_acceptance_names_every_requirement_with_its_figure(result: dict[str, Any]) -> None:
+def test_acceptance_lists_every_target_with_its_figure(result: dict[str, Any]) -> None:
     lines = {line["what"]: line for line in result["acceptance"]}
     assert len(lines) == 14
     assert lines["attention: time by FlashInfer's cascade"]["status"] == "not measured"
@@ -112,7 +112,7 @@ def test_acceptance_names_every_requirement_with_its_figure(result: dict[str, An
     assert lines["model, hogwild: tokens/s of 2 workers by 1"]["worst"] == pytest.approx(scaling)
 
 
-def test_without_a_gpu_it_says_so(
+def test_without_a_gpu_the_script_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -120,11 +120,11 @@ def test_without_a_gpu_it_says_so(
     assert "no GPU" in capsys.readouterr().out
 
 
-# Wrong kernels are found
+# Wrong kernels are detected
 
 
 def checked(problem: str, dtype: str = "float32") -> dict[str, Any]:
-    """One problem of the correctness stage at toy size."""
+    """Run one problem of the correctness stage at toy size."""
     stage = correctness.CorrectnessStage(head_dims=(16,), dtypes=(dtype,), unit=1, problems=(problem,), heads=2)
     (case,) = stage.cases(CPU)
     return attempt(case.run)
@@ -143,7 +143,9 @@ def break_attention(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., torch.
 
 
 @pytest.mark.parametrize("problem", correctness.PROBLEMS)
-def test_a_small_error_and_a_read_outside_the_blocks_are_found(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
+def test_a_small_error_and_a_read_outside_the_blocks_are_detected(
+    monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
     assert checked(problem)["ok"]
     break_attention(monkeypatch, lambda right, *given: right(*given) + 2e-5)
     assert not checked(problem)["ok"]
@@ -162,7 +164,7 @@ def test_a_small_error_and_a_read_outside_the_blocks_are_found(monkeypatch: pyte
         ("long", {"scale": 0.26}),
     ],
 )
-def test_a_kernel_that_overlooks_something_is_found(
+def test_a_kernel_that_ignores_an_option_is_detected(
     monkeypatch: pytest.MonkeyPatch, problem: str, lost: dict[str, Any]
 ) -> None:
     break_attention(monkeypatch, lambda right, *given: right(*given[:-1], replace(given[-1], **lost)))
@@ -171,7 +173,7 @@ def test_a_kernel_that_overlooks_something_is_found(
     assert run.wrong({"stages": {"correctness": {"cases": [figures]}}})
 
 
-def test_a_kernel_that_leaves_an_output_unwritten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uninitialized_output_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def leaves_one(right: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
         whole = right(*given)
         out = torch.empty_like(whole)
@@ -183,7 +185,7 @@ def test_a_kernel_that_leaves_an_output_unwritten_is_found(monkeypatch: pytest.M
     assert run.wrong({"stages": {"correctness": {"cases": [checked("tree")]}}})
 
 
-def test_an_append_that_misses_its_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_append_to_wrong_slots_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked("append")["ok"]
     write = Arena.write
 
@@ -194,14 +196,14 @@ def test_an_append_that_misses_its_place_is_found(monkeypatch: pytest.MonkeyPatc
     assert not checked("append")["ok"]
 
 
-def test_a_move_that_does_not_turn_keys_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_move_that_does_not_rotate_keys_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked("move", "bfloat16")["ok"]
     copy = Arena.copy
     monkeypatch.setattr(Arena, "copy", lambda arena, *given: copy(arena, *given[:2]))
     assert not checked("move", "bfloat16")["ok"]
 
 
-# What it is compared with computes the same
+# Baselines compute the same problem
 
 
 @pytest.mark.parametrize("problem", ["tree", "hogwild", "window", "ragged", "prefill", "interleaved"])
@@ -213,7 +215,7 @@ def test_dense_views_hold_the_same_problem(problem: str) -> None:
 
 
 class PagedCascade:
-    """Does what FlashInfer's documentation says of its wrapper, spelled out."""
+    """Reference implementation of FlashInfer's wrapper, after its documentation."""
 
     def __init__(self, num_levels: int, workspace: torch.Tensor, layout: str) -> None:
         assert (num_levels, layout) == (2, "NHD")
@@ -238,7 +240,7 @@ class PagedCascade:
         return torch.stack(out)
 
 
-def test_all_get_the_same_problem_densely_and_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_get_the_same_problem_as_dense_copies_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.SimpleNamespace(MultiLevelCascadeAttentionWrapper=PagedCascade)
     monkeypatch.setitem(sys.modules, "flashinfer", module)  # type: ignore[arg-type]
     made = Layer(Features(4, 2, 16, torch.float32), CPU)
@@ -253,7 +255,7 @@ def test_all_get_the_same_problem_densely_and_in_pages(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("count", "tokens"), [(1, 128), (2, 1024), (4, 1024), (8, 65536)])
-def test_hogwild_blocks_hold_as_many_unique_tokens_as_said(count: int, tokens: int) -> None:
+def test_hogwild_blocks_hold_the_given_number_of_unique_tokens(count: int, tokens: int) -> None:
     made = Layer(Features(1, 1, 2, rotary=layer.rotary_of(2)), CPU)
     segments = layer.hogwild(made, count, tokens)
     seen = {block for segment in segments for block in segment.view}
@@ -262,20 +264,20 @@ def test_hogwild_blocks_hold_as_many_unique_tokens_as_said(count: int, tokens: i
     assert made.cache.prepare(segments).plan.rotates
 
 
-def test_attention_is_skipped_and_comes_back() -> None:
+def test_attention_is_skipped_and_restored() -> None:
     toy, usual = models.Models(CPU, torch.float32).get("toy"), ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
     with models.attention_skipped() as asked:
         assert ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] is not usual
         ways.shared_prefix(toy, rows=2, prefix=8, steps=6, deadline=Deadline(60))
     assert set(asked) == {0}
-    assert models.draw_prompt(toy, 1, 4096).min() > models.PAD  # `generate` would hide it
+    assert models.draw_prompt(toy, 1, 4096).min() > models.PAD  # `generate` would mask it
     assert ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] is usual
 
 
-# Nothing is dropped without a word
+# Every case is reported
 
 
-def test_what_has_no_time_or_fails_is_named_and_takes_no_other_with_it() -> None:
+def test_failed_and_late_cases_are_reported_and_stop_no_others() -> None:
     def fail(error: Exception) -> dict[str, Any]:
         raise error
 
@@ -291,7 +293,7 @@ def test_what_has_no_time_or_fails_is_named_and_takes_no_other_with_it() -> None
 
 
 def test_a_case_that_breaks_the_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call to it fails from then on, the one that gives memory back too."""
+    """Every later CUDA call fails, including the one that frees memory."""
 
     def broken(*_: object) -> dict[str, Any]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -302,13 +304,13 @@ def test_a_case_that_breaks_the_gpu_is_reported(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("way", ["shared_prefix", "hogwild", "generate", "generate_batch"])
-def test_a_way_that_is_too_slow_is_ended(way: str) -> None:
+def test_a_way_that_is_too_slow_is_stopped(way: str) -> None:
     toy = models.Models(CPU, torch.float32).get("toy")
     with pytest.raises(OutOfTimeError):
         ways.WAYS[way](toy, 2, 8, 32, Deadline(0))
 
 
-def test_a_run_that_is_killed_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_its_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run, "WRITTEN_EVERY", 0)
     started = run.Run(run.TOY, CPU, tmp_path / "new" / "result.json", {})
     killed = Case({}, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -321,7 +323,7 @@ def test_a_run_that_is_killed_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
 
 
 def ideal(sizes: run.Sizes, figures: dict[str, Any]) -> dict[str, Any]:
-    """All stages at these sizes, every case with the same figures."""
+    """Return all stages at these sizes, with the same figures in every case."""
     cases = {
         "correctness": sizes.correctness.cases(CPU),
         "graphs": sizes.graphs.cases(models.Models(CPU, torch.float32)),
@@ -340,7 +342,7 @@ GOOD: dict[str, Any] = dict.fromkeys(("error_by_flash", "of_limit", "by_flash", 
 GOOD |= {"max_error": 1e-6, "set_up_seconds": 4e-5, "flash": {"difference": 1e-3}, "rows_checked": {"difference": 1e-3}}
 
 
-def test_full_sizes_hold_all_that_is_required() -> None:
+def test_full_sizes_cover_all_targets() -> None:
     stages = ideal(run.Sizes(), GOOD)
     large = sum(case["kv_bytes"] >= 256e6 for case in stages["attention"]["cases"])
     counts = [len(stage["cases"]) for stage in stages.values()]
@@ -351,7 +353,7 @@ def test_full_sizes_hold_all_that_is_required() -> None:
     assert {line["status"] for line in run.Sizes().acceptance.table({})} == {"not measured"}
 
 
-def test_what_was_not_measured_counts_neither_as_met_nor_as_missed() -> None:
+def test_a_target_without_figures_is_neither_met_nor_missed() -> None:
     late = ideal(run.Sizes(), {"not_measured": "out of time"})
     assert {line["status"] for line in run.Sizes().acceptance.table(late)} == {"not measured"}
     mixed = ideal(run.TOY, GOOD)
@@ -378,7 +380,7 @@ def test_what_was_not_measured_counts_neither_as_met_nor_as_missed() -> None:
         ("model", {"by_floor": 1.4}),
     ],
 )
-def test_one_bad_figure_is_a_requirement_missed(stage: str, bad: dict[str, Any]) -> None:
+def test_one_bad_figure_misses_one_target(stage: str, bad: dict[str, Any]) -> None:
     stages = ideal(run.TOY, GOOD)
     assert {line["status"] for line in run.TOY.acceptance.table(stages)} == {"met"}
     chosen = {"correctness": 0, "graphs": 0, "attention": 0, "hogwild": 1, "model": 4}[stage]  # 2 workers; a single row
@@ -411,7 +413,7 @@ def test_a_table_shows_whether_decode_steps_were_captured() -> None:
     assert [cell(case) for case in (*stats, {})] == ["0", "52", ""]
 
 
-def test_a_table_names_what_is_not_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_lists_the_cases_without_figures(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [
         {"workers": 1, "tokens": 8, "seconds": 1e-6},
         {"workers": 2, "tokens": 8, "not_measured": "out of time"},

@@ -1,4 +1,4 @@
-"""The clocks of `python -m benchmarks.gpu`: what is measured, and what is left out, where events are stood in for."""
+"""The clocks of `python -m benchmarks.gpu`, with fake CUDA events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class FakeEvent:
-    """Stands in for a CUDA event; the device's clock is `clock`, in milliseconds."""
+    """Fake CUDA event; `clock` is the clock of the device, in milliseconds."""
 
     clock = 0.0
 
@@ -36,24 +36,24 @@ def tick(milliseconds: float) -> None:
 
 @pytest.fixture
 def gpu_timer(monkeypatch: pytest.MonkeyPatch) -> Timer:
-    """A timer of a GPU that is not there, flushing and waiting for a long time before what it measures."""
+    """Return a timer of a fake GPU, with a long flush and sleep before each measurement."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(Timer, "queue_ahead", lambda timer, lead: tick(1000 * lead + 10))
     return Timer(torch.device("cuda"), at_least=3, at_most=3)
 
 
-def test_events_time_what_runs_and_not_what_comes_before(gpu_timer: Timer) -> None:
+def test_events_exclude_the_flush_and_the_sleep(gpu_timer: Timer) -> None:
     assert gpu_timer.median(lambda: tick(3)) == pytest.approx(3e-3)
-    costs = iter([100, 100, 1, 7, 2])  # two runs warm up
+    costs = iter([100, 100, 1, 7, 2])  # two warm-up runs
     assert gpu_timer.median(lambda: tick(next(costs))) == pytest.approx(2e-3)
 
 
-def test_set_up_is_what_is_not_a_layers(gpu_timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_up_excludes_the_layers(gpu_timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Layer(Features(2, 2, 16, torch.float32, layer.rotary_of(16)), torch.device("cpu"), num_layers=4)
-    segments = layer.hogwild(made, 2, 128, room=8)
+    segments = layer.hogwild(made, 2, 128, spare=8)
     made.step(segments)
-    prepare, costs = made.cache.prepare, iter([9.0, 5.0, 5.0, 6.0])  # of the layers
+    prepare, costs = made.cache.prepare, iter([9.0, 5.0, 5.0, 6.0])  # per layer
     monkeypatch.setattr(made.cache, "prepare", lambda segments: (tick(2), prepare(segments))[1])
     monkeypatch.setattr(Layer, "attend", lambda made, layer_idx: tick(next(costs)))
     assert hogwild.step_times(gpu_timer, made, segments, hogwild.GpuClock) == pytest.approx(2e-3 + 9e-3 - 5e-3)

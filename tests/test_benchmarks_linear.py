@@ -1,4 +1,4 @@
-"""`python -m benchmarks.linear`: all libraries are timed, in turns, on the same passes."""
+"""`python -m benchmarks.linear` times all libraries on the same passes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("compiled", [True, False])
 def test_all_libraries_are_timed_on_the_same_passes(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     if not compiled:
-        monkeypatch.setattr(native, "why_not", lambda: "no C compiler was found")
-    elif reason := native.why_not():
+        monkeypatch.setattr(native, "unavailable_reason", lambda: "no C compiler was found")
+    elif reason := native.unavailable_reason():
         pytest.skip(reason)
     libraries = ("torch", "onednn", "native")[: 2 + compiled]
     monkeypatch.setattr(linear, "LEAST_WEIGHTS", 1)
@@ -46,4 +46,4 @@ def test_all_libraries_are_timed_on_the_same_passes(monkeypatch: pytest.MonkeyPa
         assert {library: set(times) for library, times in of.items()} == dict.fromkeys(libraries, {"1", "5"})
         assert all(took > 0 for times in of.values() for took in times.values())
     assert report["passes_by_the_shortest"]["onednn"]["1"] == 1.0
-    assert os.environ[LINEAR_VARIABLE] == "torch", "what was asked for before"
+    assert os.environ[LINEAR_VARIABLE] == "torch", "the variable is restored"

@@ -40,14 +40,14 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(path.read_text(), parse_constant=pytest.fail)
 
 
-def test_report_says_what_was_measured_on_what(result: dict[str, Any]) -> None:
+def test_report_describes_machine_and_settings(result: dict[str, Any]) -> None:
     assert result["machine"]["torch"] == torch.__version__
     assert result["quick"]
     assert result["settings"]["tasks"]["coached"]
     assert result["settings"]["branches"]["lengths"] == [2]
 
 
-def test_every_task_is_answered_in_every_way(result: dict[str, Any]) -> None:
+def test_every_task_is_solved_by_every_method(result: dict[str, Any]) -> None:
     assert list(result["tasks"]) == list(TASKS)
     for ways in result["tasks"].values():
         assert list(ways) == WAYS
@@ -71,7 +71,7 @@ def test_a_coached_model_writes_a_branch_for_each_part(result: dict[str, Any]) -
             assert ways[name]["answer_tokens"] < 100
 
 
-def test_what_is_written_behind_a_rotated_block_is_compared(result: dict[str, Any]) -> None:
+def test_tokens_after_a_rotated_block_are_compared(result: dict[str, Any]) -> None:
     for of in result["rotate_from_reencode"].values():
         assert of["positions"] == len(of["kl"][0]) > 10
         assert of["mean_kl"] == pytest.approx(sum(of["kl"][0]) / of["positions"], rel=1e-3)
@@ -79,7 +79,7 @@ def test_what_is_written_behind_a_rotated_block_is_compared(result: dict[str, An
         assert 0 <= of["same_best_token"] <= 1
 
 
-def test_branches_of_fixed_length_are_measured_against_as_many_tokens(result: dict[str, Any]) -> None:
+def test_branches_are_compared_with_sequential_decoding_of_as_many_tokens(result: dict[str, Any]) -> None:
     assert [one["join"] for one in result["branches"]] == ["reencode", "rotate"]
     for one in result["branches"]:
         (measured,) = one["rounds"]
@@ -103,7 +103,7 @@ def test_targets_follow_from_the_ratios(result: dict[str, Any]) -> None:
     assert found[2]["at_most"] == 1.01
 
 
-def test_a_reencoded_answer_is_at_no_distance_and_a_rotated_one_at_some() -> None:
+def test_only_a_rotated_answer_diverges() -> None:
     story = "I look at each. ####A:......\n####B:......\n####%%%% So it is. ####C:......\n####D:......\n####%%%% Yes."
     far = {}
     for join in ("reencode", "rotate"):
@@ -119,7 +119,7 @@ def test_a_reencoded_answer_is_at_no_distance_and_a_rotated_one_at_some() -> Non
     assert far["rotate"].max() > 1e-3
 
 
-def test_answers_without_a_block_are_at_no_distance() -> None:
+def test_answers_without_a_block_do_not_diverge() -> None:
     out = tell("No block.", output_logits=True, max_new_tokens=9)
     found = summary_of([distance(small_model(), out, PROMPT)])
     assert found["positions"] == 0
@@ -127,7 +127,7 @@ def test_answers_without_a_block_are_at_no_distance() -> None:
     assert found["kl"] == [[]]
 
 
-def test_endings_are_all_tokens_that_could_end_a_branch() -> None:
+def test_endings_are_all_tokens_that_may_end_a_branch() -> None:
     tokenizer = small_tokenizers.make("merged_colon")
     model = tiny.build("llama")
     found = endings(model, get_vocabulary(tokenizer, tiny.VOCAB_SIZE))

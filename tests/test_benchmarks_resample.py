@@ -53,7 +53,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(path.read_text(), parse_constant=pytest.fail)
 
 
-def test_every_way_is_measured_at_every_setting(report: dict[str, Any]) -> None:
+def test_every_method_is_measured_at_every_setting(report: dict[str, Any]) -> None:
     assert [(r["top_p"], r["temperature"]) for r in report["results"]] == [
         (top_p, temperature) for top_p in (1.0, 0.9) for temperature in (0.2, 0.8)
     ]
@@ -72,7 +72,7 @@ def test_every_way_is_measured_at_every_setting(report: dict[str, Any]) -> None:
     assert any(result["stepwise"]["samples"] and result["stepwise"]["hit_ratio"] > 0 for result in report["results"])
 
 
-def test_what_a_cache_costs_is_measured_where_nothing_hits(report: dict[str, Any]) -> None:
+def test_overhead_is_measured_without_hits(report: dict[str, Any]) -> None:
     overhead = report["overhead"]
     assert {way: len(seconds) for way, seconds in overhead["seconds"].items()} == {"none": 2, "cold": 2, "no hits": 2}
     for way, ratio in overhead["ratios"].items():
@@ -80,7 +80,7 @@ def test_what_a_cache_costs_is_measured_where_nothing_hits(report: dict[str, Any
         assert ratio == pytest.approx(np.median([ours / plain for ours, plain in pairs]))
 
 
-def test_threads_lose_nothing_and_get_no_wrong_answer(report: dict[str, Any]) -> None:
+def test_threads_lose_no_state_and_read_no_wrong_logits(report: dict[str, Any]) -> None:
     roomy, full = report["stress"]
     for stress in (roomy, full):
         assert stress["wrong"] == stress["lost"] == 0
@@ -90,7 +90,7 @@ def test_threads_lose_nothing_and_get_no_wrong_answer(report: dict[str, Any]) ->
     assert full["most_bytes"] > 0.9 * full["max_bytes"]
 
 
-def test_stress_sees_what_is_wrong_and_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stress_detects_wrong_and_lost_states(monkeypatch: pytest.MonkeyPatch) -> None:
     stress = Stress(0.1, 1 << 30)
     monkeypatch.setattr(cache_stress, "logits_of", lambda tokens: torch.rand(64))
     assert stress.run()["wrong"] > 0
@@ -114,7 +114,7 @@ def test_the_table_shows_every_figure(report: dict[str, Any]) -> None:
         assert expected in text
 
 
-def test_ways_that_a_single_path_outruns_are_named() -> None:
+def test_methods_slower_than_a_single_path_are_listed() -> None:
     speeds = {"single path": 2.0, "stepwise": 1.9, "hotspot": 2.5}
     result: dict[str, Any] = {way: {"speed_up": speed} for way, speed in speeds.items()}
     whole: dict[str, Any] = {way: {"speed_up": None} for way in speeds}

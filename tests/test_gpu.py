@@ -1,15 +1,17 @@
-"""On a GPU: every backend gives what the oracle gives, and a call writes what it writes on the host.
+"""On a GPU, every backend equals the oracle, and calls have the same tokens as on the CPU.
 
-All of it needs a CUDA device. Layouts, problems and oracles are those of the tests without one and of
-`python -m benchmarks.gpu`, which goes through more sizes and measures them.
+All tests need a CUDA device. They share layouts, problems and oracles with the CPU tests and with
+`python -m benchmarks.gpu`, which checks and measures more sizes.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import tiny
@@ -34,7 +36,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_thread")]
 
 DEVICE = torch.device("cuda")
 HALVES = ["float16", "bfloat16"]
-NAMES = ["llama", "gemma3_text", "opt"]  # one rotary table, two of them and windows, learned positions
+NAMES = ["llama", "gemma3_text", "opt"]  # one rotary table; two tables and windows; learned positions
 GRAPHS = pytest.mark.parametrize("cuda_graph", [False, True], ids=["launched", "graphs"])
 
 
@@ -42,31 +44,31 @@ GRAPHS = pytest.mark.parametrize("cuda_graph", [False, True], ids=["launched", "
 
 
 @pytest.fixture(params=["triton", "torch"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A backend that is asked for, if the machine has it."""
+def backend(request: pytest.FixtureRequest) -> str:
+    """Return the name of an available backend; skip the test if the machine does not have it."""
     (found,) = (backend for backend in backends() if backend.name == request.param)
     if not found.available:
         pytest.skip(found.reason)
-    monkeypatch.setenv(BACKEND_VARIABLE, found.name)
     return found.name
 
 
-def attend_on_device(scene: Scene, dtype: torch.dtype) -> torch.Tensor:
-    """What the backend that was asked for gives for a scene's last pass, with NaN in all memory that it allocates."""
+def attend_on_device(scene: Scene, backend: str, dtype: torch.dtype) -> torch.Tensor:
+    """Compute the last pass of a scene by the backend, with NaN in all memory that it allocates."""
 
     def attend(
         query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan, params: AttentionParams
     ) -> torch.Tensor:
         query, keys, values = (x.to(DEVICE) for x in (query, keys, values))
         params = replace(params, sinks=None if params.sinks is None else params.sinks.to(DEVICE))
-        with poisoned_memory():
+        # Scenes are laid out on the CPU, so the variable is set for this call alone.
+        with poisoned_memory(), patch.dict(os.environ, {BACKEND_VARIABLE: backend}):
             return block_attention(query, keys, values, plan, params).cpu()
 
     return scene.attend(attend, dtype)
 
 
 def exactly(scene: Scene, dtype: torch.dtype) -> torch.Tensor:
-    """The oracle in float64, over the same rounded numbers."""
+    """Compute the oracle in float64 from the same rounded numbers."""
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
         return reference.block_attention(query.double(), keys.double(), values.double(), *rest)
@@ -78,9 +80,9 @@ def exactly(scene: Scene, dtype: torch.dtype) -> torch.Tensor:
 @settings(max_examples=8, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(scene=scenes())
 def test_backends_equal_the_oracle_on_any_layout(backend: str, dtype: str, scene: Scene) -> None:
-    """Few layouts, and none made smaller after a failure: each compiles kernels of its own."""
+    """Each layout compiles its own kernels: few examples, no shrinking."""
     kind = getattr(torch, dtype)
-    out, expected = attend_on_device(scene, kind), exactly(scene, kind)
+    out, expected = attend_on_device(scene, backend, kind), exactly(scene, kind)
     torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(kind).eps, atol=TOLERANCE[dtype])
 
 
@@ -92,18 +94,18 @@ PROBLEMS = [*CorrectnessStage(head_dims=(128,), dtypes=tuple(HALVES)).cases(DEVI
 
 
 @pytest.mark.parametrize("case", PROBLEMS, ids=name_of)
-def test_problems_of_the_benchmark_are_right(case: Case) -> None:
-    """By the backend that dispatch chooses: long prefills by FlashAttention, of the package where it is installed."""
+def test_problems_of_the_benchmark_equal_the_oracle(case: Case) -> None:
+    """Uses the backend that dispatch selects: FlashAttention for long prefills, from its package if installed."""
     figures = case.run()
     assert figures["ok"], figures
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_flashinfers_cascade_gives_the_same(dtype: str) -> None:
-    """What the kernels are measured against computes the same problem."""
+def test_flashinfers_cascade_equals_the_oracle(dtype: str) -> None:
+    """The baseline of the benchmark computes the same problem."""
     pytest.importorskip("flashinfer")
     layer = Layer(Features(8, 2, 128, getattr(torch, dtype)), DEVICE)
-    segments = shared_prefix(layer, 48, [31, 31, 31])  # pages that are full once the step's tokens are in
+    segments = shared_prefix(layer, 48, [31, 31, 31])  # the new tokens fill the pages exactly
     layer.step(segments)
     layer.fill()
     cascade = Cascade(layer, segments[0].view[0], [segment.view[-1] for segment in segments])
@@ -115,7 +117,7 @@ def test_flashinfers_cascade_gives_the_same(dtype: str) -> None:
 
 
 @cache
-def on_host(name: str) -> PreTrainedModel:
+def on_cpu(name: str) -> PreTrainedModel:
     return hf_parallel.enable(copy.deepcopy(tiny.build(name)))
 
 
@@ -130,7 +132,7 @@ def sent(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @GRAPHS
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_shared_prefix_writes_what_generate_writes_on_the_host(name: str, cuda_graph: bool) -> None:
+def test_greedy_shared_prefix_equals_generate_on_the_cpu(name: str, cuda_graph: bool) -> None:
     batch = clear_batch(name)
     out = shared(on_device(name), **sent(batch.inputs), cuda_graph=cuda_graph)
     assert torch.equal(out.sequences.cpu(), batch.expected)
@@ -139,7 +141,7 @@ def test_greedy_shared_prefix_writes_what_generate_writes_on_the_host(name: str,
 
 
 @GRAPHS
-def test_rows_that_end_at_different_times_write_what_they_write_on_the_host(cuda_graph: bool) -> None:
+def test_rows_that_end_at_different_times_equal_those_on_the_cpu(cuda_graph: bool) -> None:
     batch = clear_batch("llama")
     ends = [int(batch.new_tokens[0, 3]), int(batch.new_tokens[6, 8])]
     expected = plainly(tiny.build("llama"), **batch.inputs, eos_token_id=ends).sequences
@@ -147,19 +149,19 @@ def test_rows_that_end_at_different_times_write_what_they_write_on_the_host(cuda
     assert torch.equal(out.sequences.cpu(), expected)
 
 
-def write_together(model: PreTrainedModel, ids: torch.Tensor, layout: str, **more: Any) -> Any:
-    """Three workers whose steps end now and then, at other times each."""
-    asked = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
-    asked |= {"num_workers": 3, "layout": layout, "finisher_tokens": 0, "logits_processor": [StepsEnd(4)]}
-    return model.generate(ids, generation_mode="hogwild", **(asked | SETTINGS | more))  # type: ignore[operator]
+def generate_hogwild(model: PreTrainedModel, ids: torch.Tensor, layout: str, **more: Any) -> Any:
+    """Generate with three workers whose steps end at different times."""
+    settings = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    settings |= {"num_workers": 3, "layout": layout, "finisher_tokens": 0, "logits_processor": [StepsEnd(4)]}
+    return model.generate(ids, generation_mode="hogwild", **(settings | SETTINGS | more))  # type: ignore[operator]
 
 
 @cache
 def clear_problem(layout: str) -> tuple[torch.Tensor, Any]:
-    """A prompt behind which every token of every worker wins clearly, and what the workers write on the host."""
+    """Return a prompt after which every greedy token has a clear margin, and the output on the CPU."""
     for seed in range(20):
         ids = tiny.make_prompts([17], seed=seed)[0][None]
-        out = write_together(on_host("llama"), ids, layout)
+        out = generate_hogwild(on_cpu("llama"), ids, layout)
         best = torch.stack(out.scores).topk(2).values
         if (best[..., 0] - best[..., 1]).min() > CLEAR:
             return ids, out
@@ -168,35 +170,35 @@ def clear_problem(layout: str) -> tuple[torch.Tensor, Any]:
 
 @GRAPHS
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_greedy_workers_write_what_they_write_on_the_host(layout: str, cuda_graph: bool) -> None:
+def test_greedy_workers_equal_those_on_the_cpu(layout: str, cuda_graph: bool) -> None:
     ids, expected = clear_problem(layout)
-    out = write_together(on_device("llama"), ids.to(DEVICE), layout, cuda_graph=cuda_graph)
+    out = generate_hogwild(on_device("llama"), ids.to(DEVICE), layout, cuda_graph=cuda_graph)
     assert torch.equal(out.sequences.cpu(), expected.sequences)
     assert out.history == expected.history
-    assert len({step.forward_pass for step in out.history[0]}) > 3, "few steps end"
+    assert len({step.forward_pass for step in out.history[0]}) > 3, "too few steps end"
     assert bool(out.stats.graph_bytes) == cuda_graph
 
 
 # Randomness
 
 
-def test_noise_of_a_gpu_is_that_of_the_host() -> None:
+def test_random_noise_on_a_gpu_equals_that_on_the_cpu() -> None:
     keys, tokens = torch.arange(0, 2**62, 2**53)[:, None], torch.arange(5000)
     ours = exponential_noise(keys.to(DEVICE), tokens.to(DEVICE)).cpu()
     torch.testing.assert_close(ours, exponential_noise(keys, tokens), rtol=1e-5, atol=0)
 
 
-def test_the_same_shares_give_the_same_tokens_on_a_gpu_and_on_the_host() -> None:
+def test_equal_probabilities_give_equal_tokens_on_a_gpu_and_on_the_cpu() -> None:
     shares = (2 * torch.randn(500, 5000)).softmax(dim=-1)
     host, device = (draw(shares.to(at), [RowRNG(seed) for seed in range(500)]) for at in ("cpu", DEVICE))
     assert torch.equal(device.cpu(), host)
 
 
 @GRAPHS
-def test_a_seeded_sample_on_a_gpu_is_that_of_the_host(cuda_graph: bool) -> None:
+def test_a_seeded_sample_on_a_gpu_equals_that_on_the_cpu(cuda_graph: bool) -> None:
     ids = tiny.make_prompts([17], seed=4)[0][None]
     sampled = {"do_sample": True, "seed": 5, "temperature": 1.5, "num_return_sequences": 6}
-    expected = shared(on_host("llama"), ids, **sampled).sequences
+    expected = shared(on_cpu("llama"), ids, **sampled).sequences
     out = shared(on_device("llama"), ids.to(DEVICE), **sampled, cuda_graph=cuda_graph)
     assert len({tuple(row) for row in expected.tolist()}) == len(expected)
     assert torch.equal(out.sequences.cpu(), expected)

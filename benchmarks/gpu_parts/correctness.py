@@ -37,37 +37,37 @@ def tree(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
     """Three decode steps of rows at two levels of a tree; the later plans are derived from the first."""
     root, middle = new_blocks(layer, [20 * unit, 7 * unit])
     middle.base = root.length
-    deep = new_blocks(layer, [unit * i // 2 + 1 for i in range(6)], base=root.length + middle.length, room=4)
-    flat = new_blocks(layer, [3 * unit, 1], base=root.length, room=4)
+    deep = new_blocks(layer, [unit * i // 2 + 1 for i in range(6)], base=root.length + middle.length, spare=4)
+    flat = new_blocks(layer, [3 * unit, 1], base=root.length, spare=4)
     rows = [*([root, middle, leaf] for leaf in deep), *([root, leaf] for leaf in flat)]
     return [[Segment(row, 1) for row in rows]] * 3
 
 
 def workers(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
     """Three decode steps of four Hogwild! workers."""
-    return [hogwild(layer, 4, 32 * unit + 40, room=4)] * 3
+    return [hogwild(layer, 4, 32 * unit + 40, spare=4)] * 3
 
 
 def wide(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
     """More rows over one prefix than one program processes."""
-    return [shared_prefix(layer, 20 * unit, [1 + i % unit for i in range(12 * unit)], room=2)] * 2
+    return [shared_prefix(layer, 20 * unit, [1 + i % unit for i in range(12 * unit)], spare=2)] * 2
 
 
 def ragged(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
     """Rows with different numbers of new tokens in one pass; one row recomputes cached tokens."""
-    segments = shared_prefix(layer, 13 * unit, [unit, 2 * unit, 1, 5], room=16)
+    segments = shared_prefix(layer, 13 * unit, [unit, 2 * unit, 1, 5], spare=16)
     again = Segment(segments[-1].view, 3, write=False)
     return [[*(Segment(segment.view, n) for segment, n in zip(segments, (1, 9, 4), strict=False)), again]]
 
 
 def long(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
     """Few rows over a long prefix, which many programs share."""
-    return [shared_prefix(layer, 640 * unit, [unit, 2 * unit, 60 * unit], room=2)] * 2
+    return [shared_prefix(layer, 640 * unit, [unit, 2 * unit, 60 * unit], spare=2)] * 2
 
 
 def prefill(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
     """Two prompts in one pass, one of them after cached tokens."""
-    return [[Segment(new_blocks(layer, [held], room=12 * unit), 12 * unit) for held in (0, 5 * unit)]]
+    return [[Segment(new_blocks(layer, [held], spare=12 * unit), 12 * unit) for held in (0, 5 * unit)]]
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def check_attention(
 def check_append(device: torch.device, heads: int, head_dim: int, dtype: str, unit: int) -> dict[str, Any]:
     """Check that the new keys and values are at the slots of the plan, and that no other slot has changed."""
     layer = Layer(Features(heads, heads // 2, head_dim, getattr(torch, dtype)), device)
-    even, uneven = (shared_prefix(layer, 3 * unit, suffixes, room=32) for suffixes in ([unit] * 3, [unit, 2, 1]))
+    even, uneven = (shared_prefix(layer, 3 * unit, suffixes, spare=32) for suffixes in ([unit] * 3, [unit, 2, 1]))
     error = 0.0
     for segments in (even, even, uneven, [Segment(segment.view, 1 + 4 * i) for i, segment in enumerate(uneven)]):
         layer.step(segments)  # allocates the storage and lays out the pass
@@ -187,16 +187,16 @@ def check_move(device: torch.device, heads: int, head_dim: int, dtype: str, unit
     """Check that a finished step follows the history with rotated keys, and that no other slot has changed."""
     rotary = rotary_of(head_dim)
     layer = Layer(Features(heads, heads // 2, head_dim, getattr(torch, dtype), rotary), device)
-    decode = shared_prefix(layer, 9 * unit, [5 * unit, 2 * unit, unit], room=8 * unit)
+    decode = shared_prefix(layer, 9 * unit, [5 * unit, 2 * unit, unit], spare=8 * unit)
     layer.step(decode)
     layer.fill()
     source, target = (segment.view[-1] for segment in decode[:2])
     delta, start, storage = target.base + target.length - source.base, target.length, layer.cache.storage(0)
     keys, values = (states[0].clone() for states in layer.held([source]))
-    turned = rotate(keys.double(), *rotary.tables(np.array([delta]), torch.float64, device), rotary)
+    rotated = rotate(keys.double(), *rotary.tables(np.array([delta]), torch.float64, device), rotary)
     wanted_keys, wanted_values = storage.keys.double(), storage.values.clone()
     rows = storage.rows(target.extent.range(start, source.length))
-    wanted_keys[rows], wanted_values[rows] = turned, values
+    wanted_keys[rows], wanted_values[rows] = rotated, values
     layer.cache.move(source, target)
     error = worst(worst(0.0, storage.keys, wanted_keys), storage.values, wanted_values)
     return _figures(error, dtype)

@@ -72,9 +72,9 @@ class GraphStage:
         if end:
             ends = late_tokens(expected.sequences[:, self.prefix :])
             expected = self._generate(model, prompt, generation_mode=None, eos_token_id=ends)
-        with reasons() as said:
+        with reasons() as messages:
             ours = self._generate(model, prompt, generation_mode="shared_prefix", eos_token_id=ends or None)
-        return _figures(ours, expected, said, ends)
+        return _figures(ours, expected, messages, ends)
 
     def check_workers(self, models: Models, name: str) -> dict[str, Any]:
         """Compare Hogwild! workers, whose finished steps move, with and without graphs."""
@@ -85,9 +85,9 @@ class GraphStage:
         rare = min(sorted(set(text)), key=text.count)  # some steps end, but not all
         settings |= {"separator": rare, "sentence_ends": sorted(set(text))}
         expected = self._generate(model, prompt, cuda_graph=False, **settings)
-        with reasons() as said:
+        with reasons() as messages:
             ours = self._generate(model, prompt, **settings)
-        return _figures(ours, expected, said, together=True)
+        return _figures(ours, expected, messages, together=True)
 
     def _generate(self, model: Any, prompt: torch.Tensor, **settings: Any) -> Any:
         common: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.steps, "pad_token_id": PAD}
@@ -106,11 +106,11 @@ class _Collector(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Store a message with its traceback."""
-        self.said.append(self.format(record))
+        self.messages.append(self.format(record))
 
 
 @contextmanager
@@ -121,17 +121,17 @@ def reasons() -> Iterator[list[str]]:
     logger.addHandler(hearer)
     logger.setLevel(logging.DEBUG)  # the level of the traceback
     try:
-        yield hearer.said
+        yield hearer.messages
     finally:
         logger.setLevel(level)
         logger.removeHandler(hearer)
 
 
 def _figures(
-    ours: Any, expected: Any, said: Sequence[str] = (), ends: Sequence[int] = (), together: bool = False
+    ours: Any, expected: Any, messages: Sequence[str] = (), ends: Sequence[int] = (), together: bool = False
 ) -> dict[str, Any]:
     if ours.sequences.is_cuda and not ours.stats.graph_bytes:
-        raise RuntimeError(": ".join(["no decode step was captured", *said]))
+        raise RuntimeError(": ".join(["no decode step was captured", *messages]))
     error, compared = largest_difference(ours.scores, expected.scores, ends, together)
     return {
         "max_error": error,

@@ -62,7 +62,7 @@ class HogwildStage:
     ) -> dict[str, Any]:
         """Measure the attention of one layer, the set-up of a step, and FlashAttention."""
         layer = Layer(features, timer.device, self.layers)
-        segments = hogwild(layer, workers, tokens, room=2 * self.steps + 8)
+        segments = hogwild(layer, workers, tokens, spare=2 * self.steps + 8)
         layer.step(segments)
         layer.fill()
         keys, values = torch.randn(2, 1, features.kv_heads, tokens, features.head_dim, device=timer.device).to(

@@ -140,22 +140,22 @@ def rotary_of(head_dim: int, part: int = 1, interleaved: bool = False) -> Rotary
 # Layouts. Blocks get their lengths without a prefill; `Layer.fill` draws their content.
 
 
-def new_blocks(layer: Layer, lengths: Sequence[int], base: int = 0, room: int = 0) -> list[Block]:
-    """Return blocks of `lengths` tokens with capacity for `room` more, followed by a block that no row sees."""
-    blocks = layer.cache.new_blocks(len(lengths), max(lengths) + room, base)
+def new_blocks(layer: Layer, lengths: Sequence[int], base: int = 0, spare: int = 0) -> list[Block]:
+    """Return blocks of `lengths` tokens with capacity for `spare` more tokens, followed by a block that no row sees."""
+    blocks = layer.cache.new_blocks(len(lengths), max(lengths) + spare, base)
     layer.cache.new_block(HEADER)
     for block, length in zip(blocks, lengths, strict=True):
         block.length = length
     return blocks
 
 
-def shared_prefix(layer: Layer, prefix: int, suffixes: Sequence[int], room: int = 1) -> list[Segment]:
+def shared_prefix(layer: Layer, prefix: int, suffixes: Sequence[int], spare: int = 1) -> list[Segment]:
     """Return the segments of a decode step of rows over one prefix, with suffixes of these lengths."""
     (root,) = new_blocks(layer, [prefix])
-    return [Segment([root, leaf], 1) for leaf in new_blocks(layer, suffixes, base=prefix, room=room)]
+    return [Segment([root, leaf], 1) for leaf in new_blocks(layer, suffixes, base=prefix, spare=spare)]
 
 
-def hogwild(layer: Layer, workers: int, tokens: int, room: int = 1) -> list[Segment]:
+def hogwild(layer: Layer, workers: int, tokens: int, spare: int = 1) -> list[Segment]:
     """Return the segments of a decode step of workers that see each other's unfinished steps before their own.
 
     There are `tokens` unique tokens: half are shared, half belong to the workers, in unequal parts.
@@ -165,7 +165,7 @@ def hogwild(layer: Layer, workers: int, tokens: int, room: int = 1) -> list[Segm
     rest = tokens - tokens // 2 - 2 * HEADER
     parts = [rest * (2 + i) // (workers * (workers + 3) // 2) for i in range(workers)]
     parts[-1] += rest - sum(parts)
-    own = new_blocks(layer, parts, room=room)
+    own = new_blocks(layer, parts, spare=spare)
     return [
         Segment([prompt, headers[0], *(other for other in own if other is not mine), headers[1], mine], 1)
         for mine in own

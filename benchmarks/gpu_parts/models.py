@@ -124,16 +124,16 @@ def hogwild_settings(model: PreTrainedModel, workers: int) -> dict[str, Any]:
 @contextmanager
 def attention_skipped() -> Iterator[list[int]]:
     """Replace block attention by a function that returns the queries; yield the list of layers that called it."""
-    asked: list[int] = []
+    calls: list[int] = []
 
     def skipped(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        asked.append(module.layer_idx)
+        calls.append(module.layer_idx)
         return query.transpose(1, 2), None
 
     usual = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
     AttentionInterface.register(IMPLEMENTATION, skipped)
     try:
-        yield asked
+        yield calls
     finally:
         AttentionInterface.register(IMPLEMENTATION, usual)
 

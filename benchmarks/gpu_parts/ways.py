@@ -32,10 +32,10 @@ def shared_prefix(model: Any, rows: int, prefix: int, steps: int, deadline: Dead
 
 def no_attention(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
     """Measure `shared_prefix` without attention: an upper bound for every attention kernel."""
-    with attention_skipped() as asked:
+    with attention_skipped() as calls:
         figures = shared_prefix(model, rows, prefix, steps, deadline)
-    if not asked:
-        raise RuntimeError("attention was not skipped: no layer asked for it by its registered name")
+    if not calls:
+        raise RuntimeError("attention was not skipped: no layer calls for it by its registered name")
     return figures
 
 
