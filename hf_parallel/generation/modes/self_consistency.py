@@ -56,7 +56,7 @@ class SelfConsistencyConfig(ReplayConfig):
 
     mode: ClassVar[str] = "self_consistency"
     streams_text: ClassVar[bool] = True
-    streams_tokens: ClassVar[str] = "at_end"
+    streams_tokens = "at_end"
     rows_name: ClassVar[str] = "texts"
     presets: ClassVar[Mapping[str, Preset]] = {"embedded": Preset(generation=SAMPLING)}
     example_arguments: ClassVar[Mapping[str, str]] = {"do_sample": "True"}
@@ -107,13 +107,7 @@ class SelfConsistencyConfig(ReplayConfig):
 
 
 class SelfConsistencyRun(StagedRun):
-    """One call of the mode; see `StagedRun`.
-
-    Raises
-    ------
-    ValueError
-        For greedy answers, which would all be equal, and for settings that a conclusion cannot honour.
-    """
+    """One call of the mode: all answers in one stage, and with `vote="final"` all conclusions in another."""
 
     def __init__(self, config: SelfConsistencyConfig, call: GenerationCall) -> None:
         self.config = config

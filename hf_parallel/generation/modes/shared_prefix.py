@@ -96,14 +96,7 @@ class SharedPrefixConfig(ReplayConfig):
 
 
 class SharedPrefixRun:
-    """One call: prefills the tree of prompts once, then decodes all rows over it.
-
-    Parameters
-    ----------
-    config : SharedPrefixConfig
-    call : GenerationCall
-        `prepared` holds the paths of `levels`.
-    """
+    """One call of the mode: prefills the tree of prompts once, then decodes all rows over it."""
 
     def __init__(self, config: SharedPrefixConfig, call: GenerationCall) -> None:
         if call.prepared and call.num_rows != len(call.prepared):

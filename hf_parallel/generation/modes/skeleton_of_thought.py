@@ -71,7 +71,7 @@ class SkeletonOfThoughtConfig(ReplayConfig):
 
     mode: ClassVar[str] = "skeleton_of_thought"
     streams_text: ClassVar[bool] = True
-    streams_tokens: ClassVar[str] = "at_end"
+    streams_tokens = "at_end"
 
     outline_prompt: str = (
         "\n\nThe answer has several parts. Here is a list of their names, one short name in each line, without any "
@@ -165,13 +165,7 @@ class SkeletonOfThoughtConfig(ReplayConfig):
 
 
 class SkeletonRun(StagedRun):
-    """One call of the mode: all outlines, then all points, then all conclusions; see `StagedRun`.
-
-    Raises
-    ------
-    ValueError
-        For settings that the mode cannot honour.
-    """
+    """One call of the mode: a stage of all outlines, one of all points, and one of all conclusions."""
 
     def __init__(self, config: SkeletonOfThoughtConfig, call: GenerationCall) -> None:
         self.config, given = config, call.generation_config

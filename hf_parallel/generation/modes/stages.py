@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, 
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_parallel.cache import Segment
-from hf_parallel.cache.shared_prefix import Node, SharedPrefixCache
+from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
@@ -25,7 +25,7 @@ from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prefill import SUFFIX_CAPACITY, initial_capacity, prefill_leaves, prefix_cache_of
 from hf_parallel.generation.resampling.config import ReplayConfig, replaying
-from hf_parallel.generation.rows import Row
+from hf_parallel.generation.rows import PassInputs, Row
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.models.attention import UnsupportedModelError
@@ -43,26 +43,10 @@ _PROMPT_RELATIVE = (
 
 
 class CompletionRow(Row):
-    """One completion over its own prompt.
+    """One completion over its own prompt, int64 `[length]`.
 
-    Parameters
-    ----------
-    prompt : int64 [length]
-    max_new_tokens : int
-    tokenizer
-    output_row : int
-        Number of the row for a `ParallelStreamer` and in the record of the call.
-    prefix : str
-        End of the prompt that is streamed as the beginning of the text.
-    is_complete : callable (str) -> bool, optional
-        Called with the text after each token; True ends the row.
-
-    Attributes
-    ----------
-    tokens : list of int
-        Generated tokens, a token of `eos_token_id` included.
-    truncated : bool
-        Whether `max_new_tokens` ended the row.
+    `output_row` is its number for a `ParallelStreamer`, `prefix` the end of the prompt that is streamed with the text.
+    `is_complete` is called with the text after each token; True ends the row. `truncated`: `max_new_tokens` ended it.
     """
 
     def __init__(
@@ -108,72 +92,45 @@ class CompletionRow(Row):
         self.pending, self.recompute_last = [token], False
         return added, not (complete or self.truncated)
 
-    def segments(self) -> list[tuple[Segment, list[int]]]:
+    def segments(self) -> PassInputs:
         """Return the tokens of the next pass; see `Row.segments`."""
         if not self.recompute_last:
             return super().segments()
         return [(Segment(self.view[:-1], 1, write=False), self.pending)]
 
 
-class Stage:
-    """Generates completions over a tree of shared prefixes.
-
-    Parameters
-    ----------
-    config : ReplayConfig
-    call : GenerationCall
-    cache : SharedPrefixCache
-    stats : GenerationStats
-        Updated in place.
-    groups : sequence of sequence of CompletionRow
-        At least one row in all.
-    max_active : int, optional
-        Rows of a group that decode at the same time; when one ends, the next one starts. Default: all of them.
-    input_ids : int64 [rows, length], optional
-        Prompts as logits processors see them. Default: those of the rows, left-padded.
-    seed
-        One source of randomness per row, see `ParallelConfig`.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If a row may become longer than the model's RoPE frequencies allow.
-    """
+class _Stage:
+    """Generates the completions of one stage; see `StagedRun.run_stage`."""
 
     def __init__(
         self,
-        config: ReplayConfig,
-        call: GenerationCall,
-        cache: SharedPrefixCache,
-        stats: GenerationStats,
+        run: StagedRun,
         groups: Sequence[Sequence[CompletionRow]],
-        max_active: int | None = None,
-        input_ids: torch.Tensor | None = None,
-        seed: Any = None,
+        max_active: int | None,
+        input_ids: torch.Tensor | None,
+        seed: Any,
     ) -> None:
-        self.config, self.call, self.cache, self.max_active = config, call, cache, max_active
+        self.call, self.cache, self.max_active = run.call, run.cache, max_active
         self.rows = [row for group in groups for row in group]
         for index, row in enumerate(self.rows):
             row.index = index
         for index, group in enumerate(groups):
             for row in group:
                 row.group_index = index
-        _check_lengths(call, self.rows)
         longest = max(row.max_new_tokens for row in self.rows)
         self.capacity = initial_capacity(
             longest - 1, sum(min(len(group), max_active or len(group)) for group in groups)
         )
-        ids = _left_padded(call, self.rows) if input_ids is None else input_ids
+        call, ids = run.call, _left_padded(run.call, self.rows) if input_ids is None else input_ids
         # Each row has a budget of its own, which MaxLengthCriteria does not know.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         table = TokenTable(ids, call.pad_token_id, min(longest, SUFFIX_CAPACITY))
         padding = torch.tensor([ids.shape[1] - len(row.prompt) for row in self.rows])
-        self.loop = DecodeLoop(_with_padding(call, padding), cache, table, criteria, seed, stats, stream=False)
+        self.loop = DecodeLoop(_with_padding(call, padding), run.cache, table, criteria, seed, run.stats, stream=False)
         self._queues = [deque(group) for group in groups]
 
-    def run(self) -> DecodeLoop:
-        """Prefill all prompts and generate all completions. Return the loop, with its table and scores."""
-        with self.loop.running(), replaying(self.loop, self.config, [row.prompt for row in self.rows]):
+    def run(self, config: ReplayConfig) -> DecodeLoop:
+        with self.loop.running(), replaying(self.loop, config, [row.prompt for row in self.rows]):
             active = self.loop.replay(self.rows, self._on_token)
             self._queues = [deque(row for row in queue if row in active) for queue in self._queues]
             if active:
@@ -240,13 +197,7 @@ class Stage:
 
 
 class StagedRun:
-    """Run of a mode that generates its answers in stages.
-
-    Parameters
-    ----------
-    config : ReplayConfig
-    call : GenerationCall
-    """
+    """Run of a mode that generates its answers in stages."""
 
     def __init__(self, config: ReplayConfig, call: GenerationCall) -> None:
         self.call, self.cache, self.stats = call, prefix_cache_of(call), GenerationStats()
@@ -266,21 +217,38 @@ class StagedRun:
         budget = self.call.max_new_tokens if max_new_tokens is None else max_new_tokens
         return CompletionRow(tokens, budget, self.call.tokenizer, output_row, prefix, is_complete)
 
-    def run_stage(self, groups: Sequence[Sequence[CompletionRow]], **settings: Any) -> DecodeLoop:
-        """Generate completions; see `Stage`."""
-        return Stage(self._replay_config, self.call, self.cache, self.stats, groups, **settings).run()
+    def run_stage(
+        self,
+        groups: Sequence[Sequence[CompletionRow]],
+        max_active: int | None = None,
+        input_ids: torch.Tensor | None = None,
+        seed: Any = None,
+    ) -> DecodeLoop:
+        """Generate completions. Return the decode loop, with its table and scores.
+
+        Parameters
+        ----------
+        groups : sequence of sequence of CompletionRow
+            At least one row in all.
+        max_active : int, optional
+            Rows of a group that decode at the same time; when one ends, the next one starts. Default: all of them.
+        input_ids : int64 [rows, length], optional
+            Prompts as logits processors see them. Default: those of the rows, left-padded.
+        seed
+            Source of randomness of the rows, see `ParallelConfig`.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If a row may become longer than the model's RoPE frequencies allow.
+        """
+        _check_lengths(self.call, [row for group in groups for row in group])
+        return _Stage(self, groups, max_active, input_ids, seed).run(self._replay_config)
 
     def output(self, cls: type[ParallelOutput], answers: Sequence[Sequence[int]], /, **fields: Any) -> Any:
         """Stream the tokens of each prompt's answer, which are final now, and return what `generate` returns.
 
-        Parameters
-        ----------
-        cls : type
-            Output with `return_dict_in_generate`.
-        answers : sequence of sequence of int
-            Tokens after each prompt of the call.
-        **fields
-            Further fields of `cls`.
+        With `return_dict_in_generate` that is a `cls` with further `fields`.
         """
         call = self.call
         table = TokenTable(call.input_ids, call.pad_token_id, max(map(len, answers)))

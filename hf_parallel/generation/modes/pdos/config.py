@@ -65,7 +65,7 @@ class PDOSConfig(BlockFormat, ParallelConfig):
 
     mode: ClassVar[str] = "pdos"
     streams_text: ClassVar[bool] = True
-    streams_tokens: ClassVar[str] = "when_final"
+    streams_tokens = "when_final"
 
     join: str = "reencode"
     parallel_hint: bool = True

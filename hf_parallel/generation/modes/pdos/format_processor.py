@@ -23,17 +23,7 @@ from hf_parallel.generation.validation import check_int
 class BlockMask:
     """Masks of the tokens that may follow in a block.
 
-    Parameters
-    ----------
-    fmt : BlockFormat
-    vocabulary : Vocabulary
-    banned : iterable of int
-        Tokens that titles must not contain besides special ones, such as the end of a text.
-
-    Raises
-    ------
-    ValueError
-        If a marker cannot be encoded.
+    Titles contain neither special tokens nor `banned` ones. A marker that cannot be encoded raises a `ValueError`.
     """
 
     def __init__(self, fmt: BlockFormat, vocabulary: Vocabulary, banned: Iterable[int] = ()) -> None:
@@ -225,18 +215,9 @@ class ParallelBlockLogitsProcessor(LogitsProcessor):
 
 
 def force(scores: torch.Tensor, allowed: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Forbid all tokens that are not allowed.
+    """Forbid in scores `[rows, vocabulary]` all tokens that are not in a row's mask, bool `[vocabulary]` (None: none).
 
-    Parameters
-    ----------
-    scores : [rows, vocabulary]
-    allowed : sequence of bool [vocabulary], or None
-        None leaves the row unchanged.
-
-    Returns
-    -------
-    torch.Tensor
-        `[rows, vocabulary]`. If all allowed tokens of a row were at minus infinity, they get equal scores.
+    If all allowed tokens of a row were at minus infinity, they get equal scores.
     """
     forced = scores.clone()
     for row, mask in enumerate(allowed):

@@ -59,13 +59,7 @@ class BlockFormat:
         return {name: getattr(self, name) for name in ("branch_marker", "title_end", "ellipsis", "terminator")}
 
     def validate(self) -> None:
-        """Check every setting.
-
-        Raises
-        ------
-        ValueError
-            With the setting's name, its value and what is allowed.
-        """
+        """Check every setting; see `ParallelConfig.validate`."""
         for name, text in self.markers.items():
             if not isinstance(text, str) or not text or text != text.strip() or len(text.splitlines()) != 1:
                 raise ValueError(f"{name} must be one line of text without spaces at its ends, got {text!r}")
@@ -84,29 +78,7 @@ class BlockFormat:
 
 
 class SkeletonParser:
-    """Incremental parser of an answer up to the end of its first block.
-
-    Attributes
-    ----------
-    phase : str
-        One of the phases above.
-    error : str
-        Why the block is malformed.
-    offset : int
-        Number of bytes parsed; bytes after the block are not.
-    title, title_tokens : bytes, int
-        The incomplete title, and its number of tokens.
-    titles : tuple of str
-        Complete titles.
-    spans : tuple of (int, int)
-        For each of them the bytes from its marker to its title end.
-    terminator_start : int
-        Byte at which the terminator begins.
-    matched : bytes
-        Parsed part of a marker, ellipsis or terminator.
-    spaced : bool
-        Whether whitespace precedes the next marker or ellipsis.
-    """
+    """Incremental parser of an answer, byte by byte up to the end of its first block."""
 
     def __init__(self, fmt: BlockFormat) -> None:
         self.format = fmt
@@ -114,12 +86,14 @@ class SkeletonParser:
         self.marker, self.title_end, self.ellipsis, self.terminator = (text.encode() for text in texts)
         # Rest of a terminator that begins with the marker: until it differs, it is parsed as a title.
         self.rest = self.terminator.removeprefix(self.marker) if self.terminator.startswith(self.marker) else b""
-        self.phase, self.error, self.offset = OUTSIDE, "", 0
-        self.title, self.title_tokens = b"", 0
+        self.phase, self.error = OUTSIDE, ""  # error: why the block is malformed
+        self.offset = 0  # number of bytes parsed
+        self.title, self.title_tokens = b"", 0  # the incomplete title
         self.titles: tuple[str, ...] = ()
-        self.spans: tuple[tuple[int, int], ...] = ()
-        self.terminator_start = 0
-        self.matched, self.spaced = b"", False
+        self.spans: tuple[tuple[int, int], ...] = ()  # for each title the bytes from its marker to its title end
+        self.terminator_start = 0  # byte
+        self.matched = b""  # parsed part of a marker, ellipsis or terminator
+        self.spaced = False  # whether whitespace precedes the next marker or ellipsis
         self._marker_start = 0
 
     @property

@@ -14,39 +14,21 @@ from hf_parallel.generation.rows import PassInputs, PendingWrites, Row
 
 
 class TrunkRow(Row):
-    """One answer: its sequential text, and the blocks in it.
-
-    Attributes
-    ----------
-    tokens : list of Token
-        The answer so far: joined blocks, and the text that follows them.
-    parser : SkeletonParser
-        Has parsed the tokens from `parsed_from` on.
-    num_samples : int
-        Number of tokens that were sampled.
-    branches : list of BranchRow
-        Those of the open block; the trunk pauses meanwhile.
-    branch_budget : int
-        Tokens that the branches may still generate in all.
-    skeleton, terminator : str, list of Token
-        Text of the open block as it was generated, and the tokens that close it.
-    fallback : str, optional
-        Why decoding has become sequential.
-    num_streamed : int
-        Number of tokens that have been streamed.
-    """
+    """One answer: its sequential text, and the blocks in it."""
 
     def __init__(self, index: int, tree: Tree, fmt: BlockFormat) -> None:
         super().__init__(index, tree.view)
         self.tree, self.output_row = tree, index
-        self.tokens: list[Token] = []
+        self.tokens: list[Token] = []  # joined blocks, and the text that follows them
         self.blocks: list[ParallelBlock] = []
-        self.branches: list[BranchRow] = []
-        self.parser, self.parsed_from = SkeletonParser(fmt), 0
-        self.num_samples = self.branch_budget = self.num_streamed = 0
-        self.skeleton = ""
+        self.branches: list[BranchRow] = []  # those of the open block; the trunk pauses meanwhile
+        self.branch_budget = 0  # tokens that the branches may still generate in all
+        self.parser, self.parsed_from = SkeletonParser(fmt), 0  # first token that the parser has parsed
+        self.num_samples = 0
+        self.num_streamed = 0
+        self.skeleton = ""  # text of the open block as it was generated
         self.terminator: list[Token] = []
-        self.fallback: str | None = None
+        self.fallback: str | None = None  # why decoding has become sequential
         self.finished = False
         self.stage = SKELETON
         self.pending_writes = PendingWrites()
@@ -64,19 +46,7 @@ class TrunkRow(Row):
 
 
 class BranchRow(Row):
-    """One branch of a block, which sees the trunk and itself.
-
-    Attributes
-    ----------
-    tokens : list of Token
-        Generated tokens.
-    text : bytes
-        Their text.
-    ended_by : str
-        See `Branch`; empty while the branch is active.
-    kept, joined : list of Token
-        Generated tokens without what ended the branch, and the branch's tokens in the answer. Empty while it is active.
-    """
+    """One branch of a block, which sees the trunk and itself."""
 
     stage = BRANCHES
 
@@ -84,11 +54,11 @@ class BranchRow(Row):
         super().__init__(index, trunk.tree.branch_view(block), ids(prefix))
         self.trunk, self.output_row, self.block, self.title, self.prefix = trunk, output_row, block, title, prefix
         self.num_samples = trunk.num_samples
-        self.tokens: list[Token] = []
+        self.tokens: list[Token] = []  # all generated ones
         self.text = b""
-        self.ended_by = ""
-        self.kept: list[Token] = []
-        self.joined: list[Token] = []
+        self.ended_by = ""  # see `Branch`; empty while the branch is active
+        self.kept: list[Token] = []  # generated tokens without what ended the branch
+        self.joined: list[Token] = []  # its tokens in the answer
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property

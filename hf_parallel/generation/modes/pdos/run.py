@@ -13,14 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
-from transformers import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    LogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    StoppingCriteriaList,
-    SynthIDTextWatermarkLogitsProcessor,
-)
+from transformers import LogitsProcessor, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_parallel.cache.layout import Segment
@@ -61,31 +54,16 @@ PDOSRow: TypeAlias = TrunkRow | BranchRow
 TRUNK_CAPACITY = 512
 """Initial capacity of an answer, in tokens."""
 _BATCH_DEPENDENT = {
-    EncoderNoRepeatNGramLogitsProcessor: "encoder_no_repeat_ngram_size",
-    EncoderRepetitionPenaltyLogitsProcessor: "encoder_repetition_penalty",
-    PrefixConstrainedLogitsProcessor: "prefix_allowed_tokens_fn",
-    SynthIDTextWatermarkLogitsProcessor: "watermarking_config",
+    "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
+    "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
+    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
 }
 """Processors that index the prompts of a call by row, with the arguments that make them."""
 
 
 class PDOSRun:
-    """One call of the mode.
-
-    Parameters
-    ----------
-    config : PDOSConfig
-    call : GenerationCall
-        `prepared` is the call's `TrunkFormatProcessor`.
-
-    Raises
-    ------
-    ValueError
-        For arguments that the mode cannot honour, markers that the tokenizer cannot encode, and an `opening` that uses
-        up the budget.
-    UnsupportedModelError
-        If `join="rotate"` and keys of the model cannot be rotated.
-    """
+    """One call of the mode, with a `PDOSConfig`; `call.prepared` is its `TrunkFormatProcessor`."""
 
     def __init__(self, config: Any, call: GenerationCall) -> None:
         if call.past_key_values is not None:
@@ -94,7 +72,7 @@ class PDOSRun:
             reason = call.capabilities.why_no_rotation
             raise UnsupportedModelError(f"join='rotate' rotates keys to other positions: {reason}")
         for processor in call.logits_processor:
-            if name := _BATCH_DEPENDENT.get(type(processor)):
+            if name := _BATCH_DEPENDENT.get(type(processor).__name__):
                 raise ValueError(f"{name} cannot be honoured by pdos: branches are rows of the batch, but not prompts")
         vocabulary = get_vocabulary(call.tokenizer, vocabulary_size(call.model))
         texts = {**config.markers, "branch_separator": config.branch_separator, "opening": config.opening}
@@ -151,7 +129,7 @@ class PDOSRun:
             PDOSOutput,
             call.num_rows,
             blocks=[trunk.blocks for trunk in trunks],
-            transcripts=[self._transcript(trunk.tokens) for trunk in trunks],
+            transcripts=[self._transcript(trunk) for trunk in trunks],
             fallback=[trunk.fallback for trunk in trunks],
             stages=self.stages,
         )
@@ -275,18 +253,7 @@ class PDOSRun:
         return self.call.max_new_tokens - len(trunk.tokens)
 
     def force_format(self, scores: torch.Tensor) -> torch.Tensor:
-        """Forbid tokens that would break an open block.
-
-        Parameters
-        ----------
-        scores : [rows, vocabulary]
-            Of the rows that are being sampled, or of all rows.
-
-        Returns
-        -------
-        torch.Tensor
-            `[rows, vocabulary]`.
-        """
+        """Forbid tokens that would break an open block, in scores `[rows, vocabulary]` of sampled rows or of all."""
         rows = self.loop.sampler.rows
         masks: list[torch.Tensor | None] = []
         for row in rows if len(scores) == len(rows) else range(len(scores)):
@@ -433,8 +400,8 @@ class PDOSRun:
             self.stream.put(trunk.index, ids(trunk.tokens[trunk.num_streamed :]))
             trunk.num_streamed = len(trunk.tokens)
 
-    def _transcript(self, tokens: Sequence[Token]) -> str:
-        kept = [token.id for token in tokens if token.id not in self.call.eos_token_ids]
+    def _transcript(self, trunk: TrunkRow) -> str:
+        kept = [token for token in ids(trunk.tokens) if token not in self.call.eos_token_ids]
         return self.call.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

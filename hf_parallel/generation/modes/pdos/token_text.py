@@ -22,14 +22,8 @@ _BYTE_LEVEL = {character: byte for byte, character in bytes_to_unicode().items()
 class Vocabulary:
     """Tokens of a tokenizer as bytes.
 
-    Attributes
-    ----------
-    state : tuple
-        Changes when tokens are added to the tokenizer.
-    texts : list of bytes
-        Text that each token adds after another token. Empty where it adds none, or none that is known.
-    special : frozenset of int
-        Special tokens, such as the end of a text.
+    `texts` holds the text that each token adds after another token, empty where that is unknown; `special` holds the
+    special tokens, such as the end of a text. `state` changes when tokens are added to the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, size: int) -> None:
@@ -84,12 +78,8 @@ _vocabularies: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
 def get_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     """Return the vocabulary of a tokenizer, cached until tokens are added.
 
-    Parameters
-    ----------
-    tokenizer
-        Of transformers, or any object that encodes when called and has `decode`.
-    size : int
-        Tokens of the model; those that the tokenizer lacks have no text.
+    The tokenizer is one of transformers, or any object that encodes when called and has `decode`. `size` is the number
+    of tokens of the model; those that the tokenizer lacks have no text.
     """
     try:
         found = _vocabularies.get(tokenizer)
@@ -127,13 +117,7 @@ def text_of(tokens: Iterable[Token]) -> bytes:
 
 
 def tokens_of(text: bytes, vocabulary: Vocabulary) -> list[Token]:
-    """Return the fewest tokens with a text.
-
-    Raises
-    ------
-    ValueError
-        If there are none.
-    """
+    """Return the fewest tokens with a text. Raise a `ValueError` if there are none."""
     tokens = vocabulary.encode(text)
     if tokens is None:
         raise ValueError(f"no tokens have the text {text.decode(errors='replace')!r}")
@@ -143,10 +127,7 @@ def tokens_of(text: bytes, vocabulary: Vocabulary) -> list[Token]:
 def slice_tokens(tokens: Sequence[Token], vocabulary: Vocabulary, begin: int, end: int | None = None) -> list[Token]:
     """Return the tokens of the bytes from `begin` to `end`; the part of a token across a border is encoded anew.
 
-    Raises
-    ------
-    ValueError
-        If no tokens have the text of that part.
+    Raise a `ValueError` if no tokens have the text of that part.
     """
     found: list[Token] = []
     start = 0
