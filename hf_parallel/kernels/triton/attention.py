@@ -68,8 +68,21 @@ def block_attention(
     query = query if query.stride(-1) == 1 else query.contiguous()
     out = query.new_empty(tokens, heads, shape.value_dim)
     with on_device(query.device):
-        for number in range(len(launch.tilings)):
-            _attend(query, keys, values, launch, number, params)
+        for call in launch.calls:
+            attend_kernel[call.grid](
+                query,
+                keys,
+                values,
+                *call.buffers,
+                query.stride(0),
+                query.stride(1),
+                shape.num_kv_heads,
+                params.scale,
+                params.softcap or 0.0,
+                shape.window or _NO_WINDOW,
+                SOFTCAP=params.softcap is not None,
+                **call.constants,
+            )
         merge_kernel[(tokens, heads)](
             launch.part_out,
             launch.part_lse,
@@ -85,58 +98,6 @@ def block_attention(
             num_warps=2,
         )
     return out
-
-
-def _attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    launch: AttendLaunch,
-    number: int,
-    params: AttentionParams,
-) -> None:
-    """Compute the partial results of one tiling's work items."""
-    shape, buffers, tiling = launch.shape, launch.buffers, launch.tilings[number]
-    group_tile = tiling.group_tile(shape.groups)
-    head_tiles = -(-shape.groups // group_tile)
-    attend_kernel[(launch.max_programs[number] * shape.num_kv_heads * head_tiles,)](
-        query,
-        keys,
-        values,
-        buffers["items"],
-        buffers[f"item_offsets {number}"],
-        buffers["pair_query"],
-        buffers["pair_lo"],
-        buffers["pair_hi"],
-        buffers["pair_position"],
-        buffers["hi_increment"],
-        buffers["position_increment"],
-        launch.cos,
-        launch.sin,
-        buffers["step"],
-        launch.part_out,
-        launch.part_lse,
-        query.stride(0),
-        query.stride(1),
-        shape.num_kv_heads,
-        params.scale,
-        params.softcap or 0.0,
-        shape.window or _NO_WINDOW,
-        GROUPS=shape.groups,
-        GROUP_TILE=group_tile,
-        DIM=shape.head_dim,
-        DIM_V=shape.value_dim,
-        BLOCK_D=block_size(shape.head_dim),
-        BLOCK_V=block_size(shape.value_dim),
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        HALF=0 if shape.rotary is None else len(shape.rotary.inv_freq),
-        INTERLEAVED=shape.rotary is not None and shape.rotary.interleaved,
-        SOFTCAP=params.softcap is not None,
-        PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
 
 
 def append(layer: LayerStorage, new_keys: torch.Tensor, new_values: torch.Tensor, plan: AttentionPlan) -> None:

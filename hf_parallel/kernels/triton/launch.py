@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -74,6 +74,14 @@ def select_tilings(head_dim: int, dtype: torch.dtype, capability: tuple[int, int
     if capability < (9, 0):
         return Tiling(16, 64, 4, 3, 2), Tiling(64, 32, 4, 3, 2), Tiling(128, 32, 8, 3, 1)
     return Tiling(16, 64, 4, 3, 3), Tiling(64, 64, 4, 3, 2), Tiling(128, 64, 8, 3, 1)
+
+
+class KernelCall(NamedTuple):
+    """Arguments of the attention kernel that are the same for all layers of a launch."""
+
+    grid: tuple[int]
+    buffers: tuple[torch.Tensor, ...]
+    constants: dict[str, Any]
 
 
 class Launch(DeviceBuffers):
@@ -183,11 +191,8 @@ class AttendLaunch(Launch):
 
     Attributes
     ----------
-    tilings : tuple of Tiling
-        Attention kernels launched one after another. Program offsets of kernel `i` are in
-        `buffers["item_offsets i"]`.
-    max_programs : list of int
-        For each tiling, the largest number of programs per KV head and head tile.
+    calls : list of KernelCall
+        Attention kernels, one per tiling.
     part_out, part_lse : float32 [S, heads, value_dim], [S, heads]
     cos, sin : float32 [P, rotary_dim / 2]
         Rotations of the pairs at this step. Undefined if no pair is rotated.
@@ -197,10 +202,7 @@ class AttendLaunch(Launch):
 
     def __init__(self, plan: AttentionPlan, shape: LayerShape, max_tokens: int) -> None:
         self.shape, self.max_tokens = shape, max_tokens
-        self.tilings = self._select(plan)
-        processors = num_processors(shape.device)
-        heads = [shape.num_kv_heads * -(-shape.groups // t.group_tile(shape.groups)) for t in self.tilings]
-        self.max_programs = [max(1, t.programs * processors // n) for t, n in zip(self.tilings, heads, strict=True)]
+        self._tilings = self._select(plan)
         work = self._work(plan)
         arrays = self._named(plan, work)
         sizes = {"items": work.max_items * len(ITEM_FIELDS), "merge_slot": work.max_slots}
@@ -210,7 +212,38 @@ class AttendLaunch(Launch):
         new = torch.empty(0, dtype=torch.float32, device=shape.device).new_empty
         self.part_out, self.part_lse = new(slots, num_heads, shape.value_dim), new(slots, num_heads)
         self.cos, self.sin = new(2, len(self.buffers["pair_query"]), half)
+        self.calls = [self._call(number, tiling) for number, tiling in enumerate(self._tilings)]
         self._load(plan, arrays)
+
+    def _call(self, number: int, tiling: Tiling) -> KernelCall:
+        shape, names = self.shape, ("pair_query", "pair_lo", "pair_hi", "pair_position", "hi_increment")
+        buffers = [self.buffers[name] for name in ("items", f"item_offsets {number}", *names, "position_increment")]
+        constants = {
+            "GROUPS": shape.groups,
+            "GROUP_TILE": tiling.group_tile(shape.groups),
+            "DIM": shape.head_dim,
+            "DIM_V": shape.value_dim,
+            "BLOCK_D": block_size(shape.head_dim),
+            "BLOCK_V": block_size(shape.value_dim),
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_N": tiling.block_n,
+            "HALF": 0 if shape.rotary is None else len(shape.rotary.inv_freq),
+            "INTERLEAVED": shape.rotary is not None and shape.rotary.interleaved,
+            "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
+        }
+        grid = (self._max_programs(tiling) * self._head_tiles(tiling),)
+        tensors = (*buffers, self.cos, self.sin, self.buffers["step"], self.part_out, self.part_lse)
+        return KernelCall(grid, tensors, constants)
+
+    def _head_tiles(self, tiling: Tiling) -> int:
+        groups = self.shape.groups
+        return self.shape.num_kv_heads * -(-groups // tiling.group_tile(groups))
+
+    def _max_programs(self, tiling: Tiling) -> int:
+        """Largest number of programs per KV head and head tile."""
+        return max(1, tiling.programs * num_processors(self.shape.device) // self._head_tiles(tiling))
 
     def _select(self, plan: AttentionPlan) -> tuple[Tiling, ...]:
         """One tiling for blocks with few rows, one for blocks with many, as far as the plan has both."""
@@ -223,15 +256,15 @@ class AttendLaunch(Launch):
         return (smallest, wide) if rows.min() <= smallest.block_m else (wide,)
 
     def _arrays(self, plan: AttentionPlan) -> dict[str, np.ndarray] | None:
-        if plan.num_queries > self.max_tokens or not set(self._select(plan)) <= set(self.tilings):
+        if plan.num_queries > self.max_tokens or not set(self._select(plan)) <= set(self._tilings):
             return None
         return self._named(plan, self._work(plan))
 
     def _work(self, plan: AttentionPlan) -> Work:
         groups = self.shape.groups
         partitions = [
-            Partition(tiling.block_m // tiling.group_tile(groups), tiling.block_n, max_programs)
-            for tiling, max_programs in zip(self.tilings, self.max_programs, strict=True)
+            Partition(tiling.block_m // tiling.group_tile(groups), tiling.block_n, self._max_programs(tiling))
+            for tiling in self._tilings
         ]
         return make_work(plan, partitions, self.shape.window, 0 if plan.increments is None else self.horizon)
 
@@ -296,14 +329,11 @@ class Buffers:
     def __init__(
         self, arrays: Mapping[str, np.ndarray], device: torch.device, sizes: Mapping[str, int] | None = None
     ) -> None:
-        self._slices: dict[str, slice] = {}
-        end = 0
-        for name, array in arrays.items():
-            size = bucket(max(len(array), (sizes or {}).get(name, 0)))
-            self._slices[name] = slice(end, end + size)
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self._all = torch.zeros(end, dtype=torch.int32, device=device)
-        self._views = {name: self._all[part] for name, part in self._slices.items()}
+        capacity = {name: bucket(max(len(array), (sizes or {}).get(name, 0))) for name, array in arrays.items()}
+        aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in capacity.values()]
+        self._all = torch.zeros(sum(aligned), dtype=torch.int32, device=device)
+        parts = self._all.split(aligned)
+        self._views = {name: part[:size] for (name, size), part in zip(capacity.items(), parts, strict=True)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._views[name]
@@ -317,7 +347,7 @@ class Buffers:
         staged = torch.zeros(len(self._all), dtype=torch.int32, pin_memory=self._all.is_cuda)
         host = staged.numpy()
         for name, array in arrays.items():
-            start = self._slices[name].start
+            start = self._views[name].storage_offset()
             host[start : start + len(array)] = array
         self._all.copy_(staged, non_blocking=True)
 
