@@ -6,8 +6,10 @@ A tiny model writes the text of a script, one token per ASCII character.
 from __future__ import annotations
 
 import copy
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -64,6 +66,14 @@ class Scripted(LogitsProcessor):
 @cache
 def small_model() -> PreTrainedModel:
     return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+
+
+@contextmanager
+def slow_model(seconds: float) -> Iterator[None]:
+    """Lengthen every forward pass of the small model."""
+    hook = small_model().register_forward_pre_hook(lambda module, args: time.sleep(seconds))
+    yield
+    hook.remove()
 
 
 def write(*scripts: Script, prompts: Sequence[str] = ("P",), finisher: Script = "", **settings: Any) -> Any:
