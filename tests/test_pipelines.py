@@ -1,4 +1,4 @@
-"""`pipeline("parallel-text-generation")`: the tokens of `generate`, and what the modes tell, as plain data."""
+"""`pipeline("parallel-text-generation")`: the tokens of `generate`, and output fields of the modes as plain data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ import pytest
 import small_tokenizers
 import tiny
 import torch
+from mode_cases import BUILT_IN, small_call, small_config
 from torch.utils.data import Dataset
 from transformers import GenerationConfig, pipeline
 from transformers.pipelines.pt_utils import KeyDataset
 
 import hf_parallel
-from hf_parallel import BlockCache, HogwildConfig, LogitsCache, ParallelTextGenerationPipeline
+from hf_parallel import HogwildConfig, ParallelTextGenerationPipeline
+from hf_parallel.generation import MODES
+from hf_parallel.generation.outputs import grouped
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
@@ -35,26 +38,6 @@ CHAT = [
     {"role": "assistant", "content": "Yes?"},
     {"role": "user", "content": "Oslo or Rome?"},
 ]
-SETTINGS: dict[str, dict[str, Any]] = {
-    "shared_prefix": {},
-    "hogwild": {
-        "num_workers": 3,
-        "collaboration_prompt": "{names} talk.",
-        "redundancy_interval": 9,
-        "finisher_tokens": 4,
-    },
-    "pdos": {
-        "format_prompt": "Write {branch_marker}.",
-        "opening": "So\n####",
-        "max_branches": 2,
-        "max_title_tokens": 3,
-    },
-    "resample": {},
-    "self_consistency": {"num_answers": 3, "do_sample": True, "seed": 7, "answer_pattern": "[a-z]"},
-    "skeleton_of_thought": {"outline_prompt": "List:\n", "min_points": 1},
-}
-HELPERS = {"hogwild": hf_parallel.hogwild_prompt, "pdos": hf_parallel.pdos_prompt}
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -71,33 +54,26 @@ def tokenizer() -> Any:
     return tokenizer
 
 
-def settings_of(mode: str) -> dict[str, Any]:
-    more = {"logits_cache": LogitsCache()} if mode == "resample" else {}
-    return {"generation_mode": mode, "max_new_tokens": 60 if mode == "pdos" else 12, **SETTINGS[mode], **more}
-
-
 def make(model: Any, tokenizer: Any, **kwargs: Any) -> Any:
     return pipeline("parallel-text-generation", model=model, tokenizer=tokenizer, **kwargs)
 
 
 def prepared(mode: str, prompt: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
-    """One prompt as a caller of `generate` prepares it."""
-    if mode in HELPERS:
-        own = {n: v for n, v in SETTINGS[mode].items() if n in hf_parallel.generation.MODES[mode].fields()}
-        return HELPERS[mode](prompt, tokenizer, **own)
+    """Return one prompt as a caller of `generate` prepares it."""
+    config = small_config(mode)
+    if config.system_prompt() is not None:
+        return hf_parallel.build_prompt(mode, prompt, tokenizer, config)
     if isinstance(prompt, str):
         return tokenizer(prompt, return_tensors="pt")
     return tokenizer.apply_chat_template(prompt, return_tensors="pt", return_dict=True, add_generation_prompt=True)
 
 
 def generated(model: Any, tokenizer: Any, mode: str, prompts: list[Any]) -> list[Any]:
-    """The tokens that `generate` gives for a batch, as lists: per prompt one, or one of each worker."""
-    rows = [prepared(mode, prompt, tokenizer)["input_ids"][0] for prompt in prompts]
-    ids, mask = tiny.left_pad(rows)
-    arguments = {**settings_of(mode), "tokenizer": tokenizer}
+    """Return the tokens that `generate` returns for each prompt of a batch: a row, or all rows if they are merged."""
+    ids, mask = tiny.left_pad([prepared(mode, prompt, tokenizer)["input_ids"][0] for prompt in prompts])
+    arguments = {**small_call(mode), "tokenizer": tokenizer}
     tokens = hf_parallel.enable(model).generate(ids, attention_mask=mask, **arguments).tolist()
-    workers = len(tokens) // len(prompts)
-    return [tokens[i * workers : (i + 1) * workers] if mode == "hogwild" else tokens[i] for i in range(len(prompts))]
+    return grouped(tokens, len(prompts)) if MODES[mode].merges_rows else tokens
 
 
 def tokens_of(results: Any) -> list[Any]:
@@ -118,35 +94,33 @@ class Rows(Dataset):
 # The tokens
 
 
-@pytest.mark.parametrize("mode", SETTINGS)
+@pytest.mark.parametrize("mode", BUILT_IN)
 @pytest.mark.parametrize("prompt", [PROMPTS[0], CHAT], ids=["string", "chat"])
 def test_a_prompt_gives_the_tokens_of_generate(mode: str, prompt: Any, model: Any, tokenizer: Any) -> None:
-    pipe = make(model, tokenizer, **settings_of(mode))
+    pipe = make(model, tokenizer, **small_call(mode))
     assert tokens_of([pipe(prompt, return_tensors=True)]) == generated(model, tokenizer, mode, [prompt])
 
 
-@pytest.mark.parametrize("mode", SETTINGS)
+class Calls:
+    """A streamer that records the number of prompts of each call of `generate`."""
+
+    def __init__(self) -> None:
+        self.prompts: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        if value.ndim == 2:
+            self.prompts.append(len(value))
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("mode", BUILT_IN)
 @pytest.mark.parametrize("prompts", [PROMPTS, [CHAT, CHAT[1:], CHAT[:2]]], ids=["strings", "chats"])
-def test_a_list_gives_the_tokens_of_one_call_of_generate(
-    mode: str, prompts: Any, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipe = make(model, tokenizer, return_tensors=True, **settings_of(mode))
-    expected = generated(model, tokenizer, mode, prompts)
-    calls = count_calls(model, monkeypatch)
-    assert tokens_of(pipe(prompts)) == expected
-    assert calls == [3]
-
-
-def count_calls(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows that each call of `generate` gets."""
-    calls, generate = [], type(model).generate
-
-    def noted(model: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(len(kwargs["input_ids"]))
-        return generate(model, *args, **kwargs)
-
-    monkeypatch.setattr(type(model), "generate", noted)
-    return calls
+def test_a_list_gives_the_tokens_of_one_call_of_generate(mode: str, prompts: Any, model: Any, tokenizer: Any) -> None:
+    pipe, calls = make(model, tokenizer, return_tensors=True, **small_call(mode)), Calls()
+    assert tokens_of(pipe(prompts, streamer=calls)) == generated(model, tokenizer, mode, prompts)
+    assert calls.prompts == [3]
 
 
 def _generator(rows: list[Any]) -> Iterator[Any]:
@@ -171,19 +145,19 @@ def _column(rows: list[Any]) -> Any:
 def test_a_dataset_gives_the_tokens_of_generate_batch_by_batch(
     source: Callable[..., Any], batch_size: int | None, prompts: Any, model: Any, tokenizer: Any
 ) -> None:
-    pipe = make(model, tokenizer, **settings_of("hogwild"))
+    pipe = make(model, tokenizer, **small_call("hogwild"))
     cuts = [prompts[i : i + (batch_size or 1)] for i in range(0, 3, batch_size or 1)]
     expected = [row for cut in cuts for row in generated(model, tokenizer, "hogwild", cut)]
     assert tokens_of(pipe(source(prompts), batch_size=batch_size, return_tensors=True)) == expected
 
 
-def test_columns_go_one_by_one_tuples_at_once(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = make(model, tokenizer, generation_mode="shared_prefix", max_new_tokens=4)
-    calls = count_calls(model, monkeypatch)
+def test_columns_are_processed_one_by_one_tuples_at_once(model: Any, tokenizer: Any) -> None:
+    calls = Calls()
+    pipe = make(model, tokenizer, generation_mode="shared_prefix", max_new_tokens=4, streamer=calls)
     results = pipe(_column(PROMPTS))
-    assert (len(results), calls) == (3, [])
+    assert (len(results), calls.prompts) == (3, [])
     assert len(list(results)) == len(pipe(tuple(PROMPTS))) == 3
-    assert calls == [1, 1, 1, 3]
+    assert calls.prompts == [1, 1, 1, 3]
     assert pipe(tuple(CHAT))[0]["generated_text"] == pipe(CHAT)[0]["generated_text"]
 
 
@@ -197,7 +171,7 @@ def test_no_prompts_give_no_results(model: Any, tokenizer: Any) -> None:
     [None, 3, b"Oslo", {"text": "Oslo"}, _dataset(PROMPTS), [[]], [None], ["Oslo", [3]], [{"text": "Oslo"}]],
 )
 @pytest.mark.parametrize("mode", [None, "hogwild"])
-def test_what_holds_no_prompts_is_refused(mode: str | None, given: Any, model: Any, tokenizer: Any) -> None:
+def test_inputs_that_are_not_prompts_raise(mode: str | None, given: Any, model: Any, tokenizer: Any) -> None:
     pipe = make(model, tokenizer, generation_mode=mode)
     with pytest.raises(ValueError, match=r"prompts must be a string, .*KeyDataset\(dataset, 'text'\)"):
         pipe(given)
@@ -205,7 +179,7 @@ def test_what_holds_no_prompts_is_refused(mode: str | None, given: Any, model: A
         list(pipe(Rows([given])))
 
 
-def test_a_list_shares_what_its_prompts_have_in_common(model: Any, tokenizer: Any) -> None:
+def test_a_list_prefills_shared_prefixes_once(model: Any, tokenizer: Any) -> None:
     pipe = make(model, tokenizer, generation_mode="shared_prefix", max_new_tokens=4)
     prompts = ["A long beginning of all. " + end for end in ("One.", "Two.", "Three.")]
     lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
@@ -215,7 +189,7 @@ def test_a_list_shares_what_its_prompts_have_in_common(model: Any, tokenizer: An
     assert [records[0]["stats"]["prefilled_tokens"] for records in apart] == lengths
 
 
-def test_several_sequences_of_each_prompt_are_records_of_their_own(model: Any, tokenizer: Any) -> None:
+def test_each_returned_sequence_has_a_record(model: Any, tokenizer: Any) -> None:
     given = {"do_sample": True, "num_return_sequences": 2, "seed": 3, "max_new_tokens": 8}
     pipe = make(model, tokenizer, generation_mode="shared_prefix", **given)
     ids, mask = tiny.left_pad([tokenizer(prompt, return_tensors="pt")["input_ids"][0] for prompt in PROMPTS])
@@ -224,16 +198,16 @@ def test_several_sequences_of_each_prompt_are_records_of_their_own(model: Any, t
 
 
 def test_hogwild_runs_several_times_over_each_prompt(model: Any, tokenizer: Any) -> None:
-    given = {**settings_of("hogwild"), "do_sample": True, "num_return_sequences": 2}
+    given = {**small_call("hogwild"), "do_sample": True, "num_return_sequences": 2}
     results = make(model, tokenizer, **given)(PROMPTS)
     assert [len(records) for records in results] == [2, 2, 2]
     assert all(len(record["workers"]) == 3 for records in results for record in records)
 
 
-def test_a_tokenizer_without_a_pad_token_serves_a_list(model: Any, tokenizer: Any) -> None:
+def test_a_tokenizer_without_a_pad_token_works_with_a_list(model: Any, tokenizer: Any) -> None:
     expected = generated(model, tokenizer, "hogwild", PROMPTS)
     tokenizer.pad_token = None
-    pipe = make(model, tokenizer, **settings_of("hogwild"))
+    pipe = make(model, tokenizer, **small_call("hogwild"))
     lengths = [len(prepared("hogwild", prompt, tokenizer)["input_ids"][0]) for prompt in PROMPTS]
     for rows, others, length in zip(tokens_of(pipe(PROMPTS, return_tensors=True)), expected, lengths, strict=True):
         padding = max(lengths) - length
@@ -245,7 +219,7 @@ def test_a_tokenizer_without_a_pad_token_serves_a_list(model: Any, tokenizer: An
 # Prompt helpers
 
 
-def test_a_chat_gets_the_rules_in_its_system_message(tokenizer: Any) -> None:
+def test_rules_go_into_the_system_message_of_a_chat(tokenizer: Any) -> None:
     prompt = hf_parallel.hogwild_prompt(CHAT, tokenizer, collaboration_prompt="Talk, {names}.")
     assert tokenizer.decode(prompt["input_ids"][0]) == (
         "<system>Talk, Alice, Bob.\n\nBe short.</><user>Hi.</><assistant>Yes?</><user>Oslo or Rome?</><assistant>"
@@ -255,7 +229,7 @@ def test_a_chat_gets_the_rules_in_its_system_message(tokenizer: Any) -> None:
     )
 
 
-def test_a_chat_gets_the_rules_in_its_first_message_where_the_template_has_no_system_message(tokenizer: Any) -> None:
+def test_rules_go_into_the_first_message_if_the_template_has_no_system_message(tokenizer: Any) -> None:
     tokenizer.chat_template = NO_SYSTEM
     prompt = hf_parallel.hogwild_prompt(CHAT[1:], tokenizer, collaboration_prompt="Talk.")
     assert tokenizer.decode(prompt["input_ids"][0]) == (
@@ -263,10 +237,10 @@ def test_a_chat_gets_the_rules_in_its_first_message_where_the_template_has_no_sy
     )
 
 
-def test_a_chat_that_ends_with_the_assistant_is_gone_on_with(model: Any, tokenizer: Any) -> None:
+def test_a_chat_that_ends_with_the_assistant_is_continued(model: Any, tokenizer: Any) -> None:
     prompt = hf_parallel.hogwild_prompt(CHAT[:3], tokenizer, collaboration_prompt="Talk.")
     assert tokenizer.decode(prompt["input_ids"][0]).endswith("<assistant>Yes?")
-    pipe = make(model, tokenizer, **settings_of("hogwild"))
+    pipe = make(model, tokenizer, **small_call("hogwild"))
     ((record,),) = pipe([CHAT[:3]])
     (new,) = pipe(CHAT[:3], return_full_text=False)
     assert record["generated_text"][:2] == CHAT[:2]
@@ -274,9 +248,9 @@ def test_a_chat_that_ends_with_the_assistant_is_gone_on_with(model: Any, tokeniz
 
 
 @pytest.mark.parametrize("prompt", [PROMPTS[0], CHAT], ids=["string", "chat"])
-def test_a_template_gets_its_arguments(prompt: Any, model: Any, tokenizer: Any) -> None:
+def test_a_template_receives_its_arguments(prompt: Any, model: Any, tokenizer: Any) -> None:
     tokenizer.chat_template = LOUD
-    pipe = make(model, tokenizer, return_tensors=True, **settings_of("hogwild"))
+    pipe = make(model, tokenizer, return_tensors=True, **small_call("hogwild"))
     for loud in (True, False):
         (record,) = pipe(prompt, tokenizer_encode_kwargs={"loud": loud})
         assert ("<assistant>HEY " in tokenizer.decode(record["generated_token_ids"][0])) == loud
@@ -284,18 +258,18 @@ def test_a_template_gets_its_arguments(prompt: Any, model: Any, tokenizer: Any) 
 
 @pytest.mark.parametrize("prompt", [PROMPTS[0], CHAT], ids=["string", "chat"])
 def test_the_prompt_helper_can_be_turned_off(prompt: Any, model: Any, tokenizer: Any) -> None:
-    pipe = make(model, tokenizer, prompt_helper=False, **settings_of("hogwild"))
+    pipe = make(model, tokenizer, prompt_helper=False, **small_call("hogwild"))
     ids = prepared("shared_prefix", prompt, tokenizer)["input_ids"]
-    expected = model.generate(ids, tokenizer=tokenizer, **settings_of("hogwild")).tolist()
+    expected = model.generate(ids, tokenizer=tokenizer, **small_call("hogwild")).tolist()
     assert tokens_of([pipe(prompt, return_tensors=True)]) == [expected]
     assert tokens_of([pipe(prompt, return_tensors=True, prompt_helper=True)]) != [expected]
 
 
-# What comes back
+# Results
 
 
-def test_hogwild_gives_one_record_of_all_workers(model: Any, tokenizer: Any) -> None:
-    given = {**settings_of("hogwild"), "stop_on_answer": "never", "answer_pattern": "[a-z]"}
+def test_hogwild_returns_one_record_of_all_workers(model: Any, tokenizer: Any) -> None:
+    given = {**small_call("hogwild"), "stop_on_answer": "never", "answer_pattern": "[a-z]"}
     results = make(model, tokenizer, **given)(PROMPTS, return_full_text=False)
     ids, mask = tiny.left_pad([prepared("hogwild", prompt, tokenizer)["input_ids"][0] for prompt in PROMPTS])
     out = model.generate(ids, attention_mask=mask, tokenizer=tokenizer, return_dict_in_generate=True, **given)
@@ -307,53 +281,53 @@ def test_hogwild_gives_one_record_of_all_workers(model: Any, tokenizer: Any) -> 
         assert record["stats"]["decoded_tokens"] == out.stats.decoded_tokens
 
 
-def test_pdos_gives_titles_and_branches(model: Any, tokenizer: Any) -> None:
-    (record,) = make(model, tokenizer, **settings_of("pdos"))(PROMPTS[0])
+def test_pdos_returns_titles_and_branches(model: Any, tokenizer: Any) -> None:
+    (record,) = make(model, tokenizer, **small_call("pdos"))(PROMPTS[0])
     ids = prepared("pdos", PROMPTS[0], tokenizer)["input_ids"]
-    out = model.generate(ids, tokenizer=tokenizer, return_dict_in_generate=True, **settings_of("pdos"))
+    out = model.generate(ids, tokenizer=tokenizer, return_dict_in_generate=True, **small_call("pdos"))
     assert record["titles"] == out.titles[0] != []
     assert record["branch_texts"] == out.branch_texts[0]
     assert [[b["text"] for b in block["branches"]] for block in record["blocks"]] == out.branch_texts[0]
     assert record["stages"]["branches"]["decoded_tokens"] == out.stages["branches"].decoded_tokens
 
 
-def test_answers_votes_and_points_are_told(model: Any, tokenizer: Any) -> None:
-    (votes,) = make(model, tokenizer, **settings_of("self_consistency"))(PROMPTS[0])
+def test_answers_votes_and_points_are_returned(model: Any, tokenizer: Any) -> None:
+    (votes,) = make(model, tokenizer, **small_call("self_consistency"))(PROMPTS[0])
     assert len(votes["texts"]) == len(votes["found"]) == 3
     assert sum(votes["votes"].values()) == 3
     assert votes["answers"] in votes["found"]
-    (skeleton,) = make(model, tokenizer, **settings_of("skeleton_of_thought"))(PROMPTS[0])
+    (skeleton,) = make(model, tokenizer, **small_call("skeleton_of_thought"))(PROMPTS[0])
     assert skeleton["outlines"].startswith("1.")
     assert isinstance(skeleton["points"], list)
 
 
-@pytest.mark.parametrize("mode", SETTINGS)
+@pytest.mark.parametrize("mode", BUILT_IN)
 def test_results_are_plain_data(mode: str, model: Any, tokenizer: Any) -> None:
-    results = make(model, tokenizer, **settings_of(mode))(PROMPTS)
+    results = make(model, tokenizer, **small_call(mode))(PROMPTS)
     assert json.loads(json.dumps(results)) == results
     assert all(records[0]["stats"]["forward_passes"] > 0 for records in results)
 
 
 @pytest.mark.parametrize("mode", ["shared_prefix", "hogwild"])
-def test_text_comes_with_its_prompt_or_without(mode: str, model: Any, tokenizer: Any) -> None:
-    pipe = make(model, tokenizer, **settings_of(mode))
+def test_text_is_returned_with_or_without_its_prompt(mode: str, model: Any, tokenizer: Any) -> None:
+    pipe = make(model, tokenizer, **small_call(mode))
     new = pipe(PROMPTS[0], return_full_text=False)[0]["generated_text"]
     assert pipe(PROMPTS[0])[0]["generated_text"] == PROMPTS[0] + new
     answer = pipe(CHAT, return_full_text=False)[0]["generated_text"]
     assert pipe(CHAT)[0]["generated_text"] == [*CHAT, {"role": "assistant", "content": answer}]
 
 
-def test_the_cache_of_a_call_is_given_back(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    caches, begin = [], BlockCache.__init__
+def test_results_do_not_keep_the_cache_of_the_call(model: Any, tokenizer: Any) -> None:
+    caches = []
 
-    def noted(cache: BlockCache, *args: Any, **kwargs: Any) -> None:
-        caches.append(weakref.ref(cache))
-        begin(cache, *args, **kwargs)
+    def record(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        caches.append(weakref.ref(kwargs["past_key_values"]))
 
-    monkeypatch.setattr(BlockCache, "__init__", noted)
-    for mode in ("shared_prefix", "hogwild"):
-        make(model, tokenizer, **settings_of(mode))(PROMPTS)
+    hf_parallel.enable(model)
+    model.register_forward_hook(record, with_kwargs=True)
+    results = [make(model, tokenizer, **small_call(mode))(PROMPTS) for mode in ("shared_prefix", "hogwild")]
     gc.collect()
+    assert len(results) == 2
     assert len(caches) >= 2
     assert all(cache() is None for cache in caches)
 
@@ -378,7 +352,7 @@ def test_a_mode_stored_with_the_model_is_used(model: Any, tokenizer: Any) -> Non
     assert "workers" not in pipe(PROMPTS[0], generation_mode=None)[0]
 
 
-def test_settings_of_a_call_go_before_those_of_the_pipeline(model: Any, tokenizer: Any) -> None:
+def test_settings_of_a_call_override_those_of_the_pipeline(model: Any, tokenizer: Any) -> None:
     pipe = make(model, tokenizer, generation_mode="hogwild", num_workers=4, max_new_tokens=4)
 
     def workers(**given: Any) -> int:
@@ -419,7 +393,7 @@ def test_num_workers_belongs_to_the_data_loader_where_the_mode_has_none(model: A
         ({"generation_mode": "hogwild", "num_worker": 2}, "did you mean 'num_workers'"),
     ],
 )
-def test_bad_settings_are_refused_and_leave_all_usable(given: Any, named: str, model: Any, tokenizer: Any) -> None:
+def test_invalid_settings_raise_and_change_nothing(given: Any, named: str, model: Any, tokenizer: Any) -> None:
     pipe = make(model, tokenizer, max_new_tokens=4)
     with pytest.raises(ValueError, match=named):
         pipe(PROMPTS[0], **given)
@@ -431,7 +405,7 @@ def test_bad_settings_are_refused_and_leave_all_usable(given: Any, named: str, m
 # The stock pipeline
 
 
-def test_the_stock_pipeline_takes_a_mode(model: Any, tokenizer: Any) -> None:
+def test_the_stock_pipeline_accepts_a_mode(model: Any, tokenizer: Any) -> None:
     hf_parallel.enable(model)
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, generation_mode="shared_prefix")
     given = {"max_new_tokens": 12, "do_sample": False}
@@ -440,7 +414,7 @@ def test_the_stock_pipeline_takes_a_mode(model: Any, tokenizer: Any) -> None:
     assert tokens_of(results) == model.generate(ids, attention_mask=mask, **given).tolist()
 
 
-def test_the_stock_pipeline_takes_hogwild_with_its_tokenizer(model: Any, tokenizer: Any) -> None:
+def test_the_stock_pipeline_accepts_hogwild_with_its_tokenizer(model: Any, tokenizer: Any) -> None:
     hf_parallel.enable(model)
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
     given = {"max_new_tokens": 12, "do_sample": False, "parallel_config": HogwildConfig(num_workers=3)}
