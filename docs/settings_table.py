@@ -1,7 +1,7 @@
-"""Completes the tables of parameters on the site: what griffe reads from docstrings, and what it leaves out.
+"""Extension of griffe (see mkdocs.yml) that completes the tables of parameters in the documentation.
 
-Several names in one line each get their own default, a long default is cut, and the settings of a mode include those
-that it inherits. An extension of griffe, named in mkdocs.yml.
+Each of several names in one line gets its own default, long defaults are truncated, and the settings of a mode include
+inherited ones.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 import griffe
 
-LONGEST = 40
-"""Characters of a default that are shown."""
+MAX_LENGTH = 40
+"""Maximum number of characters of a default."""
 
 
 class SettingsTable(griffe.Extension):
-    """See the module."""
+    """Completes the tables of parameters of all docstrings."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
-        """Go through all docstrings, when all modules are there."""
+        """Process all docstrings once all modules are loaded."""
         for obj in list(_documented(pkg)):
             for name, row in _rows(obj).items():
                 row.value = _short(obj.parameters[name].default) if name in obj.parameters else row.value
@@ -49,13 +49,13 @@ def _rows(obj: griffe.Object) -> dict[str, griffe.DocstringParameter]:
 
 
 def _short(default: str | griffe.Expr | None) -> str | griffe.Expr | None:
-    """A default as it is shown."""
+    """Return a default of at most `MAX_LENGTH` characters."""
     text = "" if default is None else str(default)
-    return default if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return default if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH - 1]}…"
 
 
 def _add_inherited(mode: griffe.Class) -> None:
-    """Add to a mode's settings those of its bases."""
+    """Add the settings of the base classes of a mode."""
     own = _section(mode)
     if own is None:
         return

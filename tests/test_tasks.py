@@ -1,4 +1,4 @@
-"""Tasks: their answers, worked out again from nothing but the prompts, and what texts are worth; Chain of Draft."""
+"""Tasks: answers are recomputed from the prompts alone, texts are scored; prompts of Chain of Draft."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 import hf_parallel
 from hf_parallel.evaluation import TASKS, ArithmeticProblem, PlanningProblem, RetrievalProblem
-from hf_parallel.generation.modes.final_answers import find_answer
+from hf_parallel.generation.modes import find_answer
 
 SEEDS = range(40)
 
@@ -22,7 +22,7 @@ SEEDS = range(40)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_seed_makes_a_problem_and_another_one_another(name: str) -> None:
+def test_equal_seeds_give_equal_problems_and_others_do_not(name: str) -> None:
     make = TASKS[name].make
     assert make(3) == make(3)
     assert len({make(seed).prompt for seed in SEEDS}) == len(SEEDS)
@@ -30,7 +30,7 @@ def test_a_seed_makes_a_problem_and_another_one_another(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_prompt_alone_is_worth_nothing_and_no_text_neither(name: str) -> None:
+def test_an_empty_text_and_the_prompt_score_nothing(name: str) -> None:
     for seed in SEEDS:
         problem = TASKS[name].make(seed)
         assert problem.score("") == 0.0
@@ -38,7 +38,7 @@ def test_the_prompt_alone_is_worth_nothing_and_no_text_neither(name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("make", "given", "says"),
+    ("make", "settings", "message"),
     [
         (RetrievalProblem.make, {"num_students": 1}, "num_students must be an int of at least 2, got 1"),
         (RetrievalProblem.make, {"num_students": 101}, "num_students must be at most 100, got 101"),
@@ -49,16 +49,16 @@ def test_the_prompt_alone_is_worth_nothing_and_no_text_neither(name: str) -> Non
         (PlanningProblem.make, {"num_aspects": 8}, "num_aspects must be at most 7, got 8"),
     ],
 )
-def test_malformed_sizes_raise(make: Callable[..., Any], given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        make(0, **given)
+def test_malformed_sizes_raise(make: Callable[..., Any], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(0, **settings)
 
 
 # Retrieval
 
 
 @pytest.mark.parametrize("count", [2, 10, 100])
-def test_exactly_one_student_of_the_prompt_is_in_the_range(count: int) -> None:
+def test_exactly_one_student_is_in_the_range(count: int) -> None:
     for seed in SEEDS:
         problem = RetrievalProblem.make(seed, count)
         students = re.findall(r"^(.+) is \d+ years old, .+ has a GPA of (\d\.\d\d)\.", problem.prompt, re.MULTILINE)
@@ -70,7 +70,7 @@ def test_exactly_one_student_of_the_prompt_is_in_the_range(count: int) -> None:
         assert problem.score(f"Name: {inside[0]}") == 1.0
 
 
-def test_the_student_asked_for_is_anywhere_in_the_list() -> None:
+def test_the_position_of_the_student_varies() -> None:
     places = {[student.name for student in p.students].index(p.answer) for p in map(RetrievalProblem.make, range(200))}
     assert places == set(range(10))
 
@@ -94,7 +94,7 @@ def test_the_student_asked_for_is_anywhere_in_the_list() -> None:
         ("Nickname: {answer}", 0.0),
     ],
 )
-def test_only_the_full_name_in_the_last_line_that_gives_one_counts(text: str, score: float) -> None:
+def test_only_the_full_name_in_the_last_line_with_a_name_scores(text: str, score: float) -> None:
     problem = RetrievalProblem.make(1)
     names = [student.name for student in problem.students]
     other = next(name for name in names if name != problem.answer)
@@ -130,23 +130,23 @@ SOLUTIONS: dict[str, Callable[..., Any]] = {
         lambda trays, size, each, guests: trays * size - each * guests
     ),
 }
-"""How each kind of question is solved, from the numbers in its text."""
+"""Solution of each kind of question, from the numbers in its text."""
 
 
 def solve(question: str) -> int:
-    """The answer to a question, worked out from its text alone."""
+    """Return the answer to a question, computed from its text alone."""
     solved = [(found, solution) for text, solution in SOLUTIONS.items() if (found := re.search(text, question))]
     assert len(solved) == 1, question
     found, solution = solved[0]
     numbers = [int(number) for number in found.groups()]
-    assert sorted(numbers) == sorted(map(int, re.findall(r"\d+", question))), "a number that plays no part"
+    assert sorted(numbers) == sorted(map(int, re.findall(r"\d+", question))), "a number is not used"
     answer = Fraction(solution(*numbers))
     assert answer.denominator == 1
     return int(answer)
 
 
 @pytest.mark.parametrize("count", [1, 5, 10])
-def test_answers_are_those_of_the_questions_in_the_prompt(count: int) -> None:
+def test_answers_match_the_questions_in_the_prompt(count: int) -> None:
     for seed in SEEDS:
         problem = ArithmeticProblem.make(seed, count)
         questions = re.findall(r"^\d+\. (.+)$", problem.prompt, re.MULTILINE)
@@ -158,7 +158,7 @@ def test_answers_are_those_of_the_questions_in_the_prompt(count: int) -> None:
         assert problem.score(f"Therefore \\boxed{{{problem.answer}}}.") == 1.0
 
 
-def test_every_kind_of_question_is_asked() -> None:
+def test_every_kind_of_question_occurs() -> None:
     asked = "\n".join(ArithmeticProblem.make(seed).prompt for seed in SEEDS)
     assert all(re.search(text, asked) for text in SOLUTIONS)
 
@@ -181,7 +181,7 @@ def test_every_kind_of_question_is_asked() -> None:
         ("{0},{1},{2},{3},{4}", 0.0),
     ],
 )
-def test_each_answer_counts_in_its_place(text: str, score: float) -> None:
+def test_answers_are_compared_by_position(text: str, score: float) -> None:
     problem = next(p for p in map(ArithmeticProblem.make, SEEDS) if len(set(p.answers)) == 5 and 7 not in p.answers)
     assert problem.score(text.format(*problem.answers)) == pytest.approx(score)
 
@@ -192,7 +192,7 @@ def test_one_question_has_one_box() -> None:
     assert problem.score(f"\\boxed{{{problem.answer}}} or \\boxed{{5000}}") == 0.0
 
 
-def test_a_vote_reads_the_answer_that_is_scored() -> None:
+def test_the_answer_pattern_finds_the_answer_that_is_scored() -> None:
     for problem, text in (
         (RetrievalProblem.make(0), "Name: {}"),
         (ArithmeticProblem.make(0), "\\boxed{{{}}}"),
@@ -216,13 +216,13 @@ def test_the_prompt_names_all_aspects(count: int) -> None:
     "heading",
     ["{}", "## {}", "## **{}**", "**{}:**", "1. {}: it", "- {}", "####{}: it", "2) **{}**", "### 3. {}:", "{} :"],
 )
-def test_a_heading_in_any_dress_counts(heading: str) -> None:
+def test_headings_are_recognised_in_any_format(heading: str) -> None:
     problem = PlanningProblem.make(0)
     text = "\n\n".join(heading.format(aspect.title()) + "\nSome text." for aspect in reversed(problem.aspects))
     assert problem.score("A plan.\n\n" + text) == 1.0
 
 
-def test_each_aspect_without_a_heading_costs_its_share() -> None:
+def test_the_score_is_the_fraction_of_aspects_with_a_heading() -> None:
     problem = PlanningProblem.make(0)
     first, second, *others = problem.aspects
     text = "\n".join(f"## {aspect}\nSo be it." for aspect in others)
@@ -234,7 +234,7 @@ def test_each_aspect_without_a_heading_costs_its_share() -> None:
 # Chain of Draft
 
 
-def test_a_draft_is_asked_for_before_the_task(embedded: tuple[Any, PreTrainedTokenizerBase]) -> None:
+def test_the_rules_precede_the_task(embedded: tuple[Any, PreTrainedTokenizerBase]) -> None:
     tokenizer = embedded[1]
     prompt = hf_parallel.chain_of_draft_prompt("What is 2 + 3?", tokenizer, max_words=7)
     text = tokenizer.decode(prompt["input_ids"][0])
@@ -246,13 +246,13 @@ def test_a_draft_is_asked_for_before_the_task(embedded: tuple[Any, PreTrainedTok
     assert prompt["attention_mask"].tolist() == [[1] * prompt["input_ids"].shape[1]]
 
 
-def test_a_draft_without_a_chat_template_and_with_rules_of_ones_own() -> None:
+def test_custom_rules_without_a_chat_template() -> None:
     prompt = hf_parallel.chain_of_draft_prompt("2 + 3?", TOKENIZER, rules="Max {max_words}.")
     assert TOKENIZER.decode(prompt["input_ids"][0], skip_special_tokens=True) == "Max 5.\n\n2 + 3?\n\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "given", "says"),
+    ("arguments", "settings", "message"),
     [
         (("", TOKENIZER), {}, "task must be a non-empty string"),
         ((None, TOKENIZER), {}, "task"),
@@ -262,6 +262,6 @@ def test_a_draft_without_a_chat_template_and_with_rules_of_ones_own() -> None:
         (("a task", TOKENIZER), {"rules": None}, "rules"),
     ],
 )
-def test_malformed_draft_prompts_raise(arguments: tuple[Any, ...], given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(says)):
-        hf_parallel.chain_of_draft_prompt(*arguments, **given)
+def test_malformed_draft_prompts_raise(arguments: tuple[Any, ...], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        hf_parallel.chain_of_draft_prompt(*arguments, **settings)

@@ -1,4 +1,4 @@
-"""What answers are worth: tasks whose answers are known exactly. Stands above generation, knows no model."""
+"""Evaluation: tasks with exact answers."""
 
 from hf_parallel.evaluation.tasks import TASKS, ArithmeticProblem, PlanningProblem, Problem, RetrievalProblem, Student
 

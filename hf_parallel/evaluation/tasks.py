@@ -1,7 +1,7 @@
-"""Tasks made by the repository itself, from a seed, with exact answers: retrieval, arithmetic, planning (format only).
+"""Tasks generated from a seed, with exact answers: retrieval, arithmetic, and planning (format only).
 
-They have the shape of those in Parallel Decoding in One Sequence (section 4.2, appendix B) and in Hogwild! Inference
-(section 4.1): each asks for several parts that do not depend on each other, and for a conclusion.
+Each asks for several independent parts and a conclusion, like the tasks of Parallel Decoding in One Sequence (section
+4.2, appendix B) and Hogwild! Inference (section 4.1).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_parallel.generation.config import check_int
-from hf_parallel.generation.modes.final_answers import BOXED, find_answer, normal_form
+from hf_parallel.generation.modes import BOXED, find_answer, normal_form
+from hf_parallel.generation.validation import check_int
 
 FIRST_NAMES = (
     "Ada Bruno Chiara Dmitri Elif Farid Greta Hamza Ines Jonas Keiko Lamin Mei Noor Oskar Priya Quentin Rosa Sven "
@@ -44,14 +44,14 @@ TOPICS = {
     "a garden on a flat roof": "load water soil plants maintenance costs neighbours",
     "a music festival by a lake": "stage tickets food security weather waste volunteers",
 }
-"""What can be planned, and seven aspects of it."""
+"""Topics of plans, with seven aspects each."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, its answer, and how a text is scored against it.
+    """A prompt with its answer, and the score of a generated text.
 
-    `answer_pattern` is the regular expression of a final answer, as modes take it, or empty.
+    `answer_pattern` is the regular expression of a final answer, a setting of several modes; empty: there is none.
     """
 
     name: ClassVar[str] = ""
@@ -61,13 +61,13 @@ class Problem:
     answer: str
 
     def score(self, text: str) -> float:
-        """How right a generated text is, 0.0 to 1.0. `text` is what was written behind the prompt, without it."""
+        """Return the score of a generated text, without its prompt: from 0.0 (wrong) to 1.0 (correct)."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Student:
-    """One student of `RetrievalProblem`."""
+    """A student of a `RetrievalProblem`."""
 
     name: str
     age: int
@@ -77,7 +77,7 @@ class Student:
 
     @property
     def resume(self) -> str:
-        """What the prompt says about the student."""
+        """Description of the student in the prompt."""
         *first, last = self.interests
         return (
             f"{self.name} is {self.age} years old, studied at {self.university} and has a GPA of {self.gpa:.2f}. "
@@ -87,7 +87,7 @@ class Student:
 
 @dataclass(frozen=True)
 class RetrievalProblem(Problem):
-    """Find the one student whose GPA lies in a range; `low` and `high` are no student's GPA.
+    """Find the only student whose GPA lies in a range; no student's GPA is `low` or `high` itself.
 
     The answer is the student's full name.
     """
@@ -101,20 +101,20 @@ class RetrievalProblem(Problem):
 
     @classmethod
     def make(cls, seed: int, num_students: int = 10) -> RetrievalProblem:
-        """Make a problem.
+        """Generate a problem.
 
         Parameters
         ----------
         seed : int
-            Equal seeds make equal problems.
+            Equal seeds give equal problems.
         num_students : int
-            From 2 to 100.
+            2 to 100.
         """
         _check_count("num_students", num_students, 2, 100)
         draw = random.Random(f"{cls.name} {seed}")
         everyone = [f"{first} {last}" for first in FIRST_NAMES.split() for last in LAST_NAMES.split()]
         names = draw.sample(everyone, num_students)
-        hundredths = draw.sample(range(150, 480, 3), num_students)  # 0.03 apart: there is room for a range between
+        hundredths = draw.sample(range(150, 480, 3), num_students)  # 0.03 apart, so that a range fits between two
         students = tuple(_student(draw, name, gpa / 100) for name, gpa in zip(names, hundredths, strict=True))
         wanted = draw.randrange(num_students)
         below = max((gpa for gpa in hundredths if gpa < hundredths[wanted]), default=hundredths[wanted] - 30)
@@ -131,9 +131,9 @@ class RetrievalProblem(Problem):
         return cls(prompt, names[wanted], students, low, high)
 
     def score(self, text: str) -> float:
-        """1.0 if what follows the last `Name:` in its line is the student's full name and nothing else, or else 0.0.
+        """Return 1.0 if only the student's full name follows the last `Name:` in its line, otherwise 0.0.
 
-        Case, bold type, quotes and punctuation at the end do not matter.
+        Case, bold type, quotes and final punctuation are ignored.
         """
         given = find_answer(self.answer_pattern, text)
         return float(given is not None and normal_form(given.strip(" .!\"'")) == normal_form(self.answer))
@@ -141,9 +141,9 @@ class RetrievalProblem(Problem):
 
 @dataclass(frozen=True)
 class ArithmeticProblem(Problem):
-    r"""Word problems of two to four steps that have nothing to do with each other, in one prompt.
+    r"""Independent word problems of two to four steps in one prompt.
 
-    The answers are integers from 1 to 999; `answer` is all of them, separated by commas.
+    The answers are integers from 1 to 999. `answer` has all of them, separated by commas.
     """
 
     name: ClassVar[str] = "arithmetic"
@@ -154,14 +154,14 @@ class ArithmeticProblem(Problem):
 
     @classmethod
     def make(cls, seed: int, num_questions: int = 5) -> ArithmeticProblem:
-        """Make a problem.
+        """Generate a problem.
 
         Parameters
         ----------
         seed : int
-            Equal seeds make equal problems.
+            Equal seeds give equal problems.
         num_questions : int
-            From 1 to 10; no two are alike.
+            1 to 10, each of another kind.
         """
         _check_count("num_questions", num_questions, 1, len(WORD_PROBLEMS))
         draw = random.Random(f"{cls.name} {seed}")
@@ -176,10 +176,10 @@ class ArithmeticProblem(Problem):
         return cls(prompt, ",".join(map(str, answers)), questions, answers)
 
     def score(self, text: str) -> float:
-        r"""Share of the questions that are answered right, each in its place (as in Hogwild! Inference, section 4.1).
+        r"""Return the fraction of correct answers, compared by position (as in Hogwild! Inference, section 4.1).
 
-        The last `\boxed{}` counts if it lists several answers. Otherwise each box is one answer, and the last ones
-        count, as many as there are questions. Surplus answers in a list make it worth 0.0.
+        If the last `\boxed{}` is a list, it counts; a list with too many answers scores 0.0. Otherwise each box is one
+        answer, and the last ones count, one per question.
         """
         boxes = [match.group(1).split(",") for match in re.finditer(BOXED, text)]
         if not boxes:
@@ -188,15 +188,15 @@ class ArithmeticProblem(Problem):
         given = boxes[-1] if len(boxes[-1]) > 1 else single[-len(self.answers) :]
         if len(given) > len(self.answers):
             return 0.0
-        right = sum(normal_form(one) == str(answer) for one, answer in zip(given, self.answers, strict=False))
-        return right / len(self.answers)
+        correct = sum(normal_form(one) == str(answer) for one, answer in zip(given, self.answers, strict=False))
+        return correct / len(self.answers)
 
 
 @dataclass(frozen=True)
 class PlanningProblem(Problem):
-    """Look at a topic from given aspects, each under a heading of its own. Only the format is scored.
+    """Discuss the aspects of a topic, each under its own heading. Only the format is scored.
 
-    `answer` is the aspects, one per line.
+    `answer` has the aspects, one per line.
     """
 
     name: ClassVar[str] = "planning"
@@ -206,14 +206,14 @@ class PlanningProblem(Problem):
 
     @classmethod
     def make(cls, seed: int, num_aspects: int = 5) -> PlanningProblem:
-        """Make a problem.
+        """Generate a problem.
 
         Parameters
         ----------
         seed : int
-            Equal seeds make equal problems.
+            Equal seeds give equal problems.
         num_aspects : int
-            From 2 to 7.
+            2 to 7.
         """
         _check_count("num_aspects", num_aspects, 2, 7)
         draw = random.Random(f"{cls.name} {seed}")
@@ -226,10 +226,10 @@ class PlanningProblem(Problem):
         return cls(prompt, "\n".join(aspects), topic, aspects)
 
     def score(self, text: str) -> float:
-        """Share of the aspects that have a heading.
+        """Return the fraction of aspects that have a heading.
 
-        A heading is a line that holds the aspect alone or before a colon, whatever its case; marks such as `##`, `**`,
-        `-`, `1.` around it do not count.
+        A heading is a line that contains only the aspect, or the aspect before a colon. Case and marks such as `##`,
+        `**`, `-` and `1.` are ignored.
         """
         headings = {_heading(line) for line in text.splitlines()}
         return sum(aspect.casefold() in headings for aspect in self.aspects) / len(self.aspects)
@@ -238,7 +238,7 @@ class PlanningProblem(Problem):
 TASKS: dict[str, type[RetrievalProblem] | type[ArithmeticProblem] | type[PlanningProblem]] = {
     cls.name: cls for cls in (RetrievalProblem, ArithmeticProblem, PlanningProblem)
 }
-"""Kinds of problems by name; each has `make(seed, ...)`."""
+"""Tasks by name; each has `make(seed, ...)`."""
 
 
 def _student(draw: random.Random, name: str, gpa: float) -> Student:
@@ -247,7 +247,7 @@ def _student(draw: random.Random, name: str, gpa: float) -> Student:
 
 
 def _heading(line: str) -> str:
-    """What a line is the heading of."""
+    """Return the title of a heading without marks, in lower case."""
     title = re.sub(r"^[\s#*\-]*(\d+[.):])?[\s#*\-]*", "", line).split(":")[0]
     return " ".join(title.strip(" #*_").split()).casefold()
 

@@ -6,6 +6,7 @@ Every module in this folder is imported, which registers its mode. Names listed 
 from importlib import import_module
 from pkgutil import iter_modules
 
+from hf_parallel.generation.modes.final_answers import BOXED, find_answer, normal_form
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, Step
 from hf_parallel.generation.modes.hogwild.prompt import hogwild_prompt
@@ -27,6 +28,7 @@ DEFAULT_MODE = HogwildConfig.mode
 """Default mode of the command line."""
 
 __all__ = [
+    "BOXED",
     "BlockFormat",
     "Branch",
     "HogwildConfig",
@@ -45,7 +47,9 @@ __all__ = [
     "SkeletonPoint",
     "StageStats",
     "Step",
+    "find_answer",
     "hogwild_prompt",
+    "normal_form",
     "pdos_prompt",
 ]
 
