@@ -12,7 +12,6 @@ import torch
 from benchmarks.gpu_parts import graphs, models, run
 from benchmarks.gpu_parts.cases import attempt
 from hf_parallel.cache import BlockCache
-from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.runner import ModelRunner
 from hf_parallel.models import cuda_graph as graph
 from hf_parallel.models.cuda_graph import DecodeGraphs
@@ -28,16 +27,16 @@ def test_a_replay_with_stale_logits_is_detected(monkeypatch: pytest.MonkeyPatch,
     right = attempt(cases[way].run)
     assert right["ok"], right
     assert right["compared"] > 0
-    usual, before = ModelRunner._logits, dict[int, torch.Tensor]()
+    usual, before = ModelRunner.run, dict[int, torch.Tensor]()
 
-    def stale(loop: DecodeLoop, forward: Any, ids: torch.Tensor, keep: Any) -> torch.Tensor:
-        logits = usual(loop, forward, ids, keep)
-        if not (loop.call.cuda_graph and forward.is_decode_step):
+    def stale(runner: ModelRunner, passes: Any, ids: torch.Tensor, ends: Any) -> torch.Tensor:
+        logits = usual(runner, passes, ids, ends)
+        if not runner.call.cuda_graph or any(segment.num_tokens > 1 for segment in passes[0]):
             return logits
         earlier, before[len(ids)] = before.get(len(ids), logits), logits
         return earlier
 
-    monkeypatch.setattr(DecodeLoop, "_logits", stale)
+    monkeypatch.setattr(ModelRunner, "run", stale)
     figures = attempt(cases[way].run)
     assert not figures["ok"]
     assert run.wrong({"stages": {"graphs": {"cases": [figures]}}})
@@ -71,7 +70,7 @@ def test_missing_graphs_on_a_gpu_are_an_error(monkeypatch: pytest.MonkeyPatch) -
     """The error holds the reason and the traceback."""
     ours = SimpleNamespace(sequences=SimpleNamespace(is_cuda=True), stats=SimpleNamespace(graph_bytes=0))
     with pytest.raises(RuntimeError, match="no decode step was captured"):
-        graphs._figures(ours, ours)
+        graphs.compare(ours, ours)
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("operation not permitted")
@@ -82,4 +81,4 @@ def test_missing_graphs_on_a_gpu_are_an_error(monkeypatch: pytest.MonkeyPatch) -
     with graphs.reasons() as said:
         assert not DecodeGraphs(BlockCache())._capture(lambda *_: torch.zeros(1), step, 1)
     with pytest.raises(RuntimeError, match=r"(?s)captured: .*operation not permitted.*in fails"):
-        graphs._figures(ours, ours, said)
+        graphs.compare(ours, ours, said)

@@ -74,7 +74,7 @@ class GraphStage:
             expected = self._generate(model, prompt, generation_mode=None, eos_token_id=ends)
         with reasons() as messages:
             ours = self._generate(model, prompt, generation_mode="shared_prefix", eos_token_id=ends or None)
-        return _figures(ours, expected, messages, ends)
+        return compare(ours, expected, messages, ends)
 
     def check_workers(self, models: Models, name: str) -> dict[str, Any]:
         """Compare Hogwild! workers, whose finished steps move, with and without graphs."""
@@ -87,7 +87,7 @@ class GraphStage:
         expected = self._generate(model, prompt, cuda_graph=False, **settings)
         with reasons() as messages:
             ours = self._generate(model, prompt, **settings)
-        return _figures(ours, expected, messages, together=True)
+        return compare(ours, expected, messages, together=True)
 
     def _generate(self, model: Any, prompt: torch.Tensor, **settings: Any) -> Any:
         common: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.steps, "pad_token_id": PAD}
@@ -127,9 +127,10 @@ def reasons() -> Iterator[list[str]]:
         logger.removeHandler(hearer)
 
 
-def _figures(
+def compare(
     ours: Any, expected: Any, messages: Sequence[str] = (), ends: Sequence[int] = (), together: bool = False
 ) -> dict[str, Any]:
+    """Return the figures of a case; raise `RuntimeError` if no decode step was captured on a GPU."""
     if ours.sequences.is_cuda and not ours.stats.graph_bytes:
         raise RuntimeError(": ".join(["no decode step was captured", *messages]))
     error, compared = largest_difference(ours.scores, expected.scores, ends, together)
