@@ -1,4 +1,4 @@
-"""A tokenizer for the tiny models: one token per ASCII character, and a few that hold separators inside."""
+"""A tokenizer for the tiny models: one token per ASCII character, and a few that contain separators."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import tiny
 SPECIAL = {tiny.PAD: "<pad>", tiny.BOS: "<bos>", tiny.EOS: "<eos>"}
 MERGED = {3: "\n\n", 4: ".\n\n", 5: "\n\n\n", 6: "```", 7: ",\n\nso.\n\n"}
 TOKEN = {text: token for token, text in MERGED.items()}
-"""Tokens of more than one character; encoding a text never uses them, a model may write them."""
+"""Tokens of several characters, which a model may generate but encoding never uses."""
 
 
 class AsciiTokenizer:
-    """As much of a tokenizer as a mode uses."""
+    """The parts of a tokenizer that modes use."""
 
     def __call__(self, text: str, add_special_tokens: bool = True, **kwargs: Any) -> dict[str, list[int]]:
         tokens = [ord(character) for character in text]

@@ -1,4 +1,4 @@
-"""Tokenizers of different kinds, made here from a few lines of text: no files, no network."""
+"""Tokenizers of several kinds, trained on a few lines of text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPECIAL = ["<pad>", "<s>", "</s>"]
 
 
 class Fixed:
-    """A tokenizer of given tokens and nothing else."""
+    """A tokenizer with given tokens."""
 
     def __init__(self, *texts: str) -> None:
         self.texts = texts
@@ -48,17 +48,17 @@ def _byte_level(*before: Any) -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2's: tokens are runs of bytes, which may end within a character."""
+    """Like GPT-2's: tokens are byte sequences, which may end inside a character."""
     return _byte_level()
 
 
 def single_digits() -> Tokenizer:
-    """As Llama 3's relatives: every digit is a token of its own."""
+    """Like Llama 3's: every digit is a token."""
     return _byte_level(pre_tokenizers.Digits(individual_digits=True))
 
 
 def sentencepiece() -> Tokenizer:
-    """As Llama 2's: a space is part of the word behind it, a text begins with one, unknown characters are bytes."""
+    """Like Llama 2's: a space is part of the next word, a text begins with one, unknown characters are bytes."""
     vocab = {token: i for i, token in enumerate([*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))])}
     pieces = ["▁", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.:#%,?*", "\n"]
     merges = [("#", "#"), ("##", "##"), ("▁", "####"), (".", "."), ("..", "."), ("...", "..."), ("▁", "......")]
@@ -75,7 +75,7 @@ def sentencepiece() -> Tokenizer:
 
 
 def _characters(*merges: tuple[str, str]) -> Tokenizer:
-    """Printable ASCII one by one, but for some merges."""
+    """Make a tokenizer of ASCII characters and some merges."""
     vocab = {token: i for i, token in enumerate([*SPECIAL, "\n", *map(chr, range(32, 127))])}
     for pair in merges:
         vocab.setdefault("".join(pair), len(vocab))
@@ -86,12 +86,12 @@ def _characters(*merges: tuple[str, str]) -> Tokenizer:
 
 
 def split_marker() -> Tokenizer:
-    """Writes `####` as `##` `##`, and `......` in threes."""
+    """Splits `####` into `##` `##`, and `......` into two tokens."""
     return _characters(("#", "#"), (".", "."), ("..", "."), ("%", "%"), ("%%", "%"))
 
 
 def merged_colon() -> Tokenizer:
-    """Writes a colon and the line end behind it, or the letter before it, as one token; and a comma with a `#`."""
+    """Merges a colon with the next newline or the previous letter, and a comma with a `#`."""
     merges = [(",", "#"), (":", "\n"), ("r", ":"), (" ", "A"), (":", "."), (":.", "."), (".", "\n"), (".", ".")]
     return _characters(*merges, ("\n", "#"), ("#", "#"), ("##", "#"), (":", ":"), ("%", "\n"))
 

@@ -6,7 +6,8 @@ The tiny model has one token per ASCII character, so that a script reads like th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tiny
@@ -18,6 +19,24 @@ from hf_parallel import PDOSOutput
 
 FILLER = "x"
 """Text that a row repeats after the end of its script."""
+
+
+@contextmanager
+def before_passes(call: Callable[[torch.Tensor, Any], Any]) -> Iterator[None]:
+    """Call a function with `input_ids` and cache before each forward pass of the tiny model."""
+    hook = small_model().register_forward_pre_hook(
+        lambda model, args, kwargs: call(kwargs["input_ids"], kwargs.get("past_key_values")) and None, with_kwargs=True
+    )
+    with hook:
+        yield
+
+
+@contextmanager
+def pass_sizes() -> Iterator[list[int]]:
+    """Record the number of tokens of each forward pass of the tiny model."""
+    sizes: list[int] = []
+    with before_passes(lambda ids, cache: sizes.append(ids.shape[1])):
+        yield sizes
 
 
 class ActiveRows:

@@ -1,4 +1,4 @@
-"""The format of a block is forced for any tokenizer: how it is read, what is allowed, what comes out."""
+"""Forced formats for any tokenizer: parsers, masks, and generated blocks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ BLOCK = regex.compile(r"(?:####(?P<title>[^\n\r]*?\S[^\n\r]*?):\s*\.{6}\s*)+####
 
 
 def titles_of(text: str) -> list[str] | None:
-    """The titles of the well-formed block that begins with the first marker of a text; None if there is none."""
+    """Return the titles of the well-formed block at the first marker of a text; None if there is none."""
     found = BLOCK.match(text[text.find("####") :])
     return None if found is None else found.captures("title")
 
 
-# Readers
+# Parsers
 
 
 def read(text: str, fmt: BlockFormat | None = None) -> SkeletonParser:
@@ -45,7 +45,7 @@ def read(text: str, fmt: BlockFormat | None = None) -> SkeletonParser:
 
 
 @given(st.text(alphabet="AB:#%. \n", max_size=60), st.lists(st.integers(1, 6), max_size=60))
-def test_a_block_is_the_same_however_it_is_cut_into_tokens(text: str, cuts: list[int]) -> None:
+def test_parsing_does_not_depend_on_the_split_into_tokens(text: str, cuts: list[int]) -> None:
     text = text.replace("#", "####").replace(".", "......")
     whole, pieces, at = read(text), SkeletonParser(BlockFormat()), 0
     for cut in [*cuts, len(text)]:
@@ -64,14 +64,14 @@ def test_a_block_is_the_same_however_it_is_cut_into_tokens(text: str, cuts: list
         ("### ####Zürich 東京:......####B:......####%%%%", ["Zürich 東京", "B"]),
     ],
 )
-def test_where_a_block_stands(text: str, titles: list[str]) -> None:
+def test_spans_of_a_block(text: str, titles: list[str]) -> None:
     reader, raw = read(text), text.encode()
     assert (reader.phase, list(reader.titles)) == ("done", titles)
     assert [raw[begin:end].decode() for begin, end in reader.spans] == [f"####{title}:" for title in titles]
     assert raw[reader.terminator_start : reader.offset] == b"####%%%%"
 
 
-def test_a_marker_may_begin_within_what_looked_like_one() -> None:
+def test_a_marker_may_begin_inside_a_partial_marker() -> None:
     reader = read("aaabT:......aabU:......aab!", BlockFormat(branch_marker="aab", terminator="aab!"))
     assert (reader.phase, reader.titles, reader.spans[0][0]) == ("done", ("T", "U"), 1)
 
@@ -83,7 +83,7 @@ def test_markers_are_settings() -> None:
     assert reader.phase == "done"
 
 
-# What is allowed
+# Masks
 
 
 def allowed_texts(mask: BlockMask, reader: SkeletonParser) -> set[str]:
@@ -114,7 +114,7 @@ def test_a_marker_may_be_a_special_token() -> None:
         ("####A:......####B:......####%", {"%", "%%"}),
     ],
 )
-def test_what_may_follow_with_the_embedded_tokenizer(embedded: tuple[Any, Any], text: str, expected: set[str]) -> None:
+def test_allowed_tokens_of_the_embedded_tokenizer(embedded: tuple[Any, Any], text: str, expected: set[str]) -> None:
     tokenizer = embedded[1]
     mask = get_block_mask(BlockFormat(), get_vocabulary(tokenizer, len(tokenizer)))
     assert allowed_texts(mask, read(text)) == expected
@@ -123,8 +123,8 @@ def test_what_may_follow_with_the_embedded_tokenizer(embedded: tuple[Any, Any], 
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_what_is_allowed_keeps_the_block_well_formed_and_leads_to_its_end(name: str, data: st.DataObject) -> None:
-    """Against a regular expression that is matched in part, token by token."""
+def test_allowed_tokens_complete_a_well_formed_block(name: str, data: st.DataObject) -> None:
+    """Against a regular expression that is partially matched after each token."""
     tokenizer = small_tokenizers.make(name)
     vocabulary = get_vocabulary(tokenizer, len(tokenizer))
     fmt = BlockFormat(max_branches=3, max_title_tokens=3)
@@ -147,17 +147,17 @@ def test_what_is_allowed_keeps_the_block_well_formed_and_leads_to_its_end(name: 
     assert len({title.strip().casefold() for title in found}) == len(found)
 
 
-def test_no_token_leads_to_where_nothing_can_follow() -> None:
+def test_no_token_leads_to_a_dead_end() -> None:
     mask = BlockMask(BlockFormat(), Vocabulary(Fixed("a", "####", ":", "....", "......", "%%%%"), 6))
     assert allowed_texts(mask, read("####a:")) == {"......"}
 
 
-def test_a_title_of_one_token_is_not_allowed_for_it_might_be_a_repeated_one() -> None:
+def test_a_whole_title_in_one_token_is_not_allowed_as_it_might_be_repeated() -> None:
     mask = BlockMask(BlockFormat(), Vocabulary(Fixed("a", "####", "####a", "####abcd:", ":", "......", "%%%%"), 7))
     assert allowed_texts(mask, read("####b:......")) == {"####", "####a"}
 
 
-def test_titles_are_held_to_their_bounds() -> None:
+def test_titles_have_bounds() -> None:
     vocabulary = get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE)
     mask = BlockMask(BlockFormat(min_title_tokens=2, max_title_tokens=4), vocabulary)
 
@@ -191,7 +191,7 @@ def test_titles_are_held_to_their_bounds() -> None:
         ("####A", tiny.EOS, False),
     ],
 )
-def test_what_a_title_may_hold(text: str, character: Any, may: bool) -> None:
+def test_characters_of_titles(text: str, character: Any, may: bool) -> None:
     mask = BlockMask(BlockFormat(), get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE), banned=[tiny.EOS])
     token = character if isinstance(character, int) else ord(character)
     assert bool(mask.allowed(read(text))[token]) is may
@@ -202,13 +202,13 @@ def test_the_last_branch_is_followed_by_the_terminator() -> None:
     assert allowed_texts(mask, read("####A:......####B:......####", BlockFormat(max_branches=2))) == {"%"}
 
 
-def test_text_outside_of_blocks_is_left_alone() -> None:
+def test_text_outside_of_blocks_is_not_forced() -> None:
     mask = BlockMask(BlockFormat(), get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE))
     for text in ("", "Hi ###", "####A: text", "####A:......####B:......####%%%%"):
         assert mask.allowed(read(text)) is None
 
 
-def test_the_format_goes_before_processors_that_forbid_all_of_it() -> None:
+def test_the_format_overrides_processors_that_forbid_all_of_its_tokens() -> None:
     scores = torch.tensor([[1.0, -torch.inf, 3.0], [1.0, 2.0, -torch.inf], [1.0, 2.0, 3.0]])
     allowed = [torch.tensor([True, True, False]), torch.tensor([False, False, True]), None]
     forced = force(scores, allowed).tolist()
@@ -216,13 +216,13 @@ def test_the_format_goes_before_processors_that_forbid_all_of_it() -> None:
     assert forced == [[1.0, -inf, -inf], [-inf, -inf, 0.0], [1.0, 2.0, 3.0]]
 
 
-def test_a_marker_that_the_tokenizer_cannot_spell_is_refused() -> None:
+def test_a_marker_that_the_tokenizer_cannot_encode_raises() -> None:
     processor = ParallelBlockLogitsProcessor(small_tokenizers.make("split_marker"), ellipsis="……")
     with pytest.raises(ValueError, match="ellipsis must be text that the tokenizer can encode, got '……'"):
         processor(torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 104))
 
 
-# What comes out
+# Generated blocks
 
 
 class Closed(StoppingCriteria):
@@ -316,7 +316,7 @@ def test_the_embedded_model_gives_a_well_formed_skeleton_in_100_of_100_runs(embe
     assert_well_formed(tokenizer.batch_decode(out[:, ids.shape[1] - 1 :]), at_most=2)
 
 
-def test_blocks_of_the_prompt_are_no_business_of_the_processor() -> None:
+def test_blocks_of_the_prompt_are_ignored() -> None:
     tokenizer = small_tokenizers.make("split_marker")
     model = tiny.build("llama")
     ids = torch.tensor([tokenizer.encode("As in ####A:")])
@@ -341,7 +341,7 @@ def test_a_second_block_is_forced_like_the_first() -> None:
     assert texts == {b".", b"..", b"..."}
 
 
-def test_a_processor_reads_rows_that_change_places_from_the_beginning() -> None:
+def test_a_processor_parses_reordered_rows_from_the_beginning() -> None:
     tokenizer = small_tokenizers.make("split_marker")
     vocabulary = get_vocabulary(tokenizer, len(tokenizer))
     processor = ParallelBlockLogitsProcessor(tokenizer, prompt_length=0)

@@ -1,4 +1,4 @@
-"""Pdos calls: skeletons that are none, batches, scores, streamers, settings; nothing that was generated gets lost."""
+"""Calls of pdos: malformed skeletons, batches, scores, streamers, settings; no generated text is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BODIES = ("aa\n####", "bb\n####")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# Skeletons that are none
+# Malformed skeletons
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_malformed_skeleton_is_decoded_sequentially_and_says_so(story: Any, wh
     assert out.stages["branches"].forward_passes == 0
 
 
-def test_after_a_fallback_nothing_is_looked_for_or_forced() -> None:
+def test_after_a_fallback_no_block_is_parsed_or_forced() -> None:
     story = f"A: text.\n{SKELETON} And on."
     assert tell([story, EOS], parallel_hint=True, opening="####").fallback == [None]
     out = tell([story, EOS], parallel_hint=True, opening="########")
@@ -85,7 +85,7 @@ TITLES = st.text(alphabet="ABab:#%. \n", max_size=6)
 
 @st.composite
 def stories(draw: st.DrawFn) -> list[Any]:
-    """Trunks that mostly hold skeletons, with any titles and anything between them."""
+    """Draw trunks that mostly contain skeletons, with arbitrary titles and text between them."""
     parts: list[Any] = []
     for _ in range(draw(st.integers(0, 2))):
         parts += draw(st.one_of(st.just([" x "]), BROKEN))
@@ -96,7 +96,7 @@ def stories(draw: st.DrawFn) -> list[Any]:
 
 
 def assert_nothing_is_lost(out: PDOSOutput, script: Scripted, texts: list[bytes], given: dict[str, Any]) -> None:
-    """The opening and all that was drawn is in the output: in the answer, or in the record of a block."""
+    """Check that the output contains the opening and all sampled tokens: in the answer, or in the record of a block."""
 
     def text(tokens: list[int]) -> bytes:
         return b"".join(texts[token] for token in tokens if token != EOS)
@@ -139,7 +139,7 @@ SETTINGS = st.fixed_dictionaries(
 
 
 def fitting(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings whose opening leaves room for a token."""
+    """Cut the opening so that at least one token can be generated."""
     return {**given, "opening": given["opening"][: given["max_new_tokens"] - 1]}
 
 
@@ -148,7 +148,7 @@ FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(Healt
 
 @FUZZ
 @given(story=stories(), branches=st.lists(BROKEN, max_size=8), given=SETTINGS)
-def test_anything_may_be_written_and_nothing_gets_lost(story: Any, branches: Any, given: dict[str, Any]) -> None:
+def test_no_generated_text_is_lost(story: Any, branches: Any, given: dict[str, Any]) -> None:
     script, given = Scripted([story], branches), fitting(given)
     out = tell(script=script, **given)
     texts = get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE).texts
@@ -158,7 +158,7 @@ def test_anything_may_be_written_and_nothing_gets_lost(story: Any, branches: Any
 
 @FUZZ
 @given(data=st.data(), given=SETTINGS, name=st.sampled_from(["merged_colon", "split_marker"]))
-def test_any_tokens_may_lie_across_any_borders(data: st.DataObject, given: dict[str, Any], name: str) -> None:
+def test_no_text_is_lost_if_tokens_cross_borders(data: st.DataObject, given: dict[str, Any], name: str) -> None:
     tokenizer = small_tokenizers.make(name)
     soup = st.lists(st.one_of(st.sampled_from(PIECES), st.integers(1, len(tokenizer) - 1)), max_size=20)
     script = Scripted([""], [])
@@ -204,7 +204,7 @@ def test_a_seeded_answer_is_the_same_in_any_batch() -> None:
 # Scores
 
 
-def test_scores_stand_where_the_answer_has_the_tokens() -> None:
+def test_scores_are_aligned_with_the_tokens_of_the_answer() -> None:
     out = tell("Now. " + SKELETON, max_new_tokens=70, branch_max_new_tokens=8, output_scores=True, output_logits=True)
     tokens, (block,) = answer(out), out.blocks[0]
     assert len(out.scores) == len(out.logits) == len(tokens) == 70
@@ -279,7 +279,7 @@ def test_a_streamer_of_a_batch_gets_padding_where_a_row_has_no_token() -> None:
         assert [token for token in rows[row] if token != PAD] == answer(out, row, prompts)
 
 
-def test_a_streamer_of_text_hears_skeletons_branches_and_joins() -> None:
+def test_a_parallel_streamer_receives_skeletons_branches_and_joins() -> None:
     listener = TextListener()
     out = tell([SKELETON + "So.", EOS], branches=["aa\n####", ["b", EOS]], streamer=listener)
     assert isinstance(listener, hf_parallel.ParallelStreamer)
@@ -326,7 +326,7 @@ def test_the_prompt_shows_the_format_with_its_markers() -> None:
     )
 
 
-def test_without_the_hint_the_task_goes_alone() -> None:
+def test_without_the_hint_the_prompt_is_the_task_alone() -> None:
     assert prompt_text(SYSTEM, parallel_hint=False) == "[user]Which one?[me]"
     assert prompt_text(None, parallel_hint=False) == "Which one?\n\n"
     assert prompt_text(None).endswith("\n\nWhich one?\n\n")

@@ -1,4 +1,4 @@
-"""Formats of any kind: markers that a caller may choose are forced and found, those that cannot work are refused."""
+"""Custom block formats: their markers are forced and parsed, and impossible ones raise."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def formats(draw: st.DrawFn) -> BlockFormat:
 @pytest.mark.parametrize("name", ["split_marker", "merged_colon"])
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fmt=formats(), data=st.data())
-def test_any_format_leads_to_its_end(name: str, fmt: BlockFormat, data: st.DataObject) -> None:
+def test_any_format_can_be_completed(name: str, fmt: BlockFormat, data: st.DataObject) -> None:
     tokenizer = small_tokenizers.make(name)
     vocabulary = get_vocabulary(tokenizer, len(tokenizer))
     mask, reader = BlockMask(fmt, vocabulary), SkeletonParser(fmt)
@@ -66,7 +66,7 @@ def test_markers_may_have_spaces_inside(fill_in: bool) -> None:
     assert out.fallback == [None]
 
 
-def test_whitespace_inside_a_marker_is_the_only_thing_that_may_come_there() -> None:
+def test_only_the_whitespace_of_a_marker_may_follow_inside_it() -> None:
     vocabulary = get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE)
     mask = get_block_mask(BlockFormat(**SPACED), vocabulary)
     for text, expected in (("# #A- >.", " "), ("# #A- >. . .#", " "), ("# #A- >. . .# #B- >. . .# # ", "e")):
@@ -76,7 +76,7 @@ def test_whitespace_inside_a_marker_is_the_only_thing_that_may_come_there() -> N
         assert {vocabulary.texts[token].decode() for token in allowed.nonzero()[:, 0].tolist()} == {expected}
 
 
-def test_no_token_begins_a_terminator_that_may_not_come_yet() -> None:
+def test_no_token_begins_a_terminator_before_min_branches() -> None:
     fmt = BlockFormat(branch_marker="<part>", terminator="</parts>")
     mask = BlockMask(fmt, Vocabulary(Fixed("a", "<part>", ":", "......", "</", "parts>", "<", "part>"), 8))
     reader = SkeletonParser(fmt)
@@ -87,7 +87,7 @@ def test_no_token_begins_a_terminator_that_may_not_come_yet() -> None:
 
 
 @pytest.mark.parametrize("terminator", ["#####", "########", "####  #"])
-def test_a_terminator_may_go_on_like_a_marker_that_begins_one_byte_later(terminator: str) -> None:
+def test_a_terminator_may_continue_like_a_marker_one_byte_later(terminator: str) -> None:
     fmt = BlockFormat(terminator=terminator, max_branches=2)
     vocabulary = get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE)
     mask, reader = get_block_mask(fmt, vocabulary), SkeletonParser(fmt)
@@ -99,8 +99,8 @@ def test_a_terminator_may_go_on_like_a_marker_that_begins_one_byte_later(termina
     assert reader.phase == DONE
 
 
-def test_a_title_that_has_ended_leaves_nothing_behind() -> None:
-    """What may come behind it is worked out once, not for each title: a mask lives as long as its tokenizer."""
+def test_masks_after_different_titles_are_shared() -> None:
+    """A mask is cached as long as its tokenizer exists, so it must not be stored per title."""
     mask = BlockMask(BlockFormat(), Vocabulary(Fixed("a", "####", ":", "..", "......", "%%%%", "b"), 7))
     for text in (":", ":..", ":......"):
         readers = [SkeletonParser(BlockFormat()) for _ in range(2)]
@@ -111,7 +111,7 @@ def test_a_title_that_has_ended_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("join", ["reencode", "rotate"])
 def test_a_terminator_of_its_own_ends_a_branch_too(join: str) -> None:
-    """As the marker does, which it need not begin with: a model writes it behind the last part."""
+    """Models write the terminator after the last branch; it need not begin with the branch marker."""
     story = ["Now. <part>A:......\n<part>B:......\n</parts> So.", EOS]
     branches = ["aa\n<part>", "bb\n</parts> and more"]
     out = tell(story, branches=branches, branch_marker="<part>", terminator="</parts>", join=join)
@@ -129,7 +129,7 @@ def test_a_terminator_of_its_own_ends_a_branch_too(join: str) -> None:
         ({"branch_stops": ["\n", "\ud800"]}, r"branch_stops must be text without lone surrogates, got '\\ud800'"),
     ],
 )
-def test_texts_that_cannot_work_are_refused(given: dict[str, Any], message: str) -> None:
+def test_impossible_markers_raise(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PDOSConfig(**given)
 
@@ -143,7 +143,7 @@ def test_texts_that_cannot_work_are_refused(given: dict[str, Any], message: str)
         {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=2, keys=[1, 2])},
     ],
 )
-def test_what_knows_the_rows_of_a_call_by_number_is_refused(given: dict[str, Any]) -> None:
+def test_arguments_that_depend_on_row_numbers_raise(given: dict[str, Any]) -> None:
     (name,) = given
     with pytest.raises(ValueError, match=f"{name} cannot be honoured by pdos: branches are rows"):
         tell("a", **given)

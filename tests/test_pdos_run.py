@@ -1,4 +1,4 @@
-"""What a pdos run writes: where blocks and branches begin and end, budgets, what passes cost."""
+"""Runs of pdos: borders of blocks and branches, budgets, forward passes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 import small_tokenizers
 import tiny
 import torch
-from stories import answer, tell
+from stories import answer, before_passes, pass_sizes, tell
 from transformers import StoppingCriteria, StoppingCriteriaList
 from workers import TOKENIZER, Script, encode
 
 from hf_parallel import PDOSOutput
-from hf_parallel.generation.decode import DecodeLoop
 
 EOS = tiny.EOS
 BLANK_LINE, STOP_BLANK = 3, 4  # tokens "\n\n" and ".\n\n"
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def texts(out: PDOSOutput) -> list[list[tuple[str, str]]]:
-    """Of the first prompt what ended each branch, and what it wrote."""
+    """Return for each branch of the first prompt what ended it, and its text."""
     assert out.blocks is not None
     return [[(branch.ended_by, branch.text) for branch in block.branches] for block in out.blocks[0]]
 
@@ -84,7 +83,7 @@ def test_an_answer_may_begin_with_a_given_opening() -> None:
 
 
 @pytest.mark.parametrize("hint", [True, False])
-def test_branches_of_a_block_in_the_opening_write_at_once(hint: bool) -> None:
+def test_branches_of_a_block_in_the_opening_start_at_once(hint: bool) -> None:
     opening = "Now. ####A:......\n####B:" if hint else STORY
     settings: dict[str, Any] = {"parallel_hint": hint, "max_branches": 2, "join": "rotate"}
     out = tell([" So.", EOS], branches=BODIES, opening=opening, **settings)
@@ -98,33 +97,34 @@ def test_branches_of_a_block_in_the_opening_write_at_once(hint: bool) -> None:
     assert out.stats.forward_passes == 2 + 6 + 5  # of the prompt, and of the opening
 
 
-def test_an_opening_without_room_for_its_branches_is_gone_on_from() -> None:
+def test_an_answer_continues_after_an_opening_whose_branches_exceed_the_budget() -> None:
     out = tell([" So.", EOS], opening=STORY, max_new_tokens=len(STORY) + 4, branch_separator="\n---" * 9)
     assert out.fallback == ["the budget is too small for the branches"]
     assert out.transcripts == [STORY + " So."]
 
 
-def test_openings_are_those_of_all_prompts() -> None:
+def test_all_prompts_get_the_opening() -> None:
     prompts = ["Tell: ", "Say it: "]
     out = tell(["A:B:.", EOS], ["Long:Way:.", EOS], prompts=prompts, branches=[*BODIES, "c\n####", "d\n####"],
                opening="Now. ####", parallel_hint=True, max_branches=2)  # fmt: skip
     assert out.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%%.", "Now. ####Long:c\n####Way:d\n####%%%%."]
 
 
-def test_reading_the_opening_counts_as_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = DecodeLoop.step
+def test_the_opening_counts_as_prefill() -> None:
+    passes: list[int] = []
 
-    def slow(loop: DecodeLoop, rows: Any, *settle: Any) -> torch.Tensor:
-        time.sleep(0.2 * (loop.stats.decoded_tokens == 0))
-        return step(loop, rows, *settle)
+    def delay(ids: torch.Tensor, cache: Any) -> None:
+        passes.append(ids.shape[1])
+        time.sleep(0.2 * (len(passes) == 2))  # after the pass of the prompt
 
-    monkeypatch.setattr(DecodeLoop, "step", slow)
-    out = tell(["x", EOS], opening="Now. ")
+    with before_passes(delay):
+        out = tell(["x", EOS], opening="Now. ")
+    assert passes[:2] == [len("Tell: "), len("Now. ")]
     assert out.stats.prefill_seconds > 0.2
     assert sum(stage.seconds for stage in out.stages.values()) < out.stats.decode_seconds * 1.01
 
 
-def test_an_opening_is_given_as_its_tokenizer_writes_it() -> None:
+def test_an_opening_is_encoded_by_its_tokenizer() -> None:
     tokenizer = small_tokenizers.make("merged_colon")
     opening = "r:\n#"
     out = tell(tokenizer.encode("So."), tokenizer=tokenizer, opening=opening, max_new_tokens=12)
@@ -140,7 +140,7 @@ def test_without_return_dict_the_sequences_come_back() -> None:
 # Tokens that hold markers and more
 
 
-def test_whitespace_in_a_token_stays_with_what_it_stands_in() -> None:
+def test_whitespace_in_a_token_is_not_split_off() -> None:
     script = [
         "Now",
         STOP_BLANK,
@@ -175,7 +175,7 @@ def test_markers_in_several_tokens_or_merged_with_other_text(name: str, join: st
 
 
 def test_whitespace_that_shares_a_token_with_a_marker_stays_with_it() -> None:
-    """As the model wrote it: nothing is spelled anew, and nothing of it is computed for the trunk."""
+    """Such tokens are not encoded anew, and no part of them is computed for the trunk."""
     tokenizer = small_tokenizers.make("merged_colon")
     line = tokenizer.convert_tokens_to_ids("\n#")
     story, bodies = "So,\n####A:...... \n####B:...... \n####%%%%!", ["aa####", "bb####"]
@@ -197,7 +197,7 @@ def test_whitespace_that_shares_a_token_with_a_marker_stays_with_it() -> None:
     ) + len(out.blocks[0][0].branches[1].prefix) + len("bb") + len(tokenizer.encode("\n####%%%%"))
 
 
-# What ends a branch
+# Ends of branches
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ class EndsAt(StoppingCriteria):
 
 
 @pytest.mark.parametrize("kind", ["criterion", "string"])
-def test_a_criterion_ends_the_branch_or_the_answer_that_it_is_about(kind: str) -> None:
+def test_a_criterion_ends_a_branch_or_an_answer(kind: str) -> None:
     tokenizer = small_tokenizers.make("split_marker")
     mine = StoppingCriteriaList([EndsAt(tokenizer.convert_tokens_to_ids("z"))])
     criterion = {"stopping_criteria": mine} if kind == "criterion" else {"stop_strings": ["z"]}
@@ -261,7 +261,7 @@ def test_a_criterion_ends_the_branch_or_the_answer_that_it_is_about(kind: str) -
     assert out.fallback == ["the answer ended inside a block"]
 
 
-def test_nothing_is_filled_in_behind_the_end_of_an_answer() -> None:
+def test_nothing_is_filled_in_after_the_end_of_an_answer() -> None:
     tokenizer = small_tokenizers.make("split_marker")
     story = tokenizer.encode("Now. ####A:")
     out = tell(story, tokenizer=tokenizer, stop_strings=[":"], parallel_hint=True)
@@ -269,15 +269,15 @@ def test_nothing_is_filled_in_behind_the_end_of_an_answer() -> None:
     assert out.fallback == ["the answer ended inside a block"]
 
 
-def test_a_logits_processor_of_the_callers_own_is_asked_in_branches_too() -> None:
-    asked: list[list[str]] = []
+def test_the_callers_logits_processor_is_applied_to_branches_too() -> None:
+    received: list[list[str]] = []
 
     def listen(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        asked.append([TOKENIZER.decode(row, skip_special_tokens=True).strip("\0") for row in input_ids.tolist()])
+        received.append([TOKENIZER.decode(row, skip_special_tokens=True).strip("\0") for row in input_ids.tolist()])
         return scores
 
     tell([STORY, EOS], branches=BODIES, logits_processor=[listen])
-    rows = {text.replace("<pad>", "") for texts in asked for text in texts}
+    rows = {text.replace("<pad>", "") for texts in received for text in texts}
     assert {"Tell: Now. ####A:aa", "Tell: Now. ####B:bb", "Tell: Now. ####A:aa\n####B:bb\n####%%%%"} <= rows
 
 
@@ -291,10 +291,10 @@ def test_the_budget_is_that_of_the_joined_answer() -> None:
         assert out.fallback == [None]
         assert out.transcripts[0].startswith("Now. ####A:a")
         (one, other) = (branch.text for branch in out.blocks[0][0].branches)
-        assert len(one) - len(other) in (0, 1)  # where the budget is odd the first one gets the token
+        assert len(one) - len(other) in (0, 1)  # the first branch gets the odd token
 
 
-def test_a_branch_that_ends_leaves_its_share_to_the_others() -> None:
+def test_a_branch_that_ends_leaves_its_budget_to_the_others() -> None:
     out = tell(STORY, branches=["a####", "b" * 50], max_new_tokens=60)
     assert [len(text) for text in out.branch_texts[0][0]] == [1, 60 - len("Now. ####A:a\n####B:\n####%%%%") - 4]
 
@@ -309,7 +309,7 @@ def test_a_budget_that_ends_inside_a_block_falls_back(budget: int, hint: bool) -
     assert out.blocks == [[]]
 
 
-def test_a_budget_without_room_for_branches_falls_back() -> None:
+def test_a_budget_too_small_for_branches_falls_back() -> None:
     story = STORY.replace("......", "...")
     long = tell(story, branches=("a" * 9, "b" * 9), ellipsis="...", branch_separator="\n---", max_new_tokens=len(story))
     assert long.fallback == ["the budget is too small for the branches"]
@@ -317,26 +317,18 @@ def test_a_budget_without_room_for_branches_falls_back() -> None:
 
 
 @pytest.mark.parametrize("join", ["reencode", "rotate"])
-def test_what_is_joined_is_brought_in_chunks_of_a_prefill(monkeypatch: pytest.MonkeyPatch, join: str) -> None:
-    sizes: list[int] = []
-    forward = DecodeLoop.forward
-
-    def noted(loop: DecodeLoop, brought: Any, ends: Any) -> torch.Tensor:
-        sizes.append(sum(len(tokens) for _, tokens in brought))
-        return forward(loop, brought, ends)
-
-    monkeypatch.setattr(DecodeLoop, "forward", noted)
+def test_joined_tokens_are_computed_in_chunks_of_a_prefill(join: str) -> None:
     settings: dict[str, Any] = {"branches": ["a" * 20 + "####", None], "branch_max_new_tokens": 30, "join": join}
-    whole = tell(STORY, max_new_tokens=120, **settings)
+    with pass_sizes() as sizes:
+        whole = tell(STORY, max_new_tokens=120, **settings)
     again = len("\n####B:") + 30 + len("\n####%%%%")
-    assert max(sizes) == (again if join == "reencode" else len("####A:####B:"))
-    sizes.clear()
-    out = tell(STORY, max_new_tokens=120, prefill_chunk_size=5, **settings)
-    assert max(sizes[sizes.index(len("####A:####B:")) + 1 :]) <= 5 + 3  # a chunk and what the branches owe
+    titles = len("####A:####B:")
+    assert max(sizes) == (again if join == "reencode" else titles)
+    with pass_sizes() as sizes:
+        out = tell(STORY, max_new_tokens=120, prefill_chunk_size=5, **settings)
+    assert max(sizes[sizes.index(titles) + 1 :]) <= 5 + 3  # a chunk and the pending writes of the branches
     assert out.transcripts == whole.transcripts
-    assert out.stats.forward_passes == 2 + sum(
-        stage.forward_passes for stage in out.stages.values()
-    )  # the prompt has 6
+    assert out.stats.forward_passes == 2 + sum(stage.forward_passes for stage in out.stages.values())
 
 
 def test_decoding_costs_one_pass_for_a_token_of_every_branch() -> None:

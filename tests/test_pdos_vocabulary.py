@@ -1,4 +1,4 @@
-"""Vocabularies: tokens are read as the bytes that they stand for, and texts are spelled in tokens."""
+"""Vocabularies: bytes of tokens, and tokens of bytes."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_the_embedded_tokenizer_is_read_as_it_decodes(embedded: tuple[Any, Any])
     assert {b"<|endoftext|>", b"<|im_start|>", b"<|im_end|>"} <= special
 
 
-def test_every_byte_can_be_spelled_where_the_tokenizer_knows_bytes() -> None:
+def test_every_byte_can_be_encoded_if_the_tokenizer_has_byte_tokens() -> None:
     for name in ("byte_level", "sentencepiece"):
         tokenizer = small_tokenizers.make(name)
         vocabulary = get_vocabulary(tokenizer, len(tokenizer))
         assert all(vocabulary.decode(vocabulary.encode(bytes([byte])) or ()) == bytes([byte]) for byte in range(256))
 
 
-def test_tokens_that_only_the_model_knows_have_no_text() -> None:
+def test_tokens_without_a_tokenizer_entry_have_no_text() -> None:
     tokenizer = small_tokenizers.make("byte_level")
     vocabulary = Vocabulary(tokenizer, len(tokenizer) + 5)
     assert len(vocabulary) == len(tokenizer) + 5
@@ -135,11 +135,11 @@ def test_a_tokenizer_may_have_no_hash() -> None:
     assert get_vocabulary(Wrapped(Fixed("a", "####")), 2).texts == [b"a", b"####"]
 
 
-# Texts of a caller's own
+# Texts of the caller
 
 
-def test_a_text_is_given_as_its_tokenizer_writes_it() -> None:
-    """Not in the fewest tokens, which a model has not learnt to read."""
+def test_a_text_is_encoded_by_its_tokenizer() -> None:
+    """The fewest tokens would differ from the training data of a model."""
     tokenizer = small_tokenizers.make("merged_colon")
     vocabulary = get_vocabulary(tokenizer, len(tokenizer))
     text = "r:\n#"
@@ -148,7 +148,7 @@ def test_a_text_is_given_as_its_tokenizer_writes_it() -> None:
     assert len(vocabulary.encode(text.encode())) < len(written)
 
 
-def test_a_text_that_its_tokenizer_adds_a_space_to_is_spelled() -> None:
+def test_a_text_to_which_its_tokenizer_adds_a_space_is_encoded_exactly() -> None:
     tokenizer = small_tokenizers.make("sentencepiece")
     vocabulary = get_vocabulary(tokenizer, len(tokenizer))
     tokens = encode_exactly(tokenizer, vocabulary, "Anna")
@@ -156,7 +156,7 @@ def test_a_text_that_its_tokenizer_adds_a_space_to_is_spelled() -> None:
     assert vocabulary.decode(tokenizer.encode("Anna")) == b" Anna"
 
 
-def test_a_text_of_tokens_that_the_model_does_not_know_is_spelled() -> None:
+def test_a_text_whose_tokens_are_outside_the_vocabulary_is_encoded_otherwise() -> None:
     tokenizer = copy.deepcopy(small_tokenizers.make("split_marker"))
     size = len(tokenizer)
     tokenizer.add_tokens(["<part>"])

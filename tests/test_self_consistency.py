@@ -1,4 +1,4 @@
-"""Self-consistency: what is sampled, how it is counted, what comes back, and what the model reads in the end."""
+"""Self-consistency: answers, votes, conclusions, outputs, streamers, invalid settings."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
+from stories import before_passes
 from test_malformed import describe, failing
 from transformers import PreTrainedModel, TextStreamer
 from workers import TOKENIZER, Recording, Script, Scripted, encode, small_model
@@ -24,6 +25,7 @@ from hf_parallel import (
     UnsupportedModelError,
 )
 from hf_parallel.generation.modes.final_answers import BOXED, find_answer, majority, normal_form
+from hf_parallel.models.capabilities import probe_capabilities
 
 EVERY_SETTING: dict[str, Any] = {
     "seed": [1, 2, 3],
@@ -56,7 +58,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def vote(*scripts: Script, prompts: Sequence[str] = ("P",), final: Script = "", **settings: Any) -> Any:
-    """Let the answers be what the scripts say, and the reader's text `final`."""
+    """Generate with scripted answers, and `final` as the text of the conclusion."""
     ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in prompts])
     given = {
         "num_answers": len(scripts) // len(prompts),
@@ -69,18 +71,18 @@ def vote(*scripts: Script, prompts: Sequence[str] = ("P",), final: Script = "", 
 
 
 def answer(model: PreTrainedModel, ids: torch.Tensor, **settings: Any) -> Any:
-    """A model's own choices."""
+    """Generate without scripts."""
     given = {"max_new_tokens": NEW, "do_sample": True, "return_dict_in_generate": True, "tokenizer": TOKENIZER}
     return model.generate(ids, generation_mode="self_consistency", **{**given, **settings})  # type: ignore[operator]
 
 
 def greedy(model: PreTrainedModel, ids: torch.Tensor, **settings: Any) -> Any:
-    """What plain `generate` writes, asked to sample among one token."""
+    """Return the output of plain `generate` that samples with top_k=1."""
     given = {"max_new_tokens": NEW, "do_sample": True, "top_k": 1, **settings}
     return model.generate(ids, generation_mode=None, **given)  # type: ignore[operator]
 
 
-# Counting
+# Votes
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def greedy(model: PreTrainedModel, ids: torch.Tensor, **settings: Any) -> Any:
         (["\\boxed{1} or \\boxed{2}", "\\boxed{2}", "\\boxed{1}"], ["2", "2", "1"], {"2": 2, "1": 1}, 0),
     ],
 )
-def test_the_majority_wins_and_of_equals_the_first(
+def test_the_majority_wins_and_the_first_of_equals(
     texts: list[str], found: list[str | None], votes: dict[str, int], chosen: int
 ) -> None:
     out = vote(*([text, EOS] for text in texts))
@@ -109,7 +111,7 @@ def test_the_majority_wins_and_of_equals_the_first(
     assert out.sequences.tolist() == [[*encode("P"), *encode(texts[chosen]), EOS]]
 
 
-def test_each_prompt_of_a_batch_has_an_election_of_its_own() -> None:
+def test_each_prompt_of_a_batch_has_its_own_vote() -> None:
     one, two, three = (f"\\boxed{{{n}}}" for n in (1, 2, 3))
     long = "so it is " + three
     out = vote(one, two, two, long, one, long, prompts=["PP", "Q"])
@@ -120,14 +122,14 @@ def test_each_prompt_of_a_batch_has_an_election_of_its_own() -> None:
     assert TOKENIZER.decode(out.sequences[1, 2:].tolist()) == long
 
 
-def test_the_longest_answer_chosen_sets_the_length() -> None:
+def test_the_longest_chosen_answer_determines_the_length() -> None:
     out = vote(["\\boxed{1}", EOS], "much longer", "much longer")
     assert out.sequences.shape[1] == 1 + len("\\boxed{1}") + 1
     out = vote(["\\boxed{1}", EOS], "no", ["\\boxed{22}", EOS], "no", prompts=["P", "Q"])
     assert out.sequences[0].tolist() == [*encode("P\\boxed{1}"), EOS, tiny.PAD]
 
 
-def test_an_answer_pattern_of_ones_own() -> None:
+def test_a_custom_answer_pattern() -> None:
     texts = ("Name: Ann", "name: Bob", "NAME: BOB.")
     out = vote(*([text, EOS] for text in texts), answer_pattern=r"(?i)name: (\w+\.?)")
     assert out.found[0] == ["Ann", "Bob", "BOB."]
@@ -177,17 +179,17 @@ def test_the_last_complete_box_is_the_answer(text: str, answer: str | None) -> N
     assert find_answer(BOXED, text) == answer
 
 
-def test_a_pattern_without_group_is_the_answer_whole() -> None:
+def test_a_pattern_without_group_matches_the_whole_answer() -> None:
     assert find_answer(r"\d+", "1 22 333") == "333"
     assert find_answer("", "1 22 333") is None
 
 
 @pytest.mark.parametrize(("text", "answer"), [("\\boxed{}", None), ("\\boxed{ }", None), ("\\boxed{4} \\boxed{}", "4")])
-def test_an_empty_form_is_no_answer(text: str, answer: str | None) -> None:
+def test_an_empty_box_is_no_answer(text: str, answer: str | None) -> None:
     assert find_answer(BOXED, text) == answer
 
 
-def test_majority_of_nobody() -> None:
+def test_majority_without_votes() -> None:
     assert majority([]) == (0, {})
 
 
@@ -196,7 +198,7 @@ def test_majority_of_nobody() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 def test_answers_are_the_completions_of_shared_prefix(name: str) -> None:
-    """With one source of randomness per row, as `num_return_sequences` would have."""
+    """With one RNG per row, as with `num_return_sequences`."""
     model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
     out = answer(model, BATCH, attention_mask=MASK, num_answers=3, seed=5)
     rows = model.generate(
@@ -211,7 +213,7 @@ def test_answers_are_the_completions_of_shared_prefix(name: str) -> None:
     texts = [TOKENIZER.decode(row[BATCH.shape[1] :].tolist()) for row in rows]
     assert out.texts == [texts[:3], texts[3:]]
     assert len(set(texts)) > 2
-    assert torch.equal(out.sequences, rows[[0, 3]])  # nobody found an answer: the first ones
+    assert torch.equal(out.sequences, rows[[0, 3]])  # there are no final answers, so the first ones are chosen
     assert out.stats.prefilled_tokens == MASK.sum()
     assert out.stats.forward_passes == NEW
 
@@ -228,7 +230,7 @@ def test_the_chosen_row_and_its_scores_are_those_of_generate() -> None:
 
 
 @pytest.mark.parametrize("prompts", [[0, 1], [1, 0], [0]])
-def test_a_repetition_penalty_overlooks_padding_as_under_generate(prompts: list[int]) -> None:
+def test_a_repetition_penalty_ignores_padding_as_under_generate(prompts: list[int]) -> None:
     ids, mask = tiny.left_pad([PROMPTS[i] for i in prompts])
     end = int(greedy(small_model(), ids, attention_mask=mask, repetition_penalty=1.7)[0, ids.shape[1] + 3])
     given = {"attention_mask": mask, "repetition_penalty": 1.7, "eos_token_id": end}
@@ -261,37 +263,37 @@ def test_a_seed_makes_a_call_repeatable_in_any_batch() -> None:
     assert (batch.texts[0], batch.conclusions[0]) == (first.texts[0], first.conclusions[0])
 
 
-def test_num_return_sequences_makes_several_elections_of_one_prompt() -> None:
+def test_num_return_sequences_gives_several_votes_per_prompt() -> None:
     out = answer(small_model(), PROMPTS[0][None], num_answers=2, num_return_sequences=3, seed=1)
     assert out.sequences.shape[0] == len(out.texts) == 3
     assert len({tuple(texts) for texts in out.texts}) == 3
 
 
-def test_without_return_dict_the_sequences_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = []
-    monkeypatch.setattr(SharedPrefixCache, "reset", lambda self: (caches.append(self), BlockCache.reset(self)))
-    for kind in ("majority", "final"):
-        out = vote("\\boxed{1}", "\\boxed{2}", vote=kind, final="2}")
+@pytest.mark.parametrize("kind", ["majority", "final"])
+def test_without_return_dict_the_sequences_are_returned_and_the_cache_is_freed(kind: str) -> None:
+    out = vote("\\boxed{1}", "\\boxed{2}", vote=kind, final="2}")
+    caches = set()
+    with before_passes(lambda ids, cache: caches.add(cache)):
         plain = vote("\\boxed{1}", "\\boxed{2}", vote=kind, final="2}", return_dict_in_generate=False)
-        assert torch.equal(plain, out.sequences)
-    assert [cache.kv_bytes for cache in caches] == [0, 0]
+    assert torch.equal(plain, out.sequences)
+    assert [cache.kv_bytes for cache in caches] == [0]
 
 
-# The reader of all answers
+# Conclusions
 
 
-def test_the_reader_reads_all_answers_and_says_the_last_word() -> None:
+def test_the_conclusion_reads_all_answers() -> None:
     recording = Recording()
     out = vote(["x \\boxed{4}", EOS], "\\boxed{5}.....", ["\\boxed{6}", EOS], vote="final", final="5.0} is it")
     read = "P[1]x \\boxed{4}[2]\\boxed{5}.....[3]\\boxed{6}So \\boxed{"
     passes = recording.passes
     reading = next(p for p in passes if p.seen[-1] == read)
-    assert TOKENIZER.decode(out.sequences[0].tolist()) == read + "5.0}"  # it stops at its answer
+    assert TOKENIZER.decode(out.sequences[0].tolist()) == read + "5.0}"  # it ends at its final answer
     assert out.conclusions == ["So \\boxed{5.0}"]
     assert out.answers == ["5.0"]
     assert out.chosen == [1]
     assert out.found == [["4", "5", "6"]]
-    assert reading.num_tokens == len(read) - len("P"), "the prompt is held already"
+    assert reading.num_tokens == len(read) - len("P"), "the prompt is cached already"
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
@@ -316,19 +318,19 @@ def test_without_a_header_the_first_answer_is_not_computed_again() -> None:
         vote("abcdef", "ghijkl", vote="final", conclusion_tokens=1, answer_header=header) for header in ("|", "")
     )
     assert headed.stats.prefilled_tokens == len("P" + "|abcdef|ghijkl" + "So \\boxed{")
-    assert bare.stats.prefilled_tokens == len("P" + "f" + "ghijkl" + "So \\boxed{")  # f has not been read yet
+    assert bare.stats.prefilled_tokens == len("P" + "f" + "ghijkl" + "So \\boxed{")  # the key of f was not computed yet
 
 
 @pytest.mark.parametrize(
     ("final", "found", "chosen"), [("9}", "9", None), ("nothing", None, None), ("4}", "4", 0), (["4", EOS], None, None)]
 )
-def test_the_reader_may_disagree_with_all_or_say_nothing(final: Script, found: str | None, chosen: int | None) -> None:
+def test_the_conclusion_may_disagree_or_have_no_answer(final: Script, found: str | None, chosen: int | None) -> None:
     out = vote("\\boxed{4}", "\\boxed{4}", vote="final", final=final, conclusion_tokens=7)
     assert out.answers == [found]
     assert out.chosen == [chosen]
 
 
-def test_without_a_pattern_the_reader_writes_to_its_end() -> None:
+def test_without_a_pattern_the_conclusion_uses_its_budget() -> None:
     out = vote("aa", "bb", vote="final", final="4} and more", conclusion_tokens=6, answer_pattern="")
     assert out.conclusions == ["So \\boxed{4} and"]
     assert (out.answers, out.votes) == ([None], [{}])
@@ -337,7 +339,7 @@ def test_without_a_pattern_the_reader_writes_to_its_end() -> None:
 # Caches
 
 
-def test_a_kept_cache_knows_prompts_and_answers() -> None:
+def test_a_kept_cache_holds_prompts_and_answers() -> None:
     cache = SharedPrefixCache()
     settings = {"num_answers": 2, "past_key_values": cache, "seed": 1}
     first = answer(small_model(), PROMPTS[0][None], **settings)
@@ -357,7 +359,7 @@ def test_an_interrupt_harms_neither_model_nor_kept_cache(at: int) -> None:
         answer(model, BATCH, attention_mask=MASK, **settings)
     assert describe(model) == before
     assert torch.equal(greedy(model, BATCH, attention_mask=MASK), expected)
-    assert {node.block for node in cache.nodes()} == cache.blocks, "blocks that nobody holds"
+    assert {node.block for node in cache.nodes()} == cache.blocks, "leaked blocks"
     again = answer(model, BATCH, attention_mask=MASK, **settings)
     fresh = answer(model, BATCH, attention_mask=MASK, **{**settings, "past_key_values": None})
     assert torch.equal(again.sequences, fresh.sequences)
@@ -382,12 +384,12 @@ class Listener:
         self.ended += 1
 
 
-def test_a_streamer_of_one_row_is_told_the_answer_that_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_streamer_receives_the_chosen_answer(capsys: pytest.CaptureFixture[str]) -> None:
     vote("\\boxed{4}", "\\boxed{5}", "\\boxed{5}", streamer=TextStreamer(TOKENIZER, skip_prompt=True))
     assert capsys.readouterr().out.strip() == "\\boxed{5}"
 
 
-def test_a_streamer_of_rows_hears_every_answer_and_the_reader() -> None:
+def test_a_parallel_streamer_receives_every_answer_and_the_conclusion() -> None:
     listener = Listener()
     out = vote(["ab", EOS], "cdef", streamer=listener, vote="final", final="1}")
     assert listener.rows[0] == [("", "begin"), ("a", "token"), ("b", "token"), ("", "token"), ("", "end")]
@@ -397,7 +399,7 @@ def test_a_streamer_of_rows_hears_every_answer_and_the_reader() -> None:
     assert listener.ended == 1
 
 
-# What is refused
+# Invalid settings
 
 
 class Foreign(AsciiTokenizer):
@@ -446,14 +448,14 @@ def test_malformed_settings_raise_and_the_model_works_as_before(settings: dict[s
     assert answer(model, PROMPTS[0][None], num_answers=1).sequences.shape == (1, 23 + NEW)
 
 
-def test_one_greedy_answer_is_what_generate_gives() -> None:
+def test_one_greedy_answer_equals_generate() -> None:
     out = answer(small_model(), BATCH, attention_mask=MASK, num_answers=1, do_sample=False)
     assert torch.equal(out.sequences, greedy(small_model(), BATCH, attention_mask=MASK))
 
 
-def test_a_reading_that_is_too_long_for_a_model_is_refused() -> None:
+def test_a_conclusion_that_is_too_long_for_a_model_raises() -> None:
     model = hf_parallel.enable(copy.deepcopy(tiny.build("llama-dynamic")))
-    longest = model._parallel_capabilities.max_length
+    longest = probe_capabilities(model).max_length
     at_once = {"num_answers": 2, "vote": "final", "eos_token_id": list(range(tiny.VOCAB_SIZE)), **TEXTS}
     fits = longest - len("[1][2]So \\boxed{") - len(PROMPTS[1])
     assert answer(model, PROMPTS[1][None], conclusion_tokens=fits, **at_once).conclusions == ["So \\boxed{"]

@@ -1,4 +1,4 @@
-"""`shared_prefix` writes what `generate` writes, token for token, and computes each unique token once."""
+"""`shared_prefix` equals `generate` token by token, and computes each unique token once."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ from transformers.generation.utils import GenerateOutput
 
 import hf_parallel
 from hf_parallel import ParallelOutput, SharedPrefixCache, SharedPrefixConfig
+
+EVERY_SETTING: dict[str, Any] = {
+    "seed": 5,
+    "cuda_graph": False,
+    "keep_completions": False,
+    "replay": "hotspot",
+    "prefetch": True,
+    "draft_tokens": 4,
+    "levels": [[5, 6], [7], [8, 9]],
+}
+"""A value other than the default for each setting that can be stored."""
+SMALL_CALL: dict[str, Any] = {}
+"""Arguments of a short call with a tiny model."""
 
 NAMES = list(ARCHITECTURES)
 SOME = ["llama", "gemma3_text", "gpt2"]  # one rotary table, two of them and windows, learned positions
@@ -46,7 +59,7 @@ def enabled() -> Iterator[Enable]:
 
 
 class Batch(NamedTuple):
-    """Left-padded prompts and what plain greedy `generate` makes of them."""
+    """Left-padded prompts, and their greedy completions by plain `generate`."""
 
     rows: list[torch.Tensor]
     input_ids: torch.Tensor
@@ -231,7 +244,7 @@ def test_sampling_on_computes_one_token_per_prompt(name: str, enabled: Enable) -
 @pytest.mark.parametrize("name", SOME)
 def test_added_suffixes_equal_generate(name: str, enabled: Enable) -> None:
     batch, model, held = clear_batch(name), enabled(name), SharedPrefixCache()
-    for some in (slice(6, None), slice(0, 6)):  # the bare root first, what stands on it then
+    for some in (slice(6, None), slice(0, 6)):  # the shared root first, then its suffixes
         input_ids, attention_mask = tiny.left_pad(batch.rows[some])
         output = shared(model, input_ids, attention_mask=attention_mask, past_key_values=held)
         assert torch.equal(output.sequences[:, input_ids.shape[1] :], batch.new_tokens[some])
@@ -250,7 +263,7 @@ def test_continued_chat_equals_generate(name: str, enabled: Enable) -> None:
     output = shared(model, input_ids, attention_mask=attention_mask, past_key_values=held)
     assert torch.equal(output.sequences, plainly(model, input_ids, attention_mask=attention_mask).sequences)
     assert output.stats is not None
-    # The last token of a completion was never read; twins wrote the same completion, and one of them holds it.
+    # The last token of a completion was never computed; equal completions are stored once.
     twin = NEW - 1
     assert output.stats.prefilled_tokens == unique_tokens(chats) - (before - twin)
 
@@ -298,16 +311,16 @@ def test_levels_over_a_kept_cache_equal_generate(enabled: Enable) -> None:
     for again in (False, True):
         output = shared(model, None, levels=[root, *rest], past_key_values=held)
         assert torch.equal(output.sequences[:, -NEW:], batch.new_tokens[:4])
-        assert (output.stats.prefilled_tokens > 4) != again  # what is held is only asked for its last logits
+        assert (output.stats.prefilled_tokens > 4) != again  # only the last tokens of cached prompts are computed again
     output = shared(model, **batch.inputs, past_key_values=held)
     assert torch.equal(output.sequences, batch.expected)
 
 
-# Code that knows nothing of it
+# Code that does not name the mode
 
 
 def rollout(model: PreTrainedModel, batch: Batch, num_generations: int, **settings: Any) -> torch.Tensor:
-    """What TRL's GRPOTrainer does: each prompt repeated, a generation config of its own, no word of a mode."""
+    """Generate as TRL's GRPOTrainer does: with repeated prompts and its own generation config."""
     config = GenerationConfig(max_new_tokens=NEW, do_sample=True, top_k=1, pad_token_id=tiny.PAD, **settings)
     return model.generate(  # type: ignore[operator]
         input_ids=batch.input_ids.repeat_interleave(num_generations, dim=0),
@@ -328,7 +341,7 @@ def test_rollout_loop_uses_the_mode_that_the_model_names(enabled: Enable) -> Non
     assert before.tokens == 4 * (batch.input_ids.numel() + len(batch.rows) * (NEW - 1))
     assert after.tokens == unique_tokens(batch.rows) + 4 * len(batch.rows) * (NEW - 1)
     with TokenCount(model) as plain:
-        output = plainly(model, **batch.inputs, generation_mode=None)  # what None asks for
+        output = plainly(model, **batch.inputs, generation_mode=None)  # None: plain generation
     assert torch.equal(output.sequences, batch.expected)
     assert plain.tokens == batch.input_ids.numel() + len(batch.rows) * (NEW - 1)
 

@@ -60,15 +60,15 @@ TEXTS: dict[str, Any] = {
     "point_gap": "|",
     "conclusion_prompt": "[END]",
 }
-"""Short texts, so that what a row reads can be written out in a test."""
+"""Short texts, so that tests can spell out prompts."""
 POINTS = " a\n2. b\n3. c"
-"""What an outline of three points goes on with."""
+"""Continuation of an outline of three points."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Replies(LogitsProcessor):
-    """Lets rows whose prompt ends with a key write its script, and then end; others choose for themselves.
+    """Forces rows whose prompt ends with a key to write its script and end; others decode greedily.
 
     Of keys that end alike, the longest counts.
     """
@@ -100,7 +100,7 @@ class Replies(LogitsProcessor):
 def write(
     scripts: Mapping[str, Script], prompts: Sequence[str] = ("P",), model: PreTrainedModel | None = None, **more: Any
 ) -> Any:
-    """Let rows whose prompts end with the keys write the scripts; without a budget, as much as they want to."""
+    """Generate with scripts by the end of a row's prompt; by default with a budget that fits all of them."""
     ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in prompts])
     given = {
         "tokenizer": TOKENIZER,
@@ -122,7 +122,7 @@ def scripts(*points: Script, outline: Script = POINTS, end: Script = "e") -> dic
 
 
 def greedy(model: PreTrainedModel, tokens: Sequence[int], new: int = NEW, **more: Any) -> list[int]:
-    """What `generate` writes behind the tokens."""
+    """Return the greedy completion of tokens by `generate`."""
     ids = torch.tensor([list(tokens)])
     out = model.generate(ids, generation_mode=None, do_sample=False, max_new_tokens=new, **more)  # type: ignore[operator]
     return out[0, len(tokens) :].tolist()
@@ -206,7 +206,7 @@ def test_points_are_read_from_an_outline(outline: str, points: list[str]) -> Non
     assert DEFAULT.read_points(outline) == points
 
 
-def test_a_line_that_the_budget_cut_off_is_no_point() -> None:
+def test_a_truncated_line_is_no_point() -> None:
     assert DEFAULT.read_points("1. Bread\n2. Butter\n3. Ja", truncated=True) == ["Bread", "Butter"]
     out = write({"[OUTLINE]1.": " aa\n2. bb\n3. cccc"}, outline_tokens=14, max_new_tokens=2)
     assert out.outlines == ["1. aa\n2. bb\n3. c"]
@@ -235,7 +235,7 @@ def test_an_outline_ends_with_its_list(outline: str, ends: bool) -> None:
     assert DEFAULT.outline_ends(outline) == ends
 
 
-def test_a_complete_outline_is_not_written_on() -> None:
+def test_a_complete_outline_ends() -> None:
     out = write(scripts("x", "y", "z", outline=POINTS + "\n\nSo much for that.\nMore"), max_points=5)
     assert out.outlines == ["1." + POINTS + "\n\nSo much for that.\n"]
     out = write(scripts("x", "y", outline=POINTS + "\n4. d"), max_points=2)

@@ -1,16 +1,16 @@
-"""A Skeleton-of-Thought call as a whole: what it costs, interrupts, streamers, and settings that are refused."""
+"""Calls of Skeleton-of-Thought: cost, interrupts, streamers, invalid settings."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stories import before_passes, pass_sizes
 from test_malformed import describe, failing
 from test_self_consistency import Foreign, Listener
 from test_skeleton_of_thought import (
@@ -33,36 +33,25 @@ from hf_parallel import BlockCache, SharedPrefixCache, SkeletonOfThoughtConfig
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# What it costs
-
-
-@contextmanager
-def pass_sizes() -> Iterator[list[int]]:
-    """Record the number of tokens of each forward pass."""
-    sizes: list[int] = []
-    hook = small_model().register_forward_pre_hook(
-        lambda model, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    with hook:
-        yield sizes
+# Cost
 
 
 @pytest.mark.parametrize(("workers", "steps"), [(None, 6), (3, 6), (2, 8), (1, 15)])
-def test_as_a_worker_ends_its_point_it_takes_the_next(workers: int | None, steps: int) -> None:
-    """Points of 7, 3 and 6 tokens: of two workers, the one that has written 3 goes on with 6."""
+def test_the_next_point_starts_when_one_ends(workers: int | None, steps: int) -> None:
+    """Points of 7, 3 and 6 tokens: with two workers, the third point starts after the second."""
     with pass_sizes() as sizes:
         out = write(scripts("x" * 6, "yy", "z" * 5), point_workers=workers, conclusion_tokens=0)
     assert out.texts == ["1. a:xxxxxx|2. b:yy|3. c:zzzzz"]
     outline, *points = 1 + len(POINTS), *sizes[1 + len(POINTS) :]
-    assert len(points) == 1 + steps, "a first token follows from the prompts, which are read in one pass"
+    assert len(points) == 1 + steps, "the prompts of all points are prefilled in one pass"
     assert max(points[1:]) == (workers or 3)
-    assert sum(points[1:]) == 7 + 3 + 6 - (workers or 3), "later points ask the last token of their prompts again"
+    assert sum(points[1:]) == 7 + 3 + 6 - (workers or 3), "the last prompt token of a later point is computed again"
     assert out.stats.forward_passes == outline + len(points)
     assert out.stats.decoded_tokens == len(POINTS) + 1 + 7 + 3 + 6
 
 
 def test_workers_are_counted_for_each_prompt() -> None:
-    """Two prompts, one of them without an outline: its answer is no point and waits for nobody."""
+    """Two prompts, one without an outline, whose answer is not a point and starts at once."""
     replies = {**scripts("x" * 6, "yy", "z" * 5), "Q[OUTLINE]1.": ""}
     both = write(replies, ["P", "Q"], point_workers=1, conclusion_tokens=0, max_new_tokens=14)
     alone = write(replies, ["P"], point_workers=1, conclusion_tokens=0, max_new_tokens=14)
@@ -70,17 +59,17 @@ def test_workers_are_counted_for_each_prompt() -> None:
 
 
 @pytest.mark.parametrize("workers", [None, 1])
-def test_what_prompts_have_in_common_is_computed_once(workers: int | None) -> None:
+def test_shared_prefixes_are_computed_once(workers: int | None) -> None:
     out = write(scripts("xx", "y", "zz", end=""), ["Long prompt", "Long"], point_workers=workers)
     read = [encode(prompt + "[OUTLINE]1.") for prompt in ("Long prompt", "Long")]
     read += [point.prompt for points in out.points for point in points]
     read += [encode(prompt + text) for prompt, text in zip(("Long prompt", "Long"), out.texts, strict=True)]
     unique = {tuple(tokens[: i + 1]) for tokens in read for i in range(len(tokens))}
-    asked_again = 0 if workers is None else 2 * 2
-    assert out.stats.prefilled_tokens == len(unique) + asked_again
+    computed_again = 0 if workers is None else 2 * 2
+    assert out.stats.prefilled_tokens == len(unique) + computed_again
 
 
-def test_a_kept_cache_knows_what_was_read_before() -> None:
+def test_a_kept_cache_is_reused() -> None:
     cache = SharedPrefixCache()
     first = write(scripts("xx", "y", "zz"), ["Long prompt"], past_key_values=cache)
     assert first.past_key_values is cache
@@ -89,15 +78,15 @@ def test_a_kept_cache_knows_what_was_read_before() -> None:
     assert again.stats.prefilled_tokens == 1 + 3 + 1, "the last token of each prompt"
 
 
-def test_the_memory_of_a_call_without_a_cache_to_return_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = []
-    monkeypatch.setattr(SharedPrefixCache, "reset", lambda self: (caches.append(self), BlockCache.reset(self)))
-    plain = write(scripts("xx", "y", "zz"), return_dict_in_generate=False)
+def test_a_call_without_return_dict_frees_its_cache() -> None:
+    caches = set()
+    with before_passes(lambda ids, cache: caches.add(cache)):
+        plain = write(scripts("xx", "y", "zz"), return_dict_in_generate=False)
     assert TOKENIZER.decode(plain[0].tolist()) == "P1. a:xx|2. b:y|3. c:zz|[END]e<eos>"
     assert [cache.kv_bytes for cache in caches] == [0]
 
 
-# Interrupts and anything that a model may write
+# Interrupts and arbitrary text
 
 
 @pytest.mark.parametrize("at", [1, 4, 2 + len(POINTS), 4 + len(POINTS), 10 + len(POINTS)])
@@ -109,7 +98,7 @@ def test_an_interrupt_harms_neither_model_nor_kept_cache(at: int) -> None:
         write({"[OUTLINE]1.": POINTS}, ["PQR"], past_key_values=cache, **more)
     assert describe(model) == before
     assert greedy(model, encode("PQR")) == expected
-    assert {node.block for node in cache.nodes()} == cache.blocks, "blocks that nobody holds"
+    assert {node.block for node in cache.nodes()} == cache.blocks, "leaked blocks"
     again = write({"[OUTLINE]1.": POINTS}, ["PQR"], past_key_values=cache, **more)
     fresh = write({"[OUTLINE]1.": POINTS}, ["PQR"], **more)
     assert again.points == fresh.points
@@ -127,7 +116,7 @@ PIECES = st.sampled_from([*"ab.: \n", "1. ", "2. c\n", "3) **d**\n", "{x}", "\\b
     budgets=st.tuples(st.integers(1, 30), st.integers(1, 4), st.integers(0, 3)),
     workers=st.sampled_from([None, 1, 2]),
 )
-def test_whatever_is_written_nothing_raises_and_nothing_gets_lost(
+def test_no_generated_text_is_lost(
     outline: list[Any], point: list[Any], end: list[Any], budgets: tuple[int, int, int], workers: int | None
 ) -> None:
     replies = {"[OUTLINE]1.": outline, "~": point, "[END]": end}
@@ -143,15 +132,15 @@ def test_whatever_is_written_nothing_raises_and_nothing_gets_lost(
         assert tokens == greedy(small_model(), encode("P"), 3)
         return
     assert len(out.points[0]) >= 2
-    for written in out.points[0]:
-        assert f"{written.title}~{written.text}" in out.texts[0]
-        assert TOKENIZER.decode(until_end(point, budgets[1])).startswith(written.text)
+    for found in out.points[0]:
+        assert f"{found.title}~{found.text}" in out.texts[0]
+        assert TOKENIZER.decode(until_end(point, budgets[1])).startswith(found.text)
     assert out.texts[0].endswith(out.conclusions[0])
     assert bool(out.conclusions[0]) == bool(budgets[2])
 
 
 def until_end(script: Sequence[str | int], budget: int) -> list[int]:
-    """The tokens of a script that a row with a budget writes."""
+    """Return the tokens of a script up to its end or a budget."""
     tokens = encode(script)[:budget]
     return tokens[: tokens.index(EOS)] if EOS in tokens else tokens
 
@@ -159,27 +148,27 @@ def until_end(script: Sequence[str | int], budget: int) -> list[int]:
 # Streaming
 
 
-def test_a_streamer_of_one_row_is_told_the_answer_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_streamer_receives_the_answer_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     write(scripts("xx", "y", "zz"), streamer=TextStreamer(TOKENIZER, skip_prompt=True))
     assert capsys.readouterr().out.strip() == "1. a:xx|2. b:y|3. c:zz|[END]e<eos>"
 
 
-def test_a_streamer_of_rows_hears_every_text() -> None:
+def test_a_parallel_streamer_receives_every_text() -> None:
     listener = Listener()
     replies = {**scripts("xx", "y"), "Q[OUTLINE]1.": ""}
     out = write(replies, ["P", "Q"], streamer=listener, max_new_tokens=12, outline_tokens=20)
-    heard = {row: "".join(text for text, _ in events) for row, events in listener.rows.items()}
-    assert heard[0] == "1." + POINTS + "[END]e"
-    assert heard[1] == "1." + out.texts[1]
-    assert {row: heard[row] for row in (2, 4)} == {2: "1. a:xx", 4: "2. b:y"}
-    assert heard[6].startswith("3. c:")
+    received = {row: "".join(text for text, _ in events) for row, events in listener.rows.items()}
+    assert received[0] == "1." + POINTS + "[END]e"
+    assert received[1] == "1." + out.texts[1]
+    assert {row: received[row] for row in (2, 4)} == {2: "1. a:xx", 4: "2. b:y"}
+    assert received[6].startswith("3. c:")
     assert listener.rows[2] == [("1. a:", "begin"), ("x", "token"), ("x", "token"), ("", "token"), ("", "end")]
     prompts, *columns = listener.put_tokens
     assert torch.equal(torch.tensor(columns).T, out.sequences[:, 1:])
     assert listener.ended == 1
 
 
-# What is refused
+# Invalid settings
 
 
 @pytest.mark.parametrize(
