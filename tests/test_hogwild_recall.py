@@ -1,4 +1,4 @@
-"""Hogwild! over a LogitsCache: problems replay what their workers have been through, and go on as they would have."""
+"""Hogwild! with a LogitsCache: cached passes are replayed, and the text continues exactly as without a cache."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import pytest
 import tiny
 import torch
 from transformers import StoppingCriteria
-from workers import SETTINGS, small_model
+from workers import SETTINGS, Recording, slow_model, small_model
 
 import hf_parallel
 from hf_parallel import Hotspot, LogitsCache
-from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.cache import Segment
 from hf_parallel.cache.hogwild import LAYOUTS
-from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.rows import Group
+from hf_parallel.generation.rows import RowGroup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,7 +31,7 @@ WORDY: dict[str, Any] = {
     "redundancy_interval": 15,
     "redundancy_prompt": "Again? ",
 }
-"""Settings under which the tiny model, which writes letters at random, ends steps now and then."""
+"""Settings under which the tiny model, which writes random letters, ends a step now and then."""
 
 
 def write(ids: torch.Tensor = BATCH, model: Any = None, **settings: Any) -> Any:
@@ -46,7 +45,7 @@ _written: dict[str, Any] = {}
 
 
 def plain(ids: torch.Tensor = BATCH, **settings: Any) -> Any:
-    """What is written without a cache; the same settings again give what they gave before."""
+    """Return the output without a cache, computed once per settings."""
     key = f"{ids.tolist()} {sorted(settings.items())}"
     if key not in _written:
         _written[key] = write(ids, **settings)
@@ -65,7 +64,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_seed_again_writes_the_same_without_a_forward_pass(layout: str, num_workers: int) -> None:
+def test_the_same_seed_is_replayed_without_a_forward_pass(layout: str, num_workers: int) -> None:
     cache, settings = LogitsCache(), {"layout": layout, "num_workers": num_workers}
     expected = plain(**settings)
     cold = write(logits_cache=cache, **settings)
@@ -81,7 +80,7 @@ def test_the_same_seed_again_writes_the_same_without_a_forward_pass(layout: str,
 @pytest.mark.parametrize(
     ("layout", "num_workers"), [("combined", 2), ("combined", 3), ("interleaved", 3), ("contiguous", 2)]
 )
-def test_another_seed_leaves_what_is_remembered_and_goes_on_exactly(layout: str, num_workers: int) -> None:
+def test_another_seed_leaves_the_cached_passes_and_continues_exactly(layout: str, num_workers: int) -> None:
     cache, settings = LogitsCache(), {"layout": layout, "num_workers": num_workers}
     replayed = left = 0
     for seed in range(4):
@@ -94,35 +93,30 @@ def test_another_seed_leaves_what_is_remembered_and_goes_on_exactly(layout: str,
     assert left > 0
 
 
-def test_steps_that_end_in_what_is_replayed_are_moved_when_it_has_been_computed() -> None:
+def test_steps_that_end_in_a_replay_are_moved_once_they_are_computed() -> None:
     cache = LogitsCache()
     short = write(logits_cache=cache, max_new_tokens=10, finisher_tokens=0)
     assert any(step.forward_pass for step in short.history[0])
     longer = write(logits_cache=cache, finisher_tokens=0)
     assert_same(longer, plain(finisher_tokens=0))
     assert longer.stats.replayed_tokens == short.stats.decoded_tokens
-    assert longer.stats.forward_passes == 1 + PASSES - 10  # the prompts; all that was replayed goes into the first pass
+    assert longer.stats.forward_passes == 1 + PASSES - 10  # the prompts; the first pass computes all replayed ones
     assert len(longer.past_key_values.blocks) == len(plain(finisher_tokens=0).past_key_values.blocks)
 
 
-def test_what_was_replayed_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, runs = LogitsCache(), []
+def test_replayed_passes_are_computed_in_chunks() -> None:
+    cache = LogitsCache()
     short = write(logits_cache=cache, max_new_tokens=10, finisher_tokens=0)
-    prepare_run = BlockCache.prepare_run
-
-    def noted(self: BlockCache, passes: Any) -> Any:
-        runs.append([sum(segment.num_tokens for segment in segments) for segments in passes])
-        return prepare_run(self, passes)
-
-    monkeypatch.setattr(BlockCache, "prepare_run", noted)
+    recording = Recording()
     out = write(logits_cache=cache, finisher_tokens=0, prefill_chunk_size=30)
     assert_same(out, plain(finisher_tokens=0))
     assert out.stats.replayed_tokens == short.stats.decoded_tokens
-    assert len(runs) > 1
-    assert all(sum(run) <= 30 for run in runs)
+    assert out.stats.forward_passes > 1 + PASSES - 10 + 2
+    larger = [one.num_tokens for one in recording.passes if one.num_tokens > 30]
+    assert len(larger) <= len(PROMPTS)  # the first pass of a prompt, with all headers, is not divided
 
 
-def test_each_problem_of_a_batch_replays_for_itself() -> None:
+def test_each_prompt_of_a_batch_is_replayed_by_itself() -> None:
     cache = LogitsCache()
     write(PROMPTS[0][None], logits_cache=cache)
     both, expected = write(logits_cache=cache), plain()
@@ -132,7 +126,7 @@ def test_each_problem_of_a_batch_replays_for_itself() -> None:
     assert both.stats.prefilled_tokens == expected.stats.prefilled_tokens - alone.stats.prefilled_tokens
 
 
-def test_several_notebooks_of_one_problem_replay_side_by_side() -> None:
+def test_several_groups_of_one_prompt_are_replayed() -> None:
     cache, ids = LogitsCache(), PROMPTS[0][None]
     for seed in range(2):
         settings = {"num_return_sequences": 3, "seed": seed}
@@ -153,7 +147,7 @@ def test_several_notebooks_of_one_problem_replay_side_by_side() -> None:
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_whatever_decides_on_tokens_does_so_in_replays_too(settings: dict[str, Any]) -> None:
+def test_generation_settings_apply_in_replays(settings: dict[str, Any]) -> None:
     cache, replayed = LogitsCache(), 0
     for seed in (0, 1, 0):
         out, expected = write(logits_cache=cache, seed=seed, **settings), plain(seed=seed, **settings)
@@ -166,8 +160,8 @@ def test_whatever_decides_on_tokens_does_so_in_replays_too(settings: dict[str, A
     assert replayed > 0
 
 
-def test_calls_that_end_workers_differently_share_states_and_never_mistake_them() -> None:
-    """A worker that has left brings nothing, so that other tokens take the places of its own."""
+def test_calls_that_stop_workers_differently_share_cached_passes_correctly() -> None:
+    """A stopped worker appends no token, so that the tokens of others take the same positions."""
     cache = LogitsCache()
     ends: list[Any] = [None, [ord("e")], [ord("t"), ord("o")], [ord("s")]]
     for eos in ends:
@@ -177,7 +171,7 @@ def test_calls_that_end_workers_differently_share_states_and_never_mistake_them(
 
 
 class StopsAt(StoppingCriteria):
-    """Ends the rows that are as long as it says."""
+    """Ends rows of a given length."""
 
     keeps_rows = False
 
@@ -188,7 +182,7 @@ class StopsAt(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] == self.length)
 
 
-def test_a_worker_that_a_criterion_ends_is_not_taken_for_one_that_goes_on() -> None:
+def test_a_worker_ended_by_a_criterion_is_distinguished_from_an_active_one() -> None:
     cache = LogitsCache()
     lengths = [BATCH.shape[1] + extra for extra in (13, 15, 17, 10**6)]
     for length in lengths:
@@ -198,7 +192,7 @@ def test_a_worker_that_a_criterion_ends_is_not_taken_for_one_that_goes_on() -> N
     assert cache.hits > 0
 
 
-def test_hotspots_alone_are_drawn_where_the_policy_says_so() -> None:
+def test_with_hotspots_only_these_are_sampled_anew() -> None:
     cache = LogitsCache()
     first = write(logits_cache=cache)
     kept = write(logits_cache=cache, seed=5, replay=Hotspot(threshold=1e9))
@@ -220,7 +214,7 @@ def test_hotspots_replay_more_than_stepwise(policy: Hotspot) -> None:
     assert replayed[1] > 1.5 * replayed[0]
 
 
-# What answers, and what does not
+# Cache hits and misses
 
 
 @pytest.mark.parametrize(
@@ -236,7 +230,7 @@ def test_hotspots_replay_more_than_stepwise(policy: Hotspot) -> None:
     ],
     ids=str,
 )
-def test_states_of_other_settings_never_answer(other: dict[str, Any]) -> None:
+def test_other_settings_never_hit(other: dict[str, Any]) -> None:
     cache = LogitsCache()
     write(logits_cache=cache)
     hits = cache.hits
@@ -245,7 +239,7 @@ def test_states_of_other_settings_never_answer(other: dict[str, Any]) -> None:
     assert_same(out, plain(**other))
 
 
-def test_states_of_another_model_or_prompt_never_answer() -> None:
+def test_another_model_or_prompt_never_hits() -> None:
     cache = LogitsCache()
     write(logits_cache=cache)
     hits = cache.hits
@@ -269,13 +263,13 @@ def test_a_cache_serves_several_modes() -> None:
     assert out.stats.forward_passes == 0
 
 
-def test_where_something_was_forgotten_it_is_computed_and_the_replay_goes_on() -> None:
-    """Also where it is still known what follows for one of the workers."""
+def test_missing_logits_are_computed_and_the_replay_continues() -> None:
+    """Also if the logits of only one worker are missing."""
     cache = LogitsCache()
     write(logits_cache=cache)
-    known = sorted((state for _, state in cache._states() if state.logits is not None), key=lambda state: state.used)
-    for state in known[5::7]:
-        state.logits = None
+    nodes = sorted((node for _, node in cache.nodes() if node.logits is not None), key=lambda node: node.last_used)
+    for node in nodes[5::7]:
+        node.logits = None
     out = write(logits_cache=cache)
     assert_same(out, plain())
     assert 0 < out.stats.replayed_tokens < out.stats.decoded_tokens
@@ -283,14 +277,14 @@ def test_where_something_was_forgotten_it_is_computed_and_the_replay_goes_on() -
 
 
 @pytest.mark.parametrize("max_bytes", [1, 60_000])
-def test_a_cache_without_room_changes_nothing(max_bytes: int) -> None:
+def test_a_cache_without_capacity_changes_nothing(max_bytes: int) -> None:
     cache = LogitsCache(max_bytes)
     for seed in (0, 1, 0):
         assert_same(write(logits_cache=cache, seed=seed), plain(seed=seed))
     assert cache.num_bytes <= max_bytes
 
 
-def test_a_cache_may_be_saved_and_loaded(tmp_path: Any) -> None:
+def test_a_cache_can_be_saved_and_loaded(tmp_path: Any) -> None:
     cache = LogitsCache()
     write(logits_cache=cache)
     cache.save(tmp_path / "logits.safetensors")
@@ -298,23 +292,21 @@ def test_a_cache_may_be_saved_and_loaded(tmp_path: Any) -> None:
     assert out.stats.forward_passes == 0
 
 
-# Around it
+# Failures, streaming, stats
 
 
-def test_a_run_of_replayed_passes_that_fails_leaves_model_and_cache_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = LogitsCache()
+def test_a_failing_pass_after_a_replay_leaves_model_and_cache_usable() -> None:
+    cache, attention = LogitsCache(), small_model().config._attn_implementation
     write(logits_cache=cache, max_new_tokens=10)
-    prepare_run = BlockCache.prepare_run
 
-    def broken(self: BlockCache, passes: Any) -> Any:
-        prepare_run(self, passes)
+    def fail(*given: Any) -> None:
         raise MemoryError("out of memory")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockCache, "prepare_run", broken)
-        with pytest.raises(MemoryError):
-            write(logits_cache=cache)
-    assert small_model().config._attn_implementation != "hf_parallel"
+    hook = small_model().register_forward_hook(fail)
+    with pytest.raises(MemoryError):
+        write(logits_cache=cache)
+    hook.remove()
+    assert small_model().config._attn_implementation == attention
     out = write(logits_cache=cache)
     assert out.stats.replayed_tokens > 0
     assert_same(out, plain())
@@ -322,103 +314,99 @@ def test_a_run_of_replayed_passes_that_fails_leaves_model_and_cache_usable(monke
 
 class Listener:
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.heard.append(value.tolist())
+        self.received.append(value.tolist())
 
     def write_row(self, row: int, text: str, event: str) -> None:
-        self.heard.append((row, text, event))
+        self.received.append((row, text, event))
 
     def end(self) -> None:
-        self.heard.append("end")
+        self.received.append("end")
 
 
-def test_a_streamer_hears_the_same_of_what_is_replayed() -> None:
-    cache, heard = LogitsCache(), []
+def test_a_streamer_receives_the_same_from_a_replay() -> None:
+    cache, received = LogitsCache(), []
     for settings in ({}, {"logits_cache": cache}, {"logits_cache": cache}):
         listener = Listener()
         write(streamer=listener, **settings)
-        heard.append(listener.heard)
-    assert heard[0] == heard[1] == heard[2]
+        received.append(listener.received)
+    assert received[0] == received[1] == received[2]
 
 
-def test_stats_say_what_was_computed() -> None:
+def test_stats_count_computed_tokens() -> None:
     cache = LogitsCache()
     write(logits_cache=cache, max_new_tokens=10, finisher_tokens=0)
     expected, out = plain(finisher_tokens=0), write(logits_cache=cache, finisher_tokens=0)
     replayed = out.stats.replayed_tokens
     rows = out.sequences.shape[0]
-    # What was replayed is prefilled, but for the last token of each row, which the next pass brings.
+    # Replayed tokens are prefilled, except for the last one of each row, which the next pass appends.
     assert out.stats.prefilled_tokens == expected.stats.prefilled_tokens + replayed - rows
     assert out.stats.kv_bytes == expected.stats.kv_bytes
     assert out.stats.prefill_seconds > 0
     assert out.stats.decode_seconds > 0
 
 
-def test_no_second_is_counted_as_prefill_and_as_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, run = LogitsCache(), DecodeLoop.run
+def test_no_second_is_counted_as_prefill_and_as_decoding() -> None:
+    cache, pause = LogitsCache(), 0.03
     write(logits_cache=cache, max_new_tokens=10)
-
-    def slow(*given: Any) -> torch.Tensor:
-        time.sleep(0.03)
-        return run(*given)
-
-    monkeypatch.setattr(DecodeLoop, "run", slow)
-    began = time.perf_counter()
-    stats = write(logits_cache=cache).stats
-    assert stats.prefill_seconds >= 2 * 0.03  # the prompts, and what was replayed
-    assert 0.03 * stats.forward_passes <= stats.prefill_seconds + stats.decode_seconds <= time.perf_counter() - began
+    with slow_model(pause):
+        began = time.perf_counter()
+        stats = write(logits_cache=cache).stats
+        seconds = time.perf_counter() - began
+    assert stats.prefill_seconds >= 2 * pause  # the prompts, and the replayed passes
+    assert pause * stats.forward_passes <= stats.prefill_seconds + stats.decode_seconds <= seconds
 
 
-def test_prefetch_is_refused() -> None:
+def test_prefetch_raises() -> None:
     with pytest.raises(ValueError, match="prefetch must be None or False for hogwild"):
         write(prefetch=True)
 
 
-# States of a group
+# Cache keys of a group
 
 
-class Pair(Group):
-    """Two rows, of which the tests say where their tokens go and what has changed."""
+class Pair(RowGroup):
+    """Two rows whose blocks and other state are set by the tests."""
 
-    def __init__(self, beginning: object = 0) -> None:
-        super().__init__(beginning)
-        self.places, self.changed = ["left", "right"], 0
+    def __init__(self, key: object = 0) -> None:
+        super().__init__(key)
+        self.blocks, self.state = ["left", "right"], 0
 
-    def describe(self, brought: Any) -> tuple[list[str], object]:
-        return self.places[: len(brought)], self.changed
+    def describe(self, inputs: Any) -> tuple[list[str], object]:
+        return self.blocks[: len(inputs)], self.state
 
-    def bring(self, *runs: Sequence[int]) -> list[int]:
-        brought = [(Segment([], len(tokens)), tokens) for tokens in runs]
-        return self.visit(brought, range(len(brought)))
+    def append(self, *runs: Sequence[int]) -> list[int]:
+        inputs = [(Segment([], len(tokens)), tokens) for tokens in runs]
+        return self.advance(inputs, range(len(inputs)))
 
 
-def test_a_state_is_all_that_was_brought_to_it_and_nothing_else() -> None:
-    def visit(
-        beginning: object = 0,
+def test_cache_keys_of_a_group_depend_on_all_its_inputs() -> None:
+    def keys(
+        key: object = 0,
         before: Sequence[int] = (1,),
         tokens: Sequence[int] = (2, 3),
-        places: tuple[str, ...] = ("left", "right"),
-        changed: int = 0,
+        blocks: tuple[str, ...] = ("left", "right"),
+        state: int = 0,
     ) -> list[int]:
-        pair = Pair(beginning)
-        pair.bring(before, (9,))
-        pair.places, pair.changed = list(places), changed
-        return pair.bring(tokens, (4,))
+        pair = Pair(key)
+        pair.append(before, (9,))
+        pair.blocks, pair.state = list(blocks), state
+        return pair.append(tokens, (4,))
 
-    states = [
-        visit(),
-        visit(beginning=1),
-        visit(before=(1, 2), tokens=(3,)),
-        visit(before=(5,)),
-        visit(tokens=(2, 5)),
-        visit(tokens=(23,)),
-        visit(places=("left", "step")),
-        visit(places=("right", "left")),
-        visit(changed=1),
+    found = [
+        keys(),
+        keys(key=1),
+        keys(before=(1, 2), tokens=(3,)),
+        keys(before=(5,)),
+        keys(tokens=(2, 5)),
+        keys(tokens=(23,)),
+        keys(blocks=("left", "step")),
+        keys(blocks=("right", "left")),
+        keys(state=1),
     ]
-    assert visit() == states[0]
-    names = [name for state in states for name in state]
-    assert len(set(names)) == len(names), "each row of each group has a state of its own"
-    assert all(-(2**63) <= name < 0 for name in names), "no token, and what a file can hold"
+    assert keys() == found[0]
+    flat = [key for pair in found for key in pair]
+    assert len(set(flat)) == len(flat), "each row of each group has a key of its own"
+    assert all(-(2**63) <= key < 0 for key in flat), "not a token, and within int64"

@@ -1,4 +1,4 @@
-"""Text that grows token by token, the end of a step in it, and the prompt that workers are given."""
+"""Incremental detokenization, the end of a step, and the prompt of the workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_parallel import HogwildConfig, hogwild_prompt
-from hf_parallel.detokenizer import IncrementalDetokenizer, ends_step
+from hf_parallel.detokenizer import IncrementalDetokenizer
+from hf_parallel.generation.modes.hogwild.worker import ends_step
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def tokenizer(embedded: tuple[Any, Any]) -> Any:
     return embedded[1]
 
 
-# Growing text
+# Incremental detokenization
 
 
 SENTENCES = [
@@ -33,55 +34,55 @@ SENTENCES = [
 
 
 @pytest.mark.parametrize("text", SENTENCES)
-def test_text_grows_to_what_decoding_all_tokens_gives(tokenizer: Any, text: str) -> None:
+def test_token_by_token_gives_the_text_of_all_tokens(tokenizer: Any, text: str) -> None:
     tokens = tokenizer(text, add_special_tokens=False).input_ids
-    growing = IncrementalDetokenizer(tokenizer)
-    pieces = [growing.add([token]) for token in tokens]
-    assert "".join(pieces) == growing.text == text
-    assert growing.tokens == tokens
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.add([token]) for token in tokens]
+    assert "".join(pieces) == detokenizer.text == text
+    assert detokenizer.tokens == tokens
 
 
 def test_a_character_over_several_tokens_appears_when_it_is_complete(tokenizer: Any) -> None:
     tokens = tokenizer("a😀b", add_special_tokens=False).input_ids
-    growing = IncrementalDetokenizer(tokenizer)
+    detokenizer = IncrementalDetokenizer(tokenizer)
     assert len(tokens) > 3
-    assert [piece for piece in (growing.add([token]) for token in tokens) if piece] == ["a", "😀", "b"]
+    assert [piece for piece in (detokenizer.add([token]) for token in tokens) if piece] == ["a", "😀", "b"]
 
 
-def test_what_never_becomes_a_character_does_not_hold_back_the_rest(tokenizer: Any) -> None:
+def test_invalid_bytes_do_not_hold_back_the_text_after_them(tokenizer: Any) -> None:
     half = tokenizer("😀", add_special_tokens=False).input_ids[:1]
-    growing = IncrementalDetokenizer(tokenizer)
-    assert growing.add(half) == ""
-    assert growing.add(tokenizer("abc", add_special_tokens=False).input_ids).endswith("abc")
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert detokenizer.add(half) == ""
+    assert detokenizer.add(tokenizer("abc", add_special_tokens=False).input_ids).endswith("abc")
 
 
-def test_a_run_of_bytes_that_are_no_characters_is_shown_as_it_comes(tokenizer: Any) -> None:
-    """Each of its tokens may wait for three others, then it is written as what it is."""
+def test_a_run_of_invalid_bytes_is_shown_after_three_tokens(tokenizer: Any) -> None:
+    """Each token is held back for at most three others."""
     (half,) = tokenizer("😀", add_special_tokens=False).input_ids[:1]
-    growing, shown = IncrementalDetokenizer(tokenizer), []
+    detokenizer, shown = IncrementalDetokenizer(tokenizer), []
     for _ in range(40):
-        growing.add([half])
-        shown.append(len(growing.text))
+        detokenizer.add([half])
+        shown.append(len(detokenizer.text))
     assert shown == [0, 0, 0, *range(1, 38)]
-    assert growing.add(tokenizer("😀", add_special_tokens=False).input_ids) == "\ufffd" * 3 + "😀"
+    assert detokenizer.add(tokenizer("😀", add_special_tokens=False).input_ids) == "\ufffd" * 3 + "😀"
 
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=60), cuts=st.lists(st.integers(1, 5), max_size=30))
-def test_any_text_grows_in_any_pieces(tokenizer: Any, text: str, cuts: list[int]) -> None:
+def test_any_text_can_be_added_in_any_pieces(tokenizer: Any, text: str, cuts: list[int]) -> None:
     tokens = tokenizer(text, add_special_tokens=False).input_ids
-    growing, added, at = IncrementalDetokenizer(tokenizer), "", 0
+    detokenizer, added, at = IncrementalDetokenizer(tokenizer), "", 0
     for cut in [*cuts, len(tokens)]:
-        added += growing.add(tokens[at : at + cut])
+        added += detokenizer.add(tokens[at : at + cut])
         at += cut
     whole = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    assert added == growing.text
-    assert whole.startswith(growing.text)
-    assert growing.text == whole or whole.endswith("\ufffd")  # bytes that are no character are held back to the end
+    assert added == detokenizer.text
+    assert whole.startswith(detokenizer.text)
+    assert detokenizer.text == whole or whole.endswith("\ufffd")  # an incomplete character is held back
 
 
 class Words:
-    """Decodes as sentencepiece tokenizers do: the space before the first word of what is decoded is dropped."""
+    """Drops the space before the first decoded word, as sentencepiece tokenizers do."""
 
     def __init__(self) -> None:
         self.decoded = 0
@@ -92,14 +93,14 @@ class Words:
 
 
 def test_spaces_survive_a_decoder_that_drops_the_first() -> None:
-    growing = IncrementalDetokenizer(Words())
-    assert [growing.add([token]) for token in range(20)] == ["w0", *(f" w{i}" for i in range(1, 20))]
+    detokenizer = IncrementalDetokenizer(Words())
+    assert [detokenizer.add([token]) for token in range(20)] == ["w0", *(f" w{i}" for i in range(1, 20))]
 
 
 def test_each_token_is_decoded_a_bounded_number_of_times() -> None:
-    growing = IncrementalDetokenizer(words := Words())
+    detokenizer = IncrementalDetokenizer(words := Words())
     for token in range(2000):
-        growing.add([token])
+        detokenizer.add([token])
     assert words.decoded < 16 * 2000
 
 
@@ -154,14 +155,14 @@ def test_a_step_does_not_end(text: str, added: str) -> None:
 
 @pytest.mark.parametrize("text", ["Done.\n\n", "Done.\n\n\n", "It is 4. \n\n", "So?\n\n\n\n", "$$x$$\n\n    "])
 def test_a_step_ends_at_the_last_token_of_a_real_tokenizer(tokenizer: Any, text: str) -> None:
-    growing, ended = IncrementalDetokenizer(tokenizer), []
+    detokenizer, ended = IncrementalDetokenizer(tokenizer), []
     for token in tokenizer(text, add_special_tokens=False).input_ids:
-        added = growing.add([token])
-        ended.append(step_ends(growing.text, added))
+        added = detokenizer.add([token])
+        ended.append(step_ends(detokenizer.text, added))
     assert ended == [False] * (len(ended) - 1) + [True]
 
 
-def test_code_fences_can_be_switched_off() -> None:
+def test_code_fences_can_be_disabled() -> None:
     assert step_ends("```\nx.\n\n", "\n\n", fence="")
 
 
@@ -172,7 +173,7 @@ def test_a_separator_of_one_character() -> None:
 
 @given(st.lists(st.sampled_from(["a", ".", "\n", "\n\n", "```", ",", ".\n\n", " "]), max_size=12))
 def test_the_end_is_found_once_however_the_text_is_cut_into_tokens(tokens: list[str]) -> None:
-    """Token by token the first end is found when the separator behind the first sentence end is complete."""
+    """It is found when the separator after the first end of a sentence is complete."""
     whole, found = "".join(tokens), None
     for i in range(len(tokens)):
         text = "".join(tokens[: i + 1])
@@ -183,7 +184,7 @@ def test_the_end_is_found_once_however_the_text_is_cut_into_tokens(tokens: list[
     ends = [i + 2 for i in places if whole[:i].rstrip().endswith((".", "?")) and whole[:i].count("```") % 2 == 0]
     assert (found is None) == (not ends)
     if found is not None:
-        assert ends[0] <= found < ends[0] + 3  # the token may go on behind the separator
+        assert ends[0] <= found < ends[0] + 3  # the token may continue after the separator
 
 
 # The prompt
@@ -227,7 +228,7 @@ def test_the_task_goes_through_the_template(tokenizer: Any, template: str | None
     assert prompt_text(tokenizer, template, num_workers=3) == expected.format(rules=RULES)
 
 
-def test_the_rules_name_the_workers(tokenizer: Any) -> None:
+def test_the_collaboration_prompt_names_the_workers(tokenizer: Any) -> None:
     text = prompt_text(tokenizer, SYSTEM, worker_names=["Ada", "Bea"], collaboration_prompt="{count}: {names}!")
     assert text == "[system]2: Ada, Bea![user]Add 2 and 2.[me]"
     config = HogwildConfig(worker_names=["Ada", "Bea"], collaboration_prompt="{count}: {names}!")
@@ -241,11 +242,11 @@ def test_the_embedded_models_template_is_used(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("task", ["", "  \n", None, 3, ["Add"]])
-def test_a_prompt_needs_a_task(tokenizer: Any, task: Any) -> None:
+def test_a_missing_task_raises(tokenizer: Any, task: Any) -> None:
     with pytest.raises(ValueError, match="task must be a non-empty string"):
         hogwild_prompt(task, tokenizer)
 
 
-def test_unknown_settings_are_refused(tokenizer: Any) -> None:
+def test_unknown_settings_raise(tokenizer: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="number_of_workers"):
         hogwild_prompt("Add 2 and 2.", tokenizer, number_of_workers=2)
