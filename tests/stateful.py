@@ -1,4 +1,4 @@
-"""Processors and criteria of a caller's own that remember rows by their numbers in the batch, or look at other rows."""
+"""Custom processors and criteria that keep state per row of the batch, or read other rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 
 class Alternate(LogitsProcessor):
-    """Keeps state per row of the batch: a row may not write tokens of the parity that it wrote last."""
+    """Keeps state per row of the batch: a row must not repeat the parity of its last token."""
 
     def __init__(self) -> None:
         self.last: list[int] | None = None
@@ -26,7 +26,7 @@ class Alternate(LogitsProcessor):
 
 
 class FollowOthers(LogitsProcessor):
-    """Looks at the whole batch: what a row writes hangs on what the rows above it wrote last."""
+    """Reads the whole batch: the scores of a row depend on the last tokens of the rows above it."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         shifts = input_ids[:, -1].cumsum(0).tolist()
