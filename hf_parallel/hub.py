@@ -156,16 +156,10 @@ def push_to_hub(
         Default: that of `hf auth login`.
     commit_message : str
 
-    Returns
-    -------
-    huggingface_hub.CommitInfo
-
     Raises
     ------
     TypeError, ValueError
         See `export`; nothing is uploaded then.
-    huggingface_hub.errors.HfHubHTTPError
-        For an error of the Hub.
     """
     config = _config_of(model_or_config)
     api = HfApi(token=token)

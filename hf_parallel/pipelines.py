@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.pipelines import PIPELINE_REGISTRY
+from transformers.pipelines.pt_utils import PipelineDataset
 from transformers.pipelines.text_generation import Chat, ReturnType, TextGenerationPipeline
 from transformers.utils.chat_template_utils import is_valid_message
 
@@ -185,19 +186,6 @@ def register() -> None:
     )
 
 
-class _Rows(Dataset):
-    """A sequence, such as a column of a `datasets.Dataset`, as a dataset of torch."""
-
-    def __init__(self, rows: Sequence[Any]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
-
-
 def _as_inputs(given: Any) -> Any:
     """Convert inputs to types that the stock pipeline accepts."""
     if isinstance(given, tuple):
@@ -205,7 +193,7 @@ def _as_inputs(given: Any) -> Any:
     if isinstance(given, str | Chat | list | Dataset | GeneratorType):
         return given
     if isinstance(given, Sequence) and not isinstance(given, bytes):
-        return _Rows(given)
+        return PipelineDataset(given, lambda item: item, {})  # a column of a `datasets.Dataset`
     raise _invalid_inputs(given)
 
 

@@ -1,6 +1,6 @@
-"""A small Hub on 127.0.0.1: enough of its HTTP calls to make a repository, commit to it and load from it.
+"""A small Hub on 127.0.0.1 that can create repositories, receive commits and serve files.
 
-Every commit is kept whole under a number of its own; all files travel inside the commit ("regular" uploads).
+It stores every commit completely; all files are uploaded inside the commit ("regular" uploads).
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories: dict[str, list[dict[str, bytes]]] = {}
-        self.asked: list[str] = []
 
     @property
     def endpoint(self) -> str:
-        """What `HF_ENDPOINT` must be."""
+        """Value for `HF_ENDPOINT`."""
         return f"http://127.0.0.1:{self.server_port}"
 
     def files(self, repository: str) -> dict[str, bytes]:
-        """The files of the last commit."""
+        """Return the files of the last commit."""
         return self.repositories[repository][-1]
 
 
 @contextmanager
 def running_hub() -> Iterator[Hub]:
-    """A Hub that answers for as long as the block lasts."""
+    """Run a Hub while the context is open."""
     with Hub() as hub:
         thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()
@@ -62,19 +61,19 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path = self._path()
         if path == ["api", "validate-yaml"]:
-            self._tell({})
+            self._send_json({})
         elif path == ["api", "repos", "create"]:
-            asked = json.loads(body)
-            name = f"{asked.get('organization') or USER}/{asked['name']}"
+            request = json.loads(body)
+            name = f"{request.get('organization') or USER}/{request['name']}"
             status = 409 if name in self.server.repositories else 200
             self.server.repositories.setdefault(name, [{}])
-            self._tell({"url": f"{self.server.endpoint}/{name}", "name": name}, status)
+            self._send_json({"url": f"{self.server.endpoint}/{name}", "name": name}, status)
         elif path[:2] == ["api", "models"] and path[4] == "preupload":
             files = [
                 {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
                 for file in json.loads(body)["files"]
             ]
-            self._tell({"files": files})
+            self._send_json({"files": files})
         elif path[:2] == ["api", "models"] and path[4] == "commit":
             name = "/".join(path[2:4])
             files = dict(self.server.files(name))
@@ -87,9 +86,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.repositories[name].append(files)
             commit = self._commit(name)
             url = f"{self.server.endpoint}/{name}/commit/{commit}"
-            self._tell({"success": True, "commitOid": commit, "commitUrl": url})
+            self._send_json({"success": True, "commitOid": commit, "commitUrl": url})
         else:
-            self._missing("RepoNotFound")
+            self._send_missing("RepoNotFound")
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -97,12 +96,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self._path()
         if path == ["api", "whoami-v2"]:
-            self._tell({"name": USER, "type": "user", "orgs": []})
+            self._send_json({"name": USER, "type": "user", "orgs": []})
             return
         api = path[:2] == ["api", "models"]
         name = "/".join(path[2:4] if api else path[:2])
         if name not in self.server.repositories:
-            self._missing("RepoNotFound")
+            self._send_missing("RepoNotFound")
         elif api and len(path) > 4 and path[4] == "tree":
             inside = "".join(part + "/" for part in path[6:])
             files = self.server.files(name).items()
@@ -112,37 +111,38 @@ class _Handler(BaseHTTPRequestHandler):
                 if file.startswith(inside)
             ]
             if tree or not inside:
-                self._tell(tree)
+                self._send_json(tree)
             else:
-                self._missing("EntryNotFound")
+                self._send_missing("EntryNotFound")
         elif api:
             names = [{"rfilename": file} for file in self.server.files(name)]
-            self._tell({"id": name, "modelId": name, "sha": self._commit(name), "private": False, "siblings": names})
+            self._send_json(
+                {"id": name, "modelId": name, "sha": self._commit(name), "private": False, "siblings": names}
+            )
         elif path[2] == "resolve":
             data = self.server.files(name).get("/".join(path[4:]))
             if data is None:
-                self._missing("EntryNotFound", self._commit(name))
+                self._send_missing("EntryNotFound", self._commit(name))
             else:
                 headers = {"X-Repo-Commit": self._commit(name), "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
-                self._answer(200, data, headers)
+                self._send(200, data, headers)
         else:
-            self._missing("RepoNotFound")
+            self._send_missing("RepoNotFound")
 
     def _path(self) -> list[str]:
         path = urlsplit(self.path).path
-        self.server.asked.append(f"{self.command} {path}")
         return [unquote(part) for part in path.strip("/").split("/")]
 
     def _commit(self, name: str) -> str:
         return hashlib.sha1(f"{name} {len(self.server.repositories[name])}".encode()).hexdigest()
 
-    def _tell(self, value: Any, status: int = 200) -> None:
-        self._answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
+    def _send_json(self, value: Any, status: int = 200) -> None:
+        self._send(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def _missing(self, code: str, commit: str = "") -> None:
-        self._answer(404, b"", {"X-Error-Code": code, **({"X-Repo-Commit": commit} if commit else {})})
+    def _send_missing(self, code: str, commit: str = "") -> None:
+        self._send(404, b"", {"X-Error-Code": code, **({"X-Repo-Commit": commit} if commit else {})})
 
-    def _answer(self, status: int, data: bytes, headers: dict[str, str]) -> None:
+    def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)

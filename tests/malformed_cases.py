@@ -1,6 +1,6 @@
-"""Malformed calls as data: what is called, what it must raise (or that it works), and a word that the message holds.
+"""Malformed calls as data: the call, the error that it must raise (or None), and a part of the message.
 
-`test_malformed.py` runs them. A case that works may have to equal plain `generate` with the same arguments.
+`test_malformed.py` runs them. A valid call may have to equal plain `generate` with the same arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOLE = torch.tensor([[1, 1, 0, 1, 0, 0, 1]])
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of `VOCAB_SIZE` tokens: the printable characters, the newline, and a few words."""
+    """Return a tokenizer of `VOCAB_SIZE` tokens: printable characters, the newline, and a few words."""
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     characters = [*map(chr, range(32, 127)), "\n"]
     words = [f"word{i}" for i in range(VOCAB_SIZE - len(special) - len(characters))]
@@ -54,12 +54,12 @@ DEFAULTS["hogwild"] = {
     "finisher_tokens": 2,
 }
 DROP = object()
-"""Value of an argument that is not given although the mode's defaults hold it."""
+"""Value that removes an argument of the mode's defaults."""
 
 
 @dataclass(frozen=True)
 class Fresh:
-    """An argument that is made anew for each call, because it counts its own calls."""
+    """An argument that is created for each call, because it counts its own calls."""
 
     make: Callable[[], Any]
 
@@ -71,8 +71,8 @@ Errors = type[BaseException] | tuple[type[BaseException], ...] | None
 class Case:
     """One call.
 
-    `call` takes the enabled model. `error` is what it must raise, with `says` in its message; None: it works, and
-    `like` are the arguments with which plain `generate` must give the same.
+    `call` receives the enabled model. It must raise `error` with `says` in its message. None: the call is valid, and
+    plain `generate` must return the same with the arguments `like`.
     """
 
     name: str
@@ -105,7 +105,7 @@ def shared(name: str, error: Errors = None, says: str = "", /, **given: Any) -> 
 
 
 def plain(name: str, error: Errors = None, says: str = "", /, **given: Any) -> Case:
-    """A call that names no mode unless `given` does; if it works it gives what plain `generate` gives."""
+    """A call without a mode unless `given` has one; a valid one equals plain `generate`."""
     return _generate("plain", name, error, says, given, like=error is None)
 
 

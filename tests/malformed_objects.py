@@ -1,4 +1,4 @@
-"""Malformed calls, third part: caches, callbacks that fail, models that are not ones, and the state of the model."""
+"""Malformed calls, part 3: caches, failing callbacks, unsupported models, and states of the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_parallel import BlockCache, LogitsCache, SharedPrefixCache, UnsupportedM
 
 
 class OwnError(RuntimeError):
-    """The caller's own error: it must arrive as it was raised."""
+    """An error of the caller's code, which must reach the caller unchanged."""
 
 
 def _copy(name: str = "llama", seed: int = 0) -> Any:
@@ -97,7 +97,7 @@ CACHES = [
 
 
 class _Streamer:
-    """Fails at the given calls of its methods."""
+    """Raises in the given calls of its methods."""
 
     def __init__(self, put: int | None = None, end: bool = False, row: bool = False) -> None:
         self.fail_at, self.fail_at_end, self.fail_at_row, self.count = put, end, row, -1
@@ -117,7 +117,7 @@ class _Streamer:
 
 
 def _fail_at(count: int, result: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that raises at its `count`-th call and gives `result(*arguments)` before."""
+    """Return a function that raises in its `count`-th call and returns `result(*arguments)` in earlier ones."""
     calls = iter(range(1, 10**6))
 
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ def _fail_at(count: int, result: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _FailingTokenizer:
-    """Decodes `count` times, then fails."""
+    """Raises in its `count`-th decoding."""
 
     def __init__(self, count: int) -> None:
         self.decode = _fail_at(count, TOKENIZER.decode)
@@ -167,7 +167,7 @@ def _not_done(ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.T
 
 
 def _again(mode: str | None) -> Callable[[Any], Any]:
-    """A processor that calls the model that is generating."""
+    """Return a call with a processor that calls the generating model."""
 
     def call(model: Any) -> Any:
         def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -228,7 +228,7 @@ CALLBACKS = [
 
 
 class _Wrapper(nn.Module):
-    """Wraps a model as PEFT does."""
+    """A wrapper like that of PEFT."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

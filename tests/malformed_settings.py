@@ -1,4 +1,4 @@
-"""Malformed calls, second part: modes and their settings, field by field, trees of levels, seeds, tokenizers."""
+"""Malformed calls, part 2: modes and their settings, trees of levels, seeds, tokenizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TUPLE = (ValueError, TypeError)
 
 
 def _config(**attributes: Any) -> GenerationConfig:
-    """A generation config with attributes of the modes' own."""
+    """Return a generation config with further attributes."""
     config = GenerationConfig(max_new_tokens=4, do_sample=False)
     for name, value in attributes.items():
         setattr(config, name, value)
@@ -128,7 +128,7 @@ BAD_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "collaboration_prompt": (*_BAD_TEXT, "{", "{who}", "{names.x}"),
     },
 }
-"""Values that each setting must refuse."""
+"""Values for which each setting must raise."""
 
 FIELDS = [
     (shared if mode == "shared_prefix" else hogwild)(
@@ -199,7 +199,7 @@ SEEDS = [
 
 
 class _Tokenizer:
-    """Only what its keyword arguments say."""
+    """An object with the attributes of the keyword arguments."""
 
     def __init__(self, **methods: Any) -> None:
         self.__dict__.update(methods)

@@ -1,6 +1,6 @@
-"""The floors of the package: imports point down, files stay small and documented, and nothing is patched.
+"""Layers of the package: imports point down, files are small and documented, and transformers is not patched.
 
-What a file imports is read off its syntax tree, imports inside functions included, so nothing is run for it.
+Imports are read from syntax trees, including those inside functions.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ PACKAGE = "hf_parallel"
 MAX_LINES = 450
 
 GROUND = {"files", "detokenizer"}
-"""Modules that import nothing of the package, and that any other may import."""
+"""Modules that import no others of the package, and that any other may import."""
 
-FLOORS: dict[str, set[str]] = {
+LAYERS: dict[str, set[str]] = {
     "kernels": set(),
     "cache": {"kernels"},
     "models": {"kernels", "cache"},
@@ -32,20 +32,20 @@ FLOORS: dict[str, set[str]] = {
     "generation.resampling": {"kernels", "cache", "models", "transcript", "generation"},
     "generation.modes": {"kernels", "cache", "models", "transcript", "generation", "generation.resampling"},
 }
-"""What each floor may import besides itself and the ground; floors that are not listed may import anything.
+"""Layers that each layer may import besides itself and the ground; layers that are not listed may import any.
 
-`generation` alone is the files in that folder, without its sub-packages.
+`generation` stands for the files in that folder, without its sub-packages.
 """
 
 OPTIONAL = [
     *("accelerate", "datasets", "evaluate", "flash_attn", "gguf", "hypothesis", "matplotlib", "peft"),
     *("psutil", "pytest", "rich", "triton", "trl"),
 ]
-"""What the core must do without."""
+"""Packages that the core does not need."""
 
 
 def python_files(folder: Path = ROOT) -> list[Path]:
-    """All Python files of the repository; not those of an environment or a build."""
+    """Return all Python files of the repository, without environments and builds."""
     found = sorted(folder.rglob("*.py"))
     skipped = ("build", "dist")
     return [path for path in found if not any(p.startswith(".") or p in skipped for p in path.relative_to(ROOT).parts)]
@@ -60,7 +60,7 @@ MODULES = {module_name(path): path for path in python_files(ROOT / PACKAGE)}
 
 
 def imports(name: str) -> Iterator[str]:
-    """The package's own modules that a module imports, those for type checkers alone included."""
+    """Yield the modules of the package that a module imports, also under TYPE_CHECKING."""
     for node in _import_nodes(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -75,25 +75,25 @@ def _import_nodes(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
-def floor(name: str) -> str:
-    """The longest floor that a module is part of, or the first part of its name inside the package."""
+def layer(name: str) -> str:
+    """Return the innermost layer of a module, or the first part of its name inside the package."""
     inside = name.removeprefix(PACKAGE).lstrip(".")
-    floors = [floor for floor in FLOORS if inside == floor or inside.startswith(floor + ".")]
-    return max(floors, key=len, default=inside.split(".")[0])
+    layers = [layer for layer in LAYERS if inside == layer or inside.startswith(layer + ".")]
+    return max(layers, key=len, default=inside.split(".")[0])
 
 
-def test_all_floors_exist_and_hold_files() -> None:
-    assert {floor(name) for name in MODULES} >= FLOORS.keys() | GROUND
+def test_all_layers_exist() -> None:
+    assert {layer(name) for name in MODULES} >= LAYERS.keys() | GROUND
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if floor(name) in FLOORS.keys() | GROUND])
+@pytest.mark.parametrize("name", [name for name in MODULES if layer(name) in LAYERS.keys() | GROUND])
 def test_imports_point_down(name: str) -> None:
-    allowed = FLOORS[floor(name)] | GROUND | {floor(name)} if floor(name) in FLOORS else set()
-    upwards = sorted(target for target in imports(name) if floor(target) not in allowed)
+    allowed = LAYERS[layer(name)] | GROUND | {layer(name)} if layer(name) in LAYERS else set()
+    upwards = sorted(target for target in imports(name) if layer(target) not in allowed)
     assert not upwards, f"{name} imports {upwards}, but may import {sorted(allowed)} only"
 
 
-def test_the_package_imports_no_tests_and_no_benchmarks() -> None:
+def test_the_package_imports_neither_tests_nor_benchmarks() -> None:
     beside = {path.name for path in ROOT.iterdir() if path.is_dir()} - {PACKAGE}
     for name, path in MODULES.items():
         for node in _import_nodes(ast.parse(path.read_text(encoding="utf-8"))):
@@ -107,7 +107,7 @@ def test_no_two_files_import_each_other() -> None:
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str]:
-    """A closed walk through a directed graph, or nothing."""
+    """Return a cycle of a directed graph, or an empty list."""
     done: set[str] = set()
 
     def walk(node: str, path: list[str]) -> list[str]:
@@ -129,9 +129,9 @@ def test_a_cycle_would_be_found() -> None:
     assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if floor(name) != "generation.modes"])
+@pytest.mark.parametrize("name", [name for name in MODULES if layer(name) != "generation.modes"])
 def test_modes_are_named_in_generation_modes_alone(name: str) -> None:
-    """Neither as a string, docstrings left out, nor as an identifier, nor by an import of a mode's own files."""
+    """Neither in strings (except docstrings), nor as identifiers, nor by imports of a mode's files."""
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
     word = re.compile(rf"(?<![\w.])({'|'.join(MODES)})(?!\w)")
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -147,7 +147,7 @@ def test_modes_are_named_in_generation_modes_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_file_is_short_and_says_what_it_is(path: Path) -> None:
+def test_file_is_short_and_has_a_docstring(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") <= MAX_LINES
     assert ast.get_docstring(ast.parse(text)), "the module has no docstring"
@@ -160,7 +160,7 @@ def test_public_functions_and_classes_are_documented(name: str) -> None:
 
 
 def undocumented(node: ast.AST, name: str) -> Iterator[str]:
-    """Public functions, classes and methods without a docstring; what is inside a function is private."""
+    """Yield public functions, classes and methods without a docstring; nested functions are private."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name[0] != "_":
             if not ast.get_docstring(child):
@@ -172,13 +172,13 @@ def undocumented(node: ast.AST, name: str) -> Iterator[str]:
 
 
 def run(script: str) -> None:
-    """Run a script in a Python of its own, with the repository and the test helpers on its path."""
+    """Run a script in a new process with the repository and the test helpers on its path."""
     path = f"import sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}\n"
     done = subprocess.run([sys.executable, "-c", path + script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
-def test_core_works_with_torch_and_transformers_alone() -> None:
+def test_core_needs_torch_and_transformers_only() -> None:
     run(f"HIDDEN = set({OPTIONAL!r})" + _WITHOUT_EXTRAS)
 
 
@@ -197,7 +197,7 @@ plain = model.generate(**arguments)
 
 _WITHOUT_EXTRAS = f"""
 class Hiding:
-    # Stands before a finder of modules and does not let it find what is hidden.
+    # Wraps a module finder and hides modules from it.
     def __init__(self, finder):
         self.finder = finder
     def find_spec(self, name, path=None, target=None):
@@ -236,7 +236,7 @@ def snapshot():
     return found
 
 def changes(before, after):
-    # Modules get names as others are imported, so what is new counts on classes that were there only.
+    # Modules get new names as others are imported: new attributes count on existing classes only.
     classes = {{owner for owner, _ in before if isinstance(owner, type)}}
     new = [key for key in after if key not in before and key[0] in classes]
     return new + [key for key in before if key not in after or before[key] is not after[key]]
@@ -245,7 +245,7 @@ def registered():
     interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
     return [dict(interface._global_mapping) for interface in interfaces]
 
-for name in ("eager", "sdpa"):  # transformers keeps on the class that this can be done
+for name in ("eager", "sdpa"):  # transformers caches on the class that they are available
     model.set_attn_implementation(name)
 before, functions = snapshot(), registered()
 mixin = dict(vars(transformers.GenerationMixin))

@@ -1,5 +1,5 @@
-"""Whether the tiny models can be trusted: what they write varies, hangs on the far past and on every feature that
-they are there for, and does not turn on rounding. Runs stock transformers only."""
+"""The tiny models are suitable for tests: their greedy output varies, depends on distant tokens and on every tested
+feature, and is insensitive to rounding. Runs stock transformers only."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Greedy(NamedTuple):
 
     alone: list[torch.Tensor]  # 3 x [NEW_TOKENS]
     batched: torch.Tensor  # [3, NEW_TOKENS]
-    margins: torch.Tensor  # [3 * NEW_TOKENS], best logit less the second
-    noise: float  # the furthest that a cached decode step is from a forward pass over the whole row
+    margins: torch.Tensor  # [3 * NEW_TOKENS], best logit minus the second
+    noise: float  # maximum difference between a cached decode step and a forward pass over the whole row
 
 
 def make_rows() -> list[torch.Tensor]:
-    """A prompt of 40 tokens, the same with another first token, and a short one."""
+    """Return a prompt of 40 tokens, the same with another first token, and a short one."""
     long, short = tiny.make_prompts([40, 9])
     changed = long.clone()
     changed[0] = 100 if long[0] < 64 else 20
@@ -73,14 +73,14 @@ def generate(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: to
 
 @torch.no_grad()
 def prompt_logits(model: PreTrainedModel, **inputs: torch.Tensor) -> torch.Tensor:
-    """Logits after each token of the long prompt: `[40, vocab]`."""
+    """Return the logits after each token of the long prompt, `[40, vocab]`."""
     logits = model(make_rows()[0][None], **inputs).logits[0]
     assert logits.isfinite().all()
     return logits
 
 
 def differ(logits: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether two sets of logits are further apart than any rounding puts them."""
+    """Return whether two sets of logits differ by more than rounding."""
     return (logits - others).abs().max().item() > 0.05 * logits.std().item()
 
 
@@ -107,13 +107,13 @@ def test_greedy_output_varies(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_output_hangs_on_first_token(name: str) -> None:
+def test_greedy_output_depends_on_the_first_token(name: str) -> None:
     long, changed, _ = decode_greedily(name).alone
     assert not torch.equal(long, changed)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_tokens_win_clearly(name: str) -> None:
+def test_greedy_tokens_have_large_margins(name: str) -> None:
     greedy = decode_greedily(name)
     assert greedy.noise < 2e-4
     assert greedy.margins.min() > 5e-4
@@ -167,10 +167,10 @@ def test_softcap_matters() -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, *REFUSED])
-def test_weights_hang_on_seed_alone(name: str) -> None:
+def test_weights_depend_on_the_seed_alone(name: str) -> None:
     torch.manual_seed(0)
     first = tiny.build(name)
-    tiny._build.cache_clear()
+    tiny.clear_cache()
     torch.manual_seed(1)
     again = tiny.build(name)
     assert again is tiny.build(name, seed=0, dtype=torch.float32)
@@ -178,7 +178,7 @@ def test_weights_hang_on_seed_alone(name: str) -> None:
         torch.testing.assert_close(tensor, first.state_dict()[key], rtol=0, atol=0)
 
 
-def test_seed_draws_other_weights() -> None:
+def test_another_seed_gives_other_weights() -> None:
     assert not torch.equal(tiny.build("llama").lm_head.weight, tiny.build("llama", seed=1).lm_head.weight)
 
 

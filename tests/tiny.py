@@ -1,8 +1,8 @@
-"""Tiny randomly initialised models of every architecture that the tests speak of, and prompts for them.
+"""Tiny randomly initialised models of every tested architecture, and prompts for them.
 
-Built from config classes alone: no network, no files, no tokenizer. Knows transformers and torch, nothing of
-hf_parallel. Weights are drawn wide (see `_draw_weights`), so that greedy output varies along the sequence, hangs on
-the far past, and wins by margins far above float32 noise. `tests/test_tiny.py` checks that.
+Built from config classes, without network, files, tokenizer or hf_parallel. Weights have a large variance (see
+`_draw_weights`), so that greedy output varies along the sequence, depends on distant tokens, and has margins far above
+float32 rounding errors. `tests/test_tiny.py` checks that.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ __all__ = [
     "VOCAB_SIZE",
     "Architecture",
     "build",
+    "clear_cache",
     "left_pad",
     "make_prompts",
 ]
 
 
 def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Build a tiny model, or return the one built before with the same arguments.
+    """Build a tiny model, or return the one built earlier with the same arguments.
 
-    The model is shared by all tests of a process: put back what you change on it (attention implementation, mixin,
-    weights), or deep-copy it first. Another `dtype` holds the same weights, rounded.
+    The model is shared by all tests of a process: undo changes (attention implementation, mixin, weights), or deep-copy
+    it first. Another `dtype` has the same weights, rounded.
 
     Parameters
     ----------
     name : str
         A key of `ARCHITECTURES` or `REFUSED`.
     seed : int
-        Draws other weights. Only seed 0 in float32 is checked by `tests/test_tiny.py`.
+        Of the weights. `tests/test_tiny.py` checks seed 0 in float32 only.
     dtype : torch.dtype
-        Of the parameters; rotary frequencies stay float32, as `from_pretrained` leaves them.
+        Of the parameters; rotary frequencies stay float32, as in `from_pretrained`.
 
     Returns
     -------
@@ -67,32 +68,31 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Pr
     Raises
     ------
     KeyError
-        If there is no such architecture.
+        For an unknown architecture.
     """
     return _build(name, seed, dtype)
 
 
 def make_prompts(lengths: Sequence[int], *, seed: int = 0) -> list[torch.Tensor]:
-    """Draw prompts of ordinary tokens, none of them pad, bos or eos.
+    """Return random prompts without pad, bos and eos tokens.
 
     Parameters
     ----------
     lengths : sequence of int
         Length of each prompt, in tokens.
     seed : int
-        Draws other prompts.
 
     Returns
     -------
     list of torch.Tensor
-        One int64 tensor of shape `[length]` for each length.
+        int64, each `[length]`.
     """
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(EOS + 1, VOCAB_SIZE, (length,), generator=generator) for length in lengths]
 
 
 def left_pad(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put prompts of different lengths into one batch.
+    """Pad prompts of different lengths to one batch.
 
     Parameters
     ----------
@@ -113,6 +113,11 @@ def left_pad(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
     return input_ids, attention_mask
 
 
+def clear_cache() -> None:
+    """Forget the models built so far."""
+    _build.cache_clear()
+
+
 @cache
 def _build(name: str, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     architecture = ARCHITECTURES[name] if name in ARCHITECTURES else REFUSED[name]
@@ -127,16 +132,16 @@ def _build(name: str, seed: int, dtype: torch.dtype) -> PreTrainedModel:
 
 @torch.no_grad()
 def _draw_weights(model: PreTrainedModel, architecture: Architecture, seed: int) -> None:
-    """Draw every parameter anew, from a stream of its own, so that no draw hangs on the order of parameters.
+    """Initialise every parameter from a generator of its own, so that values do not depend on the parameters' order.
 
-    A matrix gets a standard deviation of `1 / sqrt(hidden_size)`, which keeps the size of what passes through;
-    query and key projections (or the norms that follow them) `attention_gain` times as much, which makes attention
-    choose; the language-model head `head_gain` times, which sets the margins. Norm weights, biases and other vectors
-    move off the constant where they start. Pad, bos and eos are hardly ever the best token: pass the `eos_token_id`
-    of a token that a row does produce to see it stop.
+    Matrices have a standard deviation of `1 / sqrt(hidden_size)`, which preserves the scale of activations. For query
+    and key projections (or the norms after them) it is multiplied by `attention_gain`, which makes attention selective,
+    and for the language-model head by `head_gain`, which determines the margins. Noise is added to norm weights, biases
+    and other vectors. Pad, bos and eos are almost never generated: to test stopping, pass a generated token as
+    `eos_token_id`.
 
-    A tied head would favour the token just read, whose embedding is still in the residual stream. Signs drawn for
-    the weights of the last norm take that away.
+    A tied head would favour the last token, whose embedding is still in the residual stream. Random signs of the last
+    norm's weights prevent that.
     """
     unit = model.config.hidden_size**-0.5
     head = model.get_output_embeddings()

@@ -6,7 +6,7 @@ each error names the argument, its value and what is allowed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -32,22 +32,13 @@ _UNSUPPORTED_ARGUMENTS = (
 )
 """Arguments of `generate` that no mode supports."""
 _UNSUPPORTED_SETTINGS: dict[str, Any] = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "penalty_alpha": (None, 0, 0.0),
-    "dola_layers": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "guidance_scale": (None, 1, 1.0),
+    **dict.fromkeys(("dola_layers", "constraints", "force_words_ids", "compile_config"), (None,)),
+    **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit"), (None,)),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "token_healing", "use_mtp"), (None, False)),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (None, 1)),
+    "penalty_alpha": (None, 0),
     "cache_implementation": (None, "dynamic"),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
     "use_cache": (None, True),
-    "token_healing": (None, False),
-    "use_mtp": (None, False),
-    "compile_config": (None,),
 }
 """Settings of `GenerationConfig` that no mode supports, with the values that disable them."""
 _SUPPORTED_STRATEGIES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -63,12 +54,37 @@ _MINIMUM = {
     "top_k": 0,
 }
 """Integer settings with their least allowed value."""
-_NUMBERS = (
-    *("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
-    *("repetition_penalty", "max_time"),
+
+
+_TYPES: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
+    (
+        (
+            "temperature",
+            "top_p",
+            "min_p",
+            "typical_p",
+            "epsilon_cutoff",
+            "eta_cutoff",
+            "repetition_penalty",
+            "max_time",
+        ),
+        lambda value: isinstance(value, Real) and not isinstance(value, bool),
+        "a number",
+    ),
+    (
+        ("do_sample", "return_dict_in_generate", "output_scores", "output_logits"),
+        lambda value: isinstance(value, bool | int | np.bool_) and value in (0, 1),
+        "True or False",
+    ),
+    (
+        ("bos_token_id", "pad_token_id"),
+        lambda value: is_int(value) or (_is_int_tensor(value) and value.numel() == 1),
+        "a token id",
+    ),
+    (("eos_token_id",), lambda value: _is_int_tensor(value) or _all(value, is_int), "a token id or a list of them"),
+    (("stop_strings",), lambda value: _all(value, lambda v: isinstance(v, str)), "a string or a list of strings"),
 )
-_FLAGS = ("do_sample", "return_dict_in_generate", "output_scores", "output_logits")
-_TOKENS = ("bos_token_id", "pad_token_id")
+"""Settings, a check of their values, and what the values must be."""
 
 
 def check_supported_arguments(mode: str, kwargs: Mapping[str, Any]) -> None:
@@ -159,21 +175,10 @@ def check_values(values: Mapping[str, Any]) -> None:
     given = {name: value for name, value in values.items() if value is not None}
     for name in _MINIMUM.keys() & given.keys():
         check_int(name, given[name], at_least=_MINIMUM[name])
-    for name in given.keys() & set(_NUMBERS):
-        if not isinstance(given[name], Real) or isinstance(given[name], bool):
-            raise ValueError(f"{name} must be a number, got {given[name]!r}")
-    for name in given.keys() & set(_FLAGS):
-        if not isinstance(given[name], bool | int | np.bool_) or given[name] not in (0, 1):
-            raise ValueError(f"{name} must be True or False, got {given[name]!r}")
-    for name in given.keys() & set(_TOKENS):
-        if not is_int(given[name]) and not _is_int_tensor(given[name], 1):
-            raise ValueError(f"{name} must be a token id, got {given[name]!r}")
-    eos = given.get("eos_token_id", 0)
-    if not (is_int(eos) or _is_int_tensor(eos) or (isinstance(eos, list | tuple) and all(map(is_int, eos)))):
-        raise ValueError(f"eos_token_id must be a token id or a list of them, got {eos!r}")
-    stops = given.get("stop_strings", ())
-    if not isinstance(stops, str) and not (isinstance(stops, list | tuple) and all(isinstance(s, str) for s in stops)):
-        raise ValueError(f"stop_strings must be a string or a list of strings, got {stops!r}")
+    for names, is_valid, description in _TYPES:
+        for name in given.keys() & set(names):
+            if not is_valid(given[name]):
+                raise ValueError(f"{name} must be {description}, got {given[name]!r}")
 
 
 def check_generation_config(config: Any) -> None:
@@ -232,10 +237,13 @@ def _check_tensor(value: Any, name: str) -> None:
         raise ValueError(f"{name} must be a dense tensor, got a sparse one ({value.layout})")
 
 
-def _is_int_tensor(value: Any, size: int | None = None) -> bool:
-    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
-        return False
-    return size is None or value.numel() == size
+def _is_int_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
+
+
+def _all(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+    """Return whether a value, or each item of a list, is valid."""
+    return all(map(is_valid, value)) if isinstance(value, list | tuple) else is_valid(value)
 
 
 def _kind(value: Any) -> str:

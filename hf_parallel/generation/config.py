@@ -29,7 +29,7 @@ class RowPlace(NamedTuple):
     """
 
     prompt: int
-    index: int
+    index: int  # type: ignore[assignment] # not the method of tuple
     column: int | None
 
 

@@ -11,6 +11,7 @@ import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -83,11 +84,7 @@ class ParallelGenerationMixin:
     def prepared_call(self, config: ParallelConfig, kwargs: dict[str, Any]) -> Iterator[GenerationCall]:
         """Let transformers prepare a call of a mode, and hold the model while the context is open.
 
-        Parameters
-        ----------
-        config : ParallelConfig
-        kwargs : dict
-            The other arguments of `generate`, by name.
+        `kwargs` are the other arguments of `generate`; modified in place.
         """
         with torch.no_grad(), _cpu_as_default():
             prepared = config.prepare(kwargs)
@@ -98,13 +95,7 @@ class ParallelGenerationMixin:
 
     @contextmanager
     def claimed(self, config: ParallelConfig) -> Iterator[None]:
-        """Hold the model for one call of a mode, which replaces its attention implementation meanwhile.
-
-        Raises
-        ------
-        RuntimeError
-            If another call of a mode holds it.
-        """
+        """Hold the model for one call of a mode. Raise `RuntimeError` if another call holds it."""
         with _CLAIM_LOCK:
             self._check_free()
             self._parallel_config, self._parallel_thread = config, threading.get_ident()
@@ -176,13 +167,7 @@ class ParallelGenerationMixin:
         check_supported_settings(config.mode, prepared)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model, including the mode that `generation_config` names.
-
-        Raises
-        ------
-        ValueError
-            If a setting of the mode cannot be stored; nothing is written then.
-        """
+        """Save the model with the mode of `generation_config`; raise `ValueError` if a setting cannot be stored."""
         keep_mode(self.generation_config)  # type: ignore[attr-defined]
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
@@ -243,13 +228,7 @@ def take_parallel_config(own: GenerationConfig, kwargs: dict[str, Any]) -> Paral
 
 
 def keep_mode(config: Any) -> None:
-    """Make a `GenerationConfig` that names a mode save the mode and its settings.
-
-    Raises
-    ------
-    ValueError
-        For settings that cannot be stored.
-    """
+    """Make a `GenerationConfig` save the mode that it names; raise `ValueError` if a setting cannot be stored."""
     if getattr(config, "generation_mode", None) is None:
         return
     make_config(config.generation_mode, getattr(config, "parallel_config", None)).stored()
@@ -290,7 +269,7 @@ def enable(model: PreTrainedModel, known: Capabilities | None = None) -> PreTrai
     with _cpu_as_default():
         found = probe_capabilities(model) if known is None else known
     plain = type(model)
-    model.__class__ = _enabled_class(plain)
+    model.__class__ = _enabled_class(plain)  # type: ignore[arg-type]
     model._parallel_capabilities = found  # type: ignore[assignment]
     return model
 
@@ -316,19 +295,15 @@ def _cpu_as_default() -> AbstractContextManager[Any]:
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
-_enabled: dict[type, type] = {}
-
-
+@cache
 def _enabled_class(plain: type) -> type:
     """Return the subclass of a model's class, under the same name: `save_pretrained` writes it."""
-    if plain not in _enabled:
-        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-        _enabled[plain] = type(plain.__name__, (ParallelGenerationMixin, plain), names)
-    return _enabled[plain]
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    return type(plain.__name__, (ParallelGenerationMixin, plain), names)
 
 
 def _plain_class(enabled: type) -> type:
-    return next(plain for plain, subclass in _enabled.items() if subclass is enabled)
+    return enabled.__bases__[1]
 
 
 def _restore(plain: type) -> Any:
