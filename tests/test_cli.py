@@ -162,11 +162,11 @@ def test_a_model_that_does_not_exist_is_one_line(
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert cli.main(["generate", "x", "--model", "nobody/nothing"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(
+    shown = capsys.readouterr().err
+    assert shown.startswith(
         "hf-parallel: error: there is no folder 'nobody/nothing', nothing of it is in the Hub's cache"
     )
-    assert said.count("\n") == 1
+    assert shown.count("\n") == 1
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,12 +244,14 @@ def test_help_names_every_command_and_every_setting(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as left:
         cli.main(["--help"])
     assert left.value.code == 0
-    told = capsys.readouterr().out
-    assert all(re.search(rf"^    {name} ", told, re.MULTILINE) for name in ("demo", "generate", "bench", "view", "env"))
+    shown = capsys.readouterr().out
+    assert all(
+        re.search(rf"^    {name} ", shown, re.MULTILINE) for name in ("demo", "generate", "bench", "view", "env")
+    )
     with pytest.raises(SystemExit):
         cli.main(["generate", "--help"])
-    told = capsys.readouterr().out
-    assert all(name in told for config in MODES.values() for name in config.fields() if name != "logits_cache")
+    shown = capsys.readouterr().out
+    assert all(name in shown for config in MODES.values() for name in config.fields() if name != "logits_cache")
 
 
 def test_env_prints_versions_backends_and_variables(
@@ -348,7 +350,7 @@ def test_a_transcript_is_not_overwritten_by_its_page(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "exaone4", "llama-dynamic", "gemma3_text"])
-def test_what_a_model_can_do_is_kept_whole(name: str) -> None:
+def test_capabilities_survive_json(name: str) -> None:
     found = probe_capabilities(tiny.build(name))
     assert Capabilities.from_json(found.to_json()) == found
 
@@ -371,7 +373,7 @@ def test_the_embedded_model_is_probed_once(
     finally:
         handle.remove()
         hf_parallel.disable(model)
-    assert [asked for _, asked in found] == [True, False, True, True, False]
+    assert [probed for _, probed in found] == [True, False, True, True, False]
     assert all(of == found[0][0] for of, _ in found)
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -220,8 +220,8 @@ def test_the_first_interrupt_skips_the_workers_and_the_second_exits(
     monkeypatch.setattr(demo, "show_workers", interrupted)
     monkeypatch.setattr(demo, "show_shared_prefix", interrupted)
     assert demo.main([]) == 130
-    said = capsys.readouterr().out
-    assert said.index("on to the second part") < said.index("Stopped.")
+    shown = capsys.readouterr().out
+    assert shown.index("on to the second part") < shown.index("Stopped.")
 
 
 def test_an_error_names_a_model_that_does_not_load(tmp_path: Path) -> None:

@@ -64,10 +64,10 @@ def test_a_branch_is_printed_once_without_a_terminal() -> None:
     console = a_pipe()
     with live_view(PDOSConfig(), console) as view:
         tell([STORY + "So.", tiny.EOS], branches=["one####", "two####"], streamer=view)
-    said = printed(console)
-    assert re.search(r"^Branch 1 \| ####A:one####  \(end\)$", said, re.MULTILINE)
-    assert said.count("A:one") == said.count("B:two") == 1
-    assert re.search(r"^Answer +\| So\.  \(end\)$", said, re.MULTILINE)
+    shown = printed(console)
+    assert re.search(r"^Branch 1 \| ####A:one####  \(end\)$", shown, re.MULTILINE)
+    assert shown.count("A:one") == shown.count("B:two") == 1
+    assert re.search(r"^Answer +\| So\.  \(end\)$", shown, re.MULTILINE)
 
 
 def test_answers_and_conclusions_have_separate_columns() -> None:
@@ -176,8 +176,8 @@ def test_the_final_picture_has_all_rows() -> None:
     console = a_terminal(80)
     with live_view(PDOSConfig(), console) as view:
         write_branches(view, 10)
-    said = printed(console)
-    final = said[said.rindex("Branch 1,") :] if "Branch 1," in said else said
+    shown = printed(console)
+    final = shown[shown.rindex("Branch 1,") :] if "Branch 1," in shown else shown
     assert all(f"text of {branch}" in final for branch in range(1, 11))
     assert max(Text(re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", line)).cell_len for line in final.splitlines()) <= 80
 

@@ -159,8 +159,8 @@ def test_answers_match_the_questions_in_the_prompt(count: int) -> None:
 
 
 def test_every_kind_of_question_occurs() -> None:
-    asked = "\n".join(ArithmeticProblem.make(seed).prompt for seed in SEEDS)
-    assert all(re.search(text, asked) for text in SOLUTIONS)
+    questions = "\n".join(ArithmeticProblem.make(seed).prompt for seed in SEEDS)
+    assert all(re.search(text, questions) for text in SOLUTIONS)
 
 
 @pytest.mark.parametrize(

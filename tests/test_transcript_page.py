@@ -246,23 +246,23 @@ def test_the_slider_shows_the_state_at_a_pass(browse: Callable[..., str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("layout", "unseen", "says"),
+    ("layout", "unseen", "message"),
     [
         ("combined", [False] * 4, "1 finished step of others and what Alice has written so far"),
         ("interleaved", [False, False, True, False], "1 finished step of others"),
     ],
 )
 def test_the_page_shows_which_cards_a_row_could_see_at_a_pass(
-    browse: Callable[..., str], layout: str, unseen: list[bool], says: str
+    browse: Callable[..., str], layout: str, unseen: list[bool], message: str
 ) -> None:
     dom = browse(write(ALICE, BOB, layout=layout).to_html(), "#pass=8&as=1")
     assert ["unseen" in card for card in classes(dom)] == unseen
     assert "After pass 8, Bob can see the prompt, its own text" in Page(dom).text
-    assert says in Page(dom).text
+    assert message in Page(dom).text
 
 
 @pytest.mark.parametrize(
-    ("state", "says"),
+    ("state", "message"),
     [
         ("#pass=6&as=1", "Bob can see the prompt, its own text, 1 finished step of others and what Alice has"),
         ("#pass=7", "Alice and Bob are writing. In the history: Bob 1 \u00b7 common 1."),
@@ -271,8 +271,8 @@ def test_the_page_shows_which_cards_a_row_could_see_at_a_pass(
         ("#pass=10", "Alice has not finished. In the history: Bob 1."),
     ],
 )
-def test_steps_that_left_are_not_visible(browse: Callable[..., str], state: str, says: str) -> None:
-    assert says in Page(browse(changed_session().output().to_html(), state)).text
+def test_steps_that_left_are_not_visible(browse: Callable[..., str], state: str, message: str) -> None:
+    assert message in Page(browse(changed_session().output().to_html(), state)).text
 
 
 def test_steps_that_left_are_shown_as_unseen_and_a_finished_session_as_ended(browse: Callable[..., str]) -> None:

@@ -149,36 +149,14 @@ def show_shared_prefix(console: Console, model: Any, tokenizer: Any, sizes: Size
 
 
 def measure(progress: Progress, name: str, model: Any, ids: torch.Tensor, settings: dict[str, Any]) -> Measured:
-    """Run one call of `generate` under progress bars: layers advance the prefill, tokens the decoding."""
-    layers, new = decoder_layers(model), settings["max_new_tokens"]
-    prefill = progress.add_task(f"{name:<13} prefill", total=len(layers))
-    decode = progress.add_task(f"{name:<13} decode", total=new, start=False, visible=False)
+    """Run one call of `generate` under a progress bar, which pulses during the prefill."""
+    bar = progress.add_task(name, total=None)
     if progress.disable:
         progress.console.print(f"{name} ...")
-
-    def advance(count: int) -> None:
-        if count == 1:
-            for handle in handles:
-                handle.remove()
-            progress.update(prefill, completed=len(layers))
-            progress.start_task(decode)
-        progress.update(decode, completed=count, visible=True)
-
-    handles = [layer.register_forward_hook(lambda *_: progress.advance(prefill)) for layer in layers]
-    clock = StepClock(advance)
-    try:
-        output = model.generate(ids, streamer=clock, return_dict_in_generate=True, **settings)
-    finally:
-        for handle in handles:
-            handle.remove()
+    clock = StepClock(lambda count: progress.update(bar, completed=count, total=settings["max_new_tokens"]))
+    output = model.generate(ids, streamer=clock, return_dict_in_generate=True, **settings)
     kv_bytes = output.stats.kv_bytes if hasattr(output, "stats") else dense_bytes(output.past_key_values)
     return Measured(output.sequences.cpu(), clock.prefill_seconds, clock.median_step, clock.seconds, kv_bytes)
-
-
-def decoder_layers(model: Any) -> Sequence[torch.nn.Module]:
-    """Return the layers of a decoder: its longest list of modules."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return list(max(lists, key=len, default=()))
 
 
 def comparison(plain: Measured, shared: Measured, rows: int) -> Table:

@@ -378,8 +378,8 @@ class _Column:
 def live_view(config: ParallelConfig, console: Console, tokenizer: Any = None) -> LiveView:
     """Return the view that suits a console; see `LiveView` for the parameters.
 
-    A terminal with enough room shows columns: one for each row of a merged answer, or at least two. A smaller terminal
-    prints finished steps as lines and shows the end of unfinished ones below. Anything else gets the lines alone.
+    A large enough terminal shows columns: one for each row of a merged answer, or at least two. A smaller one prints
+    finished steps as lines and shows the ends of unfinished ones below. Anything else gets the lines alone.
     """
     columns = config.rows_per_prompt if config.merges_rows else 2
     if not console.is_interactive:

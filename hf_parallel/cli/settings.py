@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,51 +88,55 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
     """
     cls = MODES.get(options.mode)
     preset = embedded_preset(options)
-    of_mode, of_generate = _split_set_options(options, cls)
-    settings = {**preset.generation, **of_generate, **_generation_options(options, of_generate)}
+    given, flags = _given_options(options)
+    of_mode: dict[str, Any] = {"seed": given.pop("seed")} if "seed" in given else {}
+    for text in options.set:
+        name, value = _parse_set(text, cls, flags)
+        (of_mode if cls is not None and name in cls.fields() else given)[name] = value
+        flags[name] = f"--set {name}={value}" if name == "do_sample" else f"--set {name}"
+    sampling = [flags[name] for name in _SAMPLING if given.get(name) is not None] + ["--sample"] * bool(options.sample)
+    if sampling and not given.setdefault("do_sample", True):
+        raise ValueError(f"{flags['do_sample']} disables sampling, so it cannot be combined with {', '.join(sampling)}")
+    settings = {**preset.generation, **given}
     if settings.get("max_length") is None:
         settings.setdefault("max_new_tokens", 256)
     if not settings.get("do_sample", True):
         settings = {name: value for name, value in settings.items() if name not in _SAMPLING}
     _check_generation(settings)
-    if cls is None:
-        if options.logits_cache is not None:
-            raise ValueError(f"--logits-cache needs a mode with logits_cache, got --mode {PLAIN}")
-        return None, settings
-    if options.seed is not None:
-        of_mode["seed"] = options.seed
-    if options.logits_cache is not None or cls.needs_logits_cache:
-        if "logits_cache" not in cls.fields():
-            raise ValueError(f"--logits-cache needs a mode with logits_cache, got --mode {cls.mode}")
+    if options.logits_cache is not None or (cls is not None and cls.needs_logits_cache):
+        if cls is None or "logits_cache" not in cls.fields():
+            raise ValueError(f"--logits-cache needs a mode with logits_cache, got --mode {options.mode}")
         of_mode["logits_cache"] = _load_logits_cache(options.logits_cache)
-    return make_config(cls.mode, of_mode, preset.settings), settings
+    return None if cls is None else make_config(cls.mode, of_mode, preset.settings), settings
 
 
-def _split_set_options(
-    options: argparse.Namespace, cls: type[ParallelConfig] | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of all `--set` options: settings of the mode, and settings of `generate`."""
-    given = _given_options(options)
-    of_mode: dict[str, Any] = {}
-    of_generate: dict[str, Any] = {}
-    for text in options.set:
-        name, separator, value = text.partition("=")
-        if not separator:
-            raise ValueError(f"--set must be NAME=VALUE, got {text!r}")
-        if name in given:
-            raise ValueError(f"--set {name} and {given[name]} are the same setting, give one of them")
-        if cls is not None and name in cls.not_stored:
-            hint = "; use --logits-cache FILE" if name == "logits_cache" else ""
-            raise ValueError(f"--set cannot hold the object {name} (got {text!r}){hint}")
-        if cls is not None and name in cls.fields():
-            of_mode[name] = parse(value, getattr(cls, name, None))
-        elif name in GENERATION_SETTINGS:
-            of_generate[name] = parse(value, getattr(GenerationConfig(), name))
-        elif cls is None:
-            raise ValueError(f"generate has no setting {name!r} (got {value!r})")
-        else:
-            check_setting_names(cls, {name: value}, GENERATION_SETTINGS)
-    return of_mode, of_generate
+def _given_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings that were given as options, and those options by setting."""
+    names = [*(name for name, _, _ in GENERATION_OPTIONS), "seed"]
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    flags = {name: f"--{name.replace('_', '-')}" for name in given}
+    if options.greedy or options.sample:
+        given["do_sample"] = not options.greedy
+        flags["do_sample"] = "--greedy" if options.greedy else "--sample"
+    return given, flags
+
+
+def _parse_set(text: str, cls: type[ParallelConfig] | None, flags: Mapping[str, str]) -> tuple[str, Any]:
+    """Return the name and value of a `--set` option; `flags` are the other options that give settings."""
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise ValueError(f"--set must be NAME=VALUE, got {text!r}")
+    if not flags.get(name, "--set").startswith("--set"):  # a later --set replaces an earlier one
+        raise ValueError(f"--set {name} and {flags[name]} are the same setting, give one of them")
+    if cls is not None and name in cls.not_stored:
+        hint = "; use --logits-cache FILE" if name == "logits_cache" else ""
+        raise ValueError(f"--set cannot hold the object {name} (got {text!r}){hint}")
+    if cls is not None:
+        check_setting_names(cls, {name: value}, GENERATION_SETTINGS)
+    elif name not in GENERATION_SETTINGS:
+        raise ValueError(f"generate has no setting {name!r} (got {value!r})")
+    is_of_mode = cls is not None and name in cls.fields()
+    return name, parse(value, getattr(cls if is_of_mode else GenerationConfig(), name, None))
 
 
 def _check_generation(settings: dict[str, Any]) -> None:
@@ -147,30 +151,6 @@ def _check_generation(settings: dict[str, Any]) -> None:
             processor(value)
         except ValueError as error:
             raise ValueError(f"{name}={value!r} is invalid: {error}") from error
-
-
-def _given_options(options: argparse.Namespace) -> dict[str, str]:
-    """Return the names of settings that were given as options, with those options."""
-    names = [*(name for name, _, _ in GENERATION_OPTIONS), "seed"]
-    given = {name: f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None}
-    if options.greedy or options.sample:
-        given["do_sample"] = "--greedy" if options.greedy else "--sample"
-    return given
-
-
-def _generation_options(options: argparse.Namespace, of_generate: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of `generate` that were given as options, with `do_sample` if any setting implies it."""
-    names = [name for name, _, _ in GENERATION_OPTIONS]
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    sampling = [f"--{name.replace('_', '-')}" for name in _SAMPLING if name in given]
-    sampling += [f"--set {name}" for name in _SAMPLING if of_generate.get(name) is not None]
-    sampling += ["--sample"] * bool(options.sample)
-    greedy = "--greedy" if options.greedy else "" if of_generate.get("do_sample", True) else "--set do_sample=False"
-    if greedy and sampling:
-        raise ValueError(f"{greedy} disables sampling, so it cannot be combined with {', '.join(sampling)}")
-    if greedy or sampling:
-        given["do_sample"] = not greedy
-    return given
 
 
 def parse(text: str, default: Any) -> Any:
