@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import (
+    ExponentialDecayLengthPenalty,
+    ForcedEOSTokenLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    StoppingCriteriaList,
+)
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_parallel.cache.hogwild import HogwildCache
@@ -15,9 +25,9 @@ from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.hogwild.group import Finisher, WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_steps
-from hf_parallel.generation.modes.hogwild.processors import adapt_processors
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.modes.stages import check_vocabulary
+from hf_parallel.generation.processors import MinLengthProcessor, PerPromptProcessor
 from hf_parallel.generation.resampling.config import replaying
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.token_table import TokenTable
@@ -25,6 +35,14 @@ from hf_parallel.models.attention import UnsupportedModelError
 
 TABLE_CAPACITY = 1024
 """Largest initial capacity of the token table, in new tokens per worker. The table grows on demand."""
+
+_LENGTH_PROCESSORS = (
+    ExponentialDecayLengthPenalty,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+)
+"""Processors of transformers that read nothing of a row but its length."""
 
 
 class HogwildRun:
@@ -53,7 +71,7 @@ class HogwildRun:
         self.cache = HogwildCache(call.capabilities.rotary, device=call.input_ids.device)
         self.cache.claim(call.model)
         self.workers: list[Worker] = []
-        call = adapt_processors(call, self.workers)
+        call = _adapt_processors(call, self.workers)
         capacity = min(2 * call.max_new_tokens, TABLE_CAPACITY)
         table = TokenTable(call.input_ids.repeat_interleave(config.num_workers, dim=0), call.pad_token_id, capacity)
         # The budget is counted in forward passes; a length in tokens would count headers too.
@@ -124,3 +142,32 @@ class HogwildRun:
         logits = loop.step(rows, self.move_ended_steps)
         loop.stats.prefill_seconds = before + time.perf_counter() - began
         return logits
+
+
+class _PassCountingProcessor(LogitsProcessor):
+    """Shows a processor rows as long as the prompt and the generated tokens, without headers and step prefixes."""
+
+    keeps_rows = False
+
+    def __init__(self, processor: LogitsProcessor, prompt_length: int, workers: Sequence[Worker]) -> None:
+        self.processor, self.prompt_length, self.workers = processor, prompt_length, workers
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[rows, vocabulary]`."""
+        length = self.prompt_length + max(worker.passes for worker in self.workers)  # those still active have most
+        return self.processor(input_ids[:, :1].expand(-1, length), scores)
+
+
+def _adapt_processors(call: GenerationCall, workers: Sequence[Worker]) -> GenerationCall:
+    """Return a call whose length limits count decode passes, and whose `prefix_allowed_tokens_fn` gets prompt indices.
+
+    `workers` is read at each pass, as workers may join.
+    """
+    length, processors = call.input_ids.shape[1], LogitsProcessorList()
+    for processor in call.logits_processor:
+        if isinstance(processor, _LENGTH_PROCESSORS):
+            processor = _PassCountingProcessor(MinLengthProcessor.convert(processor), length, workers)
+        elif isinstance(processor, PrefixConstrainedLogitsProcessor):
+            processor = PerPromptProcessor(processor, call.num_rows)
+        processors.append(processor)
+    return replace(call, logits_processor=processors)

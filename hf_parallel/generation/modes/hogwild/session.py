@@ -49,16 +49,8 @@ class HogwildSession:
 
     Raises
     ------
-    ValueError
+    ValueError, TypeError, UnsupportedModelError
         As `generate`; also for several prompts, `num_return_sequences`, `logits_cache` and `max_time`.
-    TypeError
-        If `input_ids` are not a tensor.
-    UnsupportedModelError
-        As `generate`.
-
-    Attributes
-    ----------
-    config : HogwildConfig
 
     Examples
     --------
@@ -153,17 +145,14 @@ class HogwildSession:
         if passes is not None:
             check_int("passes", passes, at_least=0)
         written: dict[str, str] = {}
-        done = 0
         with self._model_held():
-            while passes is None or done < passes:
+            for _ in itertools.count() if passes is None else range(passes):
                 with self._exclusive():
                     self._check_open()
                     if not self._run.active:
                         break
-                    added = self._run.step()
-                for name, text in added.items():
-                    written[name] = written.get(name, "") + text
-                done += 1
+                    for name, text in self._run.step().items():
+                        written[name] = written.get(name, "") + text
         return written
 
     def finish(self) -> HogwildOutput:
@@ -364,16 +353,15 @@ class HogwildSession:
     @contextmanager
     def _model_held(self) -> Iterator[None]:
         """Claim the model for computing."""
-        model = self._model
-        if not isinstance(model, ParallelGenerationMixin):
+        location = self._model.device, self._model.dtype
+        if not isinstance(self._model, ParallelGenerationMixin):
             raise RuntimeError("the model is not enabled any more: call hf_parallel.enable(model) to continue")
-        location = model.device, model.dtype
         if location != self._location:
             before, now = ("{} in {}".format(*pair) for pair in (self._location, location))
             raise ValueError(f"the model was on {before} when this session began, now it is on {now}: move it back")
         with torch.no_grad(), self._model.claimed(self.config), self._run.loop.running():
             try:
-                self._run.cache.claim(self._model)
+                self._run.cache.claim(self._run.loop.call.model)
             except ValueError as error:
                 raise ValueError("the weights of the model have changed since this session began") from error
             yield

@@ -40,7 +40,7 @@ _UNSAVED = ("max_length", "max_new_tokens", "transformers_version")
 def open_run(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any]) -> SteppedRun:
     """Return the run of a session of an enabled model; arguments and errors as of `HogwildSession`."""
     settings = {"generation_mode": HogwildConfig.mode, **settings}
-    config = take_parallel_config(model.generation_config, settings)
+    config: Any = take_parallel_config(model.generation_config, settings)
     _check_config(config)
     settings |= _prompt_arguments(prompt, tokenizer, config)
     _set_default_length(model, settings)
