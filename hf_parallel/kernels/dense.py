@@ -28,22 +28,10 @@ def dense_attention(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one batch of queries to one batch of keys.
+    """Attention of queries `[N, heads, M, head_dim]` to keys and values `[N, kv_heads, L, head_dim]`.
 
-    Parameters
-    ----------
-    q : [N, heads, M, head_dim]
-    k, v : [N, kv_heads, L, head_dim]
-    mask : broadcastable to [N, heads, M, L], optional
-        Added to the scores.
-    causal : bool
-        Whether query `i` sees keys up to `i`; then M = L.
-    scale : float
-    softcap : float, optional
-
-    Returns
-    -------
-    (out, lse) : [N, heads, M, head_dim], [N, heads, M]
+    `mask`, broadcastable to `[N, heads, M, L]`, is added to the scores. With `causal` (then M = L) query `i` sees keys
+    up to `i`. Returns `(out, lse)`: `[N, heads, M, head_dim]` and the log-sum-exp `[N, heads, M]`.
     """
     ops = torch.ops.aten
     if softcap is None and q.shape[-1] == v.shape[-1]:

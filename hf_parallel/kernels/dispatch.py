@@ -147,16 +147,9 @@ def _warn_once(message: str) -> None:
 
 
 def capturable(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether decode steps over a layer's storage can be captured in a CUDA graph.
+    """Whether decode steps over a layer's storage `[slots * kv_heads, head_dim]` can be captured in a CUDA graph.
 
-    Parameters
-    ----------
-    keys, values : [slots * kv_heads, head_dim]
-
-    Returns
-    -------
-    bool
-        True if the layer's kernels read everything that changes from step to step from device memory.
+    They can if the layer's kernels read everything that changes from step to step from device memory.
     """
     return _backend(keys, values) not in (reference, torch_attention)
 

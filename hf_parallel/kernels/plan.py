@@ -38,24 +38,16 @@ class DeviceBuffers(Derived):
 
 @dataclass(frozen=True, eq=False)
 class Increments:
-    """Difference between the plan of a decode step and that of the next step of the same rows.
+    """Difference between the plan of a decode step and that of the next step of the same rows: int64 `[P]` each.
 
     Positions in a step are sums of block lengths, and each length grows by one or not at all. From one step to the
-    next a plan therefore changes by constant integers.
-
-    Attributes
-    ----------
-    delta, position, hi : int64 [P]
-        Added to `pair_delta`, `pair_position` and `pair_hi`. Every `write_index` grows by one.
-    lo : int64 [P], optional
-        Added to `pair_lo` by the next step only: the start of a sliding window may enter a block later. None: no
-        window.
+    next a plan therefore changes by constant integers; every `write_index` grows by one.
     """
 
-    delta: np.ndarray
-    position: np.ndarray
-    hi: np.ndarray
-    lo: np.ndarray | None = None
+    delta: np.ndarray  # added to pair_delta
+    position: np.ndarray  # added to pair_position
+    hi: np.ndarray  # added to pair_hi
+    lo: np.ndarray | None = None  # added to pair_lo by the next step only, if the start of a window enters a block
 
 
 @dataclass(frozen=True, eq=False)

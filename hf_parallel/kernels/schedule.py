@@ -28,36 +28,22 @@ MergeIndex = tuple[torch.Tensor, torch.Tensor | None]
 class Call:
     """One dense attention call: N evenly spaced blocks of L keys, each with M queries.
 
-    Attributes
-    ----------
-    pairs : int64 [N * M]
-        Indices into the plan's pair arrays; -1 for a gap in the spacing, whose result is dropped.
-    num_blocks, num_keys : int
-        N and L.
-    origin, spacing, capacity : int
-        First extent, distance from extent to extent, and capacity of each, in slots.
-    first : int
-        Index of the first key in its extent.
-    causal : bool
-        Query `i` sees keys up to `i`; then N = 1 and M = L.
-    lo, hi : int64 [N, M], optional
-        Visible keys `lo <= j < hi`, counted from `first`. None: all L keys, or the call is causal.
-    increments : (int, int), optional
-        Number of keys by which the start and the end of every block move in the next decode step. None if they differ
-        between blocks.
+    `origin`, `spacing` (from extent to extent) and `capacity` are in slots. Visible keys are `lo <= j < hi`, counted
+    from `first`; `lo` and `hi` are None if all L keys are visible or the call is causal (query `i` sees keys up to `i`;
+    then N = 1 and M = L).
     """
 
-    pairs: np.ndarray
-    num_blocks: int
-    num_keys: int
+    pairs: np.ndarray  # int64 [N * M], indices into the plan's pairs; -1 for a gap, whose result is dropped
+    num_blocks: int  # N
+    num_keys: int  # L
     origin: int
     spacing: int
     capacity: int
-    first: int
+    first: int  # index of the first key in its extent
     causal: bool = False
-    lo: np.ndarray | None = None
+    lo: np.ndarray | None = None  # int64 [N, M]
     hi: np.ndarray | None = None
-    increments: tuple[int, int] | None = None
+    increments: tuple[int, int] | None = None  # of start and end per decode step; None if blocks differ
 
     @property
     def num_queries(self) -> int:
@@ -82,25 +68,15 @@ class Call:
 class Schedule(Derived):
     """The calls of a plan and how their results are merged.
 
-    Attributes
-    ----------
-    calls : list of Call
-    merge : int64 [K, T]
-        For each query, the positions of its K partial results in the concatenated results of all calls, padded
-        with -1.
-    in_order : bool
-        Whether `merge` is 0, 1, 2, ...: each call holds all queries in order.
-    increments : Increments, optional
-        Those of the plan, from which the calls' increments were computed.
-    merge_indices : dict
-        `merge` on each device used so far. Shared by the schedules of following steps, whose `merge` is the same.
+    `merge` contains, for each query, the positions of its K partial results in the concatenated results of all calls,
+    padded with -1. `in_order` means that it is 0, 1, 2, ...: each call holds all queries in order.
     """
 
     calls: list[Call]
-    merge: np.ndarray
+    merge: np.ndarray  # int64 [K, T]
     in_order: bool
-    increments: Increments | None = None
-    merge_indices: dict[torch.device, MergeIndex] = field(default_factory=dict, repr=False)
+    increments: Increments | None = None  # the plan's, from which those of the calls were computed
+    merge_indices: dict[torch.device, MergeIndex] = field(default_factory=dict, repr=False)  # shared by following steps
 
     def next_step(self, plan: AttentionPlan) -> Schedule | None:
         """Return the schedule of the next decode step's plan: the same calls over shifted keys."""

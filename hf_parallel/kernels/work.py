@@ -25,50 +25,30 @@ MIN_STEPS = 2
 
 @dataclass(frozen=True)
 class Partition:
-    """Partition of the blocks of one kernel launch.
+    """Partition of the blocks of one kernel launch."""
 
-    Attributes
-    ----------
-    pairs_per_tile : int
-        Number of pairs per tile: its rows divided by the query heads per KV head that it holds.
-    block_n : int
-        Number of keys per step.
-    max_programs : int
-        Largest number of programs per KV head.
-    """
-
-    pairs_per_tile: int
-    block_n: int
-    max_programs: int
+    pairs_per_tile: int  # rows of a tile, divided by the query heads per KV head that it holds
+    block_n: int  # keys per step
+    max_programs: int  # per KV head
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
     """Work items of a plan's attention.
 
-    Attributes
-    ----------
-    items : int32 [W, 9]
-        One work item per row, see `ITEM_FIELDS`: the block's extent and first index in it, the keys
-        `start <= j < stop` of the block, the pairs, the first slot for its results, and whether any pair is rotated.
-    item_offsets : list of int32 [max_programs + 1]
-        For each partition: program `i` computes the items `offsets[i] : offsets[i + 1]`.
-    pairs : int64 [P]
-        The plan's pairs that see any key, in its order. `first_pair` is an index into these.
-    merge_start : int32 [T + 1]
-        Offsets into `merge_slot`.
-    merge_slot : int32 [S]
-        Slots of the partial results of each query.
-    max_items, max_slots : int
-        Upper bounds of W and S for blocks of any length with as many rows.
+    An item consists of the block's extent and first index in it, the keys `start <= j < stop` of the block, the pairs,
+    the first slot for its results, and whether any pair is rotated (`ITEM_FIELDS`). `first_pair` is an index into
+    `pairs`.
     """
 
-    items: np.ndarray
-    item_offsets: list[np.ndarray]
-    pairs: np.ndarray
-    merge_start: np.ndarray
-    merge_slot: np.ndarray
-    max_items: int
+    items: np.ndarray  # int32 [W, 9]
+    item_offsets: list[
+        np.ndarray
+    ]  # int32 [max_programs + 1] per partition: program i has items offsets[i] : offsets[i + 1]
+    pairs: np.ndarray  # int64 [P], the plan's pairs that see any key, in its order
+    merge_start: np.ndarray  # int32 [T + 1], offsets into merge_slot
+    merge_slot: np.ndarray  # int32 [S], slots of the partial results of each query
+    max_items: int  # upper bounds of W and S for blocks of any length with as many rows
     max_slots: int
 
     @property

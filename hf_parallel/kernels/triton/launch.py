@@ -24,9 +24,6 @@ from hf_parallel.kernels.work import ITEM_FIELDS, Partition, Work, make_work
 HORIZON = 64
 """Number of decode steps that work items are made for. Longer: they become unequal; shorter: more work on the CPU."""
 
-INTERPRETED_PROCESSORS = 1
-"""Number of processors of a CPU, for Triton's interpreter."""
-
 _ALIGNMENT = 32
 """Buffers begin at multiples of 128 bytes: Triton compiles a kernel again for pointers of another alignment."""
 
@@ -85,20 +82,11 @@ class KernelCall(NamedTuple):
 
 
 class Launch(DeviceBuffers):
-    """Buffers of a plan on a device.
-
-    Attributes
-    ----------
-    buffers : Buffers
-    step : int
-        Number of decode steps since the loaded plan.
-    horizon : int
-        Number of decode steps that a loaded plan serves.
-    """
+    """Buffers of a plan on a device."""
 
     buffers: Buffers
-    step: int
-    horizon: int
+    step: int  # decode steps since the loaded plan
+    horizon: int  # decode steps that a loaded plan serves
 
     def update(self, plan: AttentionPlan) -> bool:
         """Load `plan` into the buffers unless they hold it; return False if it does not fit."""
@@ -182,20 +170,10 @@ class WriteLaunch(Launch):
 class AttendLaunch(Launch):
     """Work items of a plan's attention for layers of one shape, and scratch memory for their partial results.
 
-    Parameters
-    ----------
-    plan : AttentionPlan
-    shape : LayerShape
-    max_tokens : int
-        Largest number of queries of a pass. Those after the plan's own are padding without visible keys.
-
-    Attributes
-    ----------
-    calls : list of KernelCall
-        Attention kernels, one per tiling.
-    part_out, part_lse : float32 [S, heads, value_dim], [S, heads]
-    cos, sin : float32 [P, rotary_dim / 2]
-        Rotations of the pairs at this step. Undefined if no pair is rotated.
+    A pass has at most `max_tokens` queries; those after the plan's own are padding without visible keys. `calls` are
+    the launches of the attention kernel, one per tiling, and `part_out`, `part_lse` its results: float32
+    `[S, heads, value_dim]` and `[S, heads]`. `cos` and `sin`, float32 `[P, rotary_dim / 2]`, rotate the pairs at this
+    step.
     """
 
     horizon = HORIZON
@@ -317,13 +295,7 @@ class AttendLaunch(Launch):
 class Buffers:
     """Named int32 arrays in one device tensor, filled by one copy.
 
-    Parameters
-    ----------
-    arrays : mapping of str to integer array
-        Names, and sizes to begin with; each is rounded up.
-    device : torch.device
-    sizes : mapping of str to int
-        Larger sizes of some arrays.
+    `sizes` reserves more than the first `arrays` need; all sizes are rounded up.
     """
 
     def __init__(
@@ -381,6 +353,5 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @lru_cache
 def num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Number of streaming multiprocessors; 1 for Triton's interpreter on a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
