@@ -9,13 +9,10 @@ from hf_parallel.cache.tree_branch import TreeBranchCache
 from hf_parallel.generation import (
     CHAIN_OF_DRAFT,
     GenerationStats,
-    Hotspot,
     ParallelConfig,
     ParallelIteratorStreamer,
     ParallelOutput,
     ParallelStreamer,
-    ReplayPolicy,
-    Stepwise,
     build_prompt,
     chain_of_draft_prompt,
     disable,
@@ -23,6 +20,7 @@ from hf_parallel.generation import (
     modes,
 )
 from hf_parallel.generation.modes import *  # noqa: F403
+from hf_parallel.generation.resampling import Hotspot, ReplayPolicy, Stepwise
 from hf_parallel.kernels import Backend, backends
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.embedded import load_embedded_model

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -18,22 +16,21 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
-from hf_parallel.cache.logits import Cursors, TrieNode
-from hf_parallel.generation.resampling import replay as recall
+from hf_parallel.cache.logits_trie import Cursors, TrieNode
 from hf_parallel.generation.resampling.drafts import (
-    BOTH,
-    GUESSED,
-    LEAST_CHANCE,
-    LEAST_GAIN,
-    LONGEST,
-    MOST_GUESSING,
-    MOST_SETTINGS,
-    TAKEN,
+    AGREED,
+    CACHED,
+    MAX_DRAFT_TOKENS,
+    MAX_NODES,
+    MAX_SAMPLING_ROWS,
+    MAX_SETTINGS,
+    MIN_GAIN,
+    MIN_PROBABILITY,
+    SAMPLED,
     NgramDrafter,
-    _learned,
+    acceptance_rates,
 )
-from hf_parallel.kernels import native
-from hf_parallel.kernels.linear import LINEAR_VARIABLE, computed_by, pass_cost
+from hf_parallel.kernels.linear import LINEAR_VARIABLE, pass_cost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,7 +58,7 @@ class Round(LogitsProcessor):
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[PreTrainedModel]:
-    monkeypatch.setattr(recall, "computed_by", lambda model: "native")  # as long as drafts are there
+    monkeypatch.setenv(LINEAR_VARIABLE, "torch")  # costs of passes, and so drafts, are the same on all machines
     yield hf_parallel.enable(tiny.build("llama"))
     hf_parallel.disable(tiny.build("llama"))
 
@@ -159,9 +156,9 @@ def test_calls_with_the_same_settings_learn_together(model: PreTrainedModel) -> 
     cache = LogitsCache()
     for seed in range(3):  # the penalty knows each row's padding, so it is made anew for each call
         write(model, logits_cache=cache, seed=seed, repetition_penalty=1.05)
-    assert len(_learned[cache]) == 1
+    assert len(acceptance_rates[cache]) == 1
     write(model, logits_cache=cache, seed=0, temperature=0.5)
-    assert len(_learned[cache]) == 2
+    assert len(acceptance_rates[cache]) == 2
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
@@ -191,20 +188,18 @@ def test_rows_draft_only_where_nothing_hangs_on_the_order_of_draws(
     assert (out.stats.drafted_tokens > 0) == drafted
 
 
-def test_a_draft_is_never_longer_than_allowed(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths: list[int] = []
-    find = NgramDrafter.find
+def test_a_draft_is_never_longer_than_allowed(model: PreTrainedModel) -> None:
+    def longest_draft(**settings: Any) -> int:
+        lengths: list[int] = []
+        hook = model.register_forward_pre_hook(
+            lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        write(model, 1, logits_cache=LogitsCache(), seed=0, **settings)
+        hook.remove()
+        return max(lengths[1:]) - 1  # without the prefill, and without the pending token
 
-    def noting(self: NgramDrafter, *args: Any) -> list[int]:
-        lengths.append(len(found := find(self, *args)))
-        return found
-
-    monkeypatch.setattr(NgramDrafter, "find", noting)
-    write(model, 1, logits_cache=LogitsCache(), draft_tokens=2, seed=0)
-    assert max(lengths) == 2
-    lengths.clear()
-    write(model, 1, logits_cache=LogitsCache(), seed=0)
-    assert 2 < max(lengths) <= LONGEST
+    assert longest_draft(draft_tokens=2) == 2
+    assert 2 < longest_draft() <= MAX_DRAFT_TOKENS
 
 
 # The look-up
@@ -217,37 +212,37 @@ def standing(cache: LogitsCache, prompt: Sequence[int], *samples: Sequence[int])
     for row, sample in enumerate(samples, start=1):
         cursors.start(row, "model", prompt)
         for token in sample:
-            cursors.follow(row, token)
+            cursors.advance(row, token)
     return cursors
 
 
 def follow(drafts: NgramDrafter, cursors: Cursors, tokens: Sequence[int]) -> None:
     for token in tokens:
-        drafts.find(0, cursors.state(0), 2, 100)
-        drafts.note(cursors.state(0))
-        cursors.follow(0, token)
-        drafts.see(0, cursors.state(0))
+        drafts.draft(0, cursors.node(0), 2, 100)
+        drafts.add(cursors.node(0))
+        cursors.advance(0, token)
+        drafts.observe(0, cursors.node(0))
 
 
 def sure(drafts: NgramDrafter) -> NgramDrafter:
     """As if all that was looked up had been drawn so far."""
-    for chance in drafts._chances.values():
-        chance.looked = chance.drawn = 1e6
+    for chance in drafts.rates.values():
+        chance.proposed = chance.accepted = 1e6
     return drafts
 
 
 def test_what_followed_the_same_tokens_follows_again() -> None:
     cursors = standing(cache := LogitsCache(), [1, 2, 3, 4, 50, 51, 52], [9, 8, 7, 6, 5], [20, 21, 22, 23])
     drafts = sure(NgramDrafter(cache))
-    drafts.read(cursors.state(0))
+    drafts.add_prompt(cursors.node(0))
     follow(drafts, cursors, [9, 20, 21, 22])
-    assert drafts.find(0, cursors.state(0), 2, 100) == [23], "another sample"
+    assert drafts.draft(0, cursors.node(0), 2, 100) == [23], "another sample"
     follow(drafts, cursors, [1, 2, 3])
-    assert drafts.find(0, cursors.state(0), 2, 2) == [4, 50], "the prompt, as far as there is room"
+    assert drafts.draft(0, cursors.node(0), 2, 2) == [4, 50], "the prompt, as far as there is room"
     follow(drafts, cursors, [30, 31, 32, 33, 30, 31, 32])
-    assert drafts.find(0, cursors.state(0), 2, 1) == [33], "what it wrote itself"
+    assert drafts.draft(0, cursors.node(0), 2, 1) == [33], "what it wrote itself"
     follow(drafts, cursors, [77, 78])
-    assert drafts.find(0, cursors.state(0), 2, 100) == [], "nothing of the kind"
+    assert drafts.draft(0, cursors.node(0), 2, 100) == [], "nothing of the kind"
 
 
 def test_more_tokens_alike_go_before_fewer_and_later_ones_before_earlier() -> None:
@@ -255,25 +250,25 @@ def test_more_tokens_alike_go_before_fewer_and_later_ones_before_earlier() -> No
     samples = [[10, *shared, 1], [11, *shared[-3:], 2], [12, 80, 81, 82, 3], [13, 80, 81, 82, 4]]
     cursors = standing(cache := LogitsCache(), [5, 6, 7], *samples)
     drafts = sure(NgramDrafter(cache))
-    drafts.read(cursors.state(0))
+    drafts.add_prompt(cursors.node(0))
     follow(drafts, cursors, [15, *shared])
-    assert drafts.find(0, cursors.state(0), 2, 1) == [1]
+    assert drafts.draft(0, cursors.node(0), 2, 1) == [1]
     follow(drafts, cursors, [14, 80, 81, 82])
-    assert drafts.find(0, cursors.state(0), 2, 1) == [4]
+    assert drafts.draft(0, cursors.node(0), 2, 1) == [4]
 
 
 def test_drafts_are_given_up_where_they_are_not_drawn_and_taken_up_again() -> None:
     words = [30, 31, 32, 33, 34, 35, 36, 37]
     cursors = standing(cache := LogitsCache(), [1, 2, 3], words)
     drafts = NgramDrafter(cache)
-    drafts.read(cursors.state(0))
+    drafts.add_prompt(cursors.node(0))
 
     def offered(token: int) -> list[int]:
         """A draft behind words that it knows; then the row writes `token`."""
         follow(drafts, cursors, words[:3])
-        found = drafts.find(0, cursors.state(0), 1, 4)
-        cursors.follow(0, token)
-        drafts.see(0, cursors.state(0))
+        found = drafts.draft(0, cursors.node(0), 1, 4)
+        cursors.advance(0, token)
+        drafts.observe(0, cursors.node(0))
         return found
 
     assert [bool(offered(33)) for _ in range(60)][-1], "drawn each time"
@@ -286,91 +281,78 @@ def test_what_was_learned_is_known_to_the_next_call_with_the_same_settings() -> 
     sure(NgramDrafter(cache, settings="cold"))
 
     def chances(of: LogitsCache, settings: str) -> set[float]:
-        return {chance.value for chance in NgramDrafter(of, settings=settings)._chances.values()}
+        return {chance.value for chance in NgramDrafter(of, settings=settings).rates.values()}
 
     assert chances(cache, "cold") == {1.0}
     first = {0.25, 0.3, 0.5, 0.6, 0.7, 0.8}
     assert chances(cache, "hot") == chances(other, "cold") == first
-    for number in range(MOST_SETTINGS - 2):
+    for number in range(MAX_SETTINGS - 2):
         NgramDrafter(cache, settings=number)
     assert chances(cache, "cold") == {1.0}, "what is used stays"
-    for number in range(MOST_SETTINGS):
+    for number in range(MAX_SETTINGS):
         NgramDrafter(cache, settings=-number)
     assert chances(cache, "cold") == first
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.55, 0.8, 0.99])
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 40])
-@pytest.mark.parametrize("computed_by", ["native", "onednn", "torch"])
-def test_the_length_of_a_draft_saves_most(chance: float, num_rows: int, computed_by: str) -> None:
+@pytest.mark.parametrize("linear_backend", ["native", "onednn", "torch"])
+def test_the_length_of_a_draft_saves_most(chance: float, num_rows: int, linear_backend: str) -> None:
     words = list(range(30, 50))
     cursors = standing(cache := LogitsCache(), [1, 2, 3], words)
-    drafts = NgramDrafter(cache, computed_by=computed_by)
-    for of in drafts._chances.values():
-        of.looked, of.drawn = 1000.0, 1000.0 * chance
-    drafts.read(cursors.state(0))
-    cursors.follow(0, words[0])
+    drafts = NgramDrafter(cache, linear_backend=linear_backend)
+    for of in drafts.rates.values():
+        of.proposed, of.accepted = 1000.0, 1000.0 * chance
+    drafts.add_prompt(cursors.node(0))
+    cursors.advance(0, words[0])
 
-    cost = partial(pass_cost, computed_by=computed_by)
+    cost = partial(pass_cost, linear_backend=linear_backend)
 
     def saved(length: int) -> float:
         served = sum(chance**step for step in range(1, length + 1))
         return served * cost(num_rows) - (cost(num_rows * (1 + length)) - cost(num_rows))
 
-    length = len(drafts.find(0, cursors.state(0), num_rows, 100))
-    most = max(saved(other) for other in range(LONGEST + 1) if chance ** (other - 1) >= LEAST_CHANCE)
-    assert saved(length) == pytest.approx(most) if length else most <= LEAST_GAIN
+    length = len(drafts.draft(0, cursors.node(0), num_rows, 100))
+    most = max(saved(other) for other in range(MAX_DRAFT_TOKENS + 1) if chance ** (other - 1) >= MIN_PROBABILITY)
+    assert saved(length) == pytest.approx(most) if length else most <= MIN_GAIN
 
 
-@pytest.mark.parametrize("computed_by", ["native", "onednn", "torch"])
-def test_longer_passes_never_take_less_and_the_longest_grow_with_their_tokens(computed_by: str) -> None:
-    costs = [pass_cost(tokens, computed_by) for tokens in range(1, 600)]
+@pytest.mark.parametrize("linear_backend", ["native", "onednn", "torch"])
+def test_longer_passes_never_take_less_and_the_longest_grow_with_their_tokens(linear_backend: str) -> None:
+    costs = [pass_cost(tokens, linear_backend) for tokens in range(1, 600)]
     assert costs[0] == 1.0
     assert costs == sorted(costs)
-    assert pass_cost(512, computed_by) == pytest.approx(2 * pass_cost(256, computed_by))
-
-
-def test_drafts_know_what_computes_their_passes(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, find = set(), NgramDrafter.find
-    monkeypatch.setattr(recall, "computed_by", computed_by)
-    monkeypatch.setattr(NgramDrafter, "find", lambda self, *given: told.add(self.computed_by) or find(self, *given))
-    has = {"torch": True, "onednn": torch.backends.mkldnn.is_available()}
-    for asked in (name for name, there in (has | {"native": has["onednn"] and not native.why_not()}).items() if there):
-        monkeypatch.setenv(LINEAR_VARIABLE, asked)
-        write(model, 1, logits_cache=LogitsCache())
-        assert told == {asked}
-        told.clear()
-    assert computed_by(copy.deepcopy(model).bfloat16()) == "torch"
+    assert pass_cost(512, linear_backend) == pytest.approx(2 * pass_cost(256, linear_backend))
 
 
 def test_a_draft_goes_on_where_the_last_look_up_ends() -> None:
     cursors = standing(cache := LogitsCache(), [1, 2, 3], [40, 41, 42, 43], [50, 40, 41], [60, 42, 43, 44, 45])
     drafts = sure(NgramDrafter(cache))
-    drafts.read(cursors.state(0))
+    drafts.add_prompt(cursors.node(0))
     follow(drafts, cursors, [70, 50])
-    assert drafts.find(0, cursors.state(0), 1, 100) == [40, 41, 42, 43, 44, 45]
-    assert drafts.find(0, cursors.state(0), 1, 3) == [40, 41, 42]
+    assert drafts.draft(0, cursors.node(0), 1, 100) == [40, 41, 42, 43, 44, 45]
+    assert drafts.draft(0, cursors.node(0), 1, 3) == [40, 41, 42]
 
 
 def test_a_place_that_was_forgotten_does_not_hide_another() -> None:
     shared = [40, 41, 42]
     cursors = standing(cache := LogitsCache(), [1, 2, 3], [10, *shared, 1], [11, *shared[1:], 2])
     drafts = sure(NgramDrafter(cache))
-    drafts.read(cursors.state(0))
+    drafts.add_prompt(cursors.node(0))
     follow(drafts, cursors, [15, *shared])
-    assert drafts.find(0, cursors.state(0), 1, 1) == [1]
-    drafts._places[tuple(shared)].children.clear()  # as when its continuation is dropped
-    assert drafts.find(0, cursors.state(0), 1, 1) == [2]
+    assert drafts.draft(0, cursors.node(0), 1, 1) == [1]
+    drafts.ngrams[tuple(shared)].children.clear()  # as when its continuation is dropped
+    assert drafts.draft(0, cursors.node(0), 1, 1) == [2]
 
 
 def test_a_draft_ends_where_its_text_ends() -> None:
     cursors = standing(cache := LogitsCache(), [1, 9, 30, 31, 32], [40, 41, 9], [60, 9, 50])
-    drafts, endless = sure(NgramDrafter(cache, ends=frozenset([9]))), sure(NgramDrafter(cache))
+    drafts, endless = sure(NgramDrafter(cache, eos_token_ids=frozenset([9]))), sure(NgramDrafter(cache))
     for each in (drafts, endless):
-        each.read(cursors.state(0))
+        each.add_prompt(cursors.node(0))
     follow(drafts, cursors, [70, 40])
-    assert drafts.find(0, cursors.state(0), 1, 100) == [41, 9]
-    assert len(endless.find(0, cursors.state(0), 1, 100)) > 2
+    assert drafts.draft(0, cursors.node(0), 1, 100) == [41, 9]
+    assert len(endless.draft(0, cursors.node(0), 1, 100)) > 2
 
 
 # Drawn ahead
@@ -391,54 +373,52 @@ class Said:
 def test_what_would_be_drawn_is_offered_where_it_is_likelier_than_what_was_taken() -> None:
     cursors = standing(cache := LogitsCache(), [1, 2, 3], [30, 31, 32, 33], [40, 31, 50, 51], [31, 60])
     guess = Said(50, 51)
-    drafts = sure(NgramDrafter(cache, guess=guess))
-    drafts.read(cursors.state(0))
+    drafts = sure(NgramDrafter(cache, predict=guess))
+    drafts.add_prompt(cursors.node(0))
     follow(drafts, cursors, [70, 40, 31])
     guess.asked.clear()
-    drafts._chances[2, TAKEN].drawn = 0.0
-    assert drafts.find(0, cursors.state(0), 1, 2) == [50, 51], "both, by what was taken and by what would be drawn"
-    drafts._chances[2, BOTH].drawn = 0.9e6
+    drafts.rates[2, CACHED].accepted = 0.0
+    assert drafts.draft(0, cursors.node(0), 1, 2) == [50, 51], "both, by what was taken and by what would be drawn"
+    drafts.rates[2, AGREED].accepted = 0.9e6
     guess.tokens = (32, 33)
-    assert drafts.find(0, cursors.state(0), 1, 2) == [32, 33], "another way on than the one that was taken"
+    assert drafts.draft(0, cursors.node(0), 1, 2) == [32, 33], "another way on than the one that was taken"
     assert guess.asked == [(0, 31, 0), (0, 50, 1), (0, 31, 0), (0, 32, 1)]
-    drafts._chances[2, TAKEN].drawn, drafts._chances[2, GUESSED].drawn = 1e6, 0.9e6
-    assert drafts.find(0, cursors.state(0), 1, 2)[0] == 50, "what was taken"
+    drafts.rates[2, CACHED].accepted, drafts.rates[2, SAMPLED].accepted = 1e6, 0.9e6
+    assert drafts.draft(0, cursors.node(0), 1, 2)[0] == 50, "what was taken"
 
 
 def test_both_ways_of_finding_are_learned_from_one_token() -> None:
     cursors = standing(cache := LogitsCache(), [1, 2, 3], [30, 31, 32])
-    drafts = NgramDrafter(cache, guess=Said(77, 32))
-    drafts.read(cursors.state(0))
-    cursors.follow(0, 40)
-    cursors.follow(0, 30)
-    before = {key: chance.value for key, chance in drafts._chances.items()}
-    drafts.find(0, cursors.state(0), 1, 100)
-    cursors.follow(0, 77)
-    drafts.see(0, cursors.state(0))
-    changed = {
-        key: chance.value - before[key] for key, chance in drafts._chances.items() if chance.value != before[key]
-    }
-    assert changed.keys() == {(1, TAKEN), (1, GUESSED)}
-    assert changed[1, TAKEN] < 0 < changed[1, GUESSED]
+    drafts = NgramDrafter(cache, predict=Said(77, 32))
+    drafts.add_prompt(cursors.node(0))
+    cursors.advance(0, 40)
+    cursors.advance(0, 30)
+    before = {key: chance.value for key, chance in drafts.rates.items()}
+    drafts.draft(0, cursors.node(0), 1, 100)
+    cursors.advance(0, 77)
+    drafts.observe(0, cursors.node(0))
+    changed = {key: chance.value - before[key] for key, chance in drafts.rates.items() if chance.value != before[key]}
+    assert changed.keys() == {(1, CACHED), (1, SAMPLED)}
+    assert changed[1, CACHED] < 0 < changed[1, SAMPLED]
 
 
 def test_nothing_is_drawn_ahead_for_many_rows() -> None:
     cursors = standing(cache := LogitsCache(), [1, 2, 3], [30, 31, 32])
     guess = Said(31, 32)
-    drafts = sure(NgramDrafter(cache, guess=guess))
-    drafts.read(cursors.state(0))
-    cursors.follow(0, 30)
-    assert drafts.find(0, cursors.state(0), MOST_GUESSING + 1, 2) == [31, 32]
+    drafts = sure(NgramDrafter(cache, predict=guess))
+    drafts.add_prompt(cursors.node(0))
+    cursors.advance(0, 30)
+    assert drafts.draft(0, cursors.node(0), MAX_SAMPLING_ROWS + 1, 2) == [31, 32]
     assert not guess.asked
-    drafts.find(0, cursors.state(0), MOST_GUESSING, 2)
+    drafts.draft(0, cursors.node(0), MAX_SAMPLING_ROWS, 2)
     assert guess.asked
 
 
-def test_states_beyond_a_number_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_parallel.generation.resampling.drafts.MOST_STATES", 30)
-    cursors = standing(cache := LogitsCache(), [1, 2, 3], *([first, *range(10, 30)] for first in range(50, 60)))
+def test_the_number_of_indexed_nodes_is_bounded() -> None:
+    samples = [[first, *range(10, 30)] for first in range(50, 300)]
+    cursors = standing(cache := LogitsCache(), [1, 2, 3], *samples)
     drafts = sure(NgramDrafter(cache))
-    drafts.read(cursors.state(0))
-    read = {tokens[0] for tokens in itertools.chain(drafts._places) if len(tokens) == 8 and tokens[0] >= 50}
-    assert 59 in read, "what was visited last"
-    assert len(read) < 10
+    drafts.add_prompt(cursors.node(0))
+    indexed = {tokens[0] for tokens in drafts.ngrams if len(tokens) == 8 and tokens[0] >= 50}
+    assert 299 in indexed, "the most recently used"
+    assert len(indexed) <= MAX_NODES / len(samples[0]) + 2

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
-from hf_parallel.generation.forward import ForwardPasses
+from hf_parallel.generation.runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,7 +34,7 @@ def sample(model: PreTrainedModel, mode: str = "resample", ids: torch.Tensor = P
 
 
 def assert_all_is_held(cells: SharedPrefixCache) -> None:
-    assert not any(len(node.missing) for node in cells.nodes())
+    assert not any(len(node.uncached) for node in cells.nodes())
     assert {node.block for node in cells.nodes()} == cells.blocks
     assert all(node.block is not None and node.block.base == node.start for node in cells.nodes())
 
@@ -114,12 +114,12 @@ def test_a_first_pass_that_fails_leaves_the_tree_as_it_was(
     cache, cells = LogitsCache(), SharedPrefixCache()
     for seed in range(3):
         sample(model, logits_cache=cache, past_key_values=cells, seed=seed)
-    run, failed = ForwardPasses.run, 0
+    run, failed = ModelRunner.run, 0
 
-    def failing(self: ForwardPasses, *given: Any) -> torch.Tensor:
+    def failing(self: ModelRunner, *given: Any) -> torch.Tensor:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(ForwardPasses, "run", failing)
+    monkeypatch.setattr(ModelRunner, "run", failing)
     for seed in range(3, 9):
         try:
             sample(model, logits_cache=cache, past_key_values=cells, seed=seed)
@@ -127,7 +127,7 @@ def test_a_first_pass_that_fails_leaves_the_tree_as_it_was(
             failed += 1
         assert_all_is_held(cells)
     assert failed > 0
-    monkeypatch.setattr(ForwardPasses, "run", run)
+    monkeypatch.setattr(ModelRunner, "run", run)
     for seed in range(3, 9):
         out = sample(model, logits_cache=cache, past_key_values=cells, seed=seed)
         assert torch.equal(out.sequences, sample(model, "shared_prefix", seed=seed).sequences)

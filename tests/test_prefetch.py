@@ -18,9 +18,10 @@ from transformers.generation.streamers import BaseStreamer
 import hf_parallel
 from hf_parallel import LogitsCache
 from hf_parallel.cache.cached_logits import CachedDistribution
-from hf_parallel.cache.logits import TrieNode
+from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.generation.resampling.distributions import DistributionCache
 from hf_parallel.generation.resampling.policies import uncertainty_of
-from hf_parallel.generation.resampling.prefetch import DistributionCache, Prefetch
+from hf_parallel.generation.resampling.prefetch import Prefetcher
 from hf_parallel.generation.sampling import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,7 +40,7 @@ def model() -> Iterator[PreTrainedModel]:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the model ran on a GPU: the decoding thread leaves nothing behind."""
-    monkeypatch.setattr("hf_parallel.generation.resampling.prefetch.HOST", ())
+    monkeypatch.setattr("hf_parallel.generation.resampling.distributions.HOST", ())
 
 
 class Pause(BaseStreamer):
@@ -76,7 +77,7 @@ def sample(model: PreTrainedModel, cache: LogitsCache | None, **settings: Any) -
 
 
 def known(cache: LogitsCache) -> list[TrieNode]:
-    return [state for _, state in cache._states() if state.logits is not None]
+    return [state for _, state in cache.nodes() if state.logits is not None]
 
 
 def prepared(cache: LogitsCache) -> list[TrieNode]:
@@ -86,13 +87,13 @@ def prepared(cache: LogitsCache) -> list[TrieNode]:
 def count_weighed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From now on, how many rows the decoding thread had to work out itself, call by call."""
     counts: list[int] = []
-    weigh = Sampler.weigh
+    weigh = Sampler.distribution
 
     def counting(self: Sampler, rows: Any, logits: torch.Tensor) -> torch.Tensor:
         counts.append(len(rows))
         return weigh(self, rows, logits)
 
-    monkeypatch.setattr(Sampler, "weigh", counting)
+    monkeypatch.setattr(Sampler, "distribution", counting)
     return counts
 
 
@@ -140,7 +141,7 @@ def test_uncertainty_is_known_before_a_route_asks_for_it(model: PreTrainedModel)
     pause = Pause(lambda: all(state.uncertainty is not None for state in known(cache)))
     sample(model, cache, replay="hotspot", prefetch=True, streamer=pause)
     assert len(known(cache)) > NEW
-    assert all(state.uncertainty == uncertainty_of(state.logits.spread()) for state in known(cache) if state.logits)
+    assert all(state.uncertainty == uncertainty_of(state.logits.to_dense()) for state in known(cache) if state.logits)
     assert prepared(cache) == []
 
 
@@ -150,7 +151,7 @@ def test_the_likeliest_states_come_first(model: PreTrainedModel, monkeypatch: py
     for seed in range(8):
         sample(model, cache, seed=seed, temperature=1.0, top_k=8)
     visited: list[TrieNode] = []
-    keep = DistributionCache.keep
+    keep = DistributionCache.store
 
     def noting(
         self: DistributionCache, state: TrieNode, length: int, shares: torch.Tensor
@@ -159,7 +160,7 @@ def test_the_likeliest_states_come_first(model: PreTrainedModel, monkeypatch: py
             visited.append(state)
         return keep(self, state, length, shares)
 
-    monkeypatch.setattr(DistributionCache, "keep", noting)
+    monkeypatch.setattr(DistributionCache, "store", noting)
     before = set(known(cache))
     pause = Pause(lambda: len(visited) > 20)
     sample(model, cache, seed=99, temperature=1.0, top_k=7, prefetch=True, streamer=pause)
@@ -174,7 +175,7 @@ def likelihood(state: TrieNode) -> float:
     parent = state.parent
     if parent is None or parent.distribution is None:
         return 1.0
-    return likelihood(parent) * parent.distribution.share(state.token)
+    return likelihood(parent) * parent.distribution.prob(state.token)
 
 
 # It changes nothing
@@ -241,7 +242,7 @@ def test_what_is_worked_out_ahead_is_what_a_replay_works_out(model: PreTrainedMo
         assert other.distribution is not None
         assert one.distribution.settings == other.distribution.settings
         assert torch.equal(one.distribution.ids, other.distribution.ids)
-        assert torch.equal(one.distribution.shares, other.distribution.shares)
+        assert torch.equal(one.distribution.probs, other.distribution.probs)
 
 
 def test_a_prompt_that_was_padded_before_counts_its_own_length(model: PreTrainedModel) -> None:
@@ -310,13 +311,13 @@ def test_another_setting_is_refused(model: PreTrainedModel, prefetch: Any) -> No
 
 @pytest.mark.usefixtures("elsewhere")
 def test_no_thread_outlives_a_call(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    weigh_ahead = Sampler.weigh_ahead
+    distribution_ahead = Sampler.distribution_ahead
 
     def slow(self: Sampler, logits: torch.Tensor, length: int) -> torch.Tensor:
         time.sleep(0.2)
-        return weigh_ahead(self, logits, length)
+        return distribution_ahead(self, logits, length)
 
-    monkeypatch.setattr(Sampler, "weigh_ahead", slow)
+    monkeypatch.setattr(Sampler, "distribution_ahead", slow)
     sample(model, LogitsCache(), prefetch=True, **CUT)
     assert workers() == []
 
@@ -345,12 +346,12 @@ def test_an_error_in_the_background_is_told_once_and_costs_no_sample(
     def fail(self: Sampler, logits: torch.Tensor, length: int) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(Sampler, "weigh_ahead", fail)
+    monkeypatch.setattr(Sampler, "distribution_ahead", fail)
     with caplog.at_level(logging.WARNING):
         pause = Pause(lambda: "out of memory" in caplog.text)
         ours = sample(model, LogitsCache(), prefetch=True, streamer=pause, **CUT)
     assert [record.message for record in caplog.records if "out of memory" in record.message] == [
-        "prefetch has stopped, replays work out by themselves what they need: out of memory"
+        "prefetch has stopped; replays compute their distributions themselves: out of memory"
     ]
     assert torch.equal(ours, sample(model, None, **CUT))
 
@@ -369,12 +370,12 @@ def test_its_bytes_are_counted_and_the_budget_is_held(model: PreTrainedModel) ->
 
 
 def counted(cache: LogitsCache) -> int:
-    return sum(state.num_bytes for _, state in cache._states() if state.parent is not None)
+    return sum(state.num_bytes for _, state in cache.nodes() if state.parent is not None)
 
 
 @pytest.mark.usefixtures("elsewhere")
 def test_work_is_bounded(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_parallel.generation.resampling.prefetch.MOST_STATES", 5)
+    monkeypatch.setattr("hf_parallel.generation.resampling.prefetch.MAX_NODES", 5)
     cache = LogitsCache()
     sample(
         model, cache, prefetch=True, streamer=Pause(lambda: len(prepared(cache)) >= min(5, len(known(cache)))), **CUT
@@ -386,12 +387,12 @@ def test_states_that_were_dropped_meanwhile_are_left_alone() -> None:
     cache = LogitsCache()
     with cache.cursors() as cursors:
         cursors.start(0, "model", [1, 2])
-        cursors.remember(0, torch.randn(50))
-        state = cursors.state(0)
+        cursors.store(0, torch.randn(50))
+        state = cursors.node(0)
     cache.clear()
-    kept = CachedDistribution.of(torch.eye(50)[3], ())
+    kept = CachedDistribution.from_probs(torch.eye(50)[3], ())
     assert kept is not None
-    assert not cache.prepare(state, kept)
+    assert not cache.store_distribution(state, kept)
     assert cache.num_bytes == 0
 
 
@@ -399,7 +400,7 @@ def test_a_thread_that_was_not_started_is_not_waited_for() -> None:
     class Nothing:
         kept = False
 
-    prefetch = Prefetch(Nothing(), uncertainty=False)  # type: ignore[arg-type]
+    prefetch = Prefetcher(Nothing(), uncertainty=False)  # type: ignore[arg-type]
     with prefetch.ready({}):
         prefetch.start()
     assert workers() == []

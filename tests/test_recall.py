@@ -20,8 +20,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 import hf_parallel
 from hf_parallel import Hotspot, LogitsCache
 from hf_parallel.cache.cached_logits import CachedLogits
-from hf_parallel.cache.logits import TrieNode
-from hf_parallel.generation.resampling.replay import _last_taken
+from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.generation.resampling.replay import last_continuation
 from hf_parallel.generation.sampling import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,13 +102,13 @@ def test_what_was_taken_under_the_same_settings_is_kept_without_weighing_it_agai
     settings: dict[str, Any] = {"eos_token_id": 5, "min_new_tokens": NEW, "temperature": 0.7}
     first = sample(model, cache, **settings)
     weighed: list[int] = []
-    weigh = Sampler.weigh
+    weigh = Sampler.distribution
 
     def noting(self: Sampler, rows: Any, logits: torch.Tensor) -> torch.Tensor:
         weighed.extend(rows)
         return weigh(self, rows, logits)
 
-    monkeypatch.setattr(Sampler, "weigh", noting)
+    monkeypatch.setattr(Sampler, "distribution", noting)
 
     def weighings(**other: Any) -> int:
         weighed.clear()
@@ -136,9 +136,9 @@ def test_a_cache_that_nobody_has_any_more_frees_its_logits_at_once() -> None:
     with cache.cursors() as cursors:
         cursors.start(0, "model", [1])
         for token in range(3):
-            cursors.remember(0, torch.randn(8))
-            cursors.follow(0, token)
-    kept = [weakref.ref(state) for _, state in cache._states()]
+            cursors.store(0, torch.randn(8))
+            cursors.advance(0, token)
+    kept = [weakref.ref(state) for _, state in cache.nodes()]
     gc.disable()
     try:
         del cache, cursors
@@ -161,20 +161,20 @@ def test_a_route_is_found_while_others_add_continuations_and_drop_them() -> None
                 with cache.cursors() as cursors:
                     for token in range(60):
                         cursors.start(0, "model", [1])
-                        cursors.remember(0, torch.randn(8))
-                        cursors.follow(0, token)
-                        cursors.remember(0, torch.randn(8))
+                        cursors.store(0, torch.randn(8))
+                        cursors.advance(0, token)
+                        cursors.store(0, torch.randn(8))
         finally:
             done.set()
 
     def follow() -> None:
         while not done.is_set():
-            states, tokens, uncertainty = _last_taken(cache, state)
+            states, tokens, uncertainty = last_continuation(cache, state)
             assert len(states) == len(tokens) == len(uncertainty)
 
     with cache.cursors() as cursors:
         cursors.start("here", "model", [1])
-        state = cursors.state("here")
+        state = cursors.node("here")
         together(add, follow)
 
 
@@ -205,8 +205,8 @@ def test_calls_go_on_while_others_clear_save_and_load(model: PreTrainedModel, tm
 
     together(lambda: write(0), lambda: write(1), disturb)
     assert sum(replayed) > 0
-    assert cache.num_bytes == sum(state.num_bytes for _, state in cache._states() if state.parent is not None)
-    assert all(state.pins == 0 for _, state in cache._states())
+    assert cache.num_bytes == sum(state.num_bytes for _, state in cache.nodes() if state.parent is not None)
+    assert all(state.pins == 0 for _, state in cache.nodes())
 
 
 @pytest.mark.parametrize("replay", ["stepwise", "hotspot"])
@@ -215,13 +215,13 @@ def test_the_budget_holds_for_what_is_really_there(
 ) -> None:
     """Nobody else keeps the logits of states that were dropped."""
     alive: weakref.WeakSet[CachedLogits] = weakref.WeakSet()
-    make = CachedLogits.of
+    make = CachedLogits.from_logits
 
     def noted(logits: torch.Tensor, top_k: int | None) -> CachedLogits:
         alive.add(made := make(logits, top_k))
         return made
 
-    monkeypatch.setattr(CachedLogits, "of", noted)
+    monkeypatch.setattr(CachedLogits, "from_logits", noted)
     cache, most = LogitsCache(20_000), 0
 
     class Counts:

@@ -1,10 +1,9 @@
-"""Where a device computes while the host goes on, a step begins before its tokens are known: same results."""
+"""On asynchronous devices a pass is queued before the tokens of the previous one reach the host: same results."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,16 +14,12 @@ from malformed_cases import TOKENIZER
 from test_shared_prefix import TokenCount
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
-from hf_parallel.cache import BlockCache
-from hf_parallel.cache.layout import ForwardPass
-from hf_parallel.cli.measure import StepClock
-from hf_parallel.generation import decode
-from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.sampling import Sampler, TokenTable
-from hf_parallel.kernels import AttentionPlan, ToHost
-from hf_parallel.models.cuda_graph import DecodeGraphs
+from hf_parallel.cache import base, layout
+from hf_parallel.generation import decode, replay, runner, sampling, token_table
+from hf_parallel.models import cuda_graph
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,7 +39,7 @@ def model() -> Iterator[PreTrainedModel]:
 @pytest.fixture
 def generate(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def generate(ahead: bool, **settings: Any) -> Any:
-        monkeypatch.setattr(decode, "RUNNING_AHEAD", ("cpu",) if ahead else ())
+        monkeypatch.setattr(decode, "ASYNC_DEVICES", ("cpu",) if ahead else ())
         defaults: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}
         settings = defaults | {"generation_mode": "shared_prefix", "attention_mask": ATTENTION_MASK} | settings
         return model.generate(INPUT_IDS, **settings)  # type: ignore[operator]
@@ -53,7 +48,7 @@ def generate(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Callabl
 
 
 def endings(generate: Callable[..., Any], **settings: Any) -> list[int]:
-    """Tokens that end rows at different steps."""
+    """Return tokens that end rows at different steps."""
     rows = generate(False, **settings).sequences[:, INPUT_IDS.shape[1] :]
     return [int(rows[0, 2]), int(rows[1, 5]), int(rows[2, 5]), int(rows[3, 8])]
 
@@ -79,19 +74,19 @@ def test_results_are_the_same(generate: Callable[..., Any], sampled: bool, ends:
         assert ours.block.length == theirs.block.length
 
 
-def test_an_ended_row_is_in_one_more_pass_and_no_later(model: PreTrainedModel, generate: Callable[..., Any]) -> None:
+def test_an_ended_row_is_part_of_one_more_pass(model: PreTrainedModel, generate: Callable[..., Any]) -> None:
     settings: dict[str, Any] = {"eos_token_id": endings(generate), "pad_token_id": 0}
-    with TokenCount(model) as waiting:
+    with TokenCount(model) as sequential:
         generate(False, **settings)
-    with TokenCount(model) as ahead:
+    with TokenCount(model) as overlapping:
         generate(True, **settings)
-    prompts, *steps = waiting.passes
+    prompts, *steps = sequential.passes
     assert len(set(steps)) > 2, "the rows end together"
     assert len(steps) < NEW - 1, "a row does not end"
-    assert ahead.passes == [prompts, len(INPUT_IDS), *steps]
+    assert overlapping.passes == [prompts, len(INPUT_IDS), *steps]
 
 
-def test_a_kept_cache_goes_on_from_the_right_tokens(generate: Callable[..., Any]) -> None:
+def test_completions_in_a_kept_cache_can_be_continued(generate: Callable[..., Any]) -> None:
     eos = endings(generate)
     cache = hf_parallel.SharedPrefixCache()
     for _ in range(2):
@@ -100,94 +95,88 @@ def test_a_kept_cache_goes_on_from_the_right_tokens(generate: Callable[..., Any]
         assert torch.equal(generate(True, past_key_values=cache, **settings).sequences, expected.sequences)
 
 
-class Counting(LogitsProcessor):
-    """A caller's own: it may read what it is given, so nothing may be ahead of it."""
+class Identity(LogitsProcessor):
+    """A custom processor, which might read its arguments on the host."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores
 
 
-def test_a_processor_of_the_callers_own_is_waited_for(
-    generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-    ahead = DecodeLoop._step_ahead
-    monkeypatch.setattr(DecodeLoop, "_step_ahead", lambda *given: calls.append(1) or ahead(*given))
-    generate(True)
-    assert len(calls) == NEW - 1
-    calls.clear()
-    generate(True, logits_processor=LogitsProcessorList([Counting()]))
-    generate(True, stop_strings=["zzz"], tokenizer=TOKENIZER, max_new_tokens=2)
-    assert len(calls) == 1  # the criterion for stop_strings comes with Transformers
+SYNCHRONIZING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")
 
 
-def test_tokens_are_on_their_way_before_the_next_step_is_begun(
-    generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device does what it is given in order: a copy behind the next step would arrive when that is done."""
-    events: list[str] = []
+class Events(TorchDispatchMode, BaseStreamer):
+    """Records forward passes, copies of sampled tokens, tokens that reach the host, and operations that synchronize."""
 
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: (events.append(name), function(*given))[1]
-
-    monkeypatch.setattr(ToHost, "__init__", noted("copies", ToHost.__init__))
-    monkeypatch.setattr(ToHost, "tolist", noted("reads", ToHost.tolist))
-    monkeypatch.setattr(DecodeLoop, "_step_ahead", noted("steps", DecodeLoop._step_ahead))
-    generate(True)
-    assert events == [*["copies", "steps", "reads"] * (NEW - 1), "copies", "reads"]
-
-
-# What would make the host wait for the device
-
-WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "synchronize")
-PATH = [
-    *(getattr(DecodeLoop, name) for name in ("_step_ahead", "run", "_logits", "_take_back")),
-    *(getattr(DecodeGraphs, name) for name in ("logits", "_goes_on", "_storage")),
-    *(getattr(Sampler, name) for name in ("draw", "_process", "_processed", "_draw", "_ended", "_judged", "_record")),
-    *(getattr(TokenTable, name) for name in ("append", "left_padded", "index")),
-    *(BlockCache.prepare, BlockCache.commit, BlockCache.update, ForwardPass.leads_to, ForwardPass.next_step),
-    AttentionPlan.next_step,
-]
-
-
-@pytest.mark.parametrize("function", PATH, ids=lambda function: function.__qualname__)
-def test_the_decode_path_fetches_nothing(function: Any) -> None:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    called = {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
-    assert not called & set(WAITS)
-
-
-class Waits(TorchDispatchMode):
-    """Counts operations whose result the host must have before it goes on."""
-
-    def __init__(self) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.model, self.events = model, list[str]()
+
+    def __enter__(self) -> Events:
+        self._hook = self.model.register_forward_pre_hook(lambda *_: self.events.append("pass"))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._hook.remove()
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"):
-            self.seen.append(name)
+        if name in SYNCHRONIZING:
+            self.events.append("wait")
+        elif name == "stack" and len(args[0]) == 2 and args[0][0].dtype == torch.int64:  # tokens, ended
+            self.events.append("copy")
         return func(*args, **(kwargs or {}))
+
+    def put(self, value: torch.Tensor) -> None:
+        if value.shape == INPUT_IDS.shape[:1]:
+            self.events.append("tokens")
+
+    def end(self) -> None:
+        """Do nothing."""
+
+    @property
+    def decoding(self) -> list[str]:
+        """Events from the first copy of sampled tokens on."""
+        return self.events[self.events.index("copy") :]
+
+
+def decode_events(model: PreTrainedModel, generate: Callable[..., Any], **settings: Any) -> list[str]:
+    with Events(model) as events:
+        generate(True, streamer=events, **settings)
+    return events.decoding
+
+
+def overlapped(events: list[str]) -> int:
+    return sum(events[i : i + 3] == ["copy", "pass", "tokens"] for i in range(len(events)))
+
+
+def test_a_custom_processor_prevents_overlap(model: PreTrainedModel, generate: Callable[..., Any]) -> None:
+    assert overlapped(decode_events(model, generate)) == NEW - 1
+    assert overlapped(decode_events(model, generate, logits_processor=LogitsProcessorList([Identity()]))) == 0
+    stop = {"stop_strings": ["zzz"], "tokenizer": TOKENIZER, "max_new_tokens": 2}  # a criterion of Transformers
+    events = decode_events(model, generate, **stop)
+    assert [event for event in events if event != "wait"] == ["copy", "pass", "tokens", "copy", "tokens"]
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_steps_ahead_ask_the_device_for_nothing(
-    generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, sampled: bool
+def test_tokens_are_copied_before_the_next_pass_and_nothing_waits_for_the_device(
+    model: PreTrainedModel, generate: Callable[..., Any], sampled: bool
 ) -> None:
-    found: list[str] = []
+    """A device runs operations in order, so a copy queued after the pass would arrive when that is done."""
+    events = decode_events(model, generate, **({"do_sample": True, "top_p": 0.9} if sampled else {}))
+    assert events == [*["copy", "pass", "tokens"] * (NEW - 1), "copy", "tokens"]
 
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        def inside(*given: Any) -> Any:
-            with Waits() as waits:
-                result = function(*given)
-            found.extend(waits.seen)
-            return result
 
-        return inside
+WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "synchronize")
+MAY_WAIT = {"read", "_for_rows", "reorder_cache", "batch_select_indices", "last_tokens"}
+"""Functions that run once per call, or on the host alone; `Sampler.read` is where a step waits."""
 
-    monkeypatch.setattr(Sampler, "draw", watched(Sampler.draw))
-    for name in ("_step_ahead", "stream"):  # the streamer is told while the next step is under way
-        monkeypatch.setattr(DecodeLoop, name, watched(getattr(DecodeLoop, name)))
-    generate(True, streamer=StepClock(), **({"do_sample": True, "top_p": 0.9} if sampled else {}))
-    assert found == []
+
+@pytest.mark.parametrize("module", [base, cuda_graph, decode, layout, replay, runner, sampling, token_table])
+def test_no_other_function_of_the_decode_path_copies_to_the_host(module: Any) -> None:
+    tree = ast.parse(inspect.getsource(module))
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
+        called = {call.attr for call in calls if isinstance(call, ast.Attribute)}
+        assert not called & set(WAITS) or function.name in MAY_WAIT, function.name

@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
 from hf_parallel import LogitsCache, ParallelOutput
-from hf_parallel.generation.sampling import MinLengthProcessor
+from hf_parallel.generation.processors import MinLengthProcessor
 
 NEW = 16
 DRAWS = 2000

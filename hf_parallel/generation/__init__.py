@@ -5,7 +5,6 @@ from hf_parallel.generation.mixin import ParallelGenerationMixin, disable, enabl
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prompts import CHAIN_OF_DRAFT, build_prompt, chain_of_draft_prompt
 from hf_parallel.generation.registry import MODES
-from hf_parallel.generation.resampling.policies import Hotspot, ReplayPolicy, Stepwise
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.streaming import ParallelIteratorStreamer, ParallelStreamer
 
@@ -13,16 +12,13 @@ __all__ = [
     "CHAIN_OF_DRAFT",
     "MODES",
     "GenerationStats",
-    "Hotspot",
     "ParallelConfig",
     "ParallelGenerationMixin",
     "ParallelIteratorStreamer",
     "ParallelOutput",
     "ParallelStreamer",
     "Preset",
-    "ReplayPolicy",
     "RowPlace",
-    "Stepwise",
     "build_prompt",
     "chain_of_draft_prompt",
     "disable",

@@ -1,6 +1,6 @@
 """The decode loop: one forward pass for all rows, then one token for each, until no row is active.
 
-A mode says which tokens its rows pass to the model; the loop runs the passes, samples, detects ends, streams and counts.
+A mode says which tokens its rows pass to the model; the loop runs passes, samples, detects ends, streams and counts.
 """
 
 from __future__ import annotations

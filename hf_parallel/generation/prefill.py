@@ -20,7 +20,7 @@ MIN_CAPACITY = 64
 
 
 def prefix_cache_of(call: GenerationCall) -> SharedPrefixCache:
-    """Return the caller's cache, or a new one; raise a `ValueError` if it has another type or another model's tokens."""
+    """Return the caller's cache, or a new one. Raise a `ValueError` if its type or its model is another."""
     cache = call.past_key_values
     if cache is None:
         cache = SharedPrefixCache(device=call.input_ids.device)

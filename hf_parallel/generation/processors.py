@@ -63,14 +63,7 @@ class MinLengthProcessor(LogitsProcessor):
 
 
 class PerPromptProcessor(LogitsProcessor):
-    """Applies a processor that indexes prompts to several rows per prompt.
-
-    Parameters
-    ----------
-    processor : LogitsProcessor
-        A stateless processor.
-    num_prompts : int
-    """
+    """Applies a stateless processor that indexes prompts to several rows per prompt."""
 
     def __init__(self, processor: LogitsProcessor, num_prompts: int) -> None:
         self.processor, self.num_prompts = processor, num_prompts

@@ -1,4 +1,4 @@
-"""What the decode loop needs of re-sampling: two protocols, and the backlog of forward passes that replay has skipped."""
+"""Replay from the decode loop's side: two protocols, and the backlog of forward passes that replay has skipped."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Backlog:
             self.runner.prefill(list(unfilled.values()))
 
     def _run(self, passes: Sequence[PassInputs], ends: Sequence[int]) -> torch.Tensor:
-        """Compute consecutive passes in as few forward passes as the chunk size allows; return the last one's logits."""
+        """Compute consecutive passes in as few forward passes as the chunk size allows; return the last logits."""
         began, runner = time.perf_counter(), self.runner
         chunk: list[PassInputs] = []
         free = runner.chunk_size

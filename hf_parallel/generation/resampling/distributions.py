@@ -1,4 +1,4 @@
-"""DistributionCache: sampling distributions cached beside the logits that they were computed from (Hive, section 6.3)."""
+"""DistributionCache: sampling distributions, cached beside the logits of their nodes (Hive, section 6.3)."""
 
 from __future__ import annotations
 
@@ -43,11 +43,6 @@ class DistributionCache:
 
     Stored are distributions over few tokens (`top_k`, `top_p` and the like), if the call's processors depend on logits
     and length alone. A softmax over all tokens costs less than the draw and as much memory as the logits.
-
-    Parameters
-    ----------
-    cache : LogitsCache
-    sampler : Sampler
 
     Attributes
     ----------

@@ -1,8 +1,8 @@
 """NgramDrafter: draft tokens by n-gram lookup in the logits trie, for speculative decoding.
 
 After a row has left the cached continuations, it often repeats n-grams of other samples, of the prompt or of itself.
-The tokens that followed the n-gram there are its draft: the ones that were sampled, or those that `DraftSampler` samples
-from the cached logits with the row's own RNG. Drafts are as long as their measured acceptance rates pay.
+The tokens that followed the n-gram there are its draft: those that were sampled, or those that `DraftSampler` samples
+from the cached logits with the RNG of the row. The length of a draft follows from the measured acceptance rates.
 """
 
 from __future__ import annotations
@@ -154,30 +154,17 @@ class NgramDrafter:
             stack += children
         for node, tokens in [*known, *sorted(below, key=lambda item: item[0].last_used)]:  # later ones replace earlier
             if _has_proposal(node, self.predict):
-                self._add(node, tokens)
+                self.add(node, tokens)
 
-    def add(self, node: TrieNode) -> None:
-        """Index the last tokens of a node."""
-        self._add(node, _last_tokens(node))
-
-    def _add(self, node: TrieNode, tokens: tuple[int, ...]) -> None:
+    def add(self, node: TrieNode, tokens: tuple[int, ...] | None = None) -> None:
+        """Index the last tokens of a node, which are read from the trie unless given."""
+        tokens = _last_tokens(node) if tokens is None else tokens
         for ngram in NGRAMS:
             if len(tokens) >= ngram:
                 self.ngrams[tokens[-ngram:]] = node
 
     def draft(self, row: int, node: TrieNode, num_rows: int, capacity: int) -> list[int]:
-        """Return draft tokens of a row, if verifying them pays.
-
-        Parameters
-        ----------
-        row : int
-        node : TrieNode
-            Node of the row.
-        num_rows : int
-            Number of rows of the pass.
-        capacity : int
-            Maximum number of tokens.
-        """
+        """Return at most `capacity` draft tokens of a row on `node`, if verifying them in a pass of `num_rows` pays."""
         predict = self.predict if num_rows <= MAX_SAMPLING_ROWS else None
         self._proposals[row] = proposals = self._propose(row, node, min(self.max_tokens, capacity), predict)
         rates = [self._rate(proposal.ngram, proposal.source).value for proposal in proposals]
@@ -244,14 +231,8 @@ class NgramDrafter:
 class DraftSampler:
     """Samples draft tokens from cached logits with the RNG of the row, which is not advanced; see `PredictToken`.
 
-    Of the logits processors only the temperature is applied, unless the node has a cached distribution.
-
-    Parameters
-    ----------
-    sampler : Sampler
-        With an RNG for each row.
-    distributions : DistributionCache
-    temperature : float
+    Of the logits processors only the temperature is applied, unless the node has a cached distribution. The rows of
+    `sampler` have RNGs of their own.
     """
 
     sampler: Sampler

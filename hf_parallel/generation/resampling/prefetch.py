@@ -32,12 +32,7 @@ class Prefetcher:
     """Background thread that visits the trie nodes below a call's prompts, in order of decreasing probability.
 
     The probability of a node is the product of those of its tokens; its surprisal is the negative logarithm.
-
-    Parameters
-    ----------
-    distributions : DistributionCache
-    uncertainty : bool
-        Whether the replay policy needs uncertainties.
+    `uncertainty` says whether the replay policy needs uncertainties.
     """
 
     def __init__(self, distributions: DistributionCache, uncertainty: bool) -> None:

@@ -31,44 +31,22 @@ class _CachedPath:
 
     nodes: list[TrieNode]
     tokens: list[int]
-    draws: np.ndarray
+    draws: list[bool]
     position: int = 0
 
     @property
-    def token(self) -> int:
-        """The cached token at the present position."""
-        return self.tokens[self.position]
-
-    @property
-    def is_hotspot(self) -> bool:
-        """Whether the policy samples a token here although one is cached."""
-        return self.position < len(self.tokens) and bool(self.draws[self.position])
-
-    @property
-    def draws_here(self) -> bool:
-        """Whether a token is sampled here; always after the end of the path."""
-        return self.position >= len(self.tokens) or bool(self.draws[self.position])
+    def step(self) -> tuple[int | None, bool]:
+        """The cached token at the present position, if any, and whether a token is sampled here."""
+        has_token = self.position < len(self.tokens)
+        return (self.tokens[self.position], self.draws[self.position]) if has_token else (None, True)
 
 
 class Replayer:
     """Replays the rows of one call and caches their logits.
 
-    Parameters
-    ----------
-    cache : LogitsCache
-    policy : ReplayPolicy
-    call : GenerationCall
-    sampler : Sampler
-        Samples replayed tokens with the same processors, criteria and noise as others.
-    stats : GenerationStats
-    prefetch : bool, optional
-        Whether a thread computes the sampling distributions of later replays while the model runs. Default: if the
-        model is not on the CPU.
-
-    Raises
-    ------
-    ValueError
-        If the cache keeps fewer logits than the call's settings need.
+    Tokens are sampled by `sampler` with the same processors, criteria and noise as without a cache. `prefetch` says
+    whether a thread computes the distributions of later replays while the model runs (default: if it is not on the
+    CPU). Raise a `ValueError` if the cache keeps fewer logits than the call's settings need.
 
     Attributes
     ----------
@@ -105,12 +83,9 @@ class Replayer:
 
     @contextmanager
     def tracking(self, prompts: Sequence[np.ndarray] = ()) -> Iterator[None]:
-        """Place the cursors of rows 0, 1, ... on their prompts; nodes under a cursor are not evicted.
+        """Place the cursors of rows 0, 1, ... on their prompts (int64); nodes under a cursor are not evicted.
 
-        Parameters
-        ----------
-        prompts : sequence of int64 arrays
-            Rows without a prompt receive their nodes from `skip_pass`.
+        Rows without a prompt receive their nodes from `skip_pass`.
         """
         with self.cache.cursors() as self._cursors:
             for row, prompt in enumerate(prompts):
@@ -132,18 +107,9 @@ class Replayer:
         return [row for row in rows if self._lookup([row])]
 
     def skip_pass(self, rows: Sequence[int], keys: Sequence[int]) -> bool:
-        """Move the rows of a group to nodes that depend on the whole group.
+        """Move the rows of a group to nodes that depend on the whole group, by the keys of `RowGroup.advance`.
 
-        Parameters
-        ----------
-        rows : sequence of int
-        keys : sequence of int
-            See `RowGroup.advance`; each stands between two tokens of its row.
-
-        Returns
-        -------
-        bool
-            Whether the next logits of all rows are cached, so that the forward pass can be skipped.
+        Return whether the next logits of all rows are cached, so that the forward pass can be skipped.
         """
         for row, key in zip(rows, keys, strict=True):
             if row in self._tracked:
@@ -161,20 +127,10 @@ class Replayer:
     def sample(
         self, rows: Sequence[int], logits: torch.Tensor | None = None, drafted: bool = False
     ) -> tuple[list[int], list[bool]]:
-        """Append the next token of each row, and cache new logits.
+        """Append the next token of each row (ascending), and cache new logits. Return tokens, and whether rows ended.
 
-        Parameters
-        ----------
-        rows : sequence of int
-            Ascending.
-        logits : [n, vocabulary], optional
-            Logits of the n rows whose logits are not cached.
-        drafted : bool
-            Whether the logits come from the same forward pass as those of the previous token.
-
-        Returns
-        -------
-        (tokens, ended) : list of int, list of bool
+        `logits`, `[n, vocabulary]`, are those of the n rows without cached ones; `drafted` says whether they come from
+        the same forward pass as those of the previous token.
         """
         computed = [row for row in rows if row not in self._cached]
         if computed:
@@ -213,22 +169,25 @@ class Replayer:
 
     def _kept_unchecked(self, rows: Sequence[int]) -> dict[int, int]:
         """Return cached tokens that were sampled under the same settings, so that no distribution is needed."""
-        if not self.policy.looks_ahead:
-            return {}
-        keeping = {row: self._path(row).token for row in rows if not self._draws(row)}
         lengths, node, is_possible = self.sampler.table.lengths, self._cursors.node, self.distributions.is_possible
-        return {
-            row: token for row, token in keeping.items() if is_possible(node(row).children.get(token), lengths[row])
-        }
+        kept = self._keeping(rows)
+        return {row: token for row, token in kept.items() if is_possible(node(row).children.get(token), lengths[row])}
 
     def _kept(self, rows: Sequence[int], distribution: torch.Tensor) -> dict[int, int]:
         """Return the cached tokens that are kept, except those that the call's settings exclude."""
-        indices = [i for i, row in enumerate(rows) if row in self._cached and not self._draws(row)]
-        if not indices:
+        kept = self._keeping([row for row in rows if row in self._cached])
+        if not kept:
             return {}
-        tokens = [self._path(rows[i]).token for i in indices]
-        possible = distribution[indices, tokens] > (0.0 if self.sampler.do_sample else -torch.inf)
-        return {rows[i]: token for i, token, ok in zip(indices, tokens, possible.tolist(), strict=True) if ok}
+        probs = distribution[[i for i, row in enumerate(rows) if row in kept], list(kept.values())]
+        possible = (probs > (0.0 if self.sampler.do_sample else -torch.inf)).tolist()
+        return {row: token for (row, token), ok in zip(kept.items(), possible, strict=True) if ok}
+
+    def _keeping(self, rows: Sequence[int]) -> dict[int, int]:
+        """Return the cached tokens of rows that the policy does not sample again."""
+        if not self.policy.looks_ahead:
+            return {}
+        steps = {row: self._path(row).step for row in rows}
+        return {row: token for row, (token, draws) in steps.items() if token is not None and not draws}
 
     def _distribution(self, rows: Sequence[int], logits: torch.Tensor | None) -> torch.Tensor:
         """Return the distributions of rows; `logits` are those of the rows without cached ones."""
@@ -264,7 +223,8 @@ class Replayer:
         if self._prefetcher is not None and not is_cached:
             self._prefetcher.add(self._cursors.node(row))
         if is_cached:
-            origin = HOTSPOT if path is not None and path.is_hotspot else REPLAYED
+            token_before, draws = (None, False) if path is None else path.step
+            origin = HOTSPOT if draws and token_before is not None else REPLAYED
         else:
             origin = DRAFTED if drafted else COMPUTED
         self.origins.setdefault(row, []).append(origin)
@@ -276,17 +236,13 @@ class Replayer:
             if path is not None:
                 path.position += 1
 
-    def _draws(self, row: int) -> bool:
-        """Whether the row's next token is sampled."""
-        return not self.policy.looks_ahead or self._path(row).draws_here
-
     def _path(self, row: int) -> _CachedPath:
         """Return the last continuation from the row's node."""
         node, path = self._cursors.node(row), self._paths.get(row)
         if path is None or path.position >= len(path.nodes) or path.nodes[path.position] is not node:
             nodes, tokens, uncertainty = last_continuation(self.cache, node)
             draws = self.policy.draws(np.array(uncertainty), self._num_replayed.get(row, 0))
-            path = self._paths[row] = _CachedPath(nodes, tokens, np.asarray(draws, dtype=bool))
+            path = self._paths[row] = _CachedPath(nodes, tokens, np.asarray(draws, dtype=bool).tolist())
         return path
 
 
@@ -309,13 +265,7 @@ def last_continuation(cache: LogitsCache, node: TrieNode) -> tuple[list[TrieNode
 
 
 def _required_logits(cache: LogitsCache, call: GenerationCall) -> tuple[int, float]:
-    """Return how many of the highest logits the settings need, and the log of the maximum probability of all others.
-
-    Raises
-    ------
-    ValueError
-        If the settings need all logits and the cache keeps fewer.
-    """
+    """Return how many of the highest logits the settings need, and the log of the maximum probability of all others."""
     config, processors = call.generation_config, call.logits_processor
     if cache.top_k is None:
         return 0, np.inf

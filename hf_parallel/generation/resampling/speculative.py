@@ -25,13 +25,8 @@ R = TypeVar("R", bound=Row)
 class SpeculativeDecoder:
     """Appends several tokens per forward pass to the rows of a decode loop.
 
-    Parameters
-    ----------
-    loop : DecodeLoop
-    replayer : Replayer
-        Samples tokens and caches logits as if the rows had been decoded token by token.
-    max_tokens : int, optional
-        Maximum length of a draft. Default: 15 if the model is on the CPU, else 0.
+    `replayer` samples tokens and caches logits as without drafts. `max_tokens` is the maximum length of a draft.
+    Default: 15 if the model is on the CPU, else 0.
     """
 
     def __init__(self, loop: DecodeLoop, replayer: Replayer, max_tokens: int | None = None) -> None:

@@ -1,0 +1,139 @@
+"""Noise of rows: in no mode are two tokens of a call drawn with the same noise, nor does replaying change which."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import test_hogwild_recall
+import test_recall_baselines
+import tiny
+import torch
+from workers import small_model
+
+from hf_parallel import Hotspot, LogitsCache
+from hf_parallel.generation import rng as noise
+from hf_parallel.generation.rng import RowRNG, draw, exponential_noise, mix
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def complete(**settings: Any) -> Any:
+    ids, mask = tiny.left_pad(tiny.make_prompts([17, 9], seed=4))
+    given: dict[str, Any] = {"do_sample": True, "seed": 0, "max_new_tokens": 9, "num_return_sequences": 3}
+    given |= {"attention_mask": mask, "return_dict_in_generate": True}
+    return small_model().generate(ids, generation_mode="shared_prefix", **(given | settings))
+
+
+WRITERS = {
+    "shared_prefix": complete,
+    "hogwild": test_hogwild_recall.write,
+    "self_consistency": test_recall_baselines.answer,
+    "skeleton_of_thought": test_recall_baselines.outline,
+}
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The keys with which tokens were drawn."""
+    keys: list[int] = []
+    following = RowRNG.next
+
+    def noted(self: RowRNG) -> Any:
+        key = following(self)
+        assert isinstance(key, int)
+        keys.append(key)
+        return key
+
+    monkeypatch.setattr(RowRNG, "next", noted)
+    return keys
+
+
+@pytest.mark.parametrize("mode", WRITERS)
+def test_no_two_tokens_of_a_call_have_the_same_noise(mode: str, drawn: list[int]) -> None:
+    out = WRITERS[mode]()
+    assert len(drawn) == out.stats.decoded_tokens > 20
+    assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.parametrize("mode", WRITERS)
+def test_replayed_tokens_have_the_noise_of_those_that_were_computed(mode: str, drawn: list[int]) -> None:
+    cache = LogitsCache()
+    WRITERS[mode](logits_cache=cache)
+    first = sorted(drawn)
+    drawn.clear()
+    assert WRITERS[mode](logits_cache=cache).stats.forward_passes == 0
+    assert sorted(drawn) == first
+    drawn.clear()
+    WRITERS[mode](logits_cache=cache, replay=Hotspot(threshold=2.0))
+    assert set(drawn) < set(first), "tokens that are kept pass over their noise"
+
+
+DRAWS = 20_000
+
+
+def test_tokens_come_as_often_as_their_shares_say() -> None:
+    shares = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]).repeat(DRAWS, 1)
+    drawn = draw(shares, [RowRNG(seed) for seed in range(DRAWS)])
+    counts = drawn.bincount(minlength=5)
+    assert counts[4] == 0
+    expected = shares[0, :4] * DRAWS
+    assert float(((counts[:4] - expected) ** 2 / expected).sum()) < 16.3  # 0.1% of fair draws, 3 degrees of freedom
+
+
+def test_noise_is_exponential_whichever_token_and_key() -> None:
+    few = torch.arange(300)
+    for race in (
+        exponential_noise(few[:, None], few),
+        exponential_noise(torch.tensor([[mix(5, 1)]]), torch.arange(90_000)),
+    ):
+        assert 0 < float(race.min()) < float(race.max()) <= 23
+        assert abs(float(race.mean()) - 1) < 0.02
+        assert abs(float((race > 2).float().mean()) - 0.1353) < 0.005
+        neighbours = torch.corrcoef(torch.stack((race.flatten()[1:], race.flatten()[:-1])))[0, 1]
+        assert abs(float(neighbours)) < 0.02
+
+
+def test_noise_is_that_of_splitmix64() -> None:
+    def plain(key: int, token: int) -> float:
+        bits = (key + token * 0x9E3779B97F4A7C15) % 2**64
+        bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64
+        return -math.log1p(-(((bits ^ (bits >> 31)) >> 32) + 0.5) / 2**32)
+
+    keys, tokens = torch.tensor([0, 7, 2**63 - 1]), torch.tensor([0, 1, 150_000])
+    expected = [[plain(key, token) for token in tokens.tolist()] for key in keys.tolist()]
+    torch.testing.assert_close(exponential_noise(keys[:, None], tokens), torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("spread", [0.2, 4.0, 30.0])
+def test_leaving_out_tokens_that_cannot_win_changes_no_draw(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(64, 3000, generator=torch.Generator().manual_seed(1)) * spread
+    shares, sources = logits.softmax(dim=-1), [RowRNG(seed) for seed in range(64)]
+    whole = shares / exponential_noise(torch.tensor([mix(seed, 0) for seed in range(64)])[:, None], torch.arange(3000))
+    asked = 0
+    counted = noise.exponential_noise
+
+    def counting(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        nonlocal asked
+        asked += len(tokens)
+        return counted(keys, tokens)
+
+    monkeypatch.setattr(noise, "exponential_noise", counting)
+    assert draw(shares, sources).tolist() == whole.argmax(dim=-1).tolist()
+    assert asked < shares.numel() or spread < 1
+
+
+def test_rows_of_seeds_and_of_generators_draw_together() -> None:
+    shares = torch.rand(3, 50, generator=torch.Generator().manual_seed(2))
+    mixed = draw(shares, [RowRNG(3), RowRNG(torch.Generator().manual_seed(4)), RowRNG(5)])
+    assert mixed[[0, 2]].tolist() == draw(shares[[0, 2]], [RowRNG(3), RowRNG(5)]).tolist()
+    alone = torch.multinomial(shares[1], 1, generator=torch.Generator().manual_seed(4))
+    assert mixed[1] == alone
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0])
+def test_shares_that_are_none_are_refused(bad: float) -> None:
+    with pytest.raises(RuntimeError, match="cannot draw"):
+        draw(torch.full((1, 4), bad), [RowRNG(1)])
