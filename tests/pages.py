@@ -51,7 +51,7 @@ def small_scale(embedded: tuple[Any, Any]) -> Iterator[None]:
     try:
         with (
             patch.object(hf_parallel, "load_embedded_model", lambda **_: embedded),
-            patch.object(mixin, "capabilities", _capabilities),
+            patch.object(mixin, "probe_capabilities", _probe_once),
             patch.object(hf_parallel.HogwildSession, "run", _few_passes(hf_parallel.HogwildSession.run)),
             patch.object(models, "from_pretrained", _unless_local(models.from_pretrained, model)),
             patch.object(tokenizers, "from_pretrained", _unless_local(tokenizers.from_pretrained, tokenizer)),
@@ -69,7 +69,7 @@ def small_scale(embedded: tuple[Any, Any]) -> Iterator[None]:
                 del registry[name]
 
 
-_capabilities = functools.cache(mixin.capabilities)
+_probe_once = functools.cache(mixin.probe_capabilities)
 
 
 def run(blocks: list[str], name: str) -> dict[str, Any]:

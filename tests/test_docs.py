@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -53,10 +54,10 @@ def test_code_of_page_runs(
         run(blocks(page, "python"), name_of(page))
 
 
-def test_every_fenced_block_is_python_or_shell() -> None:
+def test_every_fenced_block_has_a_language() -> None:
     for page in PAGES:
         fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)
-        assert set(fences[::2]) <= {"python", "sh"}, page
+        assert set(fences[::2]) <= {"python", "sh", "toml"}, page
         assert set(fences[1::2]) <= {""}, page
 
 
@@ -69,9 +70,10 @@ def commands(page: Path) -> Iterator[list[str]]:
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
     lines += re.findall(rf"^    ((?:{'|'.join((*COMMANDS, *UNCHECKED))}) .*)$", text, re.MULTILINE)
     lines += re.findall(rf"`((?:{'|'.join(COMMANDS)}) [^`]*)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    own_modes = re.findall(r'mode: ClassVar\[str\] = "(\w+)"', text)  # a page may define a mode
     for line in lines:
         for command in line.split("&&"):
-            words = shlex.split(command, comments=True)
+            words = [OWN_MODES[0] if word in own_modes else word for word in shlex.split(command, comments=True)]
             if words:
                 yield words
 
@@ -120,7 +122,7 @@ def check_python(words: list[str]) -> None:
 def check_hf_parallel(words: list[str]) -> None:
     words = words[: words.index(">")] if ">" in words else words
     options, others = make_parser().parse_known_args(words)
-    assert options.passes_on or not others, words
+    assert options.forwards or not others, words
     if options.run is generate:
         read_settings(options)
 
@@ -205,6 +207,16 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert {f"hf_parallel.{name}" for name in hf_parallel.__all__} - described == set()
 
 
+def test_members_in_the_reference_exist() -> None:
+    for page in DOCS.rglob("*.md"):
+        for name, options in re.findall(
+            r"^::: ([\w.]+)\n    options:(.*(?:\n      .*)*)", page.read_text(), re.MULTILINE
+        ):
+            for members in re.findall(r"members: \[(.*?)\]", options):
+                for member in members.split(", "):
+                    assert hasattr(pkgutil.resolve_name(name), member), f"{page.name}: {name}.{member}"
+
+
 @pytest.mark.parametrize("mode", OWN_MODES)
 def test_every_setting_is_described_by_its_dataclass(mode: str) -> None:
     described: set[str] = set()
@@ -215,7 +227,9 @@ def test_every_setting_is_described_by_its_dataclass(mode: str) -> None:
     assert set(MODES[mode].fields()) <= described
 
 
-def test_every_mode_has_a_page() -> None:
+def test_every_mode_has_a_page_and_is_in_readme_and_overview() -> None:
     text = "\n".join(page.read_text() for page in (DOCS / "modes").iterdir() if page.name != "index.md")
     for mode in OWN_MODES:
         assert f'generation_mode="{mode}"' in text
+        for page in (ROOT / "README.md", DOCS / "modes" / "index.md"):
+            assert f"`{mode}`" in page.read_text(), page
