@@ -21,7 +21,7 @@ from hf_parallel import LogitsCache
 from hf_parallel.cli import generate as cli_generate
 from hf_parallel.cli import main as cli
 from hf_parallel.cli.live import LiveView
-from hf_parallel.cli.printing import TextPrinter, TokenPrinter
+from hf_parallel.cli.printing import RowPrinter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -319,7 +319,7 @@ def test_an_interrupt_leaves_a_json_line_per_answer(
     model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str
 ) -> None:
     model("aaaa", ["b", tiny.EOS], "cccc", "dddd")
-    interrupt(monkeypatch, 4, TokenPrinter)
+    interrupt(monkeypatch, 4)
     arguments = ["P", "Q", "--raw", "--mode", mode, "--sample", "--num-return-sequences", "2", "--format", "jsonl"]
     assert cli.main(["generate", *arguments]) == 130
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -336,12 +336,12 @@ def test_an_interrupted_vote_has_the_answers_so_far(
     model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model(["\\boxed{4}", tiny.EOS], ["\\boxed{5}", tiny.EOS])
-    interrupt(monkeypatch, 20, TextPrinter, "write_row")
+    interrupt(monkeypatch, 20, method="write_row")
     assert cli.main([*VOTE, "--format", "jsonl"]) == 130
     assert json.loads(capsys.readouterr().out)["texts"] == ["\\boxed{4}", "\\boxed{5}"]
 
 
-@pytest.mark.parametrize(("form", "streamer"), [("text", TextPrinter), ("jsonl", TextPrinter), ("live", LiveView)])
+@pytest.mark.parametrize(("form", "streamer"), [("text", RowPrinter), ("jsonl", RowPrinter), ("live", LiveView)])
 def test_an_interrupted_transcript_is_saved_and_viewed(
     model: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -382,7 +382,7 @@ def test_completions_of_an_interrupted_call_are_saved(
     model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model("aaaa", "bbbb")
-    interrupt(monkeypatch, 3, TokenPrinter)
+    interrupt(monkeypatch, 3)
     arguments = ["P", "--raw", "--mode", "shared_prefix", "--sample", "--num-return-sequences", "2"]
     assert cli.main(["generate", *arguments, "-o", str(tmp_path / "run.json")]) == 130
     (section,) = json.loads((tmp_path / "run.json").read_text())["sections"]
@@ -394,9 +394,9 @@ def test_an_interrupt_before_the_first_token_keeps_an_earlier_transcript(
     model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "run.json").write_text("earlier")
-    for arguments, streamer in ((VOTE, TextPrinter), (["generate", "P", "--mode", "shared_prefix"], TokenPrinter)):
+    for arguments in (VOTE, ["generate", "P", "--mode", "shared_prefix"]):
         model()
-        interrupt(monkeypatch, 0, streamer)
+        interrupt(monkeypatch, 0)
         assert cli.main([*arguments, "-o", str(tmp_path / "run.json")]) == 130
     assert (tmp_path / "run.json").read_text() == "earlier"
 
@@ -405,7 +405,7 @@ def test_logits_cached_before_an_interrupt_are_saved(
     model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model("a" * 9)
-    interrupt(monkeypatch, 4, TokenPrinter)
+    interrupt(monkeypatch, 4)
     arguments = ["P", "--raw", "--mode", "resample", "--logits-cache", str(tmp_path / "logits")]
     assert cli.main(["generate", *arguments]) == 130
     assert len(LogitsCache.load(tmp_path / "logits")) >= 3

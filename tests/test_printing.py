@@ -9,7 +9,7 @@ import pytest
 from workers import TOKENIZER
 
 from hf_parallel import HogwildConfig, ParallelConfig, PDOSConfig, SelfConsistencyConfig, SkeletonOfThoughtConfig
-from hf_parallel.cli.printing import SequentialPrinter, TextPrinter, TokenPrinter, printable
+from hf_parallel.cli.printing import RowPrinter, SequentialPrinter, printable
 
 
 def printed(*events: Any, headings: tuple[str, ...] = ("",)) -> str:
@@ -50,7 +50,7 @@ def test_whitespace_is_printed_inside_a_text_but_not_around_it() -> None:
 def test_terminal_commands_in_generated_text_are_not_printed_to_a_terminal() -> None:
     out = io.StringIO()
     out.isatty = lambda: True  # type: ignore[method-assign]
-    printer = TokenPrinter(out, ["\x1b[1m"], TOKENIZER)
+    printer = RowPrinter(out, ["\x1b[1m"], TOKENIZER)
     printer.begin(0, 0)
     printer.write(0, "a\x1b[2Jb\tc\n\x9bd")
     printer.end()
@@ -65,7 +65,7 @@ def test_unprintable_characters_are_replaced() -> None:
 def streamed(config: ParallelConfig, *events: tuple[int, str, str], answers: int = 1, headings: Any = ("",)) -> str:
     """Return the output for events of rows, before the end of the call."""
     out = io.StringIO()
-    printer = TextPrinter(out, headings, config, answers)
+    printer = RowPrinter(out, headings, TOKENIZER, config, answers)
     for event in events:
         printer.write_row(*event)
     return out.getvalue()

@@ -18,7 +18,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.cli.interruptible import InterruptibleCall
-from hf_parallel.cli.printing import SequentialPrinter, TextPrinter, TokenPrinter
+from hf_parallel.cli.printing import RowPrinter
 from hf_parallel.cli.settings import PLAIN, describe, embedded_preset, read_settings
 from hf_parallel.files import write_atomically
 from hf_parallel.generation import GenerationStats, ParallelConfig, enable
@@ -123,7 +123,10 @@ def _print(
     headings = [f"== {' '.join(prompt.split())[:_HEADING_LENGTH]}" if headed else "" for prompt in prompts]
     if batch and options.format == "text":
         print()
-    printer = _printer(call, StringIO() if options.format == "jsonl" else sys.stdout, headings)
+    out = StringIO() if options.format == "jsonl" else sys.stdout
+    answers, ends = call.arguments.get("num_return_sequences") or 1, call.model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    printer = RowPrinter(out, headings, call.tokenizer, call.config, answers, ends)
     call.run(printer)
     if call.interrupted:
         printer.finish()
@@ -134,16 +137,7 @@ def _print(
         _print_answers(printer, getattr(call.output, "answers", None) or (), headings)
 
 
-def _printer(call: InterruptibleCall, out: Any, headings: Sequence[str]) -> SequentialPrinter:
-    """Return the printer for a mode: of tokens if they arrive while they are generated, otherwise of text."""
-    config, answers = call.config, call.arguments.get("num_return_sequences") or 1
-    if config is not None and config.streams_text and config.streams_tokens != "when_final":
-        return TextPrinter(out, headings, config, answers)
-    ends = call.model.generation_config.eos_token_id
-    return TokenPrinter(out, headings, call.tokenizer, config, answers, ends if isinstance(ends, list) else [ends])
-
-
-def _print_answers(printer: SequentialPrinter, found: Sequence[str | None], headings: Sequence[str]) -> None:
+def _print_answers(printer: RowPrinter, found: Sequence[str | None], headings: Sequence[str]) -> None:
     """Print the final answers that a mode extracted, by prompt."""
     count = len(found) // len(headings)
     for number, heading in enumerate(headings):

@@ -120,14 +120,11 @@ class LiveView:
             handle.remove()
 
     @property
-    def seconds(self) -> float:
-        """Time since the first tokens."""
-        return 0.0 if self._first is None else self._last - self._first[0]
-
-    @property
     def tokens_per_second(self) -> float:
-        """Throughput of all rows, headers excluded."""
-        return (self.tokens - self._first[1]) / self.seconds if self._first and self.seconds else 0.0
+        """Throughput of all rows since the first tokens, headers excluded."""
+        if self._first is None or self._last == self._first[0]:
+            return 0.0
+        return (self.tokens - self._first[1]) / (self._last - self._first[0])
 
     @property
     def summary(self) -> str:

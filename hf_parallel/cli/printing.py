@@ -129,8 +129,10 @@ class SequentialPrinter:
             text.printed = end
 
 
-class TokenPrinter(SequentialPrinter):
-    """Prints the tokens of each row.
+class RowPrinter(SequentialPrinter):
+    """Prints the rows of a call: the text that the mode streams, or else the tokens of each row.
+
+    Tokens of a mode that streams them when they are final are preferred to its text.
 
     Parameters
     ----------
@@ -155,78 +157,52 @@ class TokenPrinter(SequentialPrinter):
         eos_token_ids: Collection[int] = (),
     ) -> None:
         super().__init__(out, headings)
-        self.config, self.answers = config, answers
-        self.eos_token_ids, self.skipped = set(eos_token_ids), set(getattr(tokenizer, "all_special_ids", ()))
-        rows = len(headings) * answers * (1 if config is None else config.rows_per_prompt)
+        self.config, self.answers, self.eos_token_ids = config, answers, set(eos_token_ids)
+        self._skipped = set(getattr(tokenizer, "all_special_ids", ()))
+        self._prints_text = config is not None and config.streams_text and config.streams_tokens != "when_final"
+        rows = 0 if self._prints_text else len(headings) * answers * (1 if config is None else config.rows_per_prompt)
         self.completions = [IncrementalDetokenizer(tokenizer) for _ in range(rows)]
+        self._steps: dict[int, int] = {}
         self._ended: set[int] = set()
 
     def put(self, value: Any) -> None:
         """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
         if value.ndim > 1:
             for row in range(len(self.completions)):
-                self._begin_row(row)
+                self._begin_step(row, "")
             return
-        for row, token in enumerate(value.tolist()):
+        for row, token in enumerate(value.tolist()[: len(self.completions)]):
             if row in self._ended:
                 continue
-            if token not in self.skipped:
-                self.write(row, self.completions[row].add([token]))
+            if token not in self._skipped:
+                self.write((row, 1), self.completions[row].add([token]))
             if token in self.eos_token_ids:
                 self._ended.add(row)
-                self.close(row)
-
-    def _begin_row(self, row: int) -> None:
-        sequence, name = row, ""
-        if self.config is not None:
-            sequence, index, _ = self.config.place(row, len(self.headings) * self.answers)
-            name = self.config.row_name(index) if self.config.rows_per_prompt > 1 else ""
-        self.begin(row, sequence // self.answers, _heading(sequence, self.answers, name))
-
-    def end(self) -> None:
-        """Print the rest."""
-        self.finish()
-
-
-class TextPrinter(SequentialPrinter):
-    """Prints the text of modes that stream text: steps of workers, answers, points of an outline.
-
-    Parameters
-    ----------
-    out, headings
-        See `SequentialPrinter`; one group per prompt.
-    config : ParallelConfig
-        Settings of the call.
-    answers : int
-        Sequences per prompt (`num_return_sequences`).
-    """
-
-    def __init__(self, out: TextIO, headings: Sequence[str], config: ParallelConfig, answers: int = 1) -> None:
-        super().__init__(out, headings)
-        self.config, self.answers = config, answers
-        self._steps: dict[int, int] = {}
-
-    def put(self, value: Any) -> None:
-        """Ignore tokens."""
+                self.close((row, 1))
 
     def write_row(self, row: int, text: str, event: str) -> None:
         """Receive text of a row; see `ParallelStreamer`."""
+        if not self._prints_text:
+            return
         if event == "begin":
-            step = self._steps[row] = self._steps.get(row, 0) + 1
-            sequence, index, _ = self.config.place(row, len(self.headings) * self.answers)
-            named = self.config.step_text(index, step, text) != text  # the text itself begins with the name
-            name = "" if named else self.config.step_name(index, step, text)
-            self.begin((row, step), sequence // self.answers, _heading(sequence, self.answers, name))
+            self._begin_step(row, text)
         self.write((row, self._steps[row]), text)
         if event in ("step", "end"):
             self.close((row, self._steps[row]))
 
+    def _begin_step(self, row: int, text: str) -> None:
+        """Begin a step under a heading such as `[1 of 2, Alice]`."""
+        step = self._steps[row] = self._steps.get(row, 0) + 1
+        sequence, name = row, ""
+        if self.config is not None:
+            sequence, index, _ = self.config.place(row, len(self.headings) * self.answers)
+            named = self.config.step_text(index, step, text) != text  # the text itself begins with the name
+            if not named and (self._prints_text or self.config.rows_per_prompt > 1):
+                name = self.config.step_name(index, step, text)
+        number = f"{sequence % self.answers + 1} of {self.answers}" if self.answers > 1 else ""
+        heading = ", ".join(filter(None, (number, name)))
+        self.begin((row, step), sequence // self.answers, f"[{heading}]" if heading else "")
+
     def end(self) -> None:
         """Print the rest."""
         self.finish()
-
-
-def _heading(sequence: int, answers: int, name: str) -> str:
-    """Return the heading of a text, such as `[1 of 2, Alice]`."""
-    which = f"{sequence % answers + 1} of {answers}" if answers > 1 else ""
-    return f"[{', '.join(filter(None, (which, name)))}]" if which or name else ""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hf_parallel.generation.modes import BOXED, find_answer, normal_form
 from hf_parallel.generation.validation import check_int
@@ -165,7 +165,7 @@ class ArithmeticProblem(Problem):
         """
         _check_count("num_questions", num_questions, 1, len(WORD_PROBLEMS))
         draw = random.Random(f"{cls.name} {seed}")
-        made = [word_problem(draw) for word_problem in draw.sample(WORD_PROBLEMS, num_questions)]
+        made = [_word_problem(draw, *template) for template in draw.sample(WORD_PROBLEMS, num_questions)]
         questions, answers = tuple(text for text, _ in made), tuple(answer for _, answer in made)
         form = ",".join(f"answer{number}" for number in range(1, num_questions + 1))
         prompt = (
@@ -258,88 +258,82 @@ def _check_count(name: str, value: int, least: int, most: int) -> None:
         raise ValueError(f"{name} must be at most {most}, got {value}")
 
 
-# Word problems: each draws its numbers and returns a question with its answer
+def _word_problem(
+    draw: random.Random, question: str, answer: Callable[..., int], ranges: Mapping[str, Any]
+) -> tuple[str, int]:
+    """Return a question with its answer; a range may depend on the numbers that are drawn before."""
+    numbers: dict[str, int] = {}
+    for name, bounds in ranges.items():
+        bounds = bounds(**numbers) if callable(bounds) else bounds
+        numbers[name] = draw.randrange(bounds.start, bounds.stop, bounds.step)
+    return question.format(**numbers), answer(**numbers)
 
 
-def _apples(draw: random.Random) -> tuple[str, int]:
-    crates, each, bad = draw.randint(3, 9), draw.randint(12, 30), draw.randint(4, 11)
-    question = f"A shop gets {crates} crates of {each} apples. It throws {bad} rotten apples away and sells the rest."
-    return f"{question} How many apples does it sell?", crates * each - bad
-
-
-def _savings(draw: random.Random) -> tuple[str, int]:
-    held, weekly, weeks, spent = draw.randint(20, 60), draw.randint(5, 15), draw.randint(4, 12), draw.randint(8, 19)
-    return (
-        f"Mina has {held} euros. She saves {weekly} euros a week for {weeks} weeks and then spends {spent} euros on a "
-        "book. How many euros does she have left?"
-    ), held + weekly * weeks - spent
-
-
-def _bus(draw: random.Random) -> tuple[str, int]:
-    start, off, on = draw.randint(25, 40), draw.randint(5, 15), draw.randint(3, 12)
-    return (
-        f"A bus leaves with {start} passengers. At the first stop {off} get off and {on} get on. At the second stop "
-        "twice as many get on as at the first, and nobody gets off. How many passengers are on the bus then?"
-    ), start - off + 3 * on
-
-
-def _pages(draw: random.Random) -> tuple[str, int]:
-    days, pages, left = draw.randint(4, 9), draw.randint(15, 35), draw.randint(20, 90)
-    return (
-        f"Leo reads {pages} pages a day for {days} days, and then {left} pages of the book are left. How many pages "
-        "does the book have?"
-    ), days * pages + left
-
-
-def _tickets(draw: random.Random) -> tuple[str, int]:
-    adults, price, children = draw.randint(2, 5), draw.randint(6, 14) * 2, draw.randint(2, 6)
-    return (
-        f"A ticket for an adult costs {price} euros, one for a child half as much. How many euros do {adults} adults "
-        f"and {children} children pay?"
-    ), adults * price + children * price // 2
-
-
-def _eggs(draw: random.Random) -> tuple[str, int]:
-    hens, daily, cakes, each = draw.randint(12, 24), draw.randint(2, 3), draw.randint(2, 4), draw.randint(3, 4)
-    return (
-        f"A farm has {hens} hens, and each lays {daily} eggs in a week. Each week the farmer bakes {cakes} cakes with "
-        f"{each} eggs each and sells all other eggs. How many eggs are sold in a week?"
-    ), hens * daily - cakes * each
-
-
-def _garden(draw: random.Random) -> tuple[str, int]:
-    length, width, gate = draw.randint(12, 30), draw.randint(5, 11), draw.randint(1, 4)
-    return (
-        f"A rectangular garden is {length} metres long and {width} metres wide. A fence goes all around it, except for "
-        f"a gate of {gate} metres. How many metres long is the fence?"
-    ), 2 * (length + width) - gate
-
-
-def _marbles(draw: random.Random) -> tuple[str, int]:
-    own, factor, lost = draw.randint(11, 25), draw.randint(2, 4), draw.randint(3, 10)
-    return (
-        f"Ella has {own} marbles. Ben has {factor} times as many as Ella, but he loses {lost} of them. How many "
-        "marbles do the two have together in the end?"
-    ), own + factor * own - lost
-
-
-def _train(draw: random.Random) -> tuple[str, int]:
-    first, speed, second, slower = draw.randint(2, 4), draw.randint(8, 12) * 10, draw.randint(1, 3), draw.randint(1, 3)
-    return (
-        f"A train goes {first} hours at {speed} kilometres an hour and then {second} more hours at a speed that is "
-        f"{slower * 10} kilometres an hour less. How many kilometres does it go in all?"
-    ), first * speed + second * (speed - slower * 10)
-
-
-def _cookies(draw: random.Random) -> tuple[str, int]:
-    guests, each, trays = draw.randint(4, 9), draw.randint(3, 6), draw.randint(2, 3)
-    size = guests * each // trays + draw.randint(2, 7)
-    return (
-        f"Nils bakes {trays} trays of {size} cookies. He gives {each} cookies to each of his {guests} guests. How "
-        "many cookies are left?"
-    ), trays * size - guests * each
-
-
-WORD_PROBLEMS: tuple[Callable[[random.Random], tuple[str, int]], ...] = (
-    *(_apples, _savings, _bus, _pages, _tickets, _eggs, _garden, _marbles, _train, _cookies),
+WORD_PROBLEMS: tuple[tuple[str, Callable[..., int], dict[str, Any]], ...] = (
+    (
+        "A shop gets {crates} crates of {each} apples. It throws {bad} rotten apples away and sells the rest. How many "
+        "apples does it sell?",
+        lambda crates, each, bad: crates * each - bad,
+        {"crates": range(3, 10), "each": range(12, 31), "bad": range(4, 12)},
+    ),
+    (
+        "Mina has {held} euros. She saves {weekly} euros a week for {weeks} weeks and then spends {spent} euros on a "
+        "book. How many euros does she have left?",
+        lambda held, weekly, weeks, spent: held + weekly * weeks - spent,
+        {"held": range(20, 61), "weekly": range(5, 16), "weeks": range(4, 13), "spent": range(8, 20)},
+    ),
+    (
+        "A bus leaves with {start} passengers. At the first stop {off} get off and {on} get on. At the second stop "
+        "twice as many get on as at the first, and nobody gets off. How many passengers are on the bus then?",
+        lambda start, off, on: start - off + 3 * on,
+        {"start": range(25, 41), "off": range(5, 16), "on": range(3, 13)},
+    ),
+    (
+        "Leo reads {pages} pages a day for {days} days, and then {left} pages of the book are left. How many pages "
+        "does the book have?",
+        lambda days, pages, left: days * pages + left,
+        {"days": range(4, 10), "pages": range(15, 36), "left": range(20, 91)},
+    ),
+    (
+        "A ticket for an adult costs {price} euros, one for a child half as much. How many euros do {adults} adults "
+        "and {children} children pay?",
+        lambda adults, price, children: adults * price + children * price // 2,
+        {"adults": range(2, 6), "price": range(12, 29, 2), "children": range(2, 7)},
+    ),
+    (
+        "A farm has {hens} hens, and each lays {daily} eggs in a week. Each week the farmer bakes {cakes} cakes with "
+        "{each} eggs each and sells all other eggs. How many eggs are sold in a week?",
+        lambda hens, daily, cakes, each: hens * daily - cakes * each,
+        {"hens": range(12, 25), "daily": range(2, 4), "cakes": range(2, 5), "each": range(3, 5)},
+    ),
+    (
+        "A rectangular garden is {length} metres long and {width} metres wide. A fence goes all around it, except for "
+        "a gate of {gate} metres. How many metres long is the fence?",
+        lambda length, width, gate: 2 * (length + width) - gate,
+        {"length": range(12, 31), "width": range(5, 12), "gate": range(1, 5)},
+    ),
+    (
+        "Ella has {own} marbles. Ben has {factor} times as many as Ella, but he loses {lost} of them. How many "
+        "marbles do the two have together in the end?",
+        lambda own, factor, lost: own + factor * own - lost,
+        {"own": range(11, 26), "factor": range(2, 5), "lost": range(3, 11)},
+    ),
+    (
+        "A train goes {first} hours at {speed} kilometres an hour and then {second} more hours at a speed that is "
+        "{slower} kilometres an hour less. How many kilometres does it go in all?",
+        lambda first, speed, second, slower: first * speed + second * (speed - slower),
+        {"first": range(2, 5), "speed": range(80, 121, 10), "second": range(1, 4), "slower": range(10, 31, 10)},
+    ),
+    (
+        "Nils bakes {trays} trays of {size} cookies. He gives {each} cookies to each of his {guests} guests. How "
+        "many cookies are left?",
+        lambda guests, each, trays, size: trays * size - guests * each,
+        {
+            "guests": range(4, 10),
+            "each": range(3, 7),
+            "trays": range(2, 4),
+            "size": lambda guests, each, trays: range(guests * each // trays + 2, guests * each // trays + 8),
+        },
+    ),
 )
+"""Kinds of word problems: question, answer, and ranges of the numbers."""
