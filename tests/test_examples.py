@@ -32,8 +32,9 @@ def promised_lines(example: Path) -> list[str]:
     return [line.removeprefix("#").strip() for line in lines]
 
 
-def test_there_is_an_example_for_every_mode() -> None:
-    assert {example.stem for example in EXAMPLES} == set(OWN_MODES)
+def test_there_is_an_example_for_every_mode_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert {example.stem for example in EXAMPLES} == {mode for mode in OWN_MODES if f"`{mode}`" in readme}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
