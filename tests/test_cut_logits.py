@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper,
 
 import hf_parallel
 from hf_parallel import LogitsCache
-from hf_parallel.cache.cached_logits import CachedLogits
+from hf_parallel.cache.logits_trie import CachedLogits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

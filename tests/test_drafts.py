@@ -16,7 +16,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
-from hf_parallel.cache.logits_trie import Cursors, TrieNode
+from hf_parallel.cache.logits import Cursors
+from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.generation.resampling.drafts import (
     AGREED,
     CACHED,

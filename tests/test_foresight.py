@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 import hf_parallel
 from hf_parallel import LogitsCache
-from hf_parallel.cache.cached_logits import CachedDistribution, CachedLogits
-from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.cache.logits_trie import CachedDistribution, CachedLogits, TrieNode
 from hf_parallel.generation.resampling.drafts import ONLY_CACHED, DraftSampler, acceptance_rates
 from hf_parallel.generation.rng import RowRNG, draw, draw_among
 from hf_parallel.kernels.linear import LINEAR_VARIABLE

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_parallel import LogitsCache
-from hf_parallel.cache.cached_logits import TENSOR_BYTES, CachedDistribution
-from hf_parallel.cache.logits_trie import NODE_BYTES, Cursors
+from hf_parallel.cache.logits import Cursors
+from hf_parallel.cache.logits_trie import NODE_BYTES, TENSOR_BYTES, CachedDistribution
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

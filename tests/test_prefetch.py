@@ -1,4 +1,4 @@
-"""Prefetch: the sampling work of later replays is done while the model decodes, and changes no sample."""
+"""Prefetch: distributions of later replays are computed while the model decodes, and samples do not change."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, TopPLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
 from hf_parallel import LogitsCache
-from hf_parallel.cache.cached_logits import CachedDistribution
-from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.cache.logits_trie import CachedDistribution, TrieNode
 from hf_parallel.generation.resampling.distributions import DistributionCache
 from hf_parallel.generation.resampling.policies import uncertainty_of
 from hf_parallel.generation.resampling.prefetch import Prefetcher
@@ -85,15 +85,16 @@ def prepared(cache: LogitsCache) -> list[TrieNode]:
 
 
 def count_weighed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on, how many rows the decoding thread had to work out itself, call by call."""
+    """Count the rows whose distributions the decoding thread computes from now on."""
     counts: list[int] = []
-    weigh = Sampler.distribution
+    warp = TopPLogitsWarper.__call__
 
-    def counting(self: Sampler, rows: Any, logits: torch.Tensor) -> torch.Tensor:
-        counts.append(len(rows))
-        return weigh(self, rows, logits)
+    def counting(self: TopPLogitsWarper, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() not in workers():
+            counts.append(len(scores))
+        return warp(self, ids, scores)
 
-    monkeypatch.setattr(Sampler, "distribution", counting)
+    monkeypatch.setattr(TopPLogitsWarper, "__call__", counting)
     return counts
 
 
@@ -396,11 +397,9 @@ def test_states_that_were_dropped_meanwhile_are_left_alone() -> None:
     assert cache.num_bytes == 0
 
 
-def test_a_thread_that_was_not_started_is_not_waited_for() -> None:
-    class Nothing:
-        kept = False
-
-    prefetch = Prefetcher(Nothing(), uncertainty=False)  # type: ignore[arg-type]
-    with prefetch.ready({}):
-        prefetch.start()
+def test_a_thread_that_was_not_started_is_not_joined() -> None:
+    distributions: Any = SimpleNamespace(enabled=False)
+    prefetcher = Prefetcher(distributions, uncertainty=False)
+    with prefetcher.open({}):
+        prefetcher.start()
     assert workers() == []

@@ -1,4 +1,4 @@
-"""Replayer: what other threads do to a cache meanwhile, and what a policy may keep."""
+"""Replay with policies that keep tokens, and while other threads change the cache."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
 
 import hf_parallel
 from hf_parallel import Hotspot, LogitsCache
-from hf_parallel.cache.cached_logits import CachedLogits
-from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.cache.logits_trie import CachedLogits, TrieNode
 from hf_parallel.generation.resampling.replay import last_continuation
-from hf_parallel.generation.sampling import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,13 +100,13 @@ def test_what_was_taken_under_the_same_settings_is_kept_without_weighing_it_agai
     settings: dict[str, Any] = {"eos_token_id": 5, "min_new_tokens": NEW, "temperature": 0.7}
     first = sample(model, cache, **settings)
     weighed: list[int] = []
-    weigh = Sampler.distribution
+    warp = TemperatureLogitsWarper.__call__
 
-    def noting(self: Sampler, rows: Any, logits: torch.Tensor) -> torch.Tensor:
-        weighed.extend(rows)
-        return weigh(self, rows, logits)
+    def noting(self: TemperatureLogitsWarper, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        weighed.extend(range(len(scores)))
+        return warp(self, ids, scores)
 
-    monkeypatch.setattr(Sampler, "distribution", noting)
+    monkeypatch.setattr(TemperatureLogitsWarper, "__call__", noting)
 
     def weighings(**other: Any) -> int:
         weighed.clear()
@@ -210,24 +208,18 @@ def test_calls_go_on_while_others_clear_save_and_load(model: PreTrainedModel, tm
 
 
 @pytest.mark.parametrize("replay", ["stepwise", "hotspot"])
-def test_the_budget_holds_for_what_is_really_there(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, replay: str
-) -> None:
-    """Nobody else keeps the logits of states that were dropped."""
-    alive: weakref.WeakSet[CachedLogits] = weakref.WeakSet()
-    make = CachedLogits.from_logits
+def test_the_logits_of_evicted_nodes_are_freed(model: PreTrainedModel, replay: str) -> None:
+    others = {id(logits) for logits in gc.get_objects() if isinstance(logits, CachedLogits)}
 
-    def noted(logits: torch.Tensor, top_k: int | None) -> CachedLogits:
-        alive.add(made := make(logits, top_k))
-        return made
+    def alive() -> list[CachedLogits]:
+        return [logits for logits in gc.get_objects() if isinstance(logits, CachedLogits) and id(logits) not in others]
 
-    monkeypatch.setattr(CachedLogits, "from_logits", noted)
     cache, most = LogitsCache(20_000), 0
 
     class Counts:
         def put(self, value: torch.Tensor) -> None:
             nonlocal most
-            most = max(most, sum(remembered.num_bytes for remembered in alive))
+            most = max(most, sum(logits.num_bytes for logits in alive()))
 
         def end(self) -> None:
             """Has nothing to end."""

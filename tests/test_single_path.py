@@ -13,8 +13,7 @@ import torch
 from test_logits_cache import VOCABULARY, counted, logits_of, read, write
 
 from hf_parallel import LogitsCache
-from hf_parallel.cache.cached_logits import TENSOR_BYTES
-from hf_parallel.cache.logits_trie import NODE_BYTES
+from hf_parallel.cache.logits_trie import NODE_BYTES, TENSOR_BYTES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -74,7 +74,7 @@ class Arena:
     def relocate(self, tokens: Sequence[tuple[Extent, int, int]], capacity: int) -> list[Extent]:
         """Move tokens, given as (extent, start, length), to new extents of `capacity` slots, adjacent in memory.
 
-        The old extents are released first and the new ones may overlap them, so that growth leaves no holes.
+        The new extents may overlap the old ones, so that growth leaves no holes. A failure changes nothing.
         """
         before = self.num_slots, list(self._free)
         sources = [extent.range(start, length) for extent, start, length in tokens]
@@ -93,14 +93,23 @@ class Arena:
 
     def write(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> None:
         """Store the packed new keys and values `[kv_heads, T, head_dim]` of a pass at its plan's locations."""
-        append(self._storage(layer_idx, key, value), key, value, plan)
+        heads, _, head_dim = key.shape
+        layer = self.layers.get(layer_idx)
+        if layer is None:
+            with torch.inference_mode(False):  # the cache may later be written outside of inference mode
+                keys, values = (states.new_zeros(0, states.shape[-1]) for states in (key, value))
+            layer = self.layers[layer_idx] = LayerStorage(keys, values, heads)
+        held = layer.num_kv_heads, layer.keys.shape[-1], layer.keys.dtype, layer.keys.device
+        if held != (heads, head_dim, key.dtype, key.device):
+            raise ValueError(
+                "this cache holds keys of {} heads x {}, {} on {}; got ".format(*held)
+                + f"{heads} x {head_dim} in {key.dtype} on {key.device}: a cache serves the model that filled it"
+            )
+        self._grow(layer)
+        append(layer, key, value, plan)
 
     def copy(
-        self,
-        source: TokenRange,
-        target: TokenRange,
-        delta: int = 0,
-        rotary: dict[int, RotarySpec | None] | None = None,
+        self, source: TokenRange, target: TokenRange, delta: int = 0, rotary: dict[int, RotarySpec | None] | None = None
     ) -> None:
         """Copy tokens to another extent and rotate their keys by `delta` positions."""
         for layer_idx, layer in self.layers.items():
@@ -117,28 +126,6 @@ class Arena:
             from_rows, to_rows = rows[key]
             for storage in (layer.keys, layer.values):
                 storage[to_rows] = storage[from_rows]
-
-    def _storage(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> LayerStorage:
-        layer = self.layers.get(layer_idx)
-        if layer is None:
-            heads = key.shape[0]
-            with torch.inference_mode(False):  # the cache may later be written outside of inference mode
-                keys = key.new_zeros(self.num_slots * heads, key.shape[-1])
-                values = value.new_zeros(self.num_slots * heads, value.shape[-1])
-            layer = self.layers[layer_idx] = LayerStorage(keys, values, heads)
-        elif (key.shape[0], key.shape[-1], key.dtype, key.device) != (
-            layer.num_kv_heads,
-            layer.keys.shape[-1],
-            layer.keys.dtype,
-            layer.keys.device,
-        ):
-            raise ValueError(
-                f"this cache holds keys of {layer.num_kv_heads} heads x {layer.keys.shape[-1]}, {layer.keys.dtype} on "
-                f"{layer.keys.device}; got {key.shape[0]} x {key.shape[-1]} in {key.dtype} on {key.device}: "
-                "a cache serves the model that filled it"
-            )
-        self._grow(layer)
-        return layer
 
     def _grow(self, layer: LayerStorage) -> None:
         """Reallocate a layer's storage if it lacks slots; unwritten slots are zero, never NaN."""

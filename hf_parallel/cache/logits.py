@@ -1,8 +1,18 @@
-"""`LogitsCache`: the logits trie as users create, save and load it (Hive, section 6 and algorithm 1)."""
+"""`LogitsCache`: trie of cached logits in host memory (Hive, section 6 and algorithm 1).
+
+A node is a token sequence from the first token of a prompt on; it holds the logits that the model computed after that
+sequence. Hive keeps only the sequence that was decoded last; the trie keeps all of them, so that a replay can follow
+any continuation that was sampled before. The least recently used leaves are evicted.
+"""
 
 from __future__ import annotations
 
+import heapq
 import json
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,14 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_parallel.cache.cached_logits import CachedLogits
-from hf_parallel.cache.logits_trie import LogitsTrie, TrieNode
+from hf_parallel.cache.logits_trie import CachedDistribution, CachedLogits, TrieNode
 from hf_parallel.files import atomic_file, warn_on_other_version
 
 _FORMAT = "hf_parallel.LogitsCache/1"
 
 
-class LogitsCache(LogitsTrie):
+class LogitsCache:
     """Logits by the token sequences that they follow, for any number of models, within a budget of host memory.
 
     Parameters
@@ -45,11 +54,16 @@ class LogitsCache(LogitsTrie):
     """
 
     def __init__(self, max_bytes: int = 1 << 30, top_k: int | None = None) -> None:
-        for name, value in (("max_bytes", max_bytes), ("top_k", top_k)):
-            optional = value is None and name == "top_k"
-            if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        for name, value in (("max_bytes", max_bytes), ("top_k", 1 if top_k is None else top_k)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive int{' or None' * (name == 'top_k')}, got {value!r}")
-        super().__init__(max_bytes, top_k)
+        self.max_bytes, self.top_k = max_bytes, top_k
+        self.hits = self.misses = 0
+        self.num_bytes = 0
+        self._roots: dict[str, TrieNode] = {}
+        self._clock = 0
+        self._lock = threading.RLock()
+        self._queue: list[tuple[int, int, TrieNode]] = []  # heap of leaves by last use; entries may be outdated
 
     def __copy__(self) -> LogitsCache:
         return self  # `generate` copies settings; copies share the cache
@@ -60,8 +74,74 @@ class LogitsCache(LogitsTrie):
     def __reduce__(self) -> NoReturn:
         raise TypeError("a LogitsCache cannot be pickled: save(path) writes it, LogitsCache.load(path) reads it")
 
+    def __len__(self) -> int:
+        return sum(node.logits is not None for _, node in self.nodes())
+
     def __repr__(self) -> str:
         return f"LogitsCache({len(self)} nodes, {self.num_bytes} of {self.max_bytes} bytes)"
+
+    def cursors(self) -> AbstractContextManager[Cursors]:
+        """Open a set of cursors. Their nodes are pinned until the context exits."""
+        return closing(Cursors(self))
+
+    def nodes(self) -> Iterator[tuple[str, TrieNode]]:
+        """Yield every node with the key of its model, parents first."""
+        with self._lock:
+            stack = list(self._roots.items())
+            while stack:
+                key, node = stack.pop()
+                yield key, node
+                stack.extend((key, child) for child in node.children.values())
+
+    def children(self, node: TrieNode) -> list[TrieNode]:
+        """Return a copy of the list of a node's children."""
+        with self._lock:
+            return list(node.children.values())
+
+    def last_child(self, node: TrieNode) -> TrieNode | None:
+        """Return the most recently used child, or None if there is none."""
+        return max(self.children(node), key=lambda child: child.last_used, default=None)
+
+    def clear(self) -> None:
+        """Delete all nodes; the counters stay. Running calls continue, but store nothing on deleted nodes."""
+        with self._lock:
+            for _, node in list(self.nodes()):
+                node.delete()
+            self._roots, self._queue, self.num_bytes = {}, [], 0
+
+    def keep_last_path(self) -> None:
+        """Delete all but the most recently used sequence of each model: the content of Hive's own cache.
+
+        Running calls continue, but store nothing on deleted nodes.
+        """
+        with self._lock:
+            nodes = list(self.nodes())
+            last: dict[str, TrieNode] = {}
+            for key, node in nodes:
+                if key not in last or node.last_used > last[key].last_used:
+                    last[key] = node
+            kept = set(last.values())
+            for _, node in reversed(nodes):  # children before their parents
+                node.children = {token: child for token, child in node.children.items() if child in kept}
+                if node.children:
+                    kept.add(node)
+                elif node not in kept:
+                    self.num_bytes -= node.num_bytes
+                    node.delete()
+            self._queue = [entry for entry in self._queue if entry[2].alive]
+            heapq.heapify(self._queue)
+            for node in last.values():
+                self._enqueue(node)
+
+    def store_distribution(self, node: TrieNode, distribution: CachedDistribution) -> bool:
+        """Replace a node's distribution; returns False if it does not fit the budget or the node has no logits."""
+        with self._lock:
+            more = distribution.num_bytes - (0 if node.distribution is None else node.distribution.num_bytes)
+            if not self._evict(more) or not node.alive or node.logits is None:
+                return False
+            node.distribution = distribution
+            self.num_bytes += more
+            return True
 
     def save(self, path: str | Path) -> None:
         """Write all nodes to a safetensors file, atomically."""
@@ -101,7 +181,7 @@ class LogitsCache(LogitsTrie):
                 arrays = {name.split(".")[1]: t for name, t in tensors.items() if name.startswith(f"{number}.")}
                 _check(arrays)
                 cache._restore(key, arrays)
-            cache._evict(0)
+            cache._evict()
         except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a readable LogitsCache: {error}") from error
         return cache
@@ -120,21 +200,126 @@ class LogitsCache(LogitsTrie):
         for node in nodes[1:]:
             self._enqueue(node)
 
+    def _root(self, key: str) -> TrieNode:
+        return self._roots.setdefault(key, TrieNode(-1, None))
+
+    def _child(self, node: TrieNode, token: int) -> TrieNode:
+        child = node.children.get(token)
+        if child is None:
+            child = node.children[token] = TrieNode(token, weakref.ref(node), alive=node.alive)
+            self.num_bytes += child.num_bytes if child.alive else 0
+        return child
+
+    def _enqueue(self, node: TrieNode) -> None:
+        """Add a node to the eviction queue if it is an unpinned leaf."""
+        if node.alive and not (node.queued or node.children or node.pins) and node.parent is not None:
+            node.queued = True
+            heapq.heappush(self._queue, (node.last_used, id(node), node))
+
+    def _evict(self, num_bytes: int = 0) -> bool:
+        """Evict the least recently used leaves until `num_bytes` more fit the budget; returns whether they do."""
+        while self.num_bytes + num_bytes > self.max_bytes and self._queue:
+            used, _, node = heapq.heappop(self._queue)
+            node.queued = False
+            if not node.alive or node.children or node.pins:
+                continue  # queued again when that changes
+            if node.last_used != used:
+                self._enqueue(node)
+                continue
+            parent = node.parent
+            assert parent is not None, "roots are never queued"
+            self.num_bytes -= node.num_bytes
+            node.delete()
+            del parent.children[node.token]
+            self._enqueue(parent)
+            if parent.parent is None and not (parent.children or parent.pins):
+                self._roots = {key: root for key, root in self._roots.items() if root is not parent}
+        return self.num_bytes + num_bytes <= self.max_bytes
+
+
+class Cursors:
+    """Positions of rows in a trie: each row's cursor is on the node of the tokens that the row has."""
+
+    def __init__(self, cache: LogitsCache) -> None:
+        self._cache = cache
+        self._nodes: dict[Any, TrieNode] = {}
+
+    def start(self, row: Any, key: str, tokens: Sequence[int]) -> None:
+        """Place a row's cursor on the node of `tokens`, the prompt; `key` identifies the model."""
+        with self._cache._lock:
+            node = self._cache._root(key)
+            for token in tokens:
+                node = self._cache._child(node, int(token))
+            self._place(row, node)
+
+    def advance(self, row: Any, token: int) -> None:
+        """Move a row's cursor to the child with `token`, which is created if missing."""
+        with self._cache._lock:
+            self._place(row, self._cache._child(self._nodes[row], int(token)))
+
+    def lookup(self, row: Any, count: int = 0, log_tail: float = np.inf) -> bool:
+        """Return whether the row's node has sufficient logits (see `CachedLogits.covers`), and count a hit or miss."""
+        with self._cache._lock:
+            logits = self._nodes[row].logits
+            found = logits is not None and logits.covers(count, log_tail)
+            self._cache.hits += found
+            self._cache.misses += not found
+            return found
+
+    def has_logits(self, row: Any) -> bool:
+        """Return whether the row's node has logits."""
+        return self._nodes[row].logits is not None
+
+    def store(self, row: Any, logits: torch.Tensor) -> bool:
+        """Store logits `[vocabulary]` at the row's node if they fit the budget; returns whether the node has logits."""
+        cache, node = self._cache, self._nodes[row]
+        with cache._lock:
+            if node.logits is None and node.alive:
+                cached = CachedLogits.from_logits(logits, cache.top_k)
+                if cache._evict(cached.num_bytes):
+                    node.logits = cached
+                    cache.num_bytes += cached.num_bytes
+            return node.logits is not None
+
+    def node(self, row: Any) -> TrieNode:
+        """Return the row's node."""
+        return self._nodes[row]
+
+    def close(self) -> None:
+        """Unpin all nodes."""
+        with self._cache._lock:
+            for row in list(self._nodes):
+                self._unpin(row)
+            self._cache._evict()
+
+    def _place(self, row: Any, node: TrieNode) -> None:
+        node.pins += 1  # before the old node is unpinned, which may be the same one
+        if row in self._nodes:
+            self._unpin(row)
+        self._nodes[row] = node
+        self._cache._clock += 1
+        node.last_used = self._cache._clock
+        self._cache._evict()
+
+    def _unpin(self, row: Any) -> None:
+        node = self._nodes.pop(row)
+        node.pins -= 1
+        self._cache._enqueue(node)
+
 
 def _to_arrays(root: TrieNode) -> dict[str, torch.Tensor]:
     """Convert the nodes below a root to arrays, parents first; `places` holds each node's index in `values`, or -1."""
-    nodes: list[TrieNode] = [root]
-    numbers: dict[int, int] = {id(root): 0}
+    nodes = [root]
     for node in nodes:
-        for child in node.children.values():
-            numbers[id(child)] = len(nodes)
-            nodes.append(child)
-    known = [node.logits for node in nodes[1:] if node.logits is not None]
-    has = np.array([node.logits is not None for node in nodes[1:]], dtype=bool)
+        nodes.extend(node.children.values())
+    numbers: dict[TrieNode | None, int] = {node: number for number, node in enumerate(nodes)}
+    del nodes[0]
+    known = [node.logits for node in nodes if node.logits is not None]
+    has = np.array([node.logits is not None for node in nodes], dtype=bool)
     arrays = {
-        "tokens": torch.tensor([node.token for node in nodes[1:]], dtype=torch.int64),
-        "parents": torch.tensor([numbers[id(node.parent)] for node in nodes[1:]], dtype=torch.int64),
-        "used": torch.tensor([node.last_used for node in nodes[1:]], dtype=torch.int64),
+        "tokens": torch.tensor([node.token for node in nodes], dtype=torch.int64),
+        "parents": torch.tensor([numbers[node.parent] for node in nodes], dtype=torch.int64),
+        "used": torch.tensor([node.last_used for node in nodes], dtype=torch.int64),
         "places": torch.from_numpy(np.where(has, has.cumsum() - 1, -1)),
         "vocabulary": torch.tensor(known[0].vocabulary if known else 0),
         "rest": torch.tensor([logits.log_tail for logits in known], dtype=torch.float64),

@@ -1,27 +1,103 @@
-"""Trie of cached logits in host memory, with eviction of the least recently used leaves (Hive, section 6).
-
-A node is a token sequence from the first token of a prompt on; it holds the logits that the model computed after that
-sequence. Hive keeps only the sequence that was decoded last; the trie keeps all of them, so that a replay can follow
-any continuation that was sampled before.
-"""
+"""Nodes of the logits trie, with their logits and the sampling distribution after them."""
 
 from __future__ import annotations
 
-import heapq
-import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from hf_parallel.cache.cached_logits import CachedDistribution, CachedLogits
-
 NODE_BYTES = 400
 """Bytes of a node besides its logits: the object and its entry in the parent's dictionary."""
+
+TENSOR_BYTES = 800
+"""Bytes of a tensor besides its values: its Python and C++ objects, and their allocations."""
+
+
+@dataclass(frozen=True, eq=False)
+class CachedLogits:
+    """Logits of one node, all of them or the highest.
+
+    Kept logits are strictly higher than dropped ones. A tie with a dropped logit is dropped too, so there may be fewer
+    than `top_k`.
+    """
+
+    values: torch.Tensor  # [vocabulary] or [top_k], in the model's dtype
+    ids: torch.Tensor | None  # int32 [top_k]: tokens of `values`; None if all logits are kept
+    vocabulary: int
+    log_tail: float  # log of the total probability of the dropped tokens at temperature 1; -inf if none was dropped
+
+    @classmethod
+    def from_logits(cls, logits: torch.Tensor, top_k: int | None) -> CachedLogits:
+        """Copy logits `[vocabulary]` to the CPU, all of them or the `top_k` highest."""
+        size = len(logits)
+        if top_k is None or top_k >= size:
+            return cls(logits.detach().to("cpu", copy=True), None, size, -np.inf)
+        values, ids = logits.topk(top_k + 1)
+        higher = values > values[-1]
+        values, ids, wide = values[higher], ids[higher], logits.float()
+        log_tail = wide.index_fill(0, ids, -torch.inf).logsumexp(0) - wide.logsumexp(0)
+        return cls(values.cpu(), ids.to("cpu", torch.int32), size, float(log_tail))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in bytes."""
+        return _num_bytes(self.values) + (0 if self.ids is None else _num_bytes(self.ids))
+
+    def covers(self, count: int, log_tail: float) -> bool:
+        """Return whether the `count` highest logits are kept and `self.log_tail` is at most `log_tail`.
+
+        If so, sampling settings that need no more give the same result as with all logits.
+        """
+        return self.ids is None or (len(self.ids) >= count and self.log_tail <= log_tail)
+
+    def to_dense(self) -> torch.Tensor:
+        """Return logits `[vocabulary]`. Dropped tokens share their total probability equally.
+
+        In float32 if any were dropped, as the model's dtype may be too coarse for the small probabilities.
+        """
+        if self.ids is None:
+            return self.values
+        if not len(self.ids):
+            return torch.zeros(self.vocabulary)
+        ids, values = self.ids.long(), self.values.double()
+        total = torch.logsumexp(values, -1) - np.log(-np.expm1(self.log_tail))
+        each = total + self.log_tail - np.log(self.vocabulary - len(ids))
+        dense = torch.full((self.vocabulary,), float(each), dtype=torch.float64)
+        dense[ids] = values
+        return dense.float()
+
+
+@dataclass(frozen=True, eq=False)
+class CachedDistribution:
+    """Sparse probabilities of the next token under certain sampling settings."""
+
+    settings: str  # sampling settings that the probabilities were computed with
+    ids: torch.Tensor  # int32 [n], ascending
+    probs: torch.Tensor  # float32 [n]; all other tokens have probability 0
+
+    @classmethod
+    def from_probs(cls, probs: torch.Tensor, settings: str) -> CachedDistribution | None:
+        """Convert probabilities `float32 [vocabulary]`, or return None if that saves less than three quarters."""
+        ids = probs.nonzero()[:, 0]
+        if 2 * len(ids) > len(probs) // 4:
+            return None
+        return cls(settings, ids.to("cpu", torch.int32), probs[ids].cpu())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in bytes."""
+        return _num_bytes(self.ids) + _num_bytes(self.probs)
+
+    def fill(self, out: torch.Tensor) -> None:
+        """Write the probabilities into `out`, zeros `[vocabulary]`."""
+        out[self.ids.to(out.device, torch.int64)] = self.probs.to(out.device)
+
+    def prob(self, token: int) -> float:
+        """Return the probability of a token."""
+        index = int(torch.searchsorted(self.ids, token))
+        return float(self.probs[index]) if index < len(self.ids) and int(self.ids[index]) == token else 0.0
 
 
 @dataclass(eq=False)
@@ -29,7 +105,7 @@ class TrieNode:
     """A token sequence: that of the parent, followed by `token`."""
 
     token: int
-    parent_node: InitVar[TrieNode | None]
+    parent_ref: weakref.ref[TrieNode] | None  # weak: a trie without reference cycles is freed at once
     children: dict[int, TrieNode] = field(default_factory=dict)
     logits: CachedLogits | None = None  # of the next token
     distribution: CachedDistribution | None = None  # of the next token, under the latest sampling settings
@@ -40,14 +116,10 @@ class TrieNode:
     alive: bool = True  # False once evicted or cleared
     queued: bool = False  # whether in the eviction queue
 
-    def __post_init__(self, parent_node: TrieNode | None) -> None:
-        # A weak reference: a trie without reference cycles is freed at once.
-        self._parent = None if parent_node is None else weakref.ref(parent_node)
-
     @property
     def parent(self) -> TrieNode | None:
         """The node of the sequence without its last token; None for a root."""
-        return None if self._parent is None else self._parent()
+        return None if self.parent_ref is None else self.parent_ref()
 
     @property
     def num_bytes(self) -> int:
@@ -61,201 +133,5 @@ class TrieNode:
             self.logits = self.distribution = None
 
 
-class LogitsTrie:
-    """Nodes by model and token sequence, within a budget. Base of `LogitsCache`, which has the same parameters."""
-
-    def __init__(self, max_bytes: int, top_k: int | None) -> None:
-        self.max_bytes, self.top_k = max_bytes, top_k
-        self.hits = self.misses = 0
-        self.num_bytes = 0
-        self._roots: dict[str, TrieNode] = {}
-        self._clock = 0
-        self._lock = threading.RLock()
-        self._queue: list[tuple[int, int, TrieNode]] = []  # heap of leaves by last use; entries may be outdated
-
-    def __len__(self) -> int:
-        return sum(node.logits is not None for _, node in self.nodes())
-
-    @contextmanager
-    def cursors(self) -> Iterator[Cursors]:
-        """Open a set of cursors. Their nodes are pinned until the context exits."""
-        cursors = Cursors(self)
-        try:
-            yield cursors
-        finally:
-            cursors.close()
-
-    def nodes(self) -> Iterator[tuple[str, TrieNode]]:
-        """Yield every node with the key of its model, parents first."""
-        with self._lock:
-            stack = list(self._roots.items())
-            while stack:
-                key, node = stack.pop()
-                yield key, node
-                stack.extend((key, child) for child in node.children.values())
-
-    def children(self, node: TrieNode) -> list[TrieNode]:
-        """Return a copy of the list of a node's children."""
-        with self._lock:
-            return list(node.children.values())
-
-    def last_child(self, node: TrieNode) -> TrieNode | None:
-        """Return the most recently used child, or None if there is none."""
-        return max(self.children(node), key=lambda child: child.last_used, default=None)
-
-    def clear(self) -> None:
-        """Delete all nodes; the counters stay. Running calls continue, but store nothing on deleted nodes."""
-        with self._lock:
-            for _, node in list(self.nodes()):
-                node.delete()
-            self._roots, self._queue, self.num_bytes = {}, [], 0
-
-    def keep_last_path(self) -> None:
-        """Delete all but the most recently used sequence of each model: the content of Hive's own cache.
-
-        Running calls continue, but store nothing on deleted nodes.
-        """
-        with self._lock:
-            nodes = list(self.nodes())
-            last: dict[str, TrieNode] = {}
-            for key, node in nodes:
-                if key not in last or node.last_used > last[key].last_used:
-                    last[key] = node
-            kept = set(last.values())
-            for _, node in reversed(nodes):  # children before their parents
-                node.children = {token: child for token, child in node.children.items() if child in kept}
-                if node.children:
-                    kept.add(node)
-                elif node not in kept:
-                    self.num_bytes -= node.num_bytes
-                    node.delete()
-            self._queue = [entry for entry in self._queue if entry[2].alive]
-            heapq.heapify(self._queue)
-            for node in last.values():
-                self._enqueue(node)
-
-    def store_distribution(self, node: TrieNode, distribution: CachedDistribution) -> bool:
-        """Replace a node's distribution; returns False if it does not fit the budget or the node has no logits."""
-        with self._lock:
-            more = distribution.num_bytes - (0 if node.distribution is None else node.distribution.num_bytes)
-            self._evict(more)
-            if not node.alive or node.logits is None or self.num_bytes + more > self.max_bytes:
-                return False
-            node.distribution = distribution
-            self.num_bytes += more
-            return True
-
-    def _store(self, node: TrieNode, logits: torch.Tensor) -> bool:
-        """Store a node's logits if they fit the budget; returns whether the node has logits."""
-        if node.logits is not None:
-            return True
-        if not node.alive:
-            return False
-        cached = CachedLogits.from_logits(logits, self.top_k)
-        self._evict(cached.num_bytes)
-        if self.num_bytes + cached.num_bytes > self.max_bytes:
-            return False
-        node.logits = cached
-        self.num_bytes += cached.num_bytes
-        return True
-
-    def _root(self, key: str) -> TrieNode:
-        if key not in self._roots:
-            self._roots[key] = TrieNode(-1, None)
-        return self._roots[key]
-
-    def _child(self, node: TrieNode, token: int) -> TrieNode:
-        child = node.children.get(token)
-        if child is None:
-            child = node.children[token] = TrieNode(token, node, alive=node.alive)
-            self.num_bytes += child.num_bytes if child.alive else 0
-        return child
-
-    def _enqueue(self, node: TrieNode) -> None:
-        """Add a node to the eviction queue if it is an unpinned leaf."""
-        if node.alive and not (node.queued or node.children or node.pins) and node.parent is not None:
-            node.queued = True
-            heapq.heappush(self._queue, (node.last_used, id(node), node))
-
-    def _evict(self, num_bytes: int) -> None:
-        """Evict the least recently used leaves until `num_bytes` more fit the budget, as far as possible."""
-        while self.num_bytes + num_bytes > self.max_bytes and self._queue:
-            used, _, node = heapq.heappop(self._queue)
-            node.queued = False
-            if not node.alive or node.children or node.pins:
-                continue  # queued again when that changes
-            if node.last_used != used:
-                self._enqueue(node)
-                continue
-            parent = node.parent
-            assert parent is not None, "roots are never queued"
-            self.num_bytes -= node.num_bytes
-            node.delete()
-            del parent.children[node.token]
-            self._enqueue(parent)
-            if parent.parent is None and not (parent.children or parent.pins):
-                self._roots = {key: root for key, root in self._roots.items() if root is not parent}
-
-
-class Cursors:
-    """Positions of rows in a trie: each row's cursor is on the node of the tokens that the row has."""
-
-    def __init__(self, trie: LogitsTrie) -> None:
-        self._trie = trie
-        self._nodes: dict[Any, TrieNode] = {}
-
-    def start(self, row: Any, key: str, tokens: Sequence[int]) -> None:
-        """Place a row's cursor on the node of `tokens`, the prompt; `key` identifies the model."""
-        with self._trie._lock:
-            node = self._trie._root(key)
-            for token in tokens:
-                node = self._trie._child(node, int(token))
-            self._place(row, node)
-
-    def advance(self, row: Any, token: int) -> None:
-        """Move a row's cursor to the child with `token`, which is created if missing."""
-        with self._trie._lock:
-            self._place(row, self._trie._child(self._nodes[row], int(token)))
-
-    def lookup(self, row: Any, count: int = 0, log_tail: float = np.inf) -> bool:
-        """Return whether the row's node has sufficient logits (see `CachedLogits.covers`), and count a hit or miss."""
-        with self._trie._lock:
-            logits = self._nodes[row].logits
-            found = logits is not None and logits.covers(count, log_tail)
-            self._trie.hits += found
-            self._trie.misses += not found
-            return found
-
-    def has_logits(self, row: Any) -> bool:
-        """Return whether the row's node has logits."""
-        return self._nodes[row].logits is not None
-
-    def store(self, row: Any, logits: torch.Tensor) -> bool:
-        """Store logits `[vocabulary]` at the row's node; returns False if they do not fit the budget."""
-        with self._trie._lock:
-            return self._trie._store(self._nodes[row], logits)
-
-    def node(self, row: Any) -> TrieNode:
-        """Return the row's node."""
-        return self._nodes[row]
-
-    def close(self) -> None:
-        """Unpin all nodes."""
-        with self._trie._lock:
-            for row in list(self._nodes):
-                self._unpin(row)
-            self._trie._evict(0)
-
-    def _place(self, row: Any, node: TrieNode) -> None:
-        node.pins += 1  # before the old node is unpinned, which may be the same one
-        if row in self._nodes:
-            self._unpin(row)
-        self._nodes[row] = node
-        self._trie._clock += 1
-        node.last_used = self._trie._clock
-        self._trie._evict(0)
-
-    def _unpin(self, row: Any) -> None:
-        node = self._nodes.pop(row)
-        node.pins -= 1
-        self._trie._enqueue(node)
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return TENSOR_BYTES + tensor.nbytes

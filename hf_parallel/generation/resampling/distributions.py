@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from hf_parallel.cache.cached_logits import CachedDistribution, CachedLogits
 from hf_parallel.cache.logits import LogitsCache
-from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.cache.logits_trie import CachedDistribution, CachedLogits, TrieNode
 from hf_parallel.generation.processors import MinLengthProcessor
 from hf_parallel.generation.sampling import Sampler
 

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_parallel.cache.cached_logits import CachedLogits
-from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.cache.logits_trie import CachedLogits, TrieNode
 from hf_parallel.generation.validation import is_int
 
 _MIN_LOGIT = -1000.0

@@ -17,8 +17,7 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from hf_parallel.cache.cached_logits import CachedDistribution
-from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.cache.logits_trie import CachedDistribution, TrieNode
 from hf_parallel.generation.resampling.distributions import DistributionCache
 from hf_parallel.generation.resampling.policies import uncertainty_at
 
