@@ -119,7 +119,9 @@ def tell(
     }
     script = given.pop("script", None) or Scripted(trunks, branches)
     processors = [script, *given.pop("logits_processor", [])]
-    streamer = script.follow(len(prompts) * given.get("num_return_sequences", 1), given.pop("streamer", None))
+    streamer = given.pop("streamer", None)
+    if streamer is None or hasattr(streamer, "put"):
+        streamer = script.follow(len(prompts) * given.get("num_return_sequences", 1), streamer)
     return (model or small_model()).generate(
         ids, attention_mask=mask, generation_mode="pdos", logits_processor=processors, streamer=streamer, **given
     )

@@ -232,8 +232,10 @@ class Closed(StoppingCriteria):
         self.tokenizer, self.start = tokenizer, start
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        texts = self.tokenizer.batch_decode(input_ids[:, self.start :])
-        return torch.tensor([titles_of(text) is not None for text in texts])
+        closed = torch.tensor(["%%" in text for text in self.tokenizer.batch_decode(input_ids[:, -3:])])
+        for row in closed.nonzero()[:, 0]:  # others cannot have closed at this step
+            closed[row] = titles_of(self.tokenizer.decode(input_ids[row, self.start :])) is not None
+        return closed
 
 
 def assert_well_formed(texts: Iterable[str], at_most: int) -> None:
@@ -253,7 +255,7 @@ def test_plain_generate_gives_a_well_formed_skeleton_in_100_of_100_runs(name: st
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        logits_processor=[ParallelBlockLogitsProcessor(tokenizer, prompt_length=0, max_branches=4, max_title_tokens=5)],
+        logits_processor=[ParallelBlockLogitsProcessor(tokenizer, prompt_length=0, max_branches=4, max_title_tokens=3)],
         stopping_criteria=StoppingCriteriaList([Closed(tokenizer, 0)]),
         do_sample=True,
         temperature=2.0,
@@ -280,12 +282,11 @@ def test_the_mode_gives_a_well_formed_skeleton_in_100_of_100_runs(name: str) -> 
             fill_in=fill_in,
             max_blocks=1,
             max_branches=3,
-            max_title_tokens=5,
+            max_title_tokens=3,
             branch_max_new_tokens=2,
             max_new_tokens=140,
             do_sample=True,
             num_return_sequences=50,
-            seed=[50 * fill_in + row for row in range(50)],
             return_dict_in_generate=True,
         )
         assert out.fallback == [None] * 50
@@ -293,7 +294,7 @@ def test_the_mode_gives_a_well_formed_skeleton_in_100_of_100_runs(name: str) -> 
 
 
 @pytest.mark.slow
-def test_the_embedded_model_gives_a_well_formed_skeleton_in_100_of_100_runs(embedded: tuple[Any, Any]) -> None:
+def test_the_embedded_model_gives_a_well_formed_skeleton_in_25_of_25_runs(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
     ids = tokenizer("####Noise:......####Time:......####%%%%\n####", return_tensors="pt").input_ids
     processor = ParallelBlockLogitsProcessor(
@@ -307,9 +308,8 @@ def test_the_embedded_model_gives_a_well_formed_skeleton_in_100_of_100_runs(embe
             logits_processor=[processor],
             stopping_criteria=StoppingCriteriaList([Closed(tokenizer, ids.shape[1] - 1)]),
             do_sample=True,
-            num_return_sequences=100,
+            num_return_sequences=25,
             max_new_tokens=60,
-            seed=0,
         )
     finally:
         hf_parallel.disable(model)

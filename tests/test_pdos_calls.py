@@ -336,7 +336,7 @@ def test_without_the_hint_the_prompt_is_the_task_alone() -> None:
 def test_a_prompt_needs_a_task(task: Any) -> None:
     with pytest.raises(ValueError, match="task must be a non-empty string"):
         hf_parallel.pdos_prompt(task, TOKENIZER)
-    with pytest.raises(ValueError, match="give a PDOSConfig or its settings"):
+    with pytest.raises(ValueError, match="pass a PDOSConfig or its settings"):
         hf_parallel.pdos_prompt("Which one?", TOKENIZER, config=3)
 
 
@@ -374,7 +374,7 @@ def test_a_bad_setting_is_named_with_what_is_allowed(setting: str, value: Any, m
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"tokenizer": None}, ValueError, "give generate.*tokenizer=tokenizer"),
+        ({"tokenizer": None}, ValueError, "pass generate.*tokenizer=tokenizer"),
         ({"tokenizer": "gpt2"}, ValueError, "tokenizer must be"),
         ({"branch_marker": "§"}, ValueError, "branch_marker must be text that the tokenizer can encode, got '§'"),
         ({"branch_separator": "é"}, ValueError, "branch_separator must be text that the tokenizer can encode"),

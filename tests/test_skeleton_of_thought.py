@@ -363,7 +363,7 @@ def test_a_seed_gives_every_text_its_own_randomness() -> None:
 
 
 class Dice(Replies):
-    """Any small letter, whatever the model says, where no script says more."""
+    """Makes all lower-case letters equally likely where there is no script."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         flat = torch.full_like(scores, -100.0)

@@ -158,7 +158,7 @@ class SharedPrefixRun:
         block = row.view[-1]
         if self.config.keep_completions and block.length:
             completion = self.loop.table.ids[row.index, begin : begin + block.length]
-            self.cache.attach(leaf, completion.cpu().numpy(), block)
+            self.cache.add(leaf, completion.cpu().numpy(), block)
         else:
             self.cache.free(block)
 

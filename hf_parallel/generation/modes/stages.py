@@ -191,7 +191,7 @@ class _Stage:
         for row in rows:
             block = row.view[-1]
             if block.length:
-                self.cache.attach(row.leaf, np.array(row.tokens[block.base - len(row.prompt) :]), block)
+                self.cache.add(row.leaf, np.array(row.tokens[block.base - len(row.prompt) :]), block)
             else:
                 self.cache.free(block)
 
