@@ -209,10 +209,10 @@ def test_calls_go_on_while_others_clear_save_and_load(model: PreTrainedModel, tm
 
 @pytest.mark.parametrize("replay", ["stepwise", "hotspot"])
 def test_the_logits_of_evicted_nodes_are_freed(model: PreTrainedModel, replay: str) -> None:
-    others = {id(logits) for logits in gc.get_objects() if isinstance(logits, CachedLogits)}
+    others = {id(logits) for logits in gc.get_objects() if type(logits) is CachedLogits}
 
     def alive() -> list[CachedLogits]:
-        return [logits for logits in gc.get_objects() if isinstance(logits, CachedLogits) and id(logits) not in others]
+        return [logits for logits in gc.get_objects() if type(logits) is CachedLogits and id(logits) not in others]
 
     cache, most = LogitsCache(20_000), 0
 
