@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from hf_parallel.kernels import AttentionPlan, LayerStorage, RotarySpec, TokenRange, storage_row, to_device
+from hf_parallel.kernels import AttentionPlan, LayerStorage, RotarySpec, TokenRange, to_device
 from hf_parallel.kernels.dispatch import append, move
 
 GROWTH = 1.5
@@ -122,7 +121,7 @@ class Arena:
         for layer in self.layers.values():
             key = layer.num_kv_heads, layer.keys.device
             if key not in rows:
-                rows[key] = _rows(sources, *key), _rows(targets, *key)
+                rows[key] = _storage_rows(sources, *key), _storage_rows(targets, *key)
             from_rows, to_rows = rows[key]
             for storage in (layer.keys, layer.values):
                 storage[to_rows] = storage[from_rows]
@@ -162,10 +161,7 @@ class Arena:
             self.num_slots = self._free.pop()[0]
 
 
-def _rows(ranges: Sequence[TokenRange], num_kv_heads: int, device: torch.device) -> torch.Tensor:
-    """Storage rows of several ranges of tokens, head-major: int64 `[kv_heads * tokens]`."""
-    origin, capacity, start, length = np.array(ranges).T
-    index = np.arange(length.sum()) + np.repeat(start - (np.cumsum(length) - length), length)
-    heads = np.arange(num_kv_heads)[:, None]
-    rows = storage_row(np.repeat(origin, length), np.repeat(capacity, length), index, num_kv_heads, heads)
-    return to_device(rows.reshape(-1), device)
+def _storage_rows(ranges: Sequence[TokenRange], num_kv_heads: int, device: torch.device) -> torch.Tensor:
+    """Storage rows of several ranges of tokens: int64 `[kv_heads * tokens]`."""
+    rows = [tokens.rows(num_kv_heads, torch.device("cpu")).flatten() for tokens in ranges]
+    return to_device(torch.cat(rows).numpy(), device)

@@ -47,7 +47,7 @@ class BlockCache(Cache):
         self.rotary = dict(rotary) if rotary is not None else None
         self.device = torch.device(device or "cpu")
         self.block_attention = False
-        BlockCache.reset(self)
+        self.reset()
 
     def reset(self) -> None:
         """Delete everything and release all memory; the cache can then be used with another model."""
@@ -190,7 +190,7 @@ class BlockCache(Cache):
         return self.prepare_run([segments])
 
     def prepare_run(self, passes: Sequence[Sequence[Segment]]) -> ForwardPass:
-        """Lay out several consecutive passes whose tokens are all known as one forward pass.
+        """Lay out several consecutive passes whose tokens are all known as one forward pass, under block attention.
 
         A query sees the blocks as long as they were in its own pass, at the positions of that pass. So the logits
         equal those of separate passes, and decode steps that are known in advance (replayed, restored from their
@@ -199,18 +199,13 @@ class BlockCache(Cache):
         Parameters
         ----------
         passes : sequence of sequence of Segment
-            At least one. Each is the argument of `prepare` if the preceding passes had been computed. Blocks in
-            their views must not be moved, split or truncated between passes.
+            At least one, else `ValueError`. Each is the argument of `prepare` if the preceding passes had been
+            computed. Blocks in their views must not be moved, split or truncated between passes.
 
         Returns
         -------
         ForwardPass
-            All segments in packed order, pass by pass. Several passes need block attention.
-
-        Raises
-        ------
-        ValueError
-            As `prepare`, or if `passes` is empty.
+            All segments in packed order, pass by pass.
         """
         if not passes:
             raise ValueError("a run needs at least one pass, got none")
@@ -377,7 +372,9 @@ class BlockCache(Cache):
         """Select the rows `beam_idx`, int64 `[rows]`; repeated rows get a copy of the block that they append to."""
         self._select_rows(beam_idx.tolist())
 
-    batch_select_indices = reorder_cache
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, int64 `[rows]`."""
+        self._select_rows(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""

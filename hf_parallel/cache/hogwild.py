@@ -99,16 +99,11 @@ class HogwildCache(SharedPrefixCache):
     def new_workspace(
         self, layout: str, prompt: list[Block], num_workers: int, header_lengths: Sequence[int]
     ) -> Workspace:
-        """Allocate the blocks of a problem.
-
-        `header_lengths` are the numbers of tokens of the history header, the others' header, the own header and the
-        gap.
-        """
+        """Allocate the blocks of a problem; `header_lengths` are numbers of tokens in the order of `headers`."""
         headers = self.new_blocks(len(header_lengths), max(header_lengths))  # of one size: read in one call
         workers = self.new_blocks(num_workers, STEP_CAPACITY)
         history_header, others_header, own_header, gap = headers
-        history = self.new_block()
-        return Workspace(layout, prompt, workers, history, history_header, others_header, own_header, gap)
+        return Workspace(layout, prompt, workers, self.new_block(), history_header, others_header, own_header, gap)
 
     def add_worker(self, space: Workspace) -> None:
         """Add a worker to a problem, after the existing ones."""
@@ -135,9 +130,8 @@ class HogwildCache(SharedPrefixCache):
     def move_ended(self, space: Workspace, count: int | None = None) -> None:
         """Move the first `count` pending steps (default: all) into the history, with keys rotated."""
         for _ in range(len(space.pending_steps) if count is None else count):
-            block = space.pending_steps[0]
-            length = block.length
-            self.move(block, space.history)
+            step, length = space.pending_steps[0], space.pending_steps[0].length
+            self.move(step, space.history)
             self.free(space.pending_steps.pop(0))
             space.step_lengths.append(length)
 
@@ -148,24 +142,13 @@ class HogwildCache(SharedPrefixCache):
         stay unchanged.
         """
         if index < len(space.step_lengths):
-            start = sum(space.step_lengths[:index])
-            self._cut(space.history, start, start + space.step_lengths[index])
+            history, start = space.history, sum(space.step_lengths[:index])
+            stop = start + space.step_lengths[index]
+            kept = self._copy_of(history, [(0, start), (stop, history.length)])
+            history.extent, kept.extent = kept.extent, history.extent
+            history.first, history.length = 0, kept.length
+            self.free(kept)
             del space.step_lengths[index]
         else:
             self.free(space.pending_steps.pop(index - len(space.step_lengths)))
         del space.step_workers[index]
-
-    def _cut(self, block: Block, start: int, stop: int) -> None:
-        """Remove the tokens `start <= j < stop` of a block."""
-        kept = self.new_block(block.length - (stop - start), block.base)
-        try:
-            after = block.length - stop
-            self.arena.copy(block.extent.range(block.first, start), kept.extent.range(0, start))
-            source, target = block.extent.range(block.first + stop, after), kept.extent.range(start, after)
-            self.arena.copy(source, target, start - stop, self.rotary)
-        except BaseException:
-            self.free(kept)
-            raise
-        block.extent, kept.extent = kept.extent, block.extent
-        block.first, block.length = 0, block.length - (stop - start)
-        self.free(kept)

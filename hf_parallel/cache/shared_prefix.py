@@ -39,9 +39,8 @@ class Node:
     @property
     def path(self) -> list[Node]:
         """Nodes from the root (excluded) to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None and node.parent is not None:
+        nodes, node = [], self
+        while node.parent is not None:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
@@ -68,24 +67,23 @@ class _WeightsVersion:
         self._model = weakref.ref(model)
         self._versions = self._read(model)
 
-    def is_of(self, model: nn.Module) -> bool:
-        return self._model() is model
-
-    def unchanged(self) -> bool:
-        """Return whether no parameter has been replaced or modified in place (except through `.data`)."""
-        model = self._model()
-        return model is not None and self._read(model) == self._versions
+    def check(self, model: nn.Module) -> None:
+        """Raise `ValueError` for another model, or if a parameter was replaced or modified (except through `.data`)."""
+        if self._model() is not model:
+            raise ValueError("past_key_values was filled by another model, whose keys and values it holds")
+        if self._read(model) != self._versions:
+            raise ValueError("past_key_values was filled before the model's weights changed: reset() it first")
 
     @staticmethod
     def _read(model: nn.Module) -> list[tuple[int, int]]:
-        """Return object id and version counter of each parameter; offloaded ones are replaced at every use."""
+        """Object id and version counter of each parameter; offloaded ones are replaced at every use."""
         present = (parameter for parameter in model.parameters() if not parameter.is_meta)
         return [(id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in present]
 
     def __deepcopy__(self, memo: Any) -> _WeightsVersion:
         return self
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
 
@@ -121,7 +119,6 @@ class SharedPrefixCache(BlockCache):
             raise ValueError(f"max_bytes must be a positive int or None, got {max_bytes!r}")
         self.max_bytes = max_bytes
         self._calls = 0
-        self.root = Node(np.empty(0, np.int64))
         self._filled_by: _WeightsVersion | None = None
 
     def claim(self, model: nn.Module) -> None:
@@ -133,24 +130,16 @@ class SharedPrefixCache(BlockCache):
             If the cache was filled by another model, or before the model's weights changed.
         """
         if self.blocks and self._filled_by is not None:
-            if not self._filled_by.is_of(model):
-                raise ValueError("past_key_values was filled by another model, whose keys and values it holds")
-            if not self._filled_by.unchanged():
-                raise ValueError("past_key_values was filled before the model's weights changed: reset() it first")
+            self._filled_by.check(model)
         else:
             self._filled_by = _WeightsVersion(model)
         self._calls += 1
         self._evict()
 
     def insert(self, tokens: np.ndarray, root: Node | None = None) -> Node:
-        """Return the leaf of a token sequence, reusing nodes of the tree and creating the rest.
+        """Return the leaf of tokens, int64 `[length]`, that continue `root` (default: the root of the tree).
 
-        Parameters
-        ----------
-        tokens : int64 [length]
-            At least one.
-        root : Node, optional
-            Node that the sequence continues. Default: the root of the tree.
+        Reuses nodes of the tree and creates the rest.
         """
         node, rest = root or self.root, tokens
         while len(rest):
@@ -161,16 +150,14 @@ class SharedPrefixCache(BlockCache):
             node.last_used = self._calls
         return node
 
-    def add(self, parent: Node, tokens: np.ndarray) -> Node:
-        """Append a node to `parent`, without a search for shared prefixes."""
-        node = Node(np.asarray(tokens, np.int64), parent, last_used=self._calls)
-        parent.children.setdefault(int(node.tokens[0]), []).append(node)
-        return node
+    def add(self, parent: Node, tokens: np.ndarray, block: Block | None = None) -> Node:
+        """Append a node to `parent`, without a search for shared prefixes.
 
-    def attach(self, parent: Node, tokens: np.ndarray, block: Block) -> Node:
-        """Append a node whose block is filled already, such as a finished completion."""
-        node = self.add(parent, tokens[: block.length])
-        node.block = block
+        A finished completion has a filled `block`; tokens after its end are dropped.
+        """
+        held = tokens if block is None else tokens[: block.length]
+        node = Node(np.asarray(held, np.int64), parent, block, last_used=self._calls)
+        parent.children.setdefault(int(node.tokens[0]), []).append(node)
         return node
 
     def view(self, node: Node) -> list[Block]:
@@ -190,13 +177,12 @@ class SharedPrefixCache(BlockCache):
         for node in list(self.nodes()):
             if node not in node.siblings or not len(node.uncached):
                 continue
-            held = 0 if node.block is None else node.block.length
-            if held:
-                node.tokens = node.tokens[:held]
+            if node.block is None or not node.block.length:
+                self._remove(node)
+            else:
+                node.tokens = node.tokens[: node.block.length]
                 for child in node.all_children():
                     self._remove(child)
-            else:
-                self._remove(node)
 
     def nodes(self) -> Iterator[Node]:
         """Yield all nodes except the root, parents before children."""
@@ -233,12 +219,8 @@ class SharedPrefixCache(BlockCache):
     @staticmethod
     def _best_child(node: Node, tokens: np.ndarray) -> tuple[Node | None, int]:
         """Return the child with the longest common prefix with `tokens`, and the length of that prefix."""
-        best, longest = None, 0
-        for child in node.children.get(int(tokens[0]), ()):
-            shared = _common_prefix(child.tokens, tokens)
-            if shared > longest:
-                best, longest = child, shared
-        return best, longest
+        shared = [(child, _common_prefix(child.tokens, tokens)) for child in node.children.get(int(tokens[0]), ())]
+        return max(shared, key=lambda pair: pair[1], default=(None, 0))
 
     def _split(self, node: Node, at: int) -> Node:
         """Split a node in two without copying. It keeps its end, as leaf of its rows; returns the head."""
@@ -254,7 +236,6 @@ class SharedPrefixCache(BlockCache):
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the length of the common prefix of two token sequences."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n

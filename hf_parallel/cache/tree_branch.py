@@ -18,16 +18,12 @@ BRANCH_CAPACITY = 64
 
 @dataclass(eq=False)
 class Tree:
-    """Blocks of one answer.
-
-    `joining` are branches seen one after another at the end of the trunk that have not been moved there yet, and the
-    block in which the trunk continues.
-    """
+    """Blocks of one answer."""
 
     prompt: list[Block]  # root to leaf
     trunk: Block  # the answer outside of branches, and the branches that have been moved into it
     branches: list[Block] = field(default_factory=list)  # being decoded, each directly after the trunk
-    joining: list[Block] = field(default_factory=list)
+    joining: list[Block] = field(default_factory=list)  # branches to be moved to the trunk's end, and its continuation
 
     @property
     def view(self) -> list[Block]:
@@ -52,16 +48,10 @@ class TreeBranchCache(SharedPrefixCache):
     def branch(
         self, tree: Tree, length: int, count: int, pending: int = 0, expected_length: int = BRANCH_CAPACITY
     ) -> None:
-        """Truncate the trunk to `length` tokens and start branches there.
+        """Truncate the trunk to `length` tokens and start `count` branches there.
 
-        Parameters
-        ----------
-        length, count : int
-            Number of tokens of the trunk that stay, and number of branches.
-        pending : int
-            Number of tokens that will be appended to the trunk before the branches get their first ones.
-        expected_length : int
-            Average length of a branch in tokens, if known.
+        `pending` tokens will be appended to the trunk before the branches get their first ones. `expected_length` is
+        the average length of a branch in tokens, if known.
         """
         self.truncate(tree.trunk, length)
         base = view_length(tree.view) + pending
