@@ -11,23 +11,16 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _EFFICIENT_CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLASH_CUDA_DTYPES = (torch.bfloat16, torch.float16)
-_FLASH_CUDA_DIM = 256
-_FLASH_CUDA_CAPABILITY = (8, 0)
 
 
 def dense_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """Attention of queries `[N, heads, M, head_dim]` to keys and values `[N, kv_heads, L, head_dim]`.
 
     `mask`, broadcastable to `[N, heads, M, L]`, is added to the scores. With `causal` (then M = L) query `i` sees keys
@@ -51,15 +44,13 @@ def dense_attention(
     return matmul_attention(q, k, v, mask, causal, scale, softcap)
 
 
-def flash_supports(q: torch.Tensor) -> bool:
+def flash_supports(q: Tensor) -> bool:
     """Whether FlashAttention supports queries of this dtype, head size and device."""
-    fits = q.dtype in _FLASH_CUDA_DTYPES and q.shape[-1] <= _FLASH_CUDA_DIM and q.shape[-1] % 8 == 0
-    return q.is_cuda and fits and torch.cuda.get_device_capability(q.device) >= _FLASH_CUDA_CAPABILITY
+    fits = q.dtype in _FLASH_CUDA_DTYPES and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+    return q.is_cuda and fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
-def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     function = flash_package()
     if function is None:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
@@ -70,7 +61,7 @@ def _flash(
 
 
 @lru_cache
-def flash_package() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
+def flash_package() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
     """Return `flash_attn_func` of the flash-attn package; None if it is not installed."""
     try:
         from flash_attn import flash_attn_func
@@ -79,20 +70,14 @@ def flash_package() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Ten
     return flash_attn_func
 
 
-def _repeat_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = q.shape[1] // k.shape[1]
-    return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
+def _repeat_heads(q: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    groups = q.shape[1] // tensors[0].shape[1]
+    return tensors if groups == 1 else tuple(x.repeat_interleave(groups, dim=1) for x in tensors)
 
 
 def matmul_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """Attention by plain matrix products; arguments as in `dense_attention`."""
     k, v = _repeat_heads(q, k, v)
     scores = torch.matmul(q, k.transpose(-1, -2)) * scale

@@ -12,10 +12,7 @@ import torch
 
 
 def storage_row(origin: Any, capacity: Any, index: Any, num_kv_heads: int, head: Any = 0) -> Any:
-    """Return the row of the token at `index` of an extent, for KV head `head`.
-
-    All arguments but `num_kv_heads` may be integers, NumPy arrays or tensors, which are broadcast.
-    """
+    """Return the row of the token at `index` of an extent, for KV head `head`: integers, NumPy arrays or tensors."""
     return origin * num_kv_heads + head * capacity + index
 
 
