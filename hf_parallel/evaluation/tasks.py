@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,14 +23,10 @@ LAST_NAMES = (
     "Abara Bergman Castro Dubois Eriksen Fischer Garcia Hoang Ivanov Jensen Kimura Lopez Moreau Novak Okafor Petrov "
     "Quist Rossi Sato Tanaka Weber"
 )
-UNIVERSITIES = [
-    "Northfield University",
-    "Lakeside College",
-    "the Harbour Institute",
-    "Stonebridge University",
-    "Meadow Hill College",
-    "the Coastal Academy",
-]
+UNIVERSITIES = (
+    "Northfield University, Lakeside College, the Harbour Institute, Stonebridge University, Meadow Hill College, "
+    "the Coastal Academy"
+)
 INTERESTS = (
     "astronomy baking chess drawing fencing gardening hiking jazz knitting languages painting photography poetry "
     "robotics rowing sailing theatre volunteering"
@@ -52,6 +48,7 @@ class Problem:
     """A prompt with its answer, and the score of a generated text.
 
     `answer_pattern` is the regular expression of a final answer, a setting of several modes; empty: there is none.
+    Each task has a class method `make(seed, ...)`, which returns equal problems for equal seeds.
     """
 
     name: ClassVar[str] = ""
@@ -87,10 +84,7 @@ class Student:
 
 @dataclass(frozen=True)
 class RetrievalProblem(Problem):
-    """Find the only student whose GPA lies in a range; no student's GPA is `low` or `high` itself.
-
-    The answer is the student's full name.
-    """
+    """Find the full name of the only student whose GPA lies in a range; no student's GPA is `low` or `high` itself."""
 
     name: ClassVar[str] = "retrieval"
     answer_pattern: ClassVar[str] = r"(?i)\bname\**:[ \t*]*([^\n*]+)"
@@ -101,26 +95,17 @@ class RetrievalProblem(Problem):
 
     @classmethod
     def make(cls, seed: int, num_students: int = 10) -> RetrievalProblem:
-        """Generate a problem.
-
-        Parameters
-        ----------
-        seed : int
-            Equal seeds give equal problems.
-        num_students : int
-            2 to 100.
-        """
+        """Generate a problem with 2 to 100 students."""
         _check_count("num_students", num_students, 2, 100)
         draw = random.Random(f"{cls.name} {seed}")
         everyone = [f"{first} {last}" for first in FIRST_NAMES.split() for last in LAST_NAMES.split()]
         names = draw.sample(everyone, num_students)
         hundredths = draw.sample(range(150, 480, 3), num_students)  # 0.03 apart, so that a range fits between two
         students = tuple(_student(draw, name, gpa / 100) for name, gpa in zip(names, hundredths, strict=True))
-        wanted = draw.randrange(num_students)
-        below = max((gpa for gpa in hundredths if gpa < hundredths[wanted]), default=hundredths[wanted] - 30)
-        above = min((gpa for gpa in hundredths if gpa > hundredths[wanted]), default=hundredths[wanted] + 30)
-        low = draw.randint(below + 1, hundredths[wanted] - 1) / 100
-        high = draw.randint(hundredths[wanted] + 1, above - 1) / 100
+        name, wanted = draw.choice(list(zip(names, hundredths, strict=True)))
+        below = max((gpa for gpa in hundredths if gpa < wanted), default=wanted - 30)
+        above = min((gpa for gpa in hundredths if gpa > wanted), default=wanted + 30)
+        low, high = draw.randint(below + 1, wanted - 1) / 100, draw.randint(wanted + 1, above - 1) / 100
         prompt = (
             f"Here are the resumes of {num_students} students.\n\n"
             + "\n\n".join(student.resume for student in students)
@@ -128,7 +113,7 @@ class RetrievalProblem(Problem):
             "by one, and say for each whether the GPA lies in this range. Give your final answer in a last line of the "
             'form "Name: full name of the student".'
         )
-        return cls(prompt, names[wanted], students, low, high)
+        return cls(prompt, name, students, low, high)
 
     def score(self, text: str) -> float:
         """Return 1.0 if only the student's full name follows the last `Name:` in its line, otherwise 0.0.
@@ -154,19 +139,11 @@ class ArithmeticProblem(Problem):
 
     @classmethod
     def make(cls, seed: int, num_questions: int = 5) -> ArithmeticProblem:
-        """Generate a problem.
-
-        Parameters
-        ----------
-        seed : int
-            Equal seeds give equal problems.
-        num_questions : int
-            1 to 10, each of another kind.
-        """
+        """Generate a problem with 1 to 10 questions, each of another kind."""
         _check_count("num_questions", num_questions, 1, len(WORD_PROBLEMS))
         draw = random.Random(f"{cls.name} {seed}")
-        made = [_word_problem(draw, *template) for template in draw.sample(WORD_PROBLEMS, num_questions)]
-        questions, answers = tuple(text for text, _ in made), tuple(answer for _, answer in made)
+        kinds = draw.sample(list(WORD_PROBLEMS.items()), num_questions)
+        questions, answers = zip(*(_word_problem(draw, *kind) for kind in kinds), strict=True)
         form = ",".join(f"answer{number}" for number in range(1, num_questions + 1))
         prompt = (
             f"Solve these problems and give all answers in the end, separated by commas: \\boxed{{{form}}}. Each "
@@ -182,10 +159,8 @@ class ArithmeticProblem(Problem):
         answer, and the last ones count, one per question.
         """
         boxes = [match.group(1).split(",") for match in re.finditer(BOXED, text)]
-        if not boxes:
-            return 0.0
         single = [box[0] for box in boxes if len(box) == 1]
-        given = boxes[-1] if len(boxes[-1]) > 1 else single[-len(self.answers) :]
+        given = boxes[-1] if boxes and len(boxes[-1]) > 1 else single[-len(self.answers) :]
         if len(given) > len(self.answers):
             return 0.0
         correct = sum(normal_form(one) == str(answer) for one, answer in zip(given, self.answers, strict=False))
@@ -194,10 +169,7 @@ class ArithmeticProblem(Problem):
 
 @dataclass(frozen=True)
 class PlanningProblem(Problem):
-    """Discuss the aspects of a topic, each under its own heading. Only the format is scored.
-
-    `answer` has the aspects, one per line.
-    """
+    """Discuss the aspects of a topic (`answer`: one per line), each under its own heading. Only the format is scored."""
 
     name: ClassVar[str] = "planning"
 
@@ -206,15 +178,7 @@ class PlanningProblem(Problem):
 
     @classmethod
     def make(cls, seed: int, num_aspects: int = 5) -> PlanningProblem:
-        """Generate a problem.
-
-        Parameters
-        ----------
-        seed : int
-            Equal seeds give equal problems.
-        num_aspects : int
-            2 to 7.
-        """
+        """Generate a problem with 2 to 7 aspects."""
         _check_count("num_aspects", num_aspects, 2, 7)
         draw = random.Random(f"{cls.name} {seed}")
         topic = draw.choice(list(TOPICS))
@@ -243,7 +207,7 @@ TASKS: dict[str, type[RetrievalProblem] | type[ArithmeticProblem] | type[Plannin
 
 def _student(draw: random.Random, name: str, gpa: float) -> Student:
     interests = tuple(draw.sample(INTERESTS.split(), 3))
-    return Student(name, draw.randint(19, 30), draw.choice(UNIVERSITIES), gpa, interests)
+    return Student(name, draw.randint(19, 30), draw.choice(UNIVERSITIES.split(", ")), gpa, interests)
 
 
 def _heading(line: str) -> str:
@@ -259,74 +223,64 @@ def _check_count(name: str, value: int, least: int, most: int) -> None:
 
 
 def _word_problem(
-    draw: random.Random, question: str, answer: Callable[..., int], ranges: Mapping[str, Any]
+    draw: random.Random, question: str, kind: tuple[Callable[..., int], dict[str, Any]]
 ) -> tuple[str, int]:
     """Return a question with its answer; a range may depend on the numbers that are drawn before."""
+    answer, ranges = kind
     numbers: dict[str, int] = {}
     for name, bounds in ranges.items():
-        bounds = bounds(**numbers) if callable(bounds) else bounds
-        numbers[name] = draw.randrange(bounds.start, bounds.stop, bounds.step)
+        numbers[name] = draw.choice(bounds(**numbers) if callable(bounds) else bounds)
     return question.format(**numbers), answer(**numbers)
 
 
-WORD_PROBLEMS: tuple[tuple[str, Callable[..., int], dict[str, Any]], ...] = (
-    (
-        "A shop gets {crates} crates of {each} apples. It throws {bad} rotten apples away and sells the rest. How many "
-        "apples does it sell?",
+WORD_PROBLEMS: dict[str, tuple[Callable[..., int], dict[str, Any]]] = {
+    "A shop gets {crates} crates of {each} apples. It throws {bad} rotten apples away and sells the rest. How many "
+    "apples does it sell?": (
         lambda crates, each, bad: crates * each - bad,
         {"crates": range(3, 10), "each": range(12, 31), "bad": range(4, 12)},
     ),
-    (
-        "Mina has {held} euros. She saves {weekly} euros a week for {weeks} weeks and then spends {spent} euros on a "
-        "book. How many euros does she have left?",
+    "Mina has {held} euros. She saves {weekly} euros a week for {weeks} weeks and then spends {spent} euros on a "
+    "book. How many euros does she have left?": (
         lambda held, weekly, weeks, spent: held + weekly * weeks - spent,
         {"held": range(20, 61), "weekly": range(5, 16), "weeks": range(4, 13), "spent": range(8, 20)},
     ),
-    (
-        "A bus leaves with {start} passengers. At the first stop {off} get off and {on} get on. At the second stop "
-        "twice as many get on as at the first, and nobody gets off. How many passengers are on the bus then?",
+    "A bus leaves with {start} passengers. At the first stop {off} get off and {on} get on. At the second stop "
+    "twice as many get on as at the first, and nobody gets off. How many passengers are on the bus then?": (
         lambda start, off, on: start - off + 3 * on,
         {"start": range(25, 41), "off": range(5, 16), "on": range(3, 13)},
     ),
-    (
-        "Leo reads {pages} pages a day for {days} days, and then {left} pages of the book are left. How many pages "
-        "does the book have?",
+    "Leo reads {pages} pages a day for {days} days, and then {left} pages of the book are left. How many pages "
+    "does the book have?": (
         lambda days, pages, left: days * pages + left,
         {"days": range(4, 10), "pages": range(15, 36), "left": range(20, 91)},
     ),
-    (
-        "A ticket for an adult costs {price} euros, one for a child half as much. How many euros do {adults} adults "
-        "and {children} children pay?",
+    "A ticket for an adult costs {price} euros, one for a child half as much. How many euros do {adults} adults "
+    "and {children} children pay?": (
         lambda adults, price, children: adults * price + children * price // 2,
         {"adults": range(2, 6), "price": range(12, 29, 2), "children": range(2, 7)},
     ),
-    (
-        "A farm has {hens} hens, and each lays {daily} eggs in a week. Each week the farmer bakes {cakes} cakes with "
-        "{each} eggs each and sells all other eggs. How many eggs are sold in a week?",
+    "A farm has {hens} hens, and each lays {daily} eggs in a week. Each week the farmer bakes {cakes} cakes with "
+    "{each} eggs each and sells all other eggs. How many eggs are sold in a week?": (
         lambda hens, daily, cakes, each: hens * daily - cakes * each,
         {"hens": range(12, 25), "daily": range(2, 4), "cakes": range(2, 5), "each": range(3, 5)},
     ),
-    (
-        "A rectangular garden is {length} metres long and {width} metres wide. A fence goes all around it, except for "
-        "a gate of {gate} metres. How many metres long is the fence?",
+    "A rectangular garden is {length} metres long and {width} metres wide. A fence goes all around it, except for "
+    "a gate of {gate} metres. How many metres long is the fence?": (
         lambda length, width, gate: 2 * (length + width) - gate,
         {"length": range(12, 31), "width": range(5, 12), "gate": range(1, 5)},
     ),
-    (
-        "Ella has {own} marbles. Ben has {factor} times as many as Ella, but he loses {lost} of them. How many "
-        "marbles do the two have together in the end?",
+    "Ella has {own} marbles. Ben has {factor} times as many as Ella, but he loses {lost} of them. How many "
+    "marbles do the two have together in the end?": (
         lambda own, factor, lost: own + factor * own - lost,
         {"own": range(11, 26), "factor": range(2, 5), "lost": range(3, 11)},
     ),
-    (
-        "A train goes {first} hours at {speed} kilometres an hour and then {second} more hours at a speed that is "
-        "{slower} kilometres an hour less. How many kilometres does it go in all?",
+    "A train goes {first} hours at {speed} kilometres an hour and then {second} more hours at a speed that is "
+    "{slower} kilometres an hour less. How many kilometres does it go in all?": (
         lambda first, speed, second, slower: first * speed + second * (speed - slower),
         {"first": range(2, 5), "speed": range(80, 121, 10), "second": range(1, 4), "slower": range(10, 31, 10)},
     ),
-    (
-        "Nils bakes {trays} trays of {size} cookies. He gives {each} cookies to each of his {guests} guests. How "
-        "many cookies are left?",
+    "Nils bakes {trays} trays of {size} cookies. He gives {each} cookies to each of his {guests} guests. How "
+    "many cookies are left?": (
         lambda guests, each, trays, size: trays * size - guests * each,
         {
             "guests": range(4, 10),
@@ -335,5 +289,5 @@ WORD_PROBLEMS: tuple[tuple[str, Callable[..., int], dict[str, Any]], ...] = (
             "size": lambda guests, each, trays: range(guests * each // trays + 2, guests * each // trays + 8),
         },
     ),
-)
-"""Kinds of word problems: question, answer, and ranges of the numbers."""
+}
+"""Kinds of word problems: answer and ranges of the numbers, by question."""
