@@ -169,7 +169,7 @@ class ArithmeticProblem(Problem):
 
 @dataclass(frozen=True)
 class PlanningProblem(Problem):
-    """Discuss the aspects of a topic (`answer`: one per line), each under its own heading. Only the format is scored."""
+    """Discuss aspects of a topic (`answer`: one per line), each under its own heading. Only the format is scored."""
 
     name: ClassVar[str] = "planning"
 
