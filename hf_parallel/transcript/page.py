@@ -23,8 +23,6 @@ from hf_parallel.transcript.sections import TranscriptStyle, check_run
 
 HUES = (215, 335, 35, 160, 270, 5, 95, 190)
 """Hues of the columns, in degrees."""
-PASS_HEIGHT, MAX_HEIGHT = 3, 240
-"""Minimum height of a pass and maximum height of an interval of passes without an event, in pixels."""
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _ORIGINS = {
     REPLAYED: "replayed from cached logits, without a forward pass",
@@ -38,81 +36,60 @@ _VISIBILITY = {
 }
 
 
-def render(run: Mapping[str, Any]) -> str:
-    """Render a transcript.
-
-    Parameters
-    ----------
-    run : mapping
-        Return value of `ParallelOutput.to_dict`, optionally with the name of the `model`.
-
-    Returns
-    -------
-    str
-        A complete HTML page.
-
-    Raises
-    ------
-    ValueError
-        If `run` is not a transcript.
-    """
-    run = check_run(run)
-    script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
-    origins = {piece[2] for section in run["sections"] for card in section["cards"] for piece in card["pieces"]}
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            title=" \u00b7 ".join(filter(None, [run["mode"] or "hf_parallel", str(run.get("model", ""))])),
-            style={name: run["style"][name] for name in TranscriptStyle._fields},
-            facts=_facts(run["passes"], run["stats"] or {}),
-            visibility=_VISIBILITY.get(run["style"]["visibility"], ""),
-            settings="\n".join(f"{name} = {value!r}" for name, value in run["settings"].items()),
-            origins={origin: words for origin, words in _ORIGINS.items() if origin in origins},
-            sections=[_section(section, run["style"]) for section in run["sections"]],
-            script=Markup(script),
-            script_hash=f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
-        )
-    )
-
-
-def _environment() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        finalize=_printable,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
 def _printable(value: Any) -> Any:
     """Replace the characters that HTML does not allow."""
     return value if isinstance(value, Markup) else _UNPRINTABLE.sub("\ufffd", str(value))
 
 
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    finalize=_printable,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def render(run: Mapping[str, Any]) -> str:
+    """Return a transcript, the dict of `ParallelOutput.to_dict` with or without `model` (a name), as an HTML page."""
+    run = check_run(run)
+    script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
+    origins = {piece[2] for section in run["sections"] for card in section["cards"] for piece in card["pieces"]}
+    return _TEMPLATES.get_template("page.html").render(
+        title=" \u00b7 ".join(filter(None, [run["mode"] or "hf_parallel", str(run.get("model", ""))])),
+        style={name: run["style"][name] for name in TranscriptStyle._fields},
+        facts=_facts(run["passes"], run["stats"] or {}),
+        visibility=_VISIBILITY.get(run["style"]["visibility"], ""),
+        settings="\n".join(f"{name} = {value!r}" for name, value in run["settings"].items()),
+        origins={origin: words for origin, words in _ORIGINS.items() if origin in origins},
+        sections=[_section(section, run["style"]) for section in run["sections"]],
+        script=Markup(script),
+        script_hash=f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
+    )
+
+
 def _facts(passes: int, stats: Mapping[str, Any]) -> list[tuple[Any, str]]:
     """Return figures of the call with their units."""
+    counts = {
+        name: stats[f"{name}_tokens"] for name in ("decoded", "prefilled", "replayed") if f"{name}_tokens" in stats
+    }
     facts: list[tuple[Any, str]] = [(passes, "decode passes")]
-    for name, unit in (("decoded_tokens", "tokens decoded"), ("prefilled_tokens", "tokens prefilled")):
-        facts += [(stats[name], unit)] if name in stats else []
-    facts += [(stats["replayed_tokens"], "tokens replayed")] if stats.get("replayed_tokens") else []
-    facts += [(f"{stats['kv_bytes'] / 1e6:.1f} MB", "KV cache")] if "kv_bytes" in stats else []
-    return facts
+    facts += [(count, f"tokens {name}") for name, count in counts.items() if count or name != "replayed"]
+    return [*facts, (f"{stats['kv_bytes'] / 1e6:.1f} MB", "KV cache")] if "kv_bytes" in stats else facts
 
 
 def _section(section: Mapping[str, Any], style: Mapping[str, str]) -> dict[str, Any]:
     """Return a section as the template needs it: grid rows, cards with their places, and the rest unchanged."""
     cards = section["cards"]
     intervals = _intervals(cards)
-    heights = [min(max(16, PASS_HEIGHT * (end - begin)), MAX_HEIGHT) for begin, end in intervals]
+    heights = [min(max(16, 3 * (end - begin)), 240) for begin, end in intervals]  # pixels
     moved = {_end(card) for card in cards if style["history"] and card["ended"] == style["final_event"]}
     return {
         **section,
         "intervals": intervals,
         "rows": " ".join(f"minmax({height}px,auto)" for height in heights),
         "moves": [line for line, (begin, _) in enumerate(intervals, start=1) if begin in moved],
-        "cards": list(_cards(cards, section["columns"], style, intervals)),
+        "cards": list(_cards(section, style, intervals)),
         "spans": any(card["column"] is None for card in cards),
     }
 
@@ -135,14 +112,12 @@ def _end(card: Mapping[str, Any]) -> int:
 
 
 def _cards(
-    cards: Sequence[Mapping[str, Any]],
-    names: Sequence[str],
-    style: Mapping[str, str],
-    intervals: Sequence[tuple[int, int]],
+    section: Mapping[str, Any], style: Mapping[str, str], intervals: Sequence[tuple[int, int]]
 ) -> Iterator[dict[str, Any]]:
     """Yield the cards in the order in which they began, each with the grid rows that it spans."""
+    names = section["columns"]
     counts = [0] * len(names)
-    for card in sorted(cards, key=lambda card: (card["begin"], card["column"] is not None, card["column"])):
+    for card in sorted(section["cards"], key=lambda card: (card["begin"], card["column"] is not None, card["column"])):
         column, begin, end = card["column"], card["begin"], _end(card)
         top = 1 + bisect_left(intervals, (begin, min(begin + 1, end)))
         bottom = max(top + 1, 1 + bisect_left(intervals, (end, end)))
@@ -177,11 +152,8 @@ def _parts(card: Mapping[str, Any]) -> list[tuple[str, int | None, str]]:
 
 def _footer(card: Mapping[str, Any], style: Mapping[str, str]) -> str:
     done = card["ended"] in (style["final_event"], "join")
-    notes = []
-    if not done:
-        notes.append("unfinished")
-    elif style["history"]:
-        notes.append(f"into the {style['history']} after pass {_end(card)}")
+    moved = [f"into the {style['history']} after pass {_end(card)}"] if style["history"] else []
+    notes = moved if done else ["unfinished"]
     if card["gone"] is not None:  # finished cards leave the history, if there is one; others leave with their worker
         notes.append(f"{'forgotten' if done and style['history'] else 'left'} after pass {card['gone']}")
     return ", ".join(notes)

@@ -29,37 +29,16 @@ class Event(NamedTuple):
 
 @dataclass(eq=False)
 class Record:
-    """Record of one call.
+    """Record of one call: its settings, prompts and decode passes, and the text or the tokens of its rows."""
 
-    Attributes
-    ----------
-    config : ParallelConfig
-        Settings of the call; None without a mode.
-    settings : dict
-        Settings of the mode that were given.
-    prompts : list of int64 arrays
-        Prompt of each row of `input_ids`, without padding.
-    begin : int
-        Length of the padded prompts: index of the first generated token in a row of `sequences`.
-    lengths : list of int
-        Length of each row of `sequences` without padding on the right.
-    passes : int
-        Number of decode passes.
-    events : list of Event
-        Empty in modes that stream no text.
-    origins : dict of int to str
-        One letter for each new token of a row: `m`, `d`, `r` or `h` (see `COMPUTED` and the constants beside it).
-        Only rows of calls with a LogitsCache.
-    """
-
-    config: Any = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    prompts: Sequence[np.ndarray] = ()
-    begin: int = 0
-    lengths: list[int] = field(default_factory=list)
+    config: Any = None  # a ParallelConfig; None without a mode
+    settings: dict[str, Any] = field(default_factory=dict)  # those that were given
+    prompts: Sequence[np.ndarray] = ()  # int64 [length] for each row of input_ids, without padding
+    begin: int = 0  # index of the first generated token in a row of `sequences`
+    lengths: list[int] = field(default_factory=list)  # of the rows of `sequences` without padding on the right
     passes: int = 0
-    events: list[Event] = field(default_factory=list)
-    origins: dict[int, str] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)  # none in modes that stream no text
+    origins: dict[int, str] = field(default_factory=dict)  # a letter per new token of a row, with a LogitsCache
 
     @property
     def mode(self) -> str:

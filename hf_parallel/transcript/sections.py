@@ -24,33 +24,15 @@ GIVEN = "g"
 
 @dataclass
 class Card:
-    """Text that a row wrote without interruption, such as a step.
+    """Text that a row wrote without interruption, such as a step."""
 
-    Attributes
-    ----------
-    column : int or None
-        None: the card spans all columns.
-    begin : int
-        Decode pass after which the card began; 0: before the first.
-    end : int or None
-        Decode pass of its last token; None: it has no tokens.
-    ended : str
-        Event that ended it (see `ParallelStreamer`); empty: it is unfinished.
-    given : str
-        Text that it began with.
-    pieces : list of (int, str, str)
-        Decode pass, text and origin of each token.
-    gone : int or None
-        Decode pass after which no row attends to it: it was forgotten, or its worker was removed.
-    """
-
-    column: int | None
-    begin: int
-    end: int | None = None
-    ended: str = ""
-    given: str = ""
-    pieces: list[tuple[int, str, str]] = field(default_factory=list)
-    gone: int | None = None
+    column: int | None  # None: it spans all columns
+    begin: int  # decode pass after which it began
+    end: int | None = None  # decode pass of its last token, if it has tokens
+    ended: str = ""  # event that ended it, see `ParallelStreamer`; empty: it is unfinished
+    given: str = ""  # text that it began with
+    pieces: list[tuple[int, str, str]] = field(default_factory=list)  # decode pass, text and origin of each token
+    gone: int | None = None  # decode pass after which no row attends to it: it was forgotten, or its worker removed
 
 
 class TranscriptStyle(NamedTuple):
@@ -70,26 +52,13 @@ class TranscriptStyle(NamedTuple):
 
 @dataclass
 class Section:
-    """One prompt and its rows.
+    """One prompt and its rows."""
 
-    Attributes
-    ----------
-    prompt : str or None
-        None: unknown without a tokenizer.
-    prompt_tokens : int
-    columns : list of str
-        Names of the columns.
-    cards : list of Card
-        In the order in which they began.
-    notes : list of (str, str)
-        Headings and texts shown below the columns.
-    """
-
-    prompt: str | None
+    prompt: str | None  # None: unknown without a tokenizer
     prompt_tokens: int
     columns: list[str]
-    cards: list[Card]
-    notes: list[tuple[str, str]] = field(default_factory=list)
+    cards: list[Card]  # in the order in which they began
+    notes: list[tuple[str, str]] = field(default_factory=list)  # headings and texts shown below the columns
 
 
 def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
@@ -153,15 +122,8 @@ def separate_overlapping(cards: Sequence[Card], columns: list[str], name: str) -
 def completion_sections(record: Record, sequences: Sequence[Sequence[int]], tokenizer: Any) -> list[Section]:
     """Return the sections of a mode that streams no text.
 
-    Rows of one prompt share a section. If every prompt has a single row, all rows share one.
-
-    Parameters
-    ----------
-    record : Record
-    sequences : list per row of list of int
-        Prompts and completions, padded on both sides.
-    tokenizer
-        Tokenizer of the model.
+    `sequences` are lists of tokens, padded on both sides. Rows of one prompt share a section. If every prompt has a
+    single row, all rows share one.
     """
     places = [record.config.place(row, len(record.prompts)) for row in range(len(sequences))]
     prompts = [record.prompts[place.prompt].tolist() for place in places]
@@ -219,13 +181,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_run(run: Any) -> Mapping[str, Any]:
-    """Check a transcript that was read from a file, and return it.
-
-    Raises
-    ------
-    ValueError
-        If it is not a transcript, has another version, or is damaged.
-    """
+    """Return a transcript that was read from a file; raise `ValueError` if it is none, or of another version."""
     if not isinstance(run, Mapping) or run.get("format") != FORMAT:
         raise ValueError(f"not a transcript: it must be a JSON object whose 'format' is {FORMAT!r}")
     if run.get("version") != VERSION:

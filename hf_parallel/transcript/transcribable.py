@@ -43,9 +43,7 @@ class Transcribable:
             If a tokenizer is required, or the output was not made by a call of a mode.
         """
         if self.record is None:
-            raise ValueError(
-                "this output has no record of its call: only outputs of a generation mode have transcripts"
-            )
+            raise ValueError("this output has no record of its call: only outputs of a mode have transcripts")
         if tokenizer is not None:
             check_tokenizer(tokenizer)
         return transcript_dict(self.record, self.stats, self._sections(self.record, tokenizer))
