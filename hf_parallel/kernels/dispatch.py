@@ -16,8 +16,7 @@ import torch
 
 from hf_parallel.kernels import reference, torch_attention
 from hf_parallel.kernels.dense import flash_package
-from hf_parallel.kernels.params import AttentionParams
-from hf_parallel.kernels.plan import AttentionPlan
+from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import RotarySpec
 from hf_parallel.kernels.storage import LayerStorage, TokenRange
 from hf_parallel.kernels.work import longest_run

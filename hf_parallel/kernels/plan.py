@@ -1,4 +1,4 @@
-"""AttentionPlan: the integers that describe one forward pass of block attention.
+"""AttentionPlan: the integers that describe one forward pass of block attention. AttentionParams: a layer's settings.
 
 A plan is made once per pass, outside the layers, and read by every layer. It is independent of the model's dimensions:
 extents are addressed in token slots, and each layer multiplies by its own number of heads and head size.
@@ -14,10 +14,39 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from hf_parallel.kernels.rope import RotarySpec
 from hf_parallel.kernels.storage import storage_row
 from hf_parallel.kernels.transfer import to_device
 
 T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class AttentionParams:
+    """Parameters of block attention that a layer's configuration determines.
+
+    Attributes
+    ----------
+    num_kv_heads : int
+        Must divide the number of query heads (grouped-query attention).
+    scale : float
+        Factor of the scores, usually `head_dim ** -0.5`.
+    rotary : RotarySpec, optional
+        Rotary embedding of the layer. None: the layer has no RoPE, and its queries are not rotated.
+    softcap : float, optional
+        Scores become `softcap * tanh(score / softcap)` (Gemma 2).
+    sinks : [heads], optional
+        Logit of an attention sink per head, one more term of the merge (gpt-oss).
+    window : int, optional
+        Sliding window: number of positions that a query sees, its own included.
+    """
+
+    num_kv_heads: int
+    scale: float
+    rotary: RotarySpec | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    window: int | None = None
 
 
 class Derived(ABC):
@@ -128,6 +157,13 @@ class AttentionPlan:
             self.derived[key] = make()
         return self.derived[key]
 
+    def count_by_query(self, queries: np.ndarray) -> np.ndarray:
+        """Return how often each query occurs in `queries`; raises ValueError if one does not, as it sees no key."""
+        counts = np.bincount(queries, minlength=self.num_queries)
+        if self.num_queries and counts.min() == 0:
+            raise ValueError(f"query {int(counts.argmin())} of the pass sees no key")
+        return counts
+
     def next_step(self) -> AttentionPlan:
         """Return the plan of the next decode step over the same blocks, with derived objects carried over."""
         step = self.increments
@@ -163,7 +199,6 @@ class AttentionPlan:
         return self.windows[window] or self
 
     def _narrowed(self, window: int) -> AttentionPlan | None:
-        """Plan under a sliding window; None if the window cuts nothing off."""
         lo = np.maximum(self.pair_lo, self.pair_position - window + 1)
         if np.array_equal(lo, self.pair_lo):
             return None
@@ -176,18 +211,17 @@ class AttentionPlan:
     def write_view(self, num_kv_heads: int) -> tuple[int, int, int] | None:
         """First row, token stride and head stride (in rows) of the new tokens; None if they are not evenly spaced.
 
-        They are evenly spaced in a prefill and in a decode step over blocks allocated together. Otherwise see
-        `write_rows`.
+        They are in a prefill and in a decode step over blocks allocated together. Otherwise see `write_rows`.
         """
 
         def make() -> tuple[int, int, int] | None:
             rows = storage_row(self.write_origin, self.write_capacity, self.write_index, num_kv_heads)
             if not len(rows) or (self.write_capacity != self.write_capacity[0]).any():
                 return None
-            steps = np.diff(rows)
-            if len(steps) and (steps[0] < 1 or (steps != steps[0]).any()):
+            steps = np.diff(rows) if len(rows) > 1 else np.ones(1, np.int64)
+            if steps[0] < 1 or (steps != steps[0]).any():
                 return None
-            return int(rows[0]), int(steps[0]) if len(steps) else 1, int(self.write_capacity[0])
+            return int(rows[0]), int(steps[0]), int(self.write_capacity[0])
 
         return self.cached(("write_view", num_kv_heads), make)
 

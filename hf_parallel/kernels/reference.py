@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_parallel.kernels.params import AttentionParams
-from hf_parallel.kernels.plan import AttentionPlan
+from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import rotate_by
 from hf_parallel.kernels.storage import TokenRange
 

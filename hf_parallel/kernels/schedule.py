@@ -14,12 +14,9 @@ import torch
 
 from hf_parallel.kernels.plan import AttentionPlan, Derived, Increments
 
-CAUSAL_RUN = 16
-"""Number of new tokens of one row from which a causal call of its own is cheaper than a mask."""
-MASK_TILE = 256
-"""Queries per call where a mask is needed: a sliding window then touches a band of keys, not all of them."""
-PADDED_KEYS = 4096
-"""Keys that a batched call may read without use, in addition to as many as it uses."""
+CAUSAL_RUN = 16  # new tokens of one row from which a causal call of its own is cheaper than a mask
+MASK_TILE = 256  # queries per masked call: a sliding window then touches a band of keys, not all of them
+PADDED_KEYS = 4096  # keys that a batched call may read without use, in addition to as many as it uses
 
 MergeIndex = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -66,15 +63,11 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Schedule(Derived):
-    """The calls of a plan and how their results are merged.
-
-    `merge` contains, for each query, the positions of its K partial results in the concatenated results of all calls,
-    padded with -1. `in_order` means that it is 0, 1, 2, ...: each call holds all queries in order.
-    """
+    """The calls of a plan and how their results are merged."""
 
     calls: list[Call]
-    merge: np.ndarray  # int64 [K, T]
-    in_order: bool
+    merge: np.ndarray  # int64 [K, T], each query's partial results in the concatenated ones, padded with -1
+    in_order: bool  # whether `merge` is 0, 1, 2, ...: each call holds all queries in order
     increments: Increments | None = None  # the plan's, from which those of the calls were computed
     merge_indices: dict[torch.device, MergeIndex] = field(default_factory=dict, repr=False)  # shared by following steps
 
@@ -97,21 +90,17 @@ class Schedule(Derived):
 
 
 def make_schedule(plan: AttentionPlan) -> Schedule:
-    """Split a plan into dense attention calls.
-
-    Raises
-    ------
-    ValueError
-        If a query sees no key at all.
-    """
+    """Split a plan into dense attention calls; raises ValueError if a query sees no key at all."""
     calls: list[Call] = []
     flat: list[Call] = []
     bounds = plan.block_pairs.tolist()
     for block in range(plan.num_blocks):
-        if bounds[block + 1] - bounds[block] == 1:  # fast path: a row's own block in a decode step
-            flat += _single_call(plan, block, bounds[block])
-            continue
         pairs = np.arange(bounds[block], bounds[block + 1])
+        if len(pairs) == 1:  # fast path: a row's own block in a decode step
+            lo, hi = int(plan.pair_lo[pairs[0]]), int(plan.pair_hi[pairs[0]])
+            if lo < hi:
+                flat.append(_call(plan, block, pairs, lo, hi))
+            continue
         pairs = pairs[plan.pair_lo[pairs] < plan.pair_hi[pairs]]
         runs, rest = _causal_runs(plan, pairs)
         for run in runs:
@@ -135,62 +124,35 @@ def _causal_runs(plan: AttentionPlan, pairs: np.ndarray) -> tuple[list[np.ndarra
 
 def _causal_calls(plan: AttentionPlan, block: int, run: np.ndarray) -> list[Call]:
     """A full call over the keys before the run and a causal call over its own; masked tiles under a window."""
-    lo, hi = plan.pair_lo[run], plan.pair_hi[run]
-    if lo[0] != lo[-1]:
-        tiles = np.split(run, np.arange(MASK_TILE, len(run), MASK_TILE))
-        return [_call(plan, block, tile) for tile in tiles]
-    own = int(hi[0]) - 1
-    calls = []
-    if own > lo[0]:
-        calls.append(_call(plan, block, run, int(lo[0]), own, masked=False))
-    if lo[0] <= own:
-        calls.append(_call(plan, block, run, own, own + len(run), masked=False, causal=True))
-    return calls
-
-
-def _single_call(plan: AttentionPlan, block: int, pair: int) -> list[Call]:
-    """Same as `_flat_calls` for a single pair."""
-    lo, hi = int(plan.pair_lo[pair]), int(plan.pair_hi[pair])
-    if lo >= hi:
-        return []
-    origin, capacity = int(plan.block_origin[block]), int(plan.block_capacity[block])
-    return [Call(np.array([pair]), 1, hi - lo, origin, 0, capacity, int(plan.block_first[block]) + lo)]
+    lo, own = int(plan.pair_lo[run[0]]), int(plan.pair_hi[run[0]]) - 1
+    if lo != plan.pair_lo[run[-1]]:
+        return _masked_calls(plan, block, run)
+    calls = [_call(plan, block, run, lo, own)] if own > lo else []
+    return [*calls, _call(plan, block, run, own, own + len(run), causal=True)] if lo <= own else calls
 
 
 def _flat_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[Call]:
     """One call without a mask if all pairs see the same keys, masked tiles otherwise."""
     lo, hi = plan.pair_lo[pairs], plan.pair_hi[pairs]
     if (lo == lo[0]).all() and (hi == hi[0]).all():
-        return [_call(plan, block, pairs, masked=False)]
-    return [_call(plan, block, tile) for tile in np.split(pairs, np.arange(MASK_TILE, len(pairs), MASK_TILE))]
+        return [_call(plan, block, pairs, int(lo[0]), int(hi[0]))]
+    return _masked_calls(plan, block, pairs)
 
 
-def _call(
-    plan: AttentionPlan,
-    block: int,
-    pairs: np.ndarray,
-    start: int | None = None,
-    stop: int | None = None,
-    *,
-    masked: bool = True,
-    causal: bool = False,
-) -> Call:
-    """A call over keys `start <= j < stop` of one block, by default those that any of its queries sees."""
-    lo, hi = plan.pair_lo[pairs], plan.pair_hi[pairs]
-    start = int(lo.min()) if start is None else start
-    stop = int(hi.max()) if stop is None else stop
-    return Call(
-        pairs=pairs,
-        num_blocks=1,
-        num_keys=stop - start,
-        origin=int(plan.block_origin[block]),
-        spacing=0,
-        capacity=int(plan.block_capacity[block]),
-        first=int(plan.block_first[block]) + start,
-        causal=causal,
-        lo=(lo - start)[None] if masked else None,
-        hi=(hi - start)[None] if masked else None,
-    )
+def _masked_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[Call]:
+    calls = []
+    for tile in np.split(pairs, np.arange(MASK_TILE, len(pairs), MASK_TILE)):
+        lo, hi = plan.pair_lo[tile], plan.pair_hi[tile]
+        start = int(lo.min())
+        call = _call(plan, block, tile, start, int(hi.max()))
+        calls.append(replace(call, lo=(lo - start)[None], hi=(hi - start)[None]))
+    return calls
+
+
+def _call(plan: AttentionPlan, block: int, pairs: np.ndarray, start: int, stop: int, *, causal: bool = False) -> Call:
+    """A call without a mask over keys `start <= j < stop` of one block."""
+    origin, capacity = int(plan.block_origin[block]), int(plan.block_capacity[block])
+    return Call(pairs, 1, stop - start, origin, 0, capacity, int(plan.block_first[block]) + start, causal)
 
 
 def _batch(calls: list[Call]) -> list[Call]:
@@ -213,13 +175,8 @@ def _batch(calls: list[Call]) -> list[Call]:
 def _evenly_spaced(origins: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[int, int]:
     """Return the number of leading calls that one batched call can replace, and their spacing.
 
-    Gaps in the spacing are bridged as long as they are fewer than the extents present and the unused keys that the
-    batched call reads are few (`PADDED_KEYS`).
-
-    Parameters
-    ----------
-    origins, starts, ends : int64 [calls]
-        Extent of each call, ascending, and the range of it that the call reads.
+    Takes the extents' origins, ascending, and the range of each that its call reads: int64 `[calls]`. Gaps in the
+    spacing are bridged as long as they are fewer than the extents present and few unused keys are read (`PADDED_KEYS`).
     """
     gaps = np.diff(origins)
     if not len(gaps) or gaps[0] <= 0:  # a single call, or two calls over one extent
@@ -246,18 +203,9 @@ def _join(calls: list[Call], spacing: int) -> Call:
         pairs[slot] = call.pairs
         lo[slot] = shift if call.lo is None else call.lo[0] + shift
         hi[slot] = shift + call.num_keys if call.hi is None else call.hi[0] + shift
+    call = replace(calls[0], num_blocks=num_blocks, num_keys=num_keys, spacing=spacing, first=first)
     masked = bool(lo.any() or (hi != num_keys).any())
-    return Call(
-        pairs=pairs.reshape(-1),
-        num_blocks=num_blocks,
-        num_keys=num_keys,
-        origin=origin,
-        spacing=spacing,
-        capacity=calls[0].capacity,
-        first=first,
-        lo=lo if masked else None,
-        hi=hi if masked else None,
-    )
+    return replace(call, pairs=pairs.reshape(-1), lo=lo if masked else None, hi=hi if masked else None)
 
 
 def _with_increments(plan: AttentionPlan, call: Call) -> Call:
@@ -278,9 +226,7 @@ def _with_merge(plan: AttentionPlan, calls: list[Call]) -> Schedule:
     queries = plan.pair_query[pairs[results]]
     order = np.argsort(queries, kind="stable")
     results, queries = results[order], queries[order]
-    counts = np.bincount(queries, minlength=plan.num_queries)
-    if plan.num_queries and counts.min() == 0:
-        raise ValueError(f"query {int(counts.argmin())} of the pass sees no key")
+    counts = plan.count_by_query(queries)
     rank = np.arange(len(queries)) - np.repeat(np.cumsum(counts) - counts, counts)
     merge = np.full((int(counts.max(initial=0)), plan.num_queries), -1, dtype=np.int64)
     merge[rank, queries] = results

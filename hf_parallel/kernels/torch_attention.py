@@ -15,8 +15,7 @@ import torch
 
 from hf_parallel.kernels import native
 from hf_parallel.kernels.dense import dense_attention
-from hf_parallel.kernels.params import AttentionParams
-from hf_parallel.kernels.plan import AttentionPlan
+from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by, table_dtype
 from hf_parallel.kernels.schedule import Call, Schedule, make_schedule
 from hf_parallel.kernels.storage import LayerStorage, TokenRange, storage_row

@@ -15,12 +15,8 @@ import numpy as np
 from hf_parallel.kernels.plan import AttentionPlan
 
 ITEM_FIELDS = ("origin", "capacity", "first", "start", "stop", "first_pair", "num_pairs", "first_slot", "rotated")
-"""Columns of `Work.items`."""
-
-ITEM_COST = 1
-"""Cost of starting a tile (reading and rotating its queries, writing its results), in steps over keys."""
-MIN_STEPS = 2
-"""Steps over keys below which a program is not worth starting: its partial results have to be merged."""
+ITEM_COST = 1  # of starting a tile (reading and rotating its queries, writing its results), in steps over keys
+MIN_STEPS = 2  # over keys, below which a program is not worth starting: its partial results have to be merged
 
 
 @dataclass(frozen=True)
@@ -36,15 +32,13 @@ class Partition:
 class Work:
     """Work items of a plan's attention.
 
-    An item consists of the block's extent and first index in it, the keys `start <= j < stop` of the block, the pairs,
-    the first slot for its results, and whether any pair is rotated (`ITEM_FIELDS`). `first_pair` is an index into
-    `pairs`.
+    An item (`ITEM_FIELDS`) consists of the block's extent and first index in it, the keys `start <= j < stop` of the
+    block, the pairs (from index `first_pair` of `pairs`), the first slot for its results, and whether any is rotated.
+    Program `i` of a partition has the items `offsets[i] : offsets[i + 1]`.
     """
 
     items: np.ndarray  # int32 [W, 9]
-    item_offsets: list[
-        np.ndarray
-    ]  # int32 [max_programs + 1] per partition: program i has items offsets[i] : offsets[i + 1]
+    item_offsets: list[np.ndarray]  # int32 [max_programs + 1] per partition
     pairs: np.ndarray  # int64 [P], the plan's pairs that see any key, in its order
     merge_start: np.ndarray  # int32 [T + 1], offsets into merge_slot
     merge_slot: np.ndarray  # int32 [S], slots of the partial results of each query
@@ -60,23 +54,11 @@ class Work:
 def make_work(
     plan: AttentionPlan, partitions: Sequence[Partition], window: int | None = None, horizon: int = 0
 ) -> Work:
-    """Partition a plan into work items.
+    """Partition a plan, under a sliding window, into work items; raises ValueError if a query sees no key at all.
 
-    Parameters
-    ----------
-    partitions : sequence of Partition
-        In ascending order of `pairs_per_tile`. A block belongs to the first whose tile holds all its pairs, or to the
-        last.
-    window : int, optional
-        Sliding window: number of positions that a query sees, its own included.
-    horizon : int
-        Number of following decode steps that the items must also serve. An item may then start after the keys that
-        its pairs see so far.
-
-    Raises
-    ------
-    ValueError
-        If a query sees no key at all.
+    Partitions are in ascending order of `pairs_per_tile`. A block belongs to the first whose tile holds all its pairs,
+    or to the last. The items also serve `horizon` following decode steps: an item may start after the keys that its
+    pairs see so far.
     """
     pairs, start, stop = _visible_pairs(plan, window, horizon)
     block = np.repeat(np.arange(plan.num_blocks), np.diff(plan.block_pairs))[pairs]
@@ -89,7 +71,9 @@ def make_work(
     tile_pair = (np.cumsum(counts) - counts)[tile_block] + tile_index * per_tile[tile_block]
     tile_pairs = np.minimum(per_tile[tile_block], counts[tile_block] - tile_index * per_tile[tile_block])
     tile_start, tile_stop = np.minimum.reduceat(start, tile_pair), np.maximum.reduceat(stop, tile_pair)
-    tile_rotated = np.logical_or.reduceat(_rotated(plan)[pairs], tile_pair)
+    rotated = plan.pair_delta != 0  # in this step, or in a following one
+    rotated = rotated if plan.increments is None else rotated | (plan.increments.delta != 0)
+    tile_rotated = np.logical_or.reduceat(rotated[pairs], tile_pair)
 
     parts, item_offsets, num_items = [], [], 0
     for number, partition in enumerate(partitions):
@@ -103,17 +87,9 @@ def make_work(
     of_block, num_pairs = tile_block[tile], tile_pairs[tile]
     slot_item, slot_index = _expand(num_pairs)
     slot_query = plan.pair_query[pairs[tile_pair[tile][slot_item] + slot_index]]
-    columns = (
-        plan.block_origin[of_block],
-        plan.block_capacity[of_block],
-        plan.block_first[of_block],
-        first,
-        last,
-        tile_pair[tile],
-        num_pairs,
-        np.cumsum(num_pairs) - num_pairs,
-        tile_rotated[tile],
-    )
+    extent = (array[of_block] for array in (plan.block_origin, plan.block_capacity, plan.block_first))
+    first_slot = np.cumsum(num_pairs) - num_pairs
+    columns = (*extent, first, last, tile_pair[tile], num_pairs, first_slot, tile_rotated[tile])
     merge_counts = np.bincount(slot_query, minlength=plan.num_queries)
     return Work(
         items=np.stack(columns, axis=1).astype(np.int32),
@@ -139,20 +115,12 @@ def _visible_pairs(plan: AttentionPlan, window: int | None, horizon: int) -> tup
     """Pairs that see any key within the horizon, and the bounds of the keys that each sees in that time."""
     start = plan.pair_lo if window is None else np.maximum(plan.pair_lo, plan.pair_position - window + 1)
     stop = plan.pair_hi
-    visible = np.bincount(plan.pair_query[start < stop], minlength=plan.num_queries)
-    if plan.num_queries and visible.min() == 0:
-        raise ValueError(f"query {int(visible.argmin())} of the pass sees no key")
+    plan.count_by_query(plan.pair_query[start < stop])
     if horizon:
         assert plan.increments is not None, "only a decode step has a horizon"
         stop = stop + horizon * plan.increments.hi  # the start of a window only moves forward
     pairs = np.flatnonzero(start < stop)
     return pairs, start[pairs], stop[pairs]
-
-
-def _rotated(plan: AttentionPlan) -> np.ndarray:
-    """Pairs that are rotated in this step or in a following one."""
-    rotated = plan.pair_delta != 0
-    return rotated if plan.increments is None else rotated | (plan.increments.delta != 0)
 
 
 def _split_evenly(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from triton import knobs
 
-from hf_parallel.kernels.params import AttentionParams
-from hf_parallel.kernels.plan import AttentionPlan
+from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import RotarySpec
 from hf_parallel.kernels.storage import LayerStorage, TokenRange, storage_row
 from hf_parallel.kernels.triton.kernels import append_kernel, attend_kernel, merge_kernel, move_kernel
