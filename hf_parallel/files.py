@@ -27,13 +27,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path` that replaces it on success and is deleted on failure.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the folder of `path` does not exist.
-    """
+    """Yield a temporary path beside `path`, whose folder must exist; it replaces `path`, or is deleted on failure."""
     if not path.parent.is_dir():  # otherwise the error would name the temporary file
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     temporary = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")  # unique among concurrent writers

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 SAMPLES = 8
-"""Number of values of each weight that are hashed."""
+"""Number of hashed values of each weight, evenly spaced."""
 
 
 def fingerprint(model: PreTrainedModel, caller: str = "logits_cache") -> str:
@@ -19,18 +19,7 @@ def fingerprint(model: PreTrainedModel, caller: str = "logits_cache") -> str:
     It covers evenly spaced values of every parameter and buffer, so training, merging or switching an adapter changes
     it; a change to none of these values does not. PEFT adapters count as they are currently switched. The version of
     transformers does not count, though logits may differ in their last bits between versions; new fields of a config
-    do.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    caller : str
-        Name for the error message.
-
-    Raises
-    ------
-    ValueError
-        If a weight cannot be read because it is offloaded.
+    do. Offloaded weights raise a `ValueError` that names the `caller`.
     """
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
     config.pop("transformers_version", None)
@@ -53,7 +42,6 @@ def fingerprint(model: PreTrainedModel, caller: str = "logits_cache") -> str:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return up to `SAMPLES` evenly spaced values of a tensor."""
     size = tensor.numel()
     step = max(1, size // SAMPLES)
     if type(tensor) is torch.Tensor and tensor.is_contiguous():  # one operation, as models have hundreds of tensors
@@ -63,13 +51,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 def _adapters(model: PreTrainedModel) -> list[Any]:
     """Return the active adapters of each PEFT layer and their scales; switching them changes no weight."""
-    layers: list[Any] = [
-        module
-        for module in model.modules()
-        if "active_adapters" in vars(module) or hasattr(type(module), "active_adapters")  # `hasattr(module)` is slow
-    ]
-    return [
-        (layer.active_adapters, layer.disable_adapters, getattr(layer, "scaling", None))
-        for layer in layers
-        if hasattr(layer, "merged_adapters")
-    ]
+    layers: list[Any] = []
+    for module in model.modules():  # `hasattr(module, ...)` is slow for most modules
+        if "active_adapters" in vars(module) or hasattr(type(module), "active_adapters"):
+            layers += [module] if hasattr(module, "merged_adapters") else []
+    return [(layer.active_adapters, layer.disable_adapters, getattr(layer, "scaling", None)) for layer in layers]

@@ -119,10 +119,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 def block_attention_enabled(model: PreTrainedModel, cache: BlockCache | AttentionRecorder) -> Iterator[None]:
     """Run a model with block attention over `cache`; all settings are restored on exit.
 
-    Raises
-    ------
-    RuntimeError
-        If block attention is set already, by another thread or by the user.
+    Raises `RuntimeError` if block attention is set already, by another thread or by the user.
     """
     with _implementation_set(model):
         # Gradient checkpointing drops the cache in training mode; without gradients it has no use.

@@ -28,22 +28,17 @@ from hf_parallel.kernels import RotarySpec, rotate_by
 from hf_parallel.models import attention
 from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
 
-PROBE_POSITIONS = (1, 7)
-"""Positions at which the queries of one token are compared with those at position 0."""
+PROBE_POSITIONS = (1, 7)  # the queries of one token at these positions are compared with those at position 0
+CHECK_SHARED, CHECK_TAILS = 5, (2, 3)  # numbers of shared tokens and of each row's own in the comparison of logits
 
-PROBE_TOLERANCE = (1e-4, 3e-2)
-"""Relative error allowed for a rotated query, in float32 and in half precision."""
-
-CHECK_SHARED, CHECK_TAILS = 5, (2, 3)
-"""Numbers of shared tokens and of each row's own tokens in the comparison of logits."""
-
-CHECK_TOLERANCE = (1e-2, 0.7)
-"""Relative error allowed for logits. Unrelated logits have 1.4; half precision may route to other experts."""
+# Relative errors allowed in float32 and in half precision. Unrelated logits have 1.4; half precision may route to
+# other experts.
+QUERY_TOLERANCE = (1e-4, 3e-2)
+LOGITS_TOLERANCE = (1e-2, 0.7)
 
 _OTHER_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "moe", "chunked_attention")
 
-Queries = dict[int, torch.Tensor]
-"""Query `[heads, head_dim]` of one token, by layer index."""
+Queries = dict[int, torch.Tensor]  # query [heads, head_dim] of one token, by layer index
 
 
 @dataclass(frozen=True)
@@ -80,12 +75,7 @@ class Capabilities:
 def probe_capabilities(model: PreTrainedModel) -> Capabilities:
     """Probe a model in a few forward passes over single tokens, and two over ten tokens.
 
-    Raises
-    ------
-    TypeError
-        If `model` is not a `PreTrainedModel`.
-    UnsupportedModelError
-        If the model cannot run under block attention, with the reason.
+    Raises `UnsupportedModelError` with the reason if the model cannot run under block attention.
     """
     _check_config(model)
     with torch.no_grad(), _eval_mode(model):
@@ -147,47 +137,46 @@ def _check_config(model: Any) -> None:
     """Refuse models that are unsupported according to their class and config."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
-    name, config = type(model).__name__, model.config
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; block attention supports decoder-only models")
-    if not model.can_generate():
-        raise UnsupportedModelError(f"{name} cannot generate: it has no language modelling head")
-    text = config.get_text_config(decoder=True)
+    text = model.config.get_text_config(decoder=True)
     others = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind in _OTHER_LAYERS})
-    if others or getattr(model, "_is_stateful", False):
-        kinds = ", ".join(others) or "recurrent state"
-        raise UnsupportedModelError(f"{name} has layers without a key-value cache of all tokens ({kinds})")
-    if getattr(text, "kv_lora_rank", None):
-        raise UnsupportedModelError(f"{name} uses multi-head latent attention, whose cache holds no keys to rotate")
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(f"{name} has {text.num_kv_shared_layers} layers that read keys of earlier ones")
-    if getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt"):
-        raise UnsupportedModelError(f"{name} uses ALiBi: distances are added to scores, not rotated into keys")
-    if not model._can_set_attn_implementation():
-        raise UnsupportedModelError(f"{name} does not use transformers' attention interface")
+    kinds = ", ".join(others) or ("recurrent state" if getattr(model, "_is_stateful", False) else "")
+    sharing = getattr(text, "num_kv_shared_layers", 0)
+    alibi = getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt")
+    reasons = {
+        "is an encoder-decoder; block attention supports decoder-only models": model.config.is_encoder_decoder,
+        "cannot generate: it has no language modelling head": not model.can_generate(),
+        f"has layers without a key-value cache of all tokens ({kinds})": kinds,
+        "uses multi-head latent attention, whose cache holds no keys to rotate": getattr(text, "kv_lora_rank", None),
+        f"has {sharing} layers that read keys of earlier ones": sharing,
+        "uses ALiBi: distances are added to scores, not rotated into keys": alibi,
+        "does not use transformers' attention interface": not model._can_set_attn_implementation(),
+    }
+    _refuse(model, reasons)
 
 
 def _check_recorded(model: PreTrainedModel, recorder: AttentionRecorder, queries: Queries) -> None:
     """Refuse models whose attention calls show that they are unsupported."""
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    if len(queries) != config.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"{name} calls transformers' attention interface in {len(queries)} of its {config.num_hidden_layers} "
-            "layers, not in all"
-        )
-    if recorder.bidirectional:
-        raise UnsupportedModelError(f"{name} is bidirectional: its tokens attend to later ones")
-    hidden = [window for window in recorder.hidden_windows if window < _position_limit(model)]
-    if hidden:
-        raise UnsupportedModelError(f"{name} has its sliding window of {min(hidden)} only in the attention mask")
-    if recorder.masked:
-        raise UnsupportedModelError(f"{name} builds an attention mask of its own, which block attention would ignore")
+    called, layers = len(queries), model.config.get_text_config(decoder=True).num_hidden_layers
+    window = min((window for window in recorder.hidden_windows if window < _position_limit(model)), default=None)
+    reasons = {
+        f"calls transformers' attention interface in {called} of its {layers} layers, not in all": called != layers,
+        "is bidirectional: its tokens attend to later ones": recorder.bidirectional,
+        f"has its sliding window of {window} only in the attention mask": window is not None,
+        "builds an attention mask of its own, which block attention would ignore": recorder.masked,
+    }
+    _refuse(model, reasons)
+
+
+def _refuse(model: PreTrainedModel, reasons: dict[str, Any]) -> None:
+    """Raise the first reason that holds."""
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedModelError(f"{type(model).__name__} {reason}")
 
 
 def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
     """Refuse a model whose logits over blocks differ from those over a plain sequence, for any other reason."""
-    name, device = type(model).__name__, model.device
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    device, vocabulary = model.device, model.config.get_text_config(decoder=True).vocab_size
     tokens = (vocabulary // 2 + torch.arange(CHECK_SHARED + sum(CHECK_TAILS), device=device)) % vocabulary
     shared, *tails = tokens.split((CHECK_SHARED, *CHECK_TAILS))
     row = torch.cat((shared, tails[-1]))
@@ -207,26 +196,22 @@ def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
             ).logits[0, -len(tails[-1]) :]
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise UnsupportedModelError(
-                f"{name} needs a cache of its own kind; over blocks it fails with {type(error).__name__}: {error}"
+                f"{type(model).__name__} needs a cache of its own kind; "
+                f"over blocks it fails with {type(error).__name__}: {error}"
             ) from error
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
     stored = cache.storage(0).keys  # under autocast less precise than the logits
-    if (logits.double() - expected).norm() > _tolerance(stored, CHECK_TOLERANCE) * spread:
-        raise UnsupportedModelError(
-            f"{name} computes other logits over blocks than over a plain sequence: it mixes tokens outside of attention"
-        )
+    differ = (logits.double() - expected).norm() > _tolerance(stored, LOGITS_TOLERANCE) * spread
+    reason = "computes other logits over blocks than over a plain sequence: it mixes tokens outside of attention"
+    _refuse(model, {reason: differ})
 
 
 def _run_one_token(model: PreTrainedModel, recorder: AttentionRecorder, position: int) -> None:
     token = model.config.get_text_config(decoder=True).vocab_size // 2
-    arguments: dict[str, Any] = {
-        "input_ids": torch.full((1, 1), token, device=model.device),
-        "position_ids": torch.full((1, 1), position, device=model.device),
-        "use_cache": False,
-    }
-    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
-        arguments["block_cache"] = recorder
-    model(**arguments)
+    input_ids, position_ids = (torch.full((1, 1), value, device=model.device) for value in (token, position))
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    more = {"block_cache": recorder} if takes_any else {}
+    model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more)
 
 
 def _match_rotary(
@@ -284,20 +269,17 @@ def _max_length(model: PreTrainedModel) -> int | None:
 
 def _explains(spec: RotarySpec | None, base: torch.Tensor, rotated: Queries) -> bool:
     """Return whether `spec` rotates the query `base` at position 0 to those at the other positions."""
-    if spec is not None and spec.rotary_dim > base.shape[-1]:
+    if spec is None:
+        return not any(_differ(query, base) for query in rotated.values())
+    if spec.rotary_dim > base.shape[-1]:
         return False
-    for position, query in rotated.items():
-        expected = base.double()
-        if spec is not None:
-            expected = rotate_by(expected, position, spec)
-        if _differ(query, expected.to(base.dtype)):
-            return False
-    return True
+    expected = {position: rotate_by(base.double(), position, spec).to(base.dtype) for position in rotated}
+    return not any(_differ(query, expected[position]) for position, query in rotated.items())
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors of one dtype differ by more than rounding."""
-    return bool((a.double() - b.double()).abs().max() > _tolerance(a, PROBE_TOLERANCE) * b.double().abs().max())
+    return bool((a.double() - b.double()).abs().max() > _tolerance(a, QUERY_TOLERANCE) * b.double().abs().max())
 
 
 def _tolerance(x: torch.Tensor, allowed: tuple[float, float]) -> float:

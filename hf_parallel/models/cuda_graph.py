@@ -24,11 +24,9 @@ from hf_parallel.kernels.dispatch import capturable
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From token ids and positions, `int64 [T]` each, to logits `[T, vocabulary]`."""
 
-_SYNCHRONIZING = (
-    *("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"),
-    *("_unique", "_unique2", "unique_dim"),
-)
-"""Operations whose result the CPU needs before it continues."""
+# Operations whose result the CPU needs before it continues.
+_UNIQUE = ("_unique", "_unique2", "unique_dim")
+_SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", *_UNIQUE)
 _COPIES = ("_to_copy", "copy_", "copy")
 
 _capturing = threading.Lock()
@@ -76,27 +74,25 @@ class DecodeGraphs:
         return device.type == "cuda" and not distributed and select_backend(device) == "triton"
 
     def logits(self, forward: Forward, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor:
-        """Compute the logits `[T, vocabulary]` of the prepared decode step. The next step overwrites them.
+        """Compute the logits `[T, vocabulary]` of the prepared decode step for `ids`, `int64 [T]`.
 
-        Captures a graph if none fits; runs eagerly if that fails.
-        `forward` runs the model on the cache's prepared pass and must be the same for every step; `ids` is
-        `int64 [T]`.
+        Captures a graph if none fits; runs eagerly if that fails. The next step overwrites the logits. `forward` runs
+        the model on the cache's prepared pass and must be the same for every step.
         """
         rows = bucket_size(len(ids))
-        if not self._load(rows, step) and not self._capture(forward, step, rows):
+        captured = self._steps.get(rows)
+        if (
+            captured is None
+            or captured.storage != self._storage()
+            or not all(buffers.update(step.plan) for buffers in captured.buffers)
+        ):
+            captured = self._capture(forward, step, rows)
+        if captured is None:
             return forward(ids, step.position_ids)
-        captured = self._steps[rows]
         captured.ids[: len(ids)] = ids
         captured.positions[: len(ids)] = step.position_ids
         captured.graph.replay()
         return captured.graph.output[: len(ids)]
-
-    def _load(self, rows: int, step: ForwardPass) -> bool:
-        """Load a step's plan into the buffers of its graph; returns False if there is no graph that fits."""
-        captured = self._steps.get(rows)
-        if captured is None or captured.storage != self._storage():
-            return False
-        return all(buffers.update(step.plan) for buffers in captured.buffers)
 
     def _storage(self) -> list[int]:
         """Return the addresses of keys and values, which change when a layer's storage grows."""
@@ -108,27 +104,24 @@ class DecodeGraphs:
         layers = self._cache.arena.layers.values()
         return bool(layers) and all(capturable(layer.keys, layer.values) for layer in layers)
 
-    def _capture(self, forward: Forward, step: ForwardPass, rows: int) -> bool:
+    def _capture(self, forward: Forward, step: ForwardPass, rows: int) -> _DecodeStep | None:
         """Capture the prepared step for up to `rows` rows; padding rows write nothing and attend to nothing."""
         if self._failed or not self._capturable():
-            return False
-        ids = step.position_ids.new_zeros(rows)
-        positions = step.position_ids.new_zeros(rows)
+            return None
+        ids, positions = step.position_ids.new_zeros(2, rows)
         try:
             graph = capture_graph(lambda: forward(ids, positions), ids.device, self._pool)
         except RuntimeError as error:
-            self._failed = True
-            self._steps.clear()
-            self.num_bytes = 0
+            self._failed, self._steps, self.num_bytes = True, {}, 0
             reason = error.__context__ or error  # ending a failed capture raises a second, less specific error
             _logger.warning("decode steps are launched kernel by kernel, they could not be captured: %s", reason)
             _logger.debug("traceback of the failed capture", exc_info=reason)
-            return False
+            return None
         self._pool = graph.pool
         self.num_bytes += graph.num_bytes
         # This releases an outdated graph, only now: a pool without any graph cannot be shared.
         self._steps[rows] = _DecodeStep(graph, ids, positions, step.plan.device_buffers, self._storage())
-        return True
+        return self._steps[rows]
 
 
 def bucket_size(rows: int) -> int:
@@ -138,16 +131,11 @@ def bucket_size(rows: int) -> int:
 
 
 def capture_graph(function: Callable[[], torch.Tensor], device: torch.device, pool: Any = None) -> CapturedGraph:
-    """Capture the kernels that a function launches on a GPU.
+    """Capture the kernels that a function launches on a GPU; raises `RuntimeError` if that is not possible.
 
     The function runs once before, so that kernels are compiled and buffers allocated. It must launch the same kernels
     each time. `pool` is the memory pool of an existing graph of the same function, whose output the new graph
     overwrites; without it, the function runs a second time to check that it never synchronizes.
-
-    Raises
-    ------
-    RuntimeError
-        If the function cannot be captured, for example because it synchronizes, or memory is insufficient.
     """
     # A failed capture leaves its own stream as the current one; the outer context restores it.
     with _capturing, torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
@@ -165,14 +153,9 @@ def capture_graph(function: Callable[[], torch.Tensor], device: torch.device, po
 
 
 class NoSyncMode(TorchDispatchMode):
-    """Raises an error for operations that synchronize the CPU with a device.
+    """Raises `RuntimeError` for operations that synchronize the CPU with a device.
 
     In a capture, such an operation would leave PyTorch's allocator in a state in which it never frees cached memory.
-
-    Raises
-    ------
-    RuntimeError
-        When such an operation runs.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

