@@ -25,7 +25,6 @@ from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.loading import load_model
 
 TASK = "Plan a picnic in the park for ten people."
-SEED = 0
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         sizes = QUICK if options.quick else Sizes()
         model, tokenizer = load(options.model, console)
-        preset = Preset() if options.model else HogwildConfig.presets["embedded"]
-        config = HogwildConfig(seed=options.seed, **preset.settings)
-        prompt = build_prompt(HogwildConfig, preset.task.format(task=options.task), tokenizer, config)
         try:
-            console.print(Rule(f"1. {config.num_workers} workers, one memory", align="left"))
-            show_workers(
-                console, model, tokenizer, config, options.task, prompt, options.max_new_tokens or sizes.passes
-            )
+            show_workers(console, model, tokenizer, options, options.max_new_tokens or sizes.passes)
         except KeyboardInterrupt:
             console.print("Stopped; on to the second part (Ctrl-C again to exit).\n")
         except UnsupportedModelError as error:
@@ -78,23 +71,18 @@ def load(name: str | None, console: Console) -> tuple[Any, Any]:
         raise SystemExit(f"{name or 'The embedded model'} cannot be used: {error}") from error
 
 
-def show_workers(
-    console: Console,
-    model: Any,
-    tokenizer: Any,
-    config: HogwildConfig,
-    task: str,
-    prompt: dict[str, torch.Tensor],
-    passes: int,
-) -> None:
+def show_workers(console: Console, model: Any, tokenizer: Any, options: argparse.Namespace, passes: int) -> None:
     """Show workers that generate concurrently."""
+    preset = Preset() if options.model else HogwildConfig.presets["embedded"]
+    config = HogwildConfig(seed=options.seed, **preset.settings)
+    prompt = build_prompt(HogwildConfig, preset.task.format(task=options.task), tokenizer, config)
+    console.print(Rule(f"1. {config.num_workers} workers, one memory", align="left"))
     console.print(
         f"{' and '.join(config.names)} are rows of one batch over one KV cache. Each sees the text of the others token "
         "by token. A finished step moves into their common history and is marked with its last forward pass.\n"
     )
-    console.print(f"Task: {task}\n")
-    view = live_view(config, console)
-    with view, view.watching(model):
+    console.print(f"Task: {options.task}\n")
+    with live_view(config, console) as view, view.watching(model):
         output = model.generate(
             **{name: tensor.to(model.device) for name, tensor in prompt.items()},
             parallel_config=config,
@@ -104,10 +92,9 @@ def show_workers(
             return_dict_in_generate=True,
             **SAMPLING,
         )
-    moved = sum(step.forward_pass is not None for step in output.history[0])
     if not console.is_interactive:
         console.print(view.summary)
-    megabytes = output.stats.kv_bytes / 1e6
+    moved, megabytes = sum(step.forward_pass is not None for step in output.history[0]), output.stats.kv_bytes / 1e6
     console.print(f"{moved} steps moved into the history. The cache stores every token once: {megabytes:.1f} MB.\n")
     if output.answers[0] is not None:
         console.print(f"Answer: {output.answers[0]}\n")
@@ -198,20 +185,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hf-parallel demo", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes: some seconds in all")
     parser.add_argument("--model", metavar="ID_OR_PATH", help="a chat model (default: the embedded one)")
-    parser.add_argument("--max-new-tokens", type=_positive, metavar="N", help="tokens of each worker (128)")
-    parser.add_argument("--task", type=_text, default=TASK, metavar="TEXT", help=f"task of the workers ({TASK})")
-    parser.add_argument("--seed", type=int, default=SEED, metavar="N", help=f"of the workers' sampling ({SEED})")
-    return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _text(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("must not be empty")
-    return text
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of each worker (128)")
+    parser.add_argument("--task", default=TASK, metavar="TEXT", help=f"task of the workers ({TASK})")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the workers' sampling (0)")
+    options = parser.parse_args(arguments)
+    if options.max_new_tokens is not None and options.max_new_tokens < 1:
+        parser.error(f"argument --max-new-tokens: must be at least 1, got {options.max_new_tokens}")
+    if not options.task.strip():
+        parser.error("argument --task: must not be empty")
+    return options

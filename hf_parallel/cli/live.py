@@ -28,18 +28,12 @@ from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation import ParallelConfig
 
 COLORS = ("cyan", "magenta", "yellow", "blue", "green", "red")
-FRAME_SECONDS = 0.08
-"""Minimum time between two frames."""
-HIGHLIGHT_PASSES = 8
-"""Forward passes for which a finished step is highlighted."""
-MARK_WIDTH = 5
-"""Width of the mark before the text of a step."""
-MIN_WIDTH, MIN_HEIGHT, MAX_HEIGHT = 24, 12, 24
-"""Minimum width of a column, and minimum and maximum height of a frame."""
-FRAME_HEIGHT = 5
-"""Lines of a frame besides the text of its rows."""
-ABOVE = 8
-"""Lines of the terminal that are left to earlier output."""
+FRAME_SECONDS = 0.08  # minimum time between two frames
+HIGHLIGHT_PASSES = 8  # forward passes for which a finished step is highlighted
+MARK_WIDTH = 5  # of the mark before the text of a step
+MIN_WIDTH, MIN_HEIGHT, MAX_HEIGHT = 24, 12, 24  # of a column; of a frame
+FRAME_HEIGHT = 5  # lines of a frame besides the text of its rows
+ABOVE = 8  # lines of the terminal that are left to earlier output
 _clean = partial(printable, kept="\n", replacement=" ")  # the width of a tab depends on its position
 
 
@@ -131,12 +125,8 @@ class LiveView:
         """Figures of the call, in one line."""
         if not self.passes:
             return "reading the task ..."
-        parts = [f"{self.passes} passes"]
-        if self.tokens:
-            parts += [f"{self.tokens} tokens", f"{self.tokens_per_second:.1f} tokens/s"]
-        if self.kv_tokens:
-            parts.append(f"{self.kv_tokens} shared KV tokens")
-        return ", ".join(parts)
+        tokens = f", {self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s" if self.tokens else ""
+        return f"{self.passes} passes{tokens}" + (f", {self.kv_tokens} shared KV tokens" if self.kv_tokens else "")
 
     def put(self, value: Any) -> None:
         """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
@@ -160,7 +150,7 @@ class LiveView:
         self.num_prompts = num_prompts
         rows = num_prompts * self.config.rows_per_prompt
         if not self.config.streams_text:
-            rows = 0 if self.tokenizer is None else rows
+            rows *= self.tokenizer is not None
             self.completions = [IncrementalDetokenizer(self.tokenizer) for _ in range(rows)]
         self.rows = {row: ShownRow(self._name(row)) for row in range(rows)}
 
@@ -173,9 +163,7 @@ class LiveView:
 
     def write_row(self, row: int, text: str, event: str) -> None:
         """Receive text of a row; see `ParallelStreamer`."""
-        if row not in self.rows:
-            self.rows[row] = ShownRow(self._name(row))
-        shown = self.rows[row]
+        shown = self.rows.setdefault(row, ShownRow(self._name(row)))
         if event == "begin":
             shown.done = False
             index = self.config.place(row, self.num_prompts).index
@@ -193,11 +181,11 @@ class LiveView:
         elif event == "end" and not shown.done:
             shown.done = True
             if shown.steps and shown.last.text.strip() and shown.last.ended is None:
-                self.step_ended(shown, shown.last)
+                self.step_ended(shown)
 
     def _end_step(self, row: ShownRow) -> None:
         row.last.ended = self.passes
-        self.step_ended(row, row.last)
+        self.step_ended(row)
 
     def end(self) -> None:
         """End all rows and show the final state."""
@@ -208,18 +196,18 @@ class LiveView:
     def changed(self, now: bool = False) -> None:
         """Hook that is called after each forward pass."""
 
-    def step_ended(self, row: ShownRow, step: ShownStep) -> None:
-        """Hook that is called with a finished step, and with the last text of a row that ends."""
+    def step_ended(self, row: ShownRow) -> None:
+        """Hook that is called when the last step of a row is finished, and when a row ends with other text."""
 
 
 class LiveLines(LiveView):
     """Prints a line per finished step: `Alice | ...`."""
 
-    def step_ended(self, row: ShownRow, step: ShownStep) -> None:
+    def step_ended(self, row: ShownRow) -> None:
         """Print the step, unless it was printed when its row ended."""
-        if row.done and step.ended is not None:
-            return
-        self._print(row, f"(step {len(row.steps)}, pass {step.ended})" if step.ended else "(end)")
+        ended = row.last.ended
+        if ended is None or not row.done:
+            self._print(row, f"(step {len(row.steps)}, pass {ended})" if ended else "(end)")
 
     def __exit__(self, *exception: Any) -> None:
         """Print the unfinished steps of an interrupted call."""
@@ -234,8 +222,7 @@ class LiveLines(LiveView):
             self.console.print(Text(f"{self._margin(row)}{line}"), soft_wrap=True)
 
     def _margin(self, row: ShownRow) -> str:
-        width = max(len(other.name) for other in self.rows.values())
-        return f"{row.name:<{width}} | "
+        return f"{row.name:<{max(len(other.name) for other in self.rows.values())}} | "
 
 
 class LiveFrames(LiveView):
@@ -248,7 +235,7 @@ class LiveFrames(LiveView):
 
     def __enter__(self) -> LiveView:
         self._live.start()
-        self._draw()
+        self.changed(now=True)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -258,15 +245,12 @@ class LiveFrames(LiveView):
     def changed(self, now: bool = False) -> None:
         """Draw a frame, at most one per `FRAME_SECONDS`."""
         if now or time.perf_counter() - self._drawn >= FRAME_SECONDS:
-            self._draw()
+            self._live.update(self.frame(), refresh=True)
+            self._drawn = time.perf_counter()
 
     def frame(self) -> Group:
         """Return the current frame, no higher than the terminal."""
         raise NotImplementedError
-
-    def _draw(self) -> None:
-        self._live.update(self.frame(), refresh=True)
-        self._drawn = time.perf_counter()
 
 
 class LiveTails(LiveFrames, LiveLines):
@@ -293,11 +277,7 @@ class LiveTails(LiveFrames, LiveLines):
 
 
 class LiveColumns(LiveFrames):
-    """Shows a column per row, with the steps of the row and their marks.
-
-    A frame fits below earlier output and shows as many rows as fit, unfinished ones first. The final picture has all
-    rows at full height.
-    """
+    """Shows a column per row: in a frame as many as fit, unfinished ones first, and in the end all at full height."""
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -312,30 +292,28 @@ class LiveColumns(LiveFrames):
     def picture(self, height: int | None = None) -> Group:
         """Return the columns and the summary, `height` lines high (None: with the full text of all rows)."""
         fit = max(self.console.width // MIN_WIDTH, 1)
-        rows = list(enumerate(self.rows.values()))
-        summary = self.summary
-        if height is None:
-            bands = [rows[i : i + fit] for i in range(0, len(rows), fit)]
-        else:
-            writing = [number for number, row in rows if not row.done]
-            done = [number for number, row in rows if row.done]
-            kept = {*writing[:fit], *done[len(done) - max(fit - len(writing), 0) :]}
-            bands = [[(number, row) for number, row in rows if number in kept]]
-            summary += f", {len(rows) - len(kept)} more rows" * (len(kept) < len(rows))
+        rows, summary = list(enumerate(self.rows.values())), self.summary
         lines = None if height is None else max(height - FRAME_HEIGHT, 1)
-        tables = [self._table(band, lines) for band in bands if band]
+        if height is not None:
+            done = [(number, row) for number, row in rows if row.done]
+            rows = [(number, row) for number, row in rows if not row.done] + done[::-1]
+            summary += f", {len(rows) - fit} more rows" * (fit < len(rows))
+            rows = sorted(rows[:fit], key=lambda numbered: numbered[0])
+        tables = [self._table(rows[begin : begin + fit], lines) for begin in range(0, len(rows), fit)]
         return Group(*tables, Text(summary, style="bold", no_wrap=True, overflow="ellipsis"))
 
     def _table(self, rows: Sequence[tuple[int, ShownRow]], height: int | None) -> Table:
         table = Table(box=ROUNDED, expand=True, border_style="dim")
         for number, row in rows:
-            state = ("interrupted" if row.interrupted else "done") if row.done else self._state(row)
+            state = self._state(row)
             color = COLORS[number % len(COLORS)]
             table.add_column(Text.assemble((row.name, f"bold {color}"), (f", {state}", color)), ratio=1)
         table.add_row(*(_Column(row, self.passes, height) for _, row in rows))
         return table
 
     def _state(self, row: ShownRow) -> str:
+        if row.done:
+            return "interrupted" if row.interrupted else "done"
         if not self.passes and not any(step.text for step in row.steps):
             return "reads the task"
         return f"step {len(row.steps)}" if self.config.transcript_style.unit == "step" else "writes"
@@ -364,12 +342,9 @@ class _Column:
         if not finished:
             text.append(" ..." if self.row.done else cursor, "dim")
         wrapped = text.wrap(console, max(width - MARK_WIDTH, 1), overflow="fold")
-        mark = f"{check}{step.ended}" if finished else ""
-        margins = [
-            Text(f"{mark:<{MARK_WIDTH}}", "green" if highlighted else "dim"),
-            *[Text(" " * MARK_WIDTH)] * len(wrapped),
-        ]
-        return [margin + line for margin, line in zip(margins, wrapped, strict=False)]
+        marks = [f"{check}{step.ended}" if finished else "", *[""] * len(wrapped)]
+        style = "green" if highlighted else "dim"
+        return [Text(f"{mark:<{MARK_WIDTH}}", style) + line for mark, line in zip(marks, wrapped, strict=False)]
 
 
 def live_view(config: ParallelConfig, console: Console, tokenizer: Any = None) -> LiveView:

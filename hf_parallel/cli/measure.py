@@ -22,20 +22,11 @@ class StepClock(BaseStreamer):
     """Streamer that records the times of the prompt and of each token, in any mode or none.
 
     Tokens reach a streamer in host memory, so the times between them are those of complete steps, on a GPU too.
-
-    Parameters
-    ----------
-    on_step : callable, optional
-        Called after each token (of all rows) with the number of tokens so far.
-
-    Attributes
-    ----------
-    times : list of float
-        `time.perf_counter()` at the prompt and at each token.
+    `on_step` is called after each token (of all rows) with the number of tokens so far.
     """
 
-    def __init__(self, on_step: Callable[[int], None] | None = None) -> None:
-        self.times: list[float] = []
+    def __init__(self, on_step: Callable[[int], None] = lambda count: None) -> None:
+        self.times: list[float] = []  # seconds
         self._on_step = on_step
 
     @property
@@ -61,7 +52,7 @@ class StepClock(BaseStreamer):
     def put(self, value: Any) -> None:
         """Record the time."""
         self.times.append(time.perf_counter())
-        if self._on_step is not None and len(self.times) > 1:
+        if len(self.times) > 1:
             self._on_step(len(self.times) - 1)
 
     def write_row(self, row: int, text: str, event: str) -> None:
