@@ -36,18 +36,10 @@ from hf_parallel.transcript.page import render
 FORMATS = ("text", "jsonl", "live")
 _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {".json": json.dumps, ".html": render, ".htm": render}
 """Functions that convert a transcript to text, by suffix of the output file."""
-_HEADING_LENGTH = 72
-"""Characters of a prompt in the heading of its answers."""
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status.
-
-    Raises
-    ------
-    ValueError, OSError, ImportError, RuntimeError
-        For invalid options, before a model is loaded, and for errors of the call.
-    """
+    """Run the command and return its exit status. Invalid options raise an error before a model is loaded."""
     if options.settings:
         print(describe(options.mode))
         return 0
@@ -69,8 +61,7 @@ def generate(options: argparse.Namespace) -> int:
         at_end.callback(_save_logits, options, config)
         for number, begin in enumerate(range(0, len(prompts), options.batch_size)):
             batch = prompts[begin : begin + options.batch_size]
-            inputs = encode(batch, tokenizer, config, options)
-            inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+            inputs = encode(batch, tokenizer, config, options, model.device)
             call = InterruptibleCall(model, tokenizer, _batch_config(config, number), {**inputs, **settings})
             try:
                 if options.format == "live":
@@ -116,11 +107,9 @@ def _save_logits(options: argparse.Namespace, config: ParallelConfig | None) -> 
         config.logits_cache.save(options.logits_cache)
 
 
-def _print(
-    options: argparse.Namespace, call: InterruptibleCall, prompts: Sequence[str], batch: int, headed: bool
-) -> None:
+def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[str], batch: int, headed: bool) -> None:
     """Run a call and print its answers: as they are generated, each prompt under a heading, or as JSON lines."""
-    headings = [f"== {' '.join(prompt.split())[:_HEADING_LENGTH]}" if headed else "" for prompt in prompts]
+    headings = [f"== {' '.join(prompt.split())[:72]}" if headed else "" for prompt in prompts]
     if batch and options.format == "text":
         print()
     out = StringIO() if options.format == "jsonl" else sys.stdout
@@ -169,18 +158,12 @@ def _watch(call: InterruptibleCall) -> None:
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
-    """Return the prompts from arguments, files and stdin.
-
-    Raises
-    ------
-    ValueError
-        If there is no prompt, or one is empty or not valid text.
-    """
+    """Return the prompts from arguments, files and stdin; raise `ValueError` if one is empty or not valid text."""
     texts: list[str] = []
     for prompt in options.prompts or ([] if options.file else ["-"]):
-        texts += _read(None, options.lines) if prompt == "-" else [prompt]
+        texts += _read(Path("-"), options.lines) if prompt == "-" else [prompt]
     for path in options.file:
-        texts += _read(None if path == Path("-") else path, options.lines)
+        texts += _read(path, options.lines)
     try:
         "".join(texts).encode()
     except UnicodeEncodeError as error:  # invalid bytes of arguments and stdin become surrogates
@@ -190,13 +173,13 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _read(path: Path | None, lines: bool) -> list[str]:
-    """Return the prompts of a file or of stdin (None): its whole text, or each of its lines."""
-    if path is None and sys.stdin.isatty():
+def _read(path: Path, lines: bool) -> list[str]:
+    """Return the prompts of a file or of stdin (`-`): its whole text, or each of its lines."""
+    source = "stdin" if path == Path("-") else path
+    if source == "stdin" and sys.stdin.isatty():
         raise ValueError('give a prompt: hf-parallel generate "Plan a picnic." (or --file, or text on stdin)')
-    source = path or "stdin"
     try:
-        text = sys.stdin.read() if path is None else path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if source == "stdin" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not valid UTF-8: {error}") from error
     if not text.strip():
@@ -260,15 +243,13 @@ def load(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def encode(
-    prompts: Sequence[str], tokenizer: Any, config: ParallelConfig | None, options: argparse.Namespace
+    prompts: Sequence[str], tokenizer: Any, config: ParallelConfig | None, options: argparse.Namespace, device: Any
 ) -> dict[str, torch.Tensor]:
     """Return prompts as `input_ids` and `attention_mask`, `int64 [prompts, longest]`, padded on the left."""
-    rows = [_encode_prompt(prompt, tokenizer, config, options).flatten() for prompt in prompts]
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    return {
-        "input_ids": pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left"),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"),
-    }
+    rows = [_encode_prompt(prompt, tokenizer, config, options).flatten().to(device) for prompt in prompts]
+    masks = [torch.ones_like(row) for row in rows]
+    ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0, padding_side="left")
+    return {"input_ids": ids, "attention_mask": pad_sequence(masks, batch_first=True, padding_side="left")}
 
 
 def _encode_prompt(
@@ -286,7 +267,7 @@ def _encode_prompt(
 
 
 def _total(stats: Sequence[GenerationStats]) -> GenerationStats:
-    """Return the cost of several calls: sums, and the maximum of memory."""
+    """Return the cost of several calls: sums, and the maximum of the memory."""
     calls = [call.to_dict() for call in stats]
     columns = {name: [call[name] for call in calls] for name in calls[0]}
     return GenerationStats(**{n: max(column) if n.endswith("_bytes") else sum(column) for n, column in columns.items()})
