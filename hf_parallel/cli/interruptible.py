@@ -17,35 +17,17 @@ NOTE = ("Interrupted", "This is the text generated until then.")
 
 
 class InterruptibleCall:
-    """One call of `generate`.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Enabled, if there is a mode.
-    tokenizer
-    config : ParallelConfig, optional
-        None: no mode.
-    arguments : dict
-        Further arguments of `generate`.
-
-    Attributes
-    ----------
-    output : ModelOutput, optional
-        None until the call has returned.
-    interrupted : bool
-        Whether Ctrl-C or an error ended the call.
-    """
+    """One call of `generate`, of a model that is enabled if there is a mode, with further `arguments` of `generate`."""
 
     def __init__(self, model: Any, tokenizer: Any, config: ParallelConfig | None, arguments: dict[str, Any]) -> None:
         self.model, self.tokenizer, self.config, self.arguments = model, tokenizer, config, arguments
-        self.output: Any = None
-        self.interrupted = False
+        self.output: Any = None  # until the call has returned
+        self.interrupted = False  # by Ctrl-C or an error
         self._record = Record(config)
         self._streamer: Any = None
 
     def run(self, streamer: Any) -> None:
-        """Generate until the call returns or Ctrl-C is pressed; `streamer` is a `SequentialPrinter` or a `LiveView`.
+        """Generate until the call returns or Ctrl-C is pressed; `streamer` is a `RowPrinter` or a `LiveView`.
 
         Other exceptions, of the model or of the streamer's output, are raised.
         """
@@ -58,11 +40,10 @@ class InterruptibleCall:
                 with self.model.prepared_call(self.config, arguments) as call:
                     self._record = call.record
                     self.output = self.config.make_run(call).generate()
-        except KeyboardInterrupt:
+        except BaseException as error:
             self.interrupted = True
-        except BaseException:
-            self.interrupted = True
-            raise
+            if not isinstance(error, KeyboardInterrupt):
+                raise
 
     @property
     def stats(self) -> GenerationStats | None:
@@ -72,9 +53,7 @@ class InterruptibleCall:
     @property
     def has_text(self) -> bool:
         """Whether there is a finished output, or any text of an interrupted call."""
-        if not self.interrupted:
-            return self.output is not None
-        return any(text for text, _ in self._partial_answers())
+        return any(text for text, _ in self._partial_answers()) if self.interrupted else self.output is not None
 
     @property
     def progress(self) -> str:
@@ -88,10 +67,6 @@ class InterruptibleCall:
 
         An interrupted call has objects for the answers that have text. The text is all that was generated, and of the
         mode's fields there is only the one that holds the texts of the rows (`ParallelConfig.rows_name`).
-
-        Parameters
-        ----------
-        prompts : sequence of str
         """
         answers = list(self._partial_answers() if self.interrupted else self._answers())
         for index, (text, fields) in enumerate(answers):

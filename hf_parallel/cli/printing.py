@@ -15,16 +15,7 @@ from hf_parallel.generation import ParallelConfig
 
 
 def printable(text: str, kept: str = "\n\t", replacement: str = "\ufffd") -> str:
-    """Replace the characters that a terminal could interpret as commands.
-
-    Parameters
-    ----------
-    text : str
-    kept : str
-        Unprintable characters that are kept.
-    replacement : str
-        Replacement for each of the others.
-    """
+    """Replace each character, but those in `kept`, that a terminal could interpret as a command."""
     return "".join(char if char.isprintable() or char in kept else replacement for char in text)
 
 
@@ -40,19 +31,8 @@ class _Text:
 class SequentialPrinter:
     """Prints texts that grow concurrently, one after another.
 
-    Parameters
-    ----------
-    out : text file
-    headings : sequence of str
-        One per group of texts, printed before it; empty: none. A group is printed completely before the next one.
-
-    Attributes
-    ----------
-    completions : sequence of IncrementalDetokenizer
-        Tokens and text of each row, if rows arrive as tokens.
+    Texts form groups, each with a heading, which may be empty. A group is printed completely before the next one.
     """
-
-    completions: Sequence[IncrementalDetokenizer] = ()
 
     def __init__(self, out: TextIO, headings: Sequence[str]) -> None:
         self.out, self.headings = out, headings
@@ -65,8 +45,8 @@ class SequentialPrinter:
 
     def begin(self, key: Hashable, group: int, heading: str = "") -> None:
         """Begin a text of a group."""
-        self._texts[key] = _Text(group, heading, (True, next(self._counter)))
-        self._buffered.append(self._texts[key])
+        text = self._texts[key] = _Text(group, heading, (True, next(self._counter)))
+        self._buffered.append(text)
         self._print_next()
 
     def write(self, key: Hashable, text: str) -> None:
@@ -92,12 +72,9 @@ class SequentialPrinter:
 
     def print_line(self, text: str) -> None:
         """Print a separate line. Empty: only end the current line."""
-        if self._group is not None:
-            self.out.write("\n")
-        self._group = None
-        if text:
-            self.out.write(self._clean(text) + "\n")
+        self.out.write("\n" * (self._group is not None) + (f"{self._clean(text)}\n" if text else ""))
         self.out.flush()
+        self._group = None
 
     def _print_next(self) -> None:
         """Print buffered texts up to the first that is unfinished, which becomes the current one."""
@@ -110,13 +87,11 @@ class SequentialPrinter:
                 self._current = text
 
     def _print_headings(self, text: _Text) -> None:
-        headings = [text.heading]
         if self._group is not None:
             self.out.write("\n\n")
-        if text.group != self._group:
-            headings.insert(0, self.headings[text.group])
+        of_group = self.headings[text.group] if text.group != self._group else ""
         self._group = text.group
-        self.out.write("".join(f"{self._clean(heading)}\n" for heading in headings if heading))
+        self.out.write("".join(f"{self._clean(heading)}\n" for heading in (of_group, text.heading) if heading))
 
     def _print_new(self, text: _Text) -> None:
         """Print the new part of a text without leading whitespace, and without trailing until more text follows."""
@@ -130,21 +105,10 @@ class SequentialPrinter:
 
 
 class RowPrinter(SequentialPrinter):
-    """Prints the rows of a call: the text that the mode streams, or else the tokens of each row.
+    """Prints the rows of a call, one group per prompt: the text that the mode streams, or else the tokens of each row.
 
-    Tokens of a mode that streams them when they are final are preferred to its text.
-
-    Parameters
-    ----------
-    out, headings
-        See `SequentialPrinter`; one group per prompt.
-    tokenizer
-    config : ParallelConfig, optional
-        Settings of the call; None without a mode.
-    answers : int
-        Sequences per prompt (`num_return_sequences`).
-    eos_token_ids : collection of int
-        Tokens that end a row.
+    Tokens of a mode that streams them when they are final are preferred to its text. `config` is None without a mode,
+    `answers` the number of sequences per prompt. `completions` has the tokens of each row, unless text is printed.
     """
 
     def __init__(

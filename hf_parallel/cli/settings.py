@@ -7,28 +7,17 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    GenerationConfig,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+import transformers
+from transformers import GenerationConfig
 
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.generation import MODES, ParallelConfig, Preset
 from hf_parallel.generation.arguments import check_values
 from hf_parallel.generation.config import check_setting_names, make_config
 
-PLAIN = "generate"
-"""Value of `--mode` for plain `generate`."""
+PLAIN = "generate"  # value of `--mode`
 GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("max_new_tokens", int, "maximum number of new tokens of each row (256)"),
     ("num_return_sequences", int, "answers per prompt (1)"),
@@ -39,19 +28,18 @@ GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
 )
 """Settings of `generate` that have an option: name, type, help."""
 GENERATION_SETTINGS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-"""All settings of `generate`."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Settings of `generate` that have an effect only with `do_sample=True`."""
 _CONSTANTS = {"True": True, "False": False, "None": None}
 _PROCESSORS: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "temperature": (TemperatureLogitsWarper, 1),
-    "top_k": (TopKLogitsWarper, 0),
-    "top_p": (TopPLogitsWarper, 1),
-    "min_p": (MinPLogitsWarper, None),
-    "typical_p": (TypicalLogitsWarper, 1),
-    "epsilon_cutoff": (EpsilonLogitsWarper, 0),
-    "eta_cutoff": (EtaLogitsWarper, 0),
-    "repetition_penalty": (RepetitionPenaltyLogitsProcessor, 1),
+    "temperature": (transformers.TemperatureLogitsWarper, 1),
+    "top_k": (transformers.TopKLogitsWarper, 0),
+    "top_p": (transformers.TopPLogitsWarper, 1),
+    "min_p": (transformers.MinPLogitsWarper, None),
+    "typical_p": (transformers.TypicalLogitsWarper, 1),
+    "epsilon_cutoff": (transformers.EpsilonLogitsWarper, 0),
+    "eta_cutoff": (transformers.EtaLogitsWarper, 0),
+    "repetition_penalty": (transformers.RepetitionPenaltyLogitsProcessor, 1),
 }
 """The logits processor of a setting, which raises for a value out of range, and the value that disables it."""
 
@@ -79,13 +67,7 @@ def embedded_preset(options: argparse.Namespace) -> Preset:
 
 
 def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, dict[str, Any]]:
-    """Return the mode's config (None without a mode) and the arguments of `generate`.
-
-    Raises
-    ------
-    ValueError
-        Naming the setting, the value and what is allowed.
-    """
+    """Return the mode's config (None without a mode) and the arguments of `generate`; check them."""
     cls = MODES.get(options.mode)
     preset = embedded_preset(options)
     given, flags = _given_options(options)
@@ -106,7 +88,8 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
     if options.logits_cache is not None or (cls is not None and cls.needs_logits_cache):
         if cls is None or "logits_cache" not in cls.fields():
             raise ValueError(f"--logits-cache needs a mode with logits_cache, got --mode {options.mode}")
-        of_mode["logits_cache"] = _load_logits_cache(options.logits_cache)
+        path = options.logits_cache
+        of_mode["logits_cache"] = LogitsCache.load(path) if path is not None and path.exists() else LogitsCache()
     return None if cls is None else make_config(cls.mode, of_mode, preset.settings), settings
 
 
@@ -145,29 +128,17 @@ def _check_generation(settings: dict[str, Any]) -> None:
     GenerationConfig(**{"do_sample": True, **settings})  # the model's own config may enable sampling
     for name, (processor, disabled) in _PROCESSORS.items():
         value = settings.get(name)
-        if value is None or value == disabled:
-            continue
         try:
-            processor(value)
+            if value is not None and value != disabled:
+                processor(value)
         except ValueError as error:
             raise ValueError(f"{name}={value!r} is invalid: {error}") from error
 
 
 def parse(text: str, default: Any) -> Any:
-    """Parse the value of a setting: JSON, `True`, `False` or `None`, or plain text.
-
-    Parameters
-    ----------
-    text : str
-    default : Any
-        Default of the setting. If it is a string, the value is a string too.
-    """
+    """Parse the value of a setting: JSON, `True`, `False`, `None` or text; text alone where the default is a string."""
     try:
         value = json.loads(text)
     except ValueError:
-        return _CONSTANTS.get(text, text) if not isinstance(default, str) else text
+        value = _CONSTANTS.get(text, text)
     return value if isinstance(value, str) or not isinstance(default, str) else text
-
-
-def _load_logits_cache(path: Path | None) -> LogitsCache:
-    return LogitsCache.load(path) if path is not None and path.exists() else LogitsCache()
