@@ -249,9 +249,7 @@ class BlockCache(Cache):
                 if not segment.write and segment.num_tokens > target.length + new_tokens[target]:
                     raise ValueError(f"a segment cannot reread more tokens than its block holds, got {segment!r}")
                 if target in written or (segment.write and target in read):
-                    raise ValueError(
-                        "two segments of a forward pass write to one block, or one rereads what the other writes"
-                    )
+                    raise ValueError("two segments of a pass write to one block, or one rereads what the other writes")
                 (written if segment.write else read).add(target)
                 if segment.write:
                     new_tokens[target] += segment.num_tokens
@@ -319,7 +317,7 @@ class BlockCache(Cache):
         layer = self.storage(layer_idx)
         spec = None if self.rotary is None else self.rotary.get(layer_idx)
         longest = max(view_length(segment.view) for segment in forward.segments)
-        dense: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        dense: list[list[torch.Tensor]] = [[], []]
         for segment in forward.segments:
             position, keys, values = 0, [], []
             shift = view_length(segment.view[:-1]) - segment.view[-1].base
@@ -406,9 +404,7 @@ class BlockCache(Cache):
 
     def _check_rows(self) -> None:
         if self.blocks and not self.rows:
-            raise ValueError(
-                "this cache has blocks but no rows; only rows of stock attention can be selected or cropped"
-            )
+            raise ValueError("this cache has blocks but no rows; only rows under stock attention can be changed")
 
     def __len__(self) -> int:
         return len(self.arena.layers)

@@ -57,10 +57,13 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class ForwardPass:
-    """One forward pass: its attention plan and the positions passed to the model."""
+    """One forward pass: its attention plan, and `position_ids`, int64 `[T]`, as arguments of the model.
+
+    The model rotates each packed token to its position id: its position in the block that it is written to.
+    """
 
     plan: AttentionPlan
-    position_ids: torch.Tensor  # int64 [T]: position of each packed token in the block that it is written to
+    position_ids: torch.Tensor
     segments: Sequence[Segment]  # in packed order, with their views at the time of the pass
     blocks: Sequence[Block]  # all blocks of the views
     states: list[tuple[int, int, int, Extent]]  # of the blocks, new tokens included; see `leads_to`

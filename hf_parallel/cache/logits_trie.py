@@ -19,8 +19,7 @@ TENSOR_BYTES = 800
 class CachedLogits:
     """Logits of one node, all of them or the highest.
 
-    Kept logits are strictly higher than dropped ones. A tie with a dropped logit is dropped too, so there may be fewer
-    than `top_k`.
+    Kept logits are strictly higher than dropped ones, so a tie may leave fewer than `top_k`.
     """
 
     values: torch.Tensor  # [vocabulary] or [top_k], in the model's dtype
@@ -46,10 +45,7 @@ class CachedLogits:
         return _num_bytes(self.values) + (0 if self.ids is None else _num_bytes(self.ids))
 
     def covers(self, count: int, log_tail: float) -> bool:
-        """Return whether the `count` highest logits are kept and `self.log_tail` is at most `log_tail`.
-
-        If so, sampling settings that need no more give the same result as with all logits.
-        """
+        """Return whether sampling is exact that needs the `count` highest logits and at most `log_tail` dropped."""
         return self.ids is None or (len(self.ids) >= count and self.log_tail <= log_tail)
 
     def to_dense(self) -> torch.Tensor:
