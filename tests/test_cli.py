@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import io
 import json
 import re
@@ -299,8 +300,8 @@ def test_without_the_repository_bench_names_it(
 def test_an_error_names_missing_rich(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
-    find = cli.importlib.util.find_spec
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
     assert cli.main(command) == 2
     assert "needs rich, which is not installed: pip install rich" in capsys.readouterr().err
 

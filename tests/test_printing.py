@@ -17,7 +17,7 @@ def printed(*events: Any, headings: tuple[str, ...] = ("",)) -> str:
     printer = SequentialPrinter(out, headings)
     for name, *rest in events:
         getattr(printer, name)(*rest)
-    printer.finish()
+    printer.end()
     return out.getvalue()
 
 

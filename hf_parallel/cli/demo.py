@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 
 from hf_parallel.cli.live import live_view, make_console
 from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
@@ -37,15 +37,12 @@ class Sizes:
     new_tokens: int = 24
 
 
-QUICK = Sizes(passes=24, prompt=96, rows=4, new_tokens=6)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit status."""
     options = _parse(arguments)
     console = make_console()
     try:
-        sizes = QUICK if options.quick else Sizes()
+        sizes = Sizes(passes=24, prompt=96, rows=4, new_tokens=6) if options.quick else Sizes()
         model, tokenizer = load(options.model, console)
         try:
             show_workers(console, model, tokenizer, options, options.max_new_tokens or sizes.passes)
@@ -54,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except UnsupportedModelError as error:
             console.print(f"Not with this model: {error}\n")
         show_shared_prefix(console, model, tokenizer, sizes)
-        show_next_steps(console)
+        console.print(Rule("3. Your own model", align="left"))
+        console.print(NEXT_STEPS, soft_wrap=True)
     except KeyboardInterrupt:
         console.print("\nStopped.")
         return 130
@@ -82,16 +80,10 @@ def show_workers(console: Console, model: Any, tokenizer: Any, options: argparse
         "by token. A finished step moves into their common history and is marked with its last forward pass.\n"
     )
     console.print(f"Task: {options.task}\n")
+    inputs = {name: tensor.to(model.device) for name, tensor in prompt.items()}
+    settings = {**SAMPLING, "max_new_tokens": passes, "return_dict_in_generate": True}
     with live_view(config, console) as view, view.watching(model):
-        output = model.generate(
-            **{name: tensor.to(model.device) for name, tensor in prompt.items()},
-            parallel_config=config,
-            tokenizer=tokenizer,
-            max_new_tokens=passes,
-            streamer=view,
-            return_dict_in_generate=True,
-            **SAMPLING,
-        )
+        output = model.generate(**inputs, **settings, parallel_config=config, tokenizer=tokenizer, streamer=view)
     if not console.is_interactive:
         console.print(view.summary)
     moved, megabytes = sum(step.forward_pass is not None for step in output.history[0]), output.stats.kv_bytes / 1e6
@@ -148,9 +140,7 @@ def measure(progress: Progress, name: str, model: Any, ids: torch.Tensor, settin
 
 def comparison(plain: Measured, shared: Measured, rows: int) -> Table:
     """Return the table of both calls and their ratios."""
-    table = Table()
-    for heading in ("", "generate", SharedPrefixConfig.mode, "ratio"):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = Table("", *(Column(name, justify="right") for name in ("generate", SharedPrefixConfig.mode, "ratio")))
     for label, a, b, form, ratio in (
         ("prefill, s", plain.prefill, shared.prefill, ".2f", plain.prefill / shared.prefill),
         ("decode step, ms", 1e3 * plain.step, 1e3 * shared.step, ".0f", plain.step / shared.step),
@@ -162,11 +152,7 @@ def comparison(plain: Measured, shared: Measured, rows: int) -> Table:
     return table
 
 
-def show_next_steps(console: Console) -> None:
-    """Show how to use another model."""
-    console.print(Rule("3. Your own model", align="left"))
-    console.print(
-        f"""    import hf_parallel
+NEXT_STEPS = f"""    import hf_parallel
     hf_parallel.enable(model)       # any RoPE decoder of transformers
     model.generate(**inputs, generation_mode="{SharedPrefixConfig.mode}",
                    num_return_sequences=16, do_sample=True)
@@ -176,9 +162,7 @@ make bench           the same comparison in full, with continuous batching
 make demo ARGS='--task "Write a song about the sea."'
 make demo ARGS="--model Qwen/Qwen3-0.6B"
 .venv/bin/hf-parallel generate --mode {HogwildConfig.mode} --format live "Plan a day in Rome."
-""",
-        soft_wrap=True,
-    )
+"""
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

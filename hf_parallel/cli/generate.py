@@ -118,7 +118,7 @@ def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[s
     printer = RowPrinter(out, headings, call.tokenizer, call.config, answers, ends)
     call.run(printer)
     if call.interrupted:
-        printer.finish()
+        printer.end()
     if options.format == "jsonl":
         for record in call.records(prompts):
             print_record(record)
@@ -130,15 +130,12 @@ def _print_answers(printer: RowPrinter, found: Sequence[str | None], headings: S
     """Print the final answers that a mode extracted, by prompt."""
     count = len(found) // len(headings)
     for number, heading in enumerate(headings):
-        answers = [
-            f"[{index} of {count}] Answer: {answer}" if count > 1 else f"Answer: {answer}"
-            for index, answer in enumerate(found[number * count :][:count], start=1)
-            if answer is not None
-        ]
-        if answers and len(headings) > 1:
+        answers = list(enumerate(found[number * count :][:count], start=1))
+        if len(headings) > 1 and any(answer is not None for _, answer in answers):
             printer.print_line(f"\n{heading}")
-        for answer in answers:
-            printer.print_line(answer)
+        for index, answer in answers:
+            if answer is not None:
+                printer.print_line(f"[{index} of {count}] Answer: {answer}" if count > 1 else f"Answer: {answer}")
 
 
 def print_record(record: dict[str, Any]) -> None:
@@ -189,8 +186,9 @@ def _read(path: Path, lines: bool) -> list[str]:
 
 def check_options(options: argparse.Namespace, prompts: Sequence[str]) -> None:
     """Raise `ValueError` for options that would fail only after generation."""
-    if options.output is not None and options.mode == PLAIN:
-        raise ValueError(f"-o saves the transcript of a mode, so it cannot be combined with --mode {PLAIN}")
+    for given, use in ((options.output, "-o saves the transcript"), (options.stats, "--stats reports the cost")):
+        if given and options.mode == PLAIN:
+            raise ValueError(f"{use} of a mode, so it cannot be combined with --mode {PLAIN}")
     for option, path in (("-o", options.output), ("--logits-cache", options.logits_cache)):
         if path is not None:
             _check_writable(option, path)
@@ -200,14 +198,23 @@ def check_options(options: argparse.Namespace, prompts: Sequence[str]) -> None:
         raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
     if options.lines and options.prompts and "-" not in options.prompts and not options.file:
         raise ValueError("--lines splits files and stdin, but the prompts are arguments")
-    if options.stats and options.mode == PLAIN:
-        raise ValueError(f"--stats reports the cost of a mode, so it cannot be combined with --mode {PLAIN}")
-    _check_model(options)
+    name = options.model or ""
+    if name.startswith((os.sep, ".", "~")) and not Path(name).is_dir():
+        raise ValueError(f"--model {name}: no such folder")
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:  # the following lines are for developers of torch
+        raise ValueError(f"--device {options.device}: {str(error).partition(chr(10))[0]}") from error
     if options.format == "live":
-        if importlib.util.find_spec("rich") is None:
-            raise ValueError("--format live needs rich, which is not installed: pip install rich")
+        check_rich("--format live")
         if options.mode == PLAIN or len(prompts) > 1:
             raise ValueError(f"--format live shows one prompt in a mode, got {len(prompts)} and --mode {options.mode}")
+
+
+def check_rich(user: str) -> None:
+    """Raise `ValueError` if rich is not installed."""
+    if importlib.util.find_spec("rich") is None:
+        raise ValueError(f"{user} needs rich, which is not installed: pip install rich")
 
 
 def _check_writable(option: str, path: Path) -> None:
@@ -225,17 +232,6 @@ def _check_writable(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
 
 
-def _check_model(options: argparse.Namespace) -> None:
-    """Raise `ValueError` for a folder or a device that does not exist."""
-    name = options.model or ""
-    if name.startswith((os.sep, ".", "~")) and not Path(name).is_dir():
-        raise ValueError(f"--model {name}: no such folder")
-    try:
-        torch.empty(0, device=options.device)
-    except (RuntimeError, AssertionError) as error:  # the following lines are for developers of torch
-        raise ValueError(f"--device {options.device}: {str(error).partition(chr(10))[0]}") from error
-
-
 def load(options: argparse.Namespace) -> tuple[Any, Any]:
     """Load the model and its tokenizer."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -245,25 +241,23 @@ def load(options: argparse.Namespace) -> tuple[Any, Any]:
 def encode(
     prompts: Sequence[str], tokenizer: Any, config: ParallelConfig | None, options: argparse.Namespace, device: Any
 ) -> dict[str, torch.Tensor]:
-    """Return prompts as `input_ids` and `attention_mask`, `int64 [prompts, longest]`, padded on the left."""
-    rows = [_encode_prompt(prompt, tokenizer, config, options).flatten().to(device) for prompt in prompts]
+    """Return prompts as `input_ids` and `attention_mask`, `int64 [prompts, longest]`, padded on the left.
+
+    Prompts go through the chat template and get the instructions of the mode, unless they are raw.
+    """
+    template, instructions = "{task}", None
+    if config is not None and not options.raw:
+        preset, instructions = embedded_preset(options), config.system_prompt()
+        if make_config(config.mode, preset.settings, config).system_prompt() == instructions:
+            template = preset.task  # it belongs to the instructions of the preset
+    rows = []
+    for prompt in prompts:
+        task = template.format(task=prompt)
+        tokens = tokenizer(task, return_tensors="pt") if options.raw else encode_task(instructions, task, tokenizer)
+        rows.append(tokens["input_ids"].flatten().to(device))
     masks = [torch.ones_like(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0, padding_side="left")
     return {"input_ids": ids, "attention_mask": pad_sequence(masks, batch_first=True, padding_side="left")}
-
-
-def _encode_prompt(
-    prompt: str, tokenizer: Any, config: ParallelConfig | None, options: argparse.Namespace
-) -> torch.Tensor:
-    """Return a prompt as tokens, through the chat template and the instructions of the mode unless it is raw."""
-    if options.raw:
-        return tokenizer(prompt, return_tensors="pt").input_ids
-    instructions = None
-    if config is not None:
-        preset, instructions = embedded_preset(options), config.system_prompt()
-        if make_config(config.mode, preset.settings, config).system_prompt() == instructions:
-            prompt = preset.task.format(task=prompt)  # the template belongs to the instructions of the preset
-    return encode_task(instructions, prompt, tokenizer)["input_ids"]
 
 
 def _total(stats: Sequence[GenerationStats]) -> GenerationStats:
@@ -274,7 +268,6 @@ def _total(stats: Sequence[GenerationStats]) -> GenerationStats:
 
 
 def _cost(stats: GenerationStats) -> str:
-    """Return the cost in one line."""
     replayed = f" ({stats.replayed_tokens} replayed)" if stats.replayed_tokens else ""
     return (
         f"{stats.forward_passes} forward passes, {stats.decoded_tokens} tokens decoded{replayed}, "

