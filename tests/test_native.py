@@ -40,7 +40,7 @@ def attend(
         calls.append({"blocks": count, "queries": len(q) // count, "num_keys": length, **strides})
         offset += k.numel()
     keys, values = (torch.cat([block[i].reshape(-1, dim) for block in blocks]) for i in (0, 1))
-    return native.attend(q, keys, values, native.NativeCalls(calls), blocks[0][0].shape[1], scale)
+    return native.attend(q, keys, values, native.NativeCalls(calls), blocks[0][0].shape[1], scale, None)
 
 
 @compiled

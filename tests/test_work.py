@@ -93,7 +93,7 @@ def test_items_cover_the_following_steps(scene: Scene, partitions: list[Partitio
 def test_every_item_has_its_own_slots_which_its_queries_merge(scene: Scene, partitions: list[Partition]) -> None:
     plan = scene.forward.plan
     work = make_work(plan, partitions, scene.features.window)
-    assert sorted(work.merge_slot.tolist()) == list(range(work.num_slots))
+    assert sorted(work.merge_slot.tolist()) == list(range(len(work.merge_slot)))
     query_of_slot = np.repeat(np.arange(plan.num_queries), np.diff(work.merge_start))[np.argsort(work.merge_slot)]
     for item in work.items:
         *_, first_pair, num_pairs, first_slot, rotated = item.tolist()
@@ -143,11 +143,11 @@ def test_programs_have_equal_numbers_of_keys_for_any_blocks(lengths: list[int], 
 def test_bounds_of_items_and_slots_hold_for_blocks_of_any_length(scene: Scene, partitions: list[Partition]) -> None:
     work = make_work(scene.forward.plan, partitions)
     assert len(work.items) <= work.max_items
-    assert work.num_slots <= work.max_slots
+    assert len(work.merge_slot) <= work.max_slots
     plan = scene.forward.plan
     longer = make_work(replace(plan, pair_hi=plan.pair_hi + 300), partitions)
     assert len(longer.items) <= work.max_items
-    assert longer.num_slots <= work.max_slots
+    assert len(longer.merge_slot) <= work.max_slots
 
 
 def test_little_work_uses_few_programs() -> None:

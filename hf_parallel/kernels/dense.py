@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_EFFICIENT_CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FLASH_CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def dense_attention(
@@ -34,7 +32,7 @@ def dense_attention(
             )
         if mask is None and flash_supports(q):
             return _flash(q, k, v, causal, scale)
-        if q.device.type == "cuda" and q.dtype in _EFFICIENT_CUDA_DTYPES:
+        if q.device.type == "cuda" and q.dtype in (torch.float32, torch.bfloat16, torch.float16):
             k, v = _repeat_heads(q, k, v)
             bias = None if mask is None else mask.expand(*q.shape[:3], -1)
             out, lse, *_ = ops._scaled_dot_product_efficient_attention(
@@ -46,7 +44,7 @@ def dense_attention(
 
 def flash_supports(q: Tensor) -> bool:
     """Whether FlashAttention supports queries of this dtype, head size and device."""
-    fits = q.dtype in _FLASH_CUDA_DTYPES and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
     return q.is_cuda and fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 

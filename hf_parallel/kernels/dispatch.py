@@ -1,4 +1,4 @@
-"""Backend selection for block attention: one operation, several implementations.
+"""Backend selection for block attention.
 
 `HF_PARALLEL_BACKEND` (`torch`, `triton` or `reference`) overrides the choice; the backend it names must be available.
 """
@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 
 import torch
+from torch import Tensor
+from transformers.utils import logging
 
 from hf_parallel.kernels import reference, torch_attention
 from hf_parallel.kernels.dense import flash_package
@@ -23,12 +24,10 @@ from hf_parallel.kernels.work import longest_run
 
 BACKEND_VARIABLE = "HF_PARALLEL_BACKEND"
 
-SCHEDULED_RUN = 64
-"""Number of new tokens of a row above which the torch backend (FlashAttention) replaces the Triton kernels on a GPU."""
-
+SCHEDULED_RUN = 64  # new tokens of a row above which FlashAttention (torch backend) replaces the Triton kernels
 _NAMES = ("reference", "torch", "triton")
-_TRITON_CAPABILITY = (8, 0)
-_logger = logging.getLogger(__name__)
+_LEAST_CAPABILITY = (8, 0)
+_logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -101,20 +100,17 @@ def _triton_unavailable(device: torch.device, interpreted: bool) -> str:
 
 
 def _flash_unavailable(device: torch.device) -> str:
-    """Reason why the flash-attn package is not used on a device; empty if it is."""
-    if device.type != "cuda":
-        return "flash-attn needs a CUDA device"
-    if reason := _too_old(device):
+    if reason := _too_old(device) if device.type == "cuda" else "flash-attn needs a CUDA device":
         return reason
     return "" if flash_package() else "PyTorch's FlashAttention serves instead: pip install 'hf_parallel[flash-attn]'"
 
 
 def _too_old(device: torch.device) -> str:
-    found = torch.cuda.get_device_capability(device)
-    if found >= _TRITON_CAPABILITY:
+    found, (major, minor) = torch.cuda.get_device_capability(device), _LEAST_CAPABILITY
+    if found >= _LEAST_CAPABILITY:
         return ""
-    needed = ".".join(map(str, _TRITON_CAPABILITY))
-    return f"it needs compute capability {needed}, {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+    name = torch.cuda.get_device_name(device)
+    return f"it needs compute capability {major}.{minor}, {name} has {found[0]}.{found[1]}"
 
 
 def _default_device() -> torch.device:
@@ -122,12 +118,10 @@ def _default_device() -> torch.device:
 
 
 def _interpreted() -> bool:
-    """Whether Triton runs its kernels in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _backend(keys: torch.Tensor, values: torch.Tensor) -> ModuleType:
-    """The backend for a layer's storage."""
+def _backend(keys: Tensor, values: Tensor) -> ModuleType:
     name = select_backend(keys.device)
     if name == "reference":
         return reference
@@ -136,26 +130,18 @@ def _backend(keys: torch.Tensor, values: torch.Tensor) -> ModuleType:
         reason = triton_attention.unsupported_reason(keys, values)
         if not reason:
             return triton_attention
-        _warn_once(f"block attention uses PyTorch's kernels instead of Triton's: {reason}")
+        _logger.warning_once(f"block attention uses PyTorch's kernels instead of Triton's: {reason}")
     return torch_attention
 
 
-@lru_cache
-def _warn_once(message: str) -> None:
-    _logger.warning(message)
-
-
-def capturable(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether decode steps over a layer's storage `[slots * kv_heads, head_dim]` can be captured in a CUDA graph.
-
-    They can if the layer's kernels read everything that changes from step to step from device memory.
-    """
+def capturable(keys: Tensor, values: Tensor) -> bool:
+    """Whether the kernels of a layer's storage can be captured: they read all that changes from device memory."""
     return _backend(keys, values) not in (reference, torch_attention)
 
 
 def block_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan, params: AttentionParams
-) -> torch.Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams
+) -> Tensor:
     """Attention of packed rows to the blocks they see: `merge over b of softmax(rotate(q, delta_b) K_b) V_b`.
 
     Parameters
@@ -179,20 +165,18 @@ def block_attention(
     Keys and values of a block are read once, regardless of how many rows see it (Hydragen, section 3.2); partial
     results are merged by their log-sum-exp (Hydragen, eq. 5).
     """
-    backend = _backend(keys, values)
-    if is_prefill(keys, values, plan, params.softcap):
-        backend = torch_attention
+    backend = torch_attention if is_prefill(keys, values, plan, params.softcap) else _backend(keys, values)
     return backend.block_attention(query, keys, values, plan, params)
 
 
-def is_prefill(keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan, softcap: float | None) -> bool:
+def is_prefill(keys: Tensor, values: Tensor, plan: AttentionPlan, softcap: float | None) -> bool:
     """Whether FlashAttention is faster for a pass than kernels for few queries, and no backend was selected."""
     if not keys.is_cuda or os.environ.get(BACKEND_VARIABLE) or softcap is not None or keys.shape != values.shape:
         return False
     return plan.cached("longest run", lambda: longest_run(plan)) > SCHEDULED_RUN
 
 
-def append(layer: LayerStorage, new_keys: torch.Tensor, new_values: torch.Tensor, plan: AttentionPlan) -> None:
+def append(layer: LayerStorage, new_keys: Tensor, new_values: Tensor, plan: AttentionPlan) -> None:
     """Store the packed new keys and values `[kv_heads, T, head_dim]` of a pass at the locations that its plan gives."""
     _storage_backend(layer).append(layer, new_keys, new_values, plan)
 
@@ -200,16 +184,10 @@ def append(layer: LayerStorage, new_keys: torch.Tensor, new_values: torch.Tensor
 def move(
     layer: LayerStorage, source: TokenRange, target: TokenRange, delta: int = 0, rotary: RotarySpec | None = None
 ) -> None:
-    """Copy tokens to another location in a layer's storage and rotate their keys by `delta` positions.
+    """Copy tokens within a layer's storage and rotate their keys by `delta` positions.
 
-    Parameters
-    ----------
-    layer : LayerStorage
-    source, target : TokenRange
-        Of the same length, not overlapping.
-    delta : int
-    rotary : RotarySpec, optional
-        Rotary embedding of the layer. None: the layer has no RoPE, and its keys are not rotated.
+    `source` and `target` have the same length and do not overlap. Without `rotary` (a layer without RoPE), keys are not
+    rotated.
     """
     _storage_backend(layer).move(layer, source, target, delta, rotary)
 

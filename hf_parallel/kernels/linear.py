@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 from hf_parallel.kernels import native
 
 LINEAR_VARIABLE = "HF_PARALLEL_LINEAR"
-LEAST_WEIGHTS = 1 << 16
-"""Number of weights of a layer below which the choice of library does not matter."""
+LEAST_WEIGHTS = 1 << 16  # of a layer, below which the choice of library does not matter
 
 _PASSES: dict[str, dict[int, float]] = {
     "native": {1: 1.0, 8: 1.0, 16: 1.68, 32: 2.3, 128: 5.6},
@@ -31,7 +30,6 @@ _PASSES: dict[str, dict[int, float]] = {
 }
 """Duration of a forward pass by its number of tokens, relative to a pass of one token, for each library: measured in
 float32 on an AMD EPYC (docs/cpu.md). Up to eight tokens of the native kernel, measured as 1.1, are set to 1."""
-_NAMES = tuple(_PASSES)
 _PLAIN = nn.Linear.forward
 
 
@@ -61,9 +59,9 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
 
 
 def linear_backend(model: PreTrainedModel) -> str:
-    """Return the library that computes passes of few tokens of a model during a call: `native`, `onednn` or `torch`.
+    """Return the library whose costs `pass_cost` uses for a model: `native`, `onednn` or `torch`.
 
-    It selects the costs of `pass_cost`, which were measured in float32 only: other dtypes use those of `torch`.
+    They were measured in float32 only: other dtypes use those of `torch`.
     """
     forward = _replacement()
     if forward is None or model.dtype != torch.float32 or model.device.type != "cpu":
@@ -79,7 +77,6 @@ def pass_cost(tokens: int, linear_backend: str) -> float:
 
 
 def _replacement() -> Callable[..., torch.Tensor] | None:
-    """Function that replaces the layers' `forward`; None if PyTorch computes them."""
     library = _library(os.environ.get(LINEAR_VARIABLE, ""))
     if library == "torch" or not torch.backends.mkldnn.enabled or nn.Linear.forward is not _PLAIN:
         return None
@@ -88,9 +85,8 @@ def _replacement() -> Callable[..., torch.Tensor] | None:
 
 @cache
 def _library(name: str) -> str:
-    """Library that a value of the variable selects: one of `_NAMES`."""
-    if name not in ("", *_NAMES):
-        raise ValueError(f"{LINEAR_VARIABLE} must be one of {list(_NAMES)}, got {name!r}")
+    if name not in ("", *_PASSES):
+        raise ValueError(f"{LINEAR_VARIABLE} must be one of {list(_PASSES)}, got {name!r}")
     has_onednn = torch.backends.mkldnn.is_available()
     if name in ("native", "onednn") and not has_onednn:
         raise ValueError(f"{LINEAR_VARIABLE}={name} cannot be used: this PyTorch was built without oneDNN")
@@ -101,9 +97,7 @@ def _library(name: str) -> str:
 
 
 def _is_large_linear(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear or "forward" in vars(module):
-        return False
-    weight = module.weight
+    weight = module.weight if type(module) is nn.Linear and "forward" not in vars(module) else None
     return type(weight) is nn.Parameter and weight.numel() >= LEAST_WEIGHTS and _is_contiguous_float32(weight)
 
 
@@ -113,35 +107,23 @@ def _is_contiguous_float32(parameter: torch.Tensor) -> bool:
 
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
     """`nn.Linear.forward` by the compiled kernel for few tokens, by oneDNN for more."""
-    if not _is_supported(self, input):
-        return _PLAIN(self, input)
-    weight, bias = self.weight, self.bias
-    inputs = weight.shape[1]
-    fits = input.shape[-1:] == (inputs,) and native.supports_linear(input.numel() // inputs)
-    if fits and _is_contiguous_float32(weight) and (bias is None or _is_contiguous_float32(bias)):
-        return native.linear(input, weight, bias)
-    return _by_onednn(self, input)
+    if _is_supported(self, input) and input.shape[-1:] == self.weight.shape[1:]:
+        parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        few = native.supports_linear(input.numel() // self.weight.shape[1])
+        if few and all(map(_is_contiguous_float32, parameters)):
+            return native.linear(input, *parameters)
+    return _forward_by_onednn(self, input)
 
 
 def _forward_by_onednn(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-    """`nn.Linear.forward` by oneDNN."""
-    return _by_onednn(self, input) if _is_supported(self, input) else _PLAIN(self, input)
-
-
-def _by_onednn(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
+    if not _is_supported(self, input):
+        return _PLAIN(self, input)
+    return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
 
 
 def _is_supported(layer: nn.Linear, x: torch.Tensor) -> bool:
-    """Whether the kernel or oneDNN can compute a layer for this input in the current mode."""
-    bias = layer.bias
-    return (
-        type(x) is torch.Tensor
-        and x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and x.numel() > 0
-        and (bias is None or bias.shape == layer.weight.shape[:1])  # PyTorch also broadcasts a bias of one element
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-    )
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return False
+    if layer.bias is not None and layer.bias.shape != layer.weight.shape[:1]:  # PyTorch broadcasts one element
+        return False
+    return type(x) is torch.Tensor and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0

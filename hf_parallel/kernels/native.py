@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import logging
 import os
 import platform
 import shutil
@@ -19,27 +18,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers.utils import logging
 
 from hf_parallel.files import cache_folder
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
-
-MAX_ROWS = 1024
-"""Number of query rows per KV head up to which the attention kernel was measured to be faster."""
-MAX_TOKENS = 16
-"""Number of tokens up to which the kernel of linear layers was measured to be faster than oneDNN (docs/cpu.md)."""
+MAX_ROWS = 1024  # query rows per KV head up to which the attention kernel was measured to be faster
+MAX_TOKENS = 16  # up to which the kernel of linear layers was measured to be faster than oneDNN (docs/cpu.md)
 
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.c", "cpu_linear.c"))
-_logger = logging.getLogger(__name__)
+_logger = logging.get_logger(__name__)
 
 
 class _Call(ctypes.Structure):
     """`Call` of `cpu_attention.c`."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("blocks", "queries", "num_keys")),
-        *((name, ctypes.c_int64) for name in ("key_offset", "key_block", "key_head")),
+        *((name, ctypes.c_int64) for name in ("blocks", "queries", "num_keys", "key_offset", "key_block", "key_head")),
         *((name, ctypes.c_int64) for name in ("value_offset", "value_block", "value_head")),
         *((name, ctypes.c_void_p) for name in ("query_index", "lo", "hi", "cos", "sin")),
         *((name, ctypes.c_int64) for name in ("half", "interleaved", "repeats")),
@@ -59,10 +56,7 @@ class _Layer(ctypes.Structure):
 class NativeCalls:
     """Calls of a schedule as an array of C structs, shared by all layers of one shape.
 
-    Parameters
-    ----------
-    calls : sequence of mapping
-        Values of `_Call`'s fields: integers, or contiguous tensors for pointers (absent: NULL).
+    Each call gives `_Call`'s fields: integers, or contiguous tensors for pointers (absent: NULL).
     """
 
     def __init__(self, calls: Sequence[Mapping[str, Any]]) -> None:
@@ -70,10 +64,7 @@ class NativeCalls:
         self.array = (_Call * len(calls))()
         for struct, call in zip(self.array, calls, strict=True):
             for name, value in call.items():
-                setattr(struct, name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
-
-    def __len__(self) -> int:
-        return len(self.array)
+                setattr(struct, name, value.data_ptr() if isinstance(value, Tensor) else value)
 
 
 def supports(dtype: torch.dtype, device: torch.device, rows: int, key_dim: int, value_dim: int) -> bool:
@@ -83,14 +74,8 @@ def supports(dtype: torch.dtype, device: torch.device, rows: int, key_dim: int, 
 
 
 def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    calls: NativeCalls,
-    num_kv_heads: int,
-    scale: float,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, keys: Tensor, values: Tensor, calls: NativeCalls, kv_heads: int, scale: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Attention of float32 queries `[T, heads, head_dim]` to the blocks of all calls, merged.
 
     `keys` and `values` `[slots * kv_heads, head_dim]` are the storage of one layer, `sinks` `[heads]` the logits of its
@@ -102,11 +87,11 @@ def attend(
     tokens, heads, dim = query.shape
     out, lse = torch.empty_like(query), query.new_empty(tokens, heads)
     pointers = (tensor.data_ptr() for tensor in (query, keys, values, out, lse))
-    layer = _Layer(*pointers, heads, num_kv_heads, dim, scale)
+    layer = _Layer(*pointers, heads, kv_heads, dim, scale)
     sinks = None if sinks is None else sinks.float().contiguous()
     sink_pointer = None if sinks is None else sinks.data_ptr()
-    failed = library.attend(ctypes.byref(layer), sink_pointer, tokens, calls.array, len(calls), torch.get_num_threads())
-    if failed:
+    call_array = calls.array, len(calls.array)
+    if library.attend(ctypes.byref(layer), sink_pointer, tokens, *call_array, torch.get_num_threads()):
         raise MemoryError(f"attention of {tokens} tokens x {heads} heads found no memory for its partial sums")
     return out, lse
 
@@ -116,7 +101,7 @@ def supports_linear(tokens: int) -> bool:
     return tokens <= MAX_TOKENS and _library() is not None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x W^T + b`: float32 `[..., inputs]` to `[..., outputs]`.
 
     `weight` `[outputs, inputs]` and `bias` `[outputs]` must be contiguous. A token's result is the same to the last
@@ -142,9 +127,7 @@ def _library() -> ctypes.CDLL | None:
     """The compiled kernels, or None with a warning on first use."""
     library, reason = _load()
     if library is None and os.environ.get(NATIVE_VARIABLE) != "0":
-        _logger.warning(
-            "attention and linear layers on the CPU use other kernels, their own could not be compiled: %s", reason
-        )
+        _logger.warning(f"attention and linear layers on the CPU use other kernels, as compiling failed: {reason}")
     return library
 
 

@@ -69,8 +69,7 @@ class DeviceBuffers(Derived):
 class Increments:
     """Difference between the plan of a decode step and that of the next step of the same rows: int64 `[P]` each.
 
-    Positions in a step are sums of block lengths, and each length grows by one or not at all. From one step to the
-    next a plan therefore changes by constant integers; every `write_index` grows by one.
+    Constant from step to step: each block grows by one token or not at all. Every `write_index` grows by one.
     """
 
     delta: np.ndarray  # added to pair_delta

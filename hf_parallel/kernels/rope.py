@@ -8,10 +8,11 @@ and is not applied again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -34,40 +35,23 @@ class RotarySpec:
         """Number of leading dimensions of a head that are rotated."""
         return 2 * len(self.inv_freq)
 
-    @cached_property
-    def _inv_freq(self) -> np.ndarray:
-        return np.asarray(self.inv_freq, dtype=np.float64)
+    def tables(self, delta: np.ndarray, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return `(cos, sin)`, `[N, rotary_dim / 2]` of `dtype`, of rotations by `delta` positions (int64 `[N]`).
 
-    def tables(self, delta: np.ndarray, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of rotations by `delta` positions.
-
-        Parameters
-        ----------
-        delta : int64 [N]
-            Positions, of any sign. Angles are computed in float64 whatever `dtype` is.
-
-        Returns
-        -------
-        (cos, sin) : [N, rotary_dim / 2] of `dtype` on `device`
+        Angles are computed in float64 whatever `dtype` is.
         """
-        angles = torch.from_numpy(np.multiply.outer(delta.astype(np.float64), self._inv_freq))
+        angles = torch.from_numpy(np.multiply.outer(delta.astype(np.float64), self.inv_freq))
         return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, spec: RotarySpec) -> torch.Tensor:
-    """Rotate the leading `spec.rotary_dim` dimensions of `x`.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, spec: RotarySpec) -> Tensor:
+    """Rotate the leading `spec.rotary_dim` dimensions of queries or keys.
 
     Parameters
     ----------
     x : [..., head_dim]
-        Queries or keys.
     cos, sin : broadcastable to [..., rotary_dim / 2]
-        From `spec.tables`.
-
-    Returns
-    -------
-    torch.Tensor
-        Same shape and dtype as `x`; computed in the dtype of the tables.
+        From `spec.tables`; the result is computed in their dtype and has that of `x`.
     """
     head, rest = x[..., : spec.rotary_dim].to(cos.dtype), x[..., spec.rotary_dim :]
     if spec.interleaved:
@@ -80,7 +64,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, spec: RotarySp
     return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
 
 
-def rotate_by(x: torch.Tensor, delta: int, spec: RotarySpec) -> torch.Tensor:
+def rotate_by(x: Tensor, delta: int, spec: RotarySpec) -> Tensor:
     """Rotate queries or keys `[..., head_dim]` by `delta` positions, in float32 (float64 if `x` is float64)."""
     return rotate(x, *_shift_tables(spec, delta, table_dtype(x.dtype), x.device), spec)
 
@@ -91,9 +75,7 @@ def table_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @lru_cache(maxsize=8)
-def _shift_tables(
-    spec: RotarySpec, delta: int, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _shift_tables(spec: RotarySpec, delta: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Tables `[1, rotary_dim / 2]` of one rotation, shared by all layers with the same rotary embedding."""
     with torch.inference_mode(False):  # later uses may need gradients
         return spec.tables(np.array([delta]), dtype, device)

@@ -220,7 +220,6 @@ def _with_increments(plan: AttentionPlan, call: Call) -> Call:
 
 
 def _with_merge(plan: AttentionPlan, calls: list[Call]) -> Schedule:
-    """Find the partial results of each query."""
     pairs = np.concatenate([call.pairs for call in calls]) if calls else np.empty(0, np.int64)
     results = np.flatnonzero(pairs >= 0)
     queries = plan.pair_query[pairs[results]]

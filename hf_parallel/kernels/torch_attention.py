@@ -8,10 +8,11 @@ which reads each block once for all heads and rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hf_parallel.kernels import native
 from hf_parallel.kernels.dense import dense_attention
@@ -20,17 +21,11 @@ from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by, table_dtype
 from hf_parallel.kernels.schedule import Call, Schedule, make_schedule
 from hf_parallel.kernels.storage import LayerStorage, TokenRange, storage_row
 
-UNPACKED_QUERIES = 32
-"""Number of queries per block from which packing grouped heads gains nothing over one product per head."""
+UNPACKED_QUERIES = 32  # per block, from which packing grouped heads gains nothing over one product per head
+NATIVE_RUN = 32  # queries of a block up to which the compiled kernel serves calls with a mask
+MASK_ALIGNMENT = 16  # of the rows of a mask: PyTorch's memory-efficient attention requires it on a GPU
 
-NATIVE_RUN = 32
-"""Number of queries of a block up to which the compiled kernel serves calls with a mask."""
-
-MASK_ALIGNMENT = 16
-"""Rows of a mask begin at multiples of this: PyTorch's memory-efficient attention requires it on a GPU."""
-
-StridedView = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Size, strides and offset for `torch.as_strided`."""
+StridedView = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides and offset for `torch.as_strided`
 
 
 class _LayerShape(NamedTuple):
@@ -49,20 +44,18 @@ class _LayerShape(NamedTuple):
 class _PreparedCall:
     """A call of the schedule with everything that depends on the layer's shape only, not on its tensors."""
 
-    queries: slice | torch.Tensor | None
-    tables: tuple[torch.Tensor, torch.Tensor] | None
-    mask: torch.Tensor | None
-    causal: bool
-    packs: bool
-    num_blocks: int
-    num_queries: int
-    key_view: StridedView
+    call: Call
+    queries: slice | Tensor | None  # None: all of them, in order
+    tables: tuple[Tensor, Tensor] | None  # cosines and sines [N * M, 1, rotary_dim / 2]; None: no query is rotated
+    packs: bool  # whether the heads of a group are packed into the row dimension
+    mask: Tensor | None
+    key_view: StridedView  # [N, kv_heads, L, head_dim]
     value_view: StridedView
 
 
 def block_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan, params: AttentionParams
-) -> torch.Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams
+) -> Tensor:
     """Block attention; shapes as in `hf_parallel.kernels.block_attention`."""
     plan = plan.windowed(params.window)
     schedule = plan.cached("schedule", lambda: make_schedule(plan))
@@ -85,9 +78,6 @@ def block_attention(
     return _merge(outs, lses, schedule, params.sinks, query)
 
 
-# Calls of the compiled CPU kernel
-
-
 def _prepare_native(plan: AttentionPlan, schedule: Schedule, shape: _LayerShape) -> native.NativeCalls | None:
     """Calls for the compiled kernel; None if it does not support all of them (long runs of a row)."""
     for call in schedule.calls:
@@ -98,22 +88,18 @@ def _prepare_native(plan: AttentionPlan, schedule: Schedule, shape: _LayerShape)
     return native.NativeCalls([_native_call(plan, call, shape) for call in schedule.calls])
 
 
-def _native_call(plan: AttentionPlan, call: Call, shape: _LayerShape) -> dict[str, int | torch.Tensor]:
+def _native_call(plan: AttentionPlan, call: Call, shape: _LayerShape) -> dict[str, Any]:
     _, (block_stride, head_stride, _, _), offset = _strided_view(call, shape.kv_heads, shape.key_dim)
-    fields: dict[str, int | torch.Tensor] = {
-        "blocks": call.num_blocks,
-        "queries": call.num_queries,
-        "num_keys": call.num_keys,
-    }
+    fields: dict[str, Any] = {"blocks": call.num_blocks, "queries": call.num_queries, "num_keys": call.num_keys}
     for name in ("key", "value"):
         fields |= {f"{name}_offset": offset, f"{name}_block": block_stride, f"{name}_head": head_stride}
     index = np.where(call.pairs < 0, -1, plan.pair_query[call.pairs])
     if not np.array_equal(index, np.arange(plan.num_queries)):
         fields |= {"query_index": torch.from_numpy(index), "repeats": int(np.bincount(index[index >= 0]).max() > 1)}
-    delta = plan.pair_delta[call.pairs]
-    if shape.rotary is not None and delta.any():
-        cos, sin = shape.rotary.tables(delta, torch.float32, torch.device("cpu"))
-        fields |= {"cos": cos, "sin": sin, "half": cos.shape[-1], "interleaved": int(shape.rotary.interleaved)}
+    tables = _rotation_tables(plan, call, shape)
+    if tables is not None and shape.rotary is not None:
+        half, interleaved = len(shape.rotary.inv_freq), int(shape.rotary.interleaved)
+        fields |= {"cos": tables[0], "sin": tables[1], "half": half, "interleaved": interleaved}
     lo, hi = call.lo, call.hi
     if call.causal:
         lo, hi = np.zeros(call.num_queries, np.int64), np.arange(1, call.num_queries + 1, dtype=np.int64)
@@ -122,40 +108,20 @@ def _native_call(plan: AttentionPlan, call: Call, shape: _LayerShape) -> dict[st
     return fields
 
 
-# Dense calls
-
-
 def _prepare(plan: AttentionPlan, call: Call, shape: _LayerShape) -> _PreparedCall:
-    packed = packs(call.num_queries, call.causal)
-    return _PreparedCall(
-        queries=_query_index(plan, call, shape.device),
-        tables=_rotation_tables(plan, call, shape),
-        mask=_mask(call, shape.heads // shape.kv_heads if packed else 1, shape),
-        causal=call.causal,
-        packs=packed,
-        num_blocks=call.num_blocks,
-        num_queries=call.num_queries,
-        key_view=_strided_view(call, shape.kv_heads, shape.key_dim),
-        value_view=_strided_view(call, shape.kv_heads, shape.value_dim),
-    )
-
-
-def packs(num_queries: int, causal: bool) -> bool:
-    """Whether a call packs the heads of a group into its row dimension."""
-    return not causal and num_queries < UNPACKED_QUERIES
-
-
-def _query_index(plan: AttentionPlan, call: Call, device: torch.device) -> slice | torch.Tensor | None:
-    """Packed queries of a call: None for all of them in order, a slice where they are contiguous."""
+    packs = not call.causal and call.num_queries < UNPACKED_QUERIES
     index = plan.pair_query[call.pairs]
+    queries: slice | Tensor | None
     if (call.pairs >= 0).all() and (np.diff(index) == 1).all():
-        start, stop = int(index[0]), int(index[-1]) + 1
-        return None if (start, stop) == (0, plan.num_queries) else slice(start, stop)
-    return torch.from_numpy(index).to(device)
+        queries = None if len(index) == plan.num_queries else slice(int(index[0]), int(index[-1]) + 1)
+    else:
+        queries = torch.from_numpy(index).to(shape.device)
+    mask = _mask(call, shape.heads // shape.kv_heads if packs else 1, shape)
+    views = [_strided_view(call, shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim)]
+    return _PreparedCall(call, queries, _rotation_tables(plan, call, shape), packs, mask, *views)
 
 
-def _rotation_tables(plan: AttentionPlan, call: Call, shape: _LayerShape) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Cosines and sines `[N * M, 1, rotary_dim / 2]` for the queries of a call; None if it rotates none of them."""
+def _rotation_tables(plan: AttentionPlan, call: Call, shape: _LayerShape) -> tuple[Tensor, Tensor] | None:
     delta = plan.pair_delta[call.pairs]
     if shape.rotary is None or not delta.any():
         return None
@@ -164,15 +130,12 @@ def _rotation_tables(plan: AttentionPlan, call: Call, shape: _LayerShape) -> tup
 
 
 def _strided_view(call: Call, num_kv_heads: int, dim: int) -> StridedView:
-    """View of a call's keys or values in place: `[N, kv_heads, L, dim]`."""
-    return (
-        (call.num_blocks, num_kv_heads, call.num_keys, dim),
-        (call.spacing * num_kv_heads * dim, call.capacity * dim, dim, 1),
-        storage_row(call.origin, call.capacity, call.first, num_kv_heads) * dim,
-    )
+    strides = call.spacing * num_kv_heads * dim, call.capacity * dim, dim, 1
+    offset = storage_row(call.origin, call.capacity, call.first, num_kv_heads) * dim
+    return (call.num_blocks, num_kv_heads, call.num_keys, dim), strides, offset
 
 
-def _mask(call: Call, groups: int, shape: _LayerShape) -> torch.Tensor | None:
+def _mask(call: Call, groups: int, shape: _LayerShape) -> Tensor | None:
     """Additive mask of a call: `[N, 1, M * groups, L]`, or `[N, 1, 1, L]` if all queries of a block see the same."""
     if call.lo is None or call.hi is None:
         return None
@@ -186,27 +149,19 @@ def _mask(call: Call, groups: int, shape: _LayerShape) -> torch.Tensor | None:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _PreparedCall, scale: float, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One dense call.
+    q: Tensor, k: Tensor, v: Tensor, call: _PreparedCall, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """One dense call of queries `[N * M, heads, head_dim]` to keys and values `[N, kv_heads, L, head_dim]`.
 
     Heads that share a KV head are packed with the queries into one row dimension, so that keys are read once per KV
-    head. They are not packed under a causal mask, or if there are enough queries without it.
-
-    Parameters
-    ----------
-    q : [N * M, heads, head_dim]
-    k, v : [N, kv_heads, L, head_dim]
-
-    Returns
-    -------
-    (out, lse) : [N * M, heads, head_dim], [N * M, heads]
+    head. They are not packed under a causal mask, or if there are enough queries without it. Returns the output
+    `[N * M, heads, head_dim]` and the log-sum-exp `[N * M, heads]`.
     """
-    n, m, kv_heads, mask = call.num_blocks, call.num_queries, k.shape[1], call.mask
+    n, m, kv_heads, causal, mask = len(k), len(q) // len(k), k.shape[1], call.call.causal, call.mask
     total, heads, dim = q.shape
     groups = heads // kv_heads
     if not call.packs:
-        out, lse = dense_attention(q.view(n, m, heads, dim).transpose(1, 2), k, v, mask, call.causal, scale, softcap)
+        out, lse = dense_attention(q.view(n, m, heads, dim).transpose(1, 2), k, v, mask, causal, scale, softcap)
         return out.transpose(1, 2).reshape(total, heads, -1), lse.transpose(1, 2).reshape(total, heads)
     if m == 1:
         out, lse = dense_attention(q.view(n, kv_heads, groups, dim), k, v, mask, False, scale, softcap)
@@ -217,13 +172,7 @@ def _attend(
     return out, lse.view(n, kv_heads, m, groups).transpose(1, 2).reshape(total, heads)
 
 
-def _merge(
-    outs: list[torch.Tensor],
-    lses: list[torch.Tensor],
-    schedule: Schedule,
-    sinks: torch.Tensor | None,
-    query: torch.Tensor,
-) -> torch.Tensor:
+def _merge(outs: list[Tensor], lses: list[Tensor], schedule: Schedule, sinks: Tensor | None, query: Tensor) -> Tensor:
     """Merge partial results by their log-sum-exp (Hydragen, eq. 5); a sink is one more partial result of zeros."""
     count = len(schedule.merge)
     if count == 1 and sinks is None and schedule.in_order:
@@ -245,10 +194,7 @@ def _merge(
     return (out.to(weights.dtype) * weights).sum(dim=0).to(query.dtype)
 
 
-# Storage
-
-
-def append(layer: LayerStorage, new_keys: torch.Tensor, new_values: torch.Tensor, plan: AttentionPlan) -> None:
+def append(layer: LayerStorage, new_keys: Tensor, new_values: Tensor, plan: AttentionPlan) -> None:
     """Store packed new keys and values; shapes as in `hf_parallel.kernels.dispatch.append`."""
     device, num_kv_heads = layer.keys.device, layer.num_kv_heads
     if len(plan.write_query) != plan.num_queries:

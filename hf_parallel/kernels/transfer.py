@@ -21,10 +21,7 @@ def to_device(numbers: np.ndarray | Sequence[int], device: torch.device) -> torc
 class HostCopy:
     """Asynchronous copy of a tensor to host memory. Reading it waits for the GPU work queued before the copy only.
 
-    Parameters
-    ----------
-    source : torch.Tensor
-        Any shape and dtype. Must not be written to before the copy has been read.
+    The source, of any shape and dtype, must not be written to before the copy has been read.
     """
 
     def __init__(self, source: torch.Tensor) -> None:

@@ -45,11 +45,6 @@ class Work:
     max_items: int  # upper bounds of W and S for blocks of any length with as many rows
     max_slots: int
 
-    @property
-    def num_slots(self) -> int:
-        """Number of partial results S."""
-        return len(self.merge_slot)
-
 
 def make_work(
     plan: AttentionPlan, partitions: Sequence[Partition], window: int | None = None, horizon: int = 0

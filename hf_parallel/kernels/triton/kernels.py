@@ -61,14 +61,9 @@ def _rotated_query(
     load_mask,  # [BLOCK_M, 1]
     pair,  # [BLOCK_M]
     rotated,  # 0 if no row is rotated
-    cos,
-    sin,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+    cos, sin,
+    DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     """Queries `[BLOCK_M, BLOCK_D]`, rotated in float32."""
     d = tl.arange(0, BLOCK_D)
     q = tl.load(q_at + d[None, :], mask=load_mask & (d < DIM)[None, :], other=0.0)
@@ -103,17 +98,10 @@ def _fold_tile(
     best,  # [BLOCK_M], in units of log2
     total,  # [BLOCK_M]
     acc,  # [BLOCK_M, BLOCK_V]
-    scale,
-    softcap,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    scale, softcap,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Add a tile of keys and values to the running sums (online softmax)."""
     n = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -168,25 +156,11 @@ def attend_kernel(
     step,  # int32 [1]
     part_out,  # float32 [S, heads, DIM_V]
     part_lse,  # float32 [S, heads]
-    query_stride_token,
-    query_stride_head,
-    num_kv_heads,
-    scale,
-    softcap,
-    window,
-    GROUPS: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query_stride_token, query_stride_head, num_kv_heads, scale, softcap, window,
+    GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Attention of work items for one KV head: each key and value of an item is read once, for all rows of its tile.
 
     A program computes its items one after another; all programs have equal numbers of keys. Rows of a tile are (pair,
@@ -262,11 +236,8 @@ def merge_kernel(
     sinks,  # [heads]
     out,  # [T, heads, DIM_V]
     heads,
-    DIM_V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    SINKS: tl.constexpr,
-):
+    DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     """Merge one query's partial results by their log-sum-exp (Hydragen, eq. 5); a sink is one more part of zeros.
 
     Reads each partial result once, `BLOCK_S` of them at a time. Padded queries have none, and their output is zero.
@@ -308,10 +279,8 @@ def advance_kernel(
     sin,  # float32 [P, HALF]
     step,  # int32 [1]
     now,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     """Go to decode step `now`: store it and compute the rotation tables of its pairs, with angles in float64.
 
     P is a multiple of `BLOCK_P`. Reads nothing that an earlier step wrote, so steps can be repeated.
@@ -340,17 +309,9 @@ def append_kernel(
     write_index,  # int32 [W]
     count,  # int32 [1]: number of tokens W
     step,  # int32 [1]
-    num_kv_heads,
-    key_stride_head,
-    key_stride_token,
-    value_stride_head,
-    value_stride_token,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    num_kv_heads, key_stride_head, key_stride_token, value_stride_head, value_stride_token,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """Store packed new keys and values in their extents; each is read and written once."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1).to(tl.int64)
@@ -376,19 +337,10 @@ def move_kernel(
     values,  # [slots * kv_heads, DIM_V]
     inv_freq,  # float64 [HALF]
     source,  # row of the first token of head 0
-    source_capacity,
-    target,
-    target_capacity,
-    num_tokens,
-    delta,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+    source_capacity, target, target_capacity, num_tokens, delta,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     """Copy tokens to another extent and rotate their keys by `delta`; each is read and written once.
 
     Source and target must not overlap.

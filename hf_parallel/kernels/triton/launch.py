@@ -16,19 +16,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from hf_parallel.kernels.plan import AttentionPlan, DeviceBuffers
+from hf_parallel.kernels.plan import AttentionPlan, DeviceBuffers, Increments
 from hf_parallel.kernels.rope import RotarySpec
 from hf_parallel.kernels.triton.kernels import advance_kernel
 from hf_parallel.kernels.work import ITEM_FIELDS, Partition, Work, make_work
 
-HORIZON = 64
-"""Number of decode steps that work items are made for. Longer: they become unequal; shorter: more work on the CPU."""
-
-_ALIGNMENT = 32
-"""Buffers begin at multiples of 128 bytes: Triton compiles a kernel again for pointers of another alignment."""
-
-_PAIRS_PER_PROGRAM = 16
-"""Number of pairs for which one program computes rotation tables. Divides every bucket."""
+HORIZON = 64  # decode steps that work items are made for. Longer: they become unequal; shorter: more work on the CPU
+_ALIGNMENT = 32  # of buffers, in int32: Triton compiles a kernel again for pointers of another alignment
+_PAIRS_PER_PROGRAM = 16  # for which one program computes rotation tables; divides every bucket
 
 AnyLaunch = TypeVar("AnyLaunch", bound="Launch")
 
@@ -66,19 +61,9 @@ def select_tilings(head_dim: int, dtype: torch.dtype, capability: tuple[int, int
         return (Tiling(16, 16, 4, 3, 2 if head_dim <= 128 else 1),)
     if head_dim > 128:
         return Tiling(16, 32, 4, 3, 2), Tiling(32, 32, 4, 2, 2)
-    if head_dim <= 64:
-        return Tiling(16, 64, 4, 3, 3), Tiling(64, 64, 4, 3, 2), Tiling(128, 64, 8, 3, 1)
-    if capability < (9, 0):
+    if head_dim > 64 and capability < (9, 0):
         return Tiling(16, 64, 4, 3, 2), Tiling(64, 32, 4, 3, 2), Tiling(128, 32, 8, 3, 1)
     return Tiling(16, 64, 4, 3, 3), Tiling(64, 64, 4, 3, 2), Tiling(128, 64, 8, 3, 1)
-
-
-class KernelCall(NamedTuple):
-    """Arguments of the attention kernel that are the same for all layers of a launch."""
-
-    grid: tuple[int]
-    buffers: tuple[torch.Tensor, ...]
-    constants: dict[str, Any]
 
 
 class Launch(DeviceBuffers):
@@ -89,7 +74,6 @@ class Launch(DeviceBuffers):
     horizon: int  # decode steps that a loaded plan serves
 
     def update(self, plan: AttentionPlan) -> bool:
-        """Load `plan` into the buffers unless they hold it; return False if it does not fit."""
         step = self._step_of(plan)
         if step is None:
             arrays = self._arrays(plan)
@@ -101,7 +85,6 @@ class Launch(DeviceBuffers):
         return True
 
     def next_step(self, plan: AttentionPlan) -> Launch | None:
-        """Return itself if `plan` follows from the loaded plan within the horizon."""
         return None if self._step_of(plan) is None else self
 
     def _step_of(self, plan: AttentionPlan) -> int | None:
@@ -170,10 +153,9 @@ class WriteLaunch(Launch):
 class AttendLaunch(Launch):
     """Work items of a plan's attention for layers of one shape, and scratch memory for their partial results.
 
-    A pass has at most `max_tokens` queries; those after the plan's own are padding without visible keys. `calls` are
-    the launches of the attention kernel, one per tiling, and `part_out`, `part_lse` its results: float32
-    `[S, heads, value_dim]` and `[S, heads]`. `cos` and `sin`, float32 `[P, rotary_dim / 2]`, rotate the pairs at this
-    step.
+    A pass has at most `max_tokens` queries; those after the plan's own are padding without visible keys. `calls` launch
+    the attention kernel, one per tiling, `part_out` and `part_lse` are its results: float32 `[S, heads, value_dim]` and
+    `[S, heads]`. `cos` and `sin`, float32 `[P, rotary_dim / 2]`, rotate the pairs at this step.
     """
 
     horizon = HORIZON
@@ -184,7 +166,7 @@ class AttendLaunch(Launch):
         work = self._work(plan)
         arrays = self._named(plan, work)
         sizes = {"items": work.max_items * len(ITEM_FIELDS), "merge_slot": work.max_slots}
-        self.buffers = Buffers(arrays, shape.device, {**sizes, "merge_start": max_tokens + 1})
+        self.buffers = Buffers(arrays, shape.device, **sizes, merge_start=max_tokens + 1)
         half = 0 if shape.rotary is None else len(shape.rotary.inv_freq)
         slots, num_heads = len(self.buffers["merge_slot"]), shape.groups * shape.num_kv_heads
         new = torch.empty(0, dtype=torch.float32, device=shape.device).new_empty
@@ -193,19 +175,17 @@ class AttendLaunch(Launch):
         self.calls = [self._call(number, tiling) for number, tiling in enumerate(self._tilings)]
         self._load(plan, arrays)
 
-    def _call(self, number: int, tiling: Tiling) -> KernelCall:
+    def _call(self, number: int, tiling: Tiling) -> tuple[tuple[int], tuple[torch.Tensor, ...], dict[str, Any]]:
+        """Grid, tensors and constants of a launch of the attention kernel, the same for all layers."""
         shape, names = self.shape, ("pair_query", "pair_lo", "pair_hi", "pair_position", "hi_increment")
         buffers = [self.buffers[name] for name in ("items", f"item_offsets {number}", *names, "position_increment")]
         constants = {
+            **dim_constants(shape.head_dim, shape.value_dim),
             "GROUPS": shape.groups,
             "GROUP_TILE": tiling.group_tile(shape.groups),
-            "DIM": shape.head_dim,
-            "DIM_V": shape.value_dim,
-            "BLOCK_D": block_size(shape.head_dim),
-            "BLOCK_V": block_size(shape.value_dim),
             "BLOCK_M": tiling.block_m,
             "BLOCK_N": tiling.block_n,
-            "HALF": 0 if shape.rotary is None else len(shape.rotary.inv_freq),
+            "HALF": self.cos.shape[-1],
             "INTERLEAVED": shape.rotary is not None and shape.rotary.interleaved,
             "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
             "num_warps": tiling.num_warps,
@@ -213,11 +193,10 @@ class AttendLaunch(Launch):
         }
         grid = (self._max_programs(tiling) * self._head_tiles(tiling),)
         tensors = (*buffers, self.cos, self.sin, self.buffers["step"], self.part_out, self.part_lse)
-        return KernelCall(grid, tensors, constants)
+        return grid, tensors, constants
 
     def _head_tiles(self, tiling: Tiling) -> int:
-        groups = self.shape.groups
-        return self.shape.num_kv_heads * -(-groups // tiling.group_tile(groups))
+        return self.shape.num_kv_heads * -(-self.shape.groups // tiling.group_tile(self.shape.groups))
 
     def _max_programs(self, tiling: Tiling) -> int:
         """Largest number of programs per KV head and head tile."""
@@ -247,7 +226,8 @@ class AttendLaunch(Launch):
         return make_work(plan, partitions, self.shape.window, 0 if plan.increments is None else self.horizon)
 
     def _named(self, plan: AttentionPlan, work: Work) -> dict[str, np.ndarray]:
-        pairs, step, none = work.pairs, plan.increments, np.zeros(len(plan.pair_query), np.int64)
+        pairs, zeros = work.pairs, np.zeros(len(plan.pair_query), np.int64)
+        step = plan.increments or Increments(zeros, zeros, zeros)
         return {
             "items": work.items.reshape(-1),
             **{f"item_offsets {i}": offsets for i, offsets in enumerate(work.item_offsets)},
@@ -256,9 +236,9 @@ class AttendLaunch(Launch):
             "pair_hi": plan.pair_hi[pairs],
             "pair_position": plan.pair_position[pairs],
             "pair_delta": plan.pair_delta[pairs],
-            "hi_increment": (none if step is None else step.hi)[pairs],
-            "position_increment": (none if step is None else step.position)[pairs],
-            "delta_increment": (none if step is None else step.delta)[pairs],
+            "hi_increment": step.hi[pairs],
+            "position_increment": step.position[pairs],
+            "delta_increment": step.delta[pairs],
             "merge_start": work.merge_start,  # followed by zeros: padded queries have no partial results
             "merge_slot": work.merge_slot,
             "step": np.zeros(1),
@@ -269,39 +249,25 @@ class AttendLaunch(Launch):
         super()._load(plan, arrays)
 
     def _advance(self, step: int) -> None:
-        rotary = self.shape.rotary
-        if rotary is not None and self._rotates:
-            self._compute_tables(rotary, step)
+        rotary, buffers, half = self.shape.rotary, self.buffers, self.cos.shape[-1]
+        if rotary is None or not self._rotates:
+            buffers["step"].fill_(step)
         else:
-            self.buffers["step"].fill_(step)
+            inv_freq = frequencies(rotary, self.shape.device)
+            deltas = buffers["pair_delta"], buffers["delta_increment"]
+            with on_device(self.shape.device):
+                advance_kernel[(len(self.cos) // _PAIRS_PER_PROGRAM,)](
+                    *deltas, inv_freq, self.cos, self.sin, buffers["step"], step,
+                    HALF=half, BLOCK_H=block_size(half), BLOCK_P=_PAIRS_PER_PROGRAM,
+                )  # fmt: skip
         self.step = step
-
-    def _compute_tables(self, rotary: RotarySpec, step: int) -> None:
-        with on_device(self.shape.device):
-            advance_kernel[(len(self.cos) // _PAIRS_PER_PROGRAM,)](
-                self.buffers["pair_delta"],
-                self.buffers["delta_increment"],
-                frequencies(rotary, self.shape.device),
-                self.cos,
-                self.sin,
-                self.buffers["step"],
-                step,
-                HALF=len(rotary.inv_freq),
-                BLOCK_H=block_size(len(rotary.inv_freq)),
-                BLOCK_P=_PAIRS_PER_PROGRAM,
-            )
 
 
 class Buffers:
-    """Named int32 arrays in one device tensor, filled by one copy.
+    """Named int32 arrays in one device tensor, filled by one copy. `sizes` reserves more; all sizes are rounded up."""
 
-    `sizes` reserves more than the first `arrays` need; all sizes are rounded up.
-    """
-
-    def __init__(
-        self, arrays: Mapping[str, np.ndarray], device: torch.device, sizes: Mapping[str, int] | None = None
-    ) -> None:
-        capacity = {name: bucket(max(len(array), (sizes or {}).get(name, 0))) for name, array in arrays.items()}
+    def __init__(self, arrays: Mapping[str, np.ndarray], device: torch.device, **sizes: int) -> None:
+        capacity = {name: bucket(max(len(array), sizes.get(name, 0))) for name, array in arrays.items()}
         aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in capacity.values()]
         self._all = torch.zeros(sum(aligned), dtype=torch.int32, device=device)
         parts = self._all.split(aligned)
@@ -333,6 +299,11 @@ def bucket(n: int) -> int:
 def block_size(dim: int) -> int:
     """Round up to a power of two of at least 16, as tensor cores need it."""
     return 1 << max(4, (dim - 1).bit_length())
+
+
+def dim_constants(dim: int, value_dim: int) -> dict[str, int]:
+    """Return the head sizes of a layer and their padded sizes, as arguments of a kernel."""
+    return {"DIM": dim, "DIM_V": value_dim, "BLOCK_D": block_size(dim), "BLOCK_V": block_size(value_dim)}
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
