@@ -7,9 +7,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from hf_parallel.generation.modes.final_answers import BOXED, find_answer, normal_form
-from hf_parallel.generation.modes.hogwild.config import HogwildConfig
+from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_prompt
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, Step
-from hf_parallel.generation.modes.hogwild.prompt import hogwild_prompt
 from hf_parallel.generation.modes.hogwild.session import HogwildSession
 from hf_parallel.generation.modes.pdos.config import PDOSConfig, pdos_prompt
 from hf_parallel.generation.modes.pdos.format_processor import ParallelBlockLogitsProcessor

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from transformers import TextStreamer
 
 from hf_parallel.cache.hogwild import LAYOUTS
@@ -16,6 +17,7 @@ from hf_parallel.generation.modes.final_answers import BOXED, check_pattern
 from hf_parallel.generation.modes.hogwild.output import COMMON
 from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_PRESET
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
+from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.resampling.config import ReplayConfig
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text, check_texts
 from hf_parallel.transcript.sections import TranscriptStyle
@@ -194,3 +196,13 @@ class HogwildConfig(ReplayConfig):
     def make_run(self, call: GenerationCall) -> HogwildRun:
         """Return the run of a call."""
         return HogwildRun(self, call)
+
+
+def hogwild_prompt(
+    task: str | Chat, tokenizer: Any, config: HogwildConfig | None = None, **settings: Any
+) -> dict[str, torch.Tensor]:
+    """Build the prompt of a task for several workers (Hogwild! Inference, section 3.3 and appendix C).
+
+    The collaboration prompt precedes the task. Parameters and return value: see `build_prompt`.
+    """
+    return build_prompt(HogwildConfig, task, tokenizer, config, **settings)

@@ -13,29 +13,14 @@ COMMON = "common"
 
 @dataclass
 class Step:
-    """A reasoning step.
+    """A reasoning step."""
 
-    Attributes
-    ----------
-    worker : int
-        Index of the worker among those of its prompt; -1 for a step injected into the common history.
-    name : str
-        Name of the worker; `common` for an injected step.
-    step : int
-        Number of the step among those of its author, from 1.
-    text : str
-    tokens : list of int
-        Tokens of `text`, inserted ones included.
-    forward_pass : int, optional
-        Decode pass, counted from 1, whose token ended the step. None: the step is unfinished.
-    """
-
-    worker: int
-    name: str
-    step: int
+    worker: int  # index among the workers of the prompt; -1: injected into the common history
+    name: str  # of the worker; `common` for an injected step
+    step: int  # number among the steps of its author, from 1
     text: str
-    tokens: list[int]
-    forward_pass: int | None = None
+    tokens: list[int]  # of `text`, inserted ones included
+    forward_pass: int | None = None  # decode pass, from 1, whose token ended the step; None: unfinished
 
 
 def join_steps(steps: Sequence[Step]) -> str:

@@ -46,16 +46,7 @@ _LENGTH_PROCESSORS = (
 
 
 class HogwildRun:
-    """Groups of workers, one per prompt, and their decode loop. `workers` are in the order of the rows.
-
-    Raises
-    ------
-    ValueError
-        If the tokenizer returns tokens outside the vocabulary, a cache is passed, or the model's positions do not
-        suffice for the first tokens of all workers.
-    UnsupportedModelError
-        If the model's keys cannot be rotated.
-    """
+    """Groups of workers, one per prompt, and their decode loop. `workers` are in the order of the rows."""
 
     def __init__(self, config: Any, call: GenerationCall) -> None:
         headers = (config.history_header, config.others_header, config.own_header, config.step_gap)

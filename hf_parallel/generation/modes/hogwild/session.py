@@ -130,17 +130,9 @@ class HogwildSession:
     def run(self, passes: int | None = None) -> dict[str, str]:
         """Run up to `passes` steps (default: until all workers have stopped).
 
-        Returns
-        -------
-        dict of str to str
-            Text added by each worker, by name, prefixes of new steps included. Empty if no worker is active.
-
-        Raises
-        ------
-        RuntimeError
-            If the model has been disabled. Enable it to continue.
-        ValueError
-            If the model's weights, device or dtype have changed.
+        Returns the text added by each worker, by name, prefixes of new steps included; empty if no worker is active.
+        Raises `RuntimeError` if the model has been disabled, and `ValueError` if its weights, device or dtype have
+        changed.
         """
         if passes is not None:
             check_int("passes", passes, at_least=0)
@@ -178,21 +170,12 @@ class HogwildSession:
             self._run.cache.reset()
 
     def inject(self, to: str, text: str) -> None:
-        """Append a text, which the model reads in the next forward pass.
+        """Append a text, without a name or template, which the model reads in the next forward pass.
 
-        Parameters
-        ----------
-        to : str
-            Name of a worker, to whose unfinished step the text is appended; or `common`, to append it to the history
-            as a step of its own, followed by the separator unless it ends with it.
-        text : str
-            Inserted as it is, without a name or template.
-
-        Raises
-        ------
-        ValueError
-            If the worker does not exist or has stopped, if the text is empty or cannot be encoded, and for `common` in
-            the layout `contiguous`, which has no history.
+        `to` is the name of a worker, to whose unfinished step the text is appended; or `common`, to append it to the
+        history as a step of its own, followed by the separator unless it ends with it. Raises `ValueError` if the
+        worker does not exist or has stopped, if the text is empty or cannot be encoded, and for `common` in the layout
+        `contiguous`, which has no history.
         """
         with self._change():
             worker = None if to == COMMON else self._find(to)
@@ -210,15 +193,8 @@ class HogwildSession:
     def forget(self, step: Step | int) -> None:
         """Remove a finished step from memory; later steps move up, but no text is recomputed.
 
-        Parameters
-        ----------
-        step : Step or int
-            An element of `history`, or its index.
-
-        Raises
-        ------
-        ValueError
-            If there is no such step, and in the layout `contiguous`, which has no history.
+        `step` is an element of `history`, or its index. Raises `ValueError` if there is no such step, and in the layout
+        `contiguous`, which has no history.
         """
         with self._change():
             if self.config.layout == "contiguous":
@@ -231,18 +207,9 @@ class HogwildSession:
     def add_worker(self, name: str | None = None) -> str:
         """Add a worker, which starts writing in the next forward pass. Return its name.
 
-        The prompt does not change; inject a text if the other workers should know.
-
-        Parameters
-        ----------
-        name : str, optional
-            Default: the next of Alice, Bob, Carol, ... that no worker has had.
-
-        Raises
-        ------
-        ValueError
-            If the name is taken, is `common` or cannot be encoded; if the streamer supports one row only; if
-            `max_new_tokens` or the model's positions are used up.
+        The prompt does not change; inject a text if the other workers should know. The default name is the next of
+        Alice, Bob, Carol, ... that no worker has had. Raises `ValueError` if the name is taken, is `common` or cannot
+        be encoded, if the streamer supports one row only, and if `max_new_tokens` or the model's positions are used up.
         """
         with self._change():
             if self.passes >= self._call.max_new_tokens:
@@ -270,12 +237,8 @@ class HogwildSession:
         """Write the session to a JSON file, atomically.
 
         The file holds tokens, texts and settings; `load` recomputes keys and values. The streamer, processors and
-        criteria must be passed to `load` again, and their internal state is not saved.
-
-        Raises
-        ------
-        ValueError
-            For settings that are not plain data, for `output_scores` and `output_logits`, and for offloaded weights.
+        criteria must be passed to `load` again, and their internal state is not saved. Raises `ValueError` for settings
+        that are not plain data, for `output_scores` and `output_logits`, and for offloaded weights.
         """
         with self._exclusive():
             self._check_open()
@@ -308,11 +271,9 @@ class HogwildSession:
 
         Raises
         ------
-        OSError
-            If the file does not exist.
-        ValueError
-            If the file is not a saved session or is damaged, or if the model, the tokenizer, the processors or the
-            criteria differ.
+        OSError, ValueError
+            If the file does not exist, is not a saved session or is damaged; if the model, the tokenizer, the
+            processors or the criteria differ.
         """
         state = read_journal(path)
         warn_on_other_version(path, state["transformers"])

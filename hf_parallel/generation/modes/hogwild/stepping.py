@@ -20,9 +20,8 @@ from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.generation.arguments import check_inputs
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.mixin import take_parallel_config
-from hf_parallel.generation.modes.hogwild.config import HogwildConfig
+from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_prompt
 from hf_parallel.generation.modes.hogwild.output import COMMON
-from hf_parallel.generation.modes.hogwild.prompt import hogwild_prompt
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.token_table import TokenTable
@@ -102,11 +101,8 @@ class SteppedRun(HogwildRun):
     def apply(self, change: dict[str, Any]) -> None:
         """Apply a change between two passes, and append it to the journal.
 
-        Parameters
-        ----------
-        change : dict
-            `{"tell": number of a worker or None for the history, "text": ..., "tokens": ...}`, `{"add": name}`,
-            `{"remove": number of a worker}` or `{"forget": index of a finished step}`.
+        It is `{"tell": number of a worker or None for the history, "text": ..., "tokens": ...}`, `{"add": name}`,
+        `{"remove": number of a worker}` or `{"forget": index of a finished step}`.
         """
         self.journal.append(change)
         group, record = self.group, self.loop.call.record
