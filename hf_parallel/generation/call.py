@@ -23,27 +23,9 @@ _IGNORED = ("use_cache", "logits_to_keep")
 class GenerationCall:
     """A prepared call.
 
-    Attributes
-    ----------
-    model : PreTrainedModel
-    capabilities : Capabilities
-        How block attention can serve the model.
-    input_ids : int64 [rows, length]
-        Left-padded prompts, each repeated `num_return_sequences` times.
-    prompts : list of int64 arrays
-        The prompts without padding.
-    logits_processor, stopping_criteria, generation_config, streamer
-        As transformers prepared them.
-    tokenizer
-        The `tokenizer=` argument.
-    past_key_values : BlockCache, optional
-        The `past_key_values=` argument.
-    cuda_graph : bool
-        Whether decode steps on a GPU may be captured as CUDA graphs.
-    record : Record
-        Collects what the transcript of the call shows.
-    prepared
-        Return value of `ParallelConfig.prepare`.
+    `input_ids`, `int64 [rows, length]`, are the left-padded prompts, each repeated `num_return_sequences` times;
+    `prompts` (int64) the same without padding. `record` collects what the transcript shows, and `prepared` is the
+    return value of `ParallelConfig.prepare`. Other fields are arguments of `generate`, as transformers prepared them.
     """
 
     model: PreTrainedModel
@@ -96,30 +78,13 @@ class GenerationCall:
 
 
 def make_call(
-    model: PreTrainedModel,
-    capabilities: Capabilities,
-    input_ids: torch.Tensor,
-    model_kwargs: dict[str, Any],
-    record: Record,
-    **prepared: Any,
+    model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], record: Record, **prepared: Any
 ) -> GenerationCall:
-    """Check the arguments of a decoding method and return them as a `GenerationCall`.
+    """Check the arguments of a decoding method and return them as a `GenerationCall`; `model_kwargs` is modified.
 
-    Parameters
-    ----------
-    model_kwargs : dict
-        Arguments of the model; modified in place.
-    **prepared
-        Other fields of `GenerationCall`.
-
-    Raises
-    ------
-    ValueError
-        For right padding, empty prompts, tokens outside the vocabulary, `position_ids` other than the default, or
-        arguments that no mode supports.
-    UnsupportedModelError
-        If a row may exceed the length up to which the model's RoPE frequencies are constant.
+    Raises `ValueError` for unsupported inputs and `UnsupportedModelError` for rows that may become too long.
     """
+    capabilities: Capabilities = model._parallel_capabilities
     tokenizer, cache = model_kwargs.pop("tokenizer", None), model_kwargs.pop("past_key_values", None)
     mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
     empty = (name for name, value in model_kwargs.items() if value is None or value is False or value == {})
@@ -139,16 +104,9 @@ def make_call(
             f"invalidate cached keys; prompt and new tokens may have at most that many, got {longest}"
         )
     record.prompts, record.begin = prompts, input_ids.shape[1]
-    return GenerationCall(
-        model,
-        capabilities,
-        input_ids.to(model.device, torch.int64),
-        prompts,
-        tokenizer=tokenizer,
-        past_key_values=cache if isinstance(cache, BlockCache) else None,  # otherwise transformers' own, and empty
-        record=record,
-        **prepared,
-    )
+    prepared["past_key_values"] = cache if isinstance(cache, BlockCache) else None  # otherwise the empty default cache
+    ids = input_ids.to(model.device, torch.int64)
+    return GenerationCall(model, capabilities, ids, prompts, tokenizer=tokenizer, record=record, **prepared)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

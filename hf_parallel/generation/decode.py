@@ -37,27 +37,8 @@ OnToken = Callable[[Any, int, bool], bool]
 class DecodeLoop:
     """Generates tokens for the rows of one call.
 
-    Parameters
-    ----------
-    call : GenerationCall
-    cache : BlockCache
-    table : TokenTable
-        Rows of the batch, prompts included.
-    criteria : StoppingCriteriaList, optional
-        Default: those of the call.
-    seed
-        See `ParallelConfig`.
-    stats : GenerationStats, optional
-        Default: new counters.
-    stream : bool
-        Whether the caller's streamer receives new tokens.
-
-    Attributes
-    ----------
-    replayer : TokenReplayer, optional
-        Samples from cached logits and caches new ones.
-    speculation : SpeculativeDecoding, optional
-        Drafts and verifies several tokens per pass.
+    `table` holds the tokens of the rows, `criteria` defaults to those of the call, and `stream` says whether the
+    caller's streamer receives new tokens. A mode may set `replayer` and `speculation`.
     """
 
     def __init__(
@@ -96,21 +77,12 @@ class DecodeLoop:
         after_pass: Callable[[], None] | None = None,
         schedule: Callable[[Sequence[Row]], Sequence[Row]] | None = None,
     ) -> None:
-        """Generate until no row is active.
+        """Generate until no row is active. Rows are ascending by index.
 
-        Parameters
-        ----------
-        rows : sequence of Row
-            Ascending by index.
-        logits : [len(rows), vocabulary], optional
-            Logits after each row's prompt, without rows that `step` has skipped. None: computed from `row.pending`.
-        on_token : callable (row, token, ended) -> bool, optional
-            Receives each row's new token and whether a stopping criterion ended the row; sets `row.pending` and returns
-            whether the row generates another token. Default: the token is pending until the row has ended.
-        after_pass : callable, optional
-            Called after every forward pass.
-        schedule : callable (rows) -> rows, optional
-            Receives the active rows and returns the rows of the next pass, ascending by index; may admit others.
+        `logits`, `[len(rows), vocabulary]`, follow each row's prompt, without rows that `step` has skipped; None:
+        computed from `row.pending`. By default `on_token` keeps the token pending until the row has ended.
+        `after_pass` is called after every forward pass. `schedule` receives the active rows and returns those of the
+        next pass; it may admit others.
         """
         began, prefilling = time.perf_counter(), self.stats.prefill_seconds
         active = list(rows)
@@ -137,10 +109,7 @@ class DecodeLoop:
         self.stats.decode_seconds += time.perf_counter() - began - (self.stats.prefill_seconds - prefilling)
 
     def step(self, rows: Sequence[Row], after_pass: Callable[[], None] | None = None) -> torch.Tensor:
-        """Run one forward pass over the pending tokens of rows, except groups whose next logits are cached.
-
-        Return the logits `[n, vocabulary]` of the n rows that were not skipped.
-        """
+        """Run one forward pass over the pending tokens of rows; see `Backlog.forward`."""
         logits = self.backlog.forward(rows, self.replayer)
         if after_pass is not None:
             after_pass()
@@ -164,22 +133,19 @@ class DecodeLoop:
         on_token: OnToken | None = None,
         is_pass: bool = True,
     ) -> list[R]:
-        """Append one token to each row and stream it. Return the active rows; see `decode`.
-
-        `is_pass` says whether the tokens count as a decode pass of the record.
-        """
+        """Append one token to each row and stream it. `is_pass`: the record counts a decode pass. Return active rows."""
         on_token = on_token or _set_pending
         self.call.record.passes += is_pass
         self.stats.decoded_tokens += len(tokens)
-        self._stream([row.index for row in rows], tokens)
+        if self.streamer is not None:
+            shown = torch.full((len(self.table.lengths),), self.table.pad_token_id)
+            shown[[row.index for row in rows]] = torch.tensor(tokens)
+            self.streamer.put(shown)
         active = [row for row, token, end in zip(rows, tokens, ended, strict=True) if on_token(row, token, end)]
         return [row for row in active if row.is_active()]
 
     def replay(self, rows: Sequence[R], on_token: OnToken | None = None) -> list[R]:
-        """Append tokens sampled from cached logits, before any forward pass; arguments as in `decode`.
-
-        Return the rows that are still active; the model has to run for them.
-        """
+        """Append tokens sampled from cached logits, before any forward pass. Return rows that need the model."""
         if self.replayer is None:
             return list(rows)
         began = time.perf_counter()
@@ -196,7 +162,6 @@ class DecodeLoop:
         return [active[index] for index in sorted(active)]
 
     def num_tokens_left(self, row: Row) -> int:
-        """Return how many tokens may be appended to a row."""
         return self.call.max_length - self.table.lengths[row.index]
 
     def _can_overlap(self, rows: Sequence[Row]) -> bool:
@@ -205,10 +170,7 @@ class DecodeLoop:
         return asynchronous and any(self.num_tokens_left(row) > 1 for row in rows)
 
     def _sample_and_step(self, rows: Sequence[R], logits: torch.Tensor) -> tuple[list[R], torch.Tensor]:
-        """Sample, and queue the next pass of all rows before the tokens are read; then drop rows that have ended.
-
-        Return the active rows and the logits of their next tokens.
-        """
+        """Sample, and queue the next pass of all rows before the tokens are read; then drop rows that have ended."""
         indices = [row.index for row in rows]
         tokens, ended = self.sampler.draw(indices, self.sampler.distribution(indices, logits))
         fetched = self.sampler.fetch(tokens, ended)  # queued before the pass, so that it does not wait for it
@@ -223,14 +185,6 @@ class DecodeLoop:
         kept = [i for i, row in enumerate(rows) if row.index in remaining]
         return active, logits.index_select(0, to_device(kept, logits.device))
 
-    def _stream(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Pass new tokens to the caller's streamer as `generate` does; the other rows show padding."""
-        if self.streamer is None:
-            return
-        shown = torch.full((len(self.table.lengths),), self.table.pad_token_id)
-        shown[list(rows)] = torch.tensor(tokens)
-        self.streamer.put(shown)
-
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         """Append tokens that were not sampled, such as a header, to a row; a streamer of one row receives them too."""
         self.table.extend(row, tokens)
@@ -238,10 +192,7 @@ class DecodeLoop:
             self.streamer.put(torch.tensor(tokens))
 
     def output(self, cls: type[ParallelOutput] = ParallelOutput, count: int | None = None, **fields: Any) -> Any:
-        """End the streamer and return the output of `generate`: sequences, or a `cls` with `return_dict_in_generate`.
-
-        `count` is the number of rows to return. Default: all rows of the table.
-        """
+        """End the streamer and return the output of `generate` for the first `count` rows (default: all)."""
         if self.call.streamer is not None:
             self.call.streamer.end()
         if not self.call.generation_config.return_dict_in_generate:
@@ -249,7 +200,7 @@ class DecodeLoop:
         return self.result(cls, count, **fields)
 
     def result(self, cls: type[ParallelOutput], count: int | None = None, **fields: Any) -> Any:
-        """Return a `cls` with the present state of the call; see `output`."""
+        """Return a `cls` with the present state of the call."""
         record = self.call.record
         record.lengths = list(self.table.lengths[:count])
         if self.replayer is not None:

@@ -17,14 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from hf_parallel.generation.arguments import (
-    check_generation_config,
-    check_inputs,
-    check_objects,
-    check_supported_arguments,
-    check_supported_settings,
-    check_values,
-)
+from hf_parallel.generation import arguments
 from hf_parallel.generation.call import GenerationCall, make_call
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
 from hf_parallel.generation.registry import MODES
@@ -82,10 +75,7 @@ class ParallelGenerationMixin:
 
     @contextmanager
     def prepared_call(self, config: ParallelConfig, kwargs: dict[str, Any]) -> Iterator[GenerationCall]:
-        """Let transformers prepare a call of a mode, and hold the model while the context is open.
-
-        `kwargs` are the other arguments of `generate`; modified in place.
-        """
+        """Let transformers prepare a call, and hold the model while the context is open; `kwargs` is modified."""
         with torch.no_grad(), _cpu_as_default():
             prepared = config.prepare(kwargs)
             self._check_arguments(config, kwargs)
@@ -125,18 +115,14 @@ class ParallelGenerationMixin:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Return the prepared call of the mode that holds the model; without one, sample as transformers does.
-
-        `generate` of transformers calls this decoding method once everything is prepared.
-        """
+        """Return the prepared call of the mode that holds the model; without one, sample as transformers does."""
         config = self._parallel_config
         if config is None or self._parallel_thread != threading.get_ident():  # plain `generate`, maybe beside a mode
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
         return make_call(
-            self,  # type: ignore[arg-type]
-            self._parallel_capabilities,
+            self,
             input_ids,
             {**model_kwargs, "synced_gpus": synced_gpus},
             Record(config, config.to_dict()),
@@ -149,9 +135,9 @@ class ParallelGenerationMixin:
 
     def _check_arguments(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:
         """Raise an error for invalid or unsupported arguments, before anything is prepared."""
-        check_supported_arguments(config.mode, kwargs)
-        check_inputs(kwargs)
-        check_objects(kwargs)
+        arguments.check_supported_arguments(config.mode, kwargs)
+        arguments.check_inputs(kwargs)
+        arguments.check_objects(kwargs)
         settings = set(vars(GenerationConfig()))
         known = settings | set(GenerationConfig().to_dict())
         known |= set(inspect.signature(super().generate).parameters)  # type: ignore[misc]
@@ -160,11 +146,11 @@ class ParallelGenerationMixin:
         check_setting_names(type(config), kwargs, known)
         given = kwargs.get("generation_config")
         for stored in (given, self.generation_config):  # type: ignore[attr-defined]
-            check_values({} if stored is None else vars(stored))
-        check_values(kwargs)
+            arguments.check_values({} if stored is None else vars(stored))
+        arguments.check_values(kwargs)
         overrides = {name: value for name, value in kwargs.items() if name in settings}
         prepared, _ = self._prepare_generation_config(given, **overrides)  # type: ignore[attr-defined]
-        check_supported_settings(config.mode, prepared)
+        arguments.check_supported_settings(config.mode, prepared)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save the model with the mode of `generation_config`; raise `ValueError` if a setting cannot be stored."""
@@ -179,27 +165,10 @@ class ParallelGenerationMixin:
 def take_parallel_config(own: GenerationConfig, kwargs: dict[str, Any]) -> ParallelConfig | None:
     """Remove the mode and its settings from the arguments of `generate` and return them as a config.
 
-    Parameters
-    ----------
-    own : GenerationConfig
-        The model's.
-    kwargs : dict
-        Modified in place.
-
-    Returns
-    -------
-    ParallelConfig or None
-        None if no mode is named, or if `custom_generate` is given, which receives all arguments.
-
-    Raises
-    ------
-    TypeError
-        If `generation_config` is not a `GenerationConfig`.
-    ValueError
-        For an unknown mode, and for unknown or contradictory settings.
+    `own` is the model's config. Return None if no mode is named, or if `custom_generate` is to receive all arguments.
     """
     given = kwargs.get("generation_config")
-    check_generation_config(given)
+    arguments.check_generation_config(given)
     if kwargs.get("custom_generate") is not None and "generation_mode" not in kwargs:
         return None
     stored: list[Any] = [source for source in (given, own) if source is not None]

@@ -19,32 +19,25 @@ class TokenReplayer(Protocol):
     """Samples tokens from cached logits where they are known; see `hf_parallel.generation.resampling.replay`."""
 
     @property
-    def origins(self) -> dict[int, list[str]]:
-        """Origin of each token by row, see `Record`."""
+    def origins(self) -> dict[int, list[str]]: ...
 
-    def replayable(self, rows: Sequence[int]) -> list[int]:
-        """Return the rows whose next logits are cached."""
+    def replayable(self, rows: Sequence[int]) -> list[int]: ...
 
-    def skip_pass(self, rows: Sequence[int], keys: Sequence[int]) -> bool:
-        """Move the rows of a group to the nodes of their keys. Return whether the logits of all are cached."""
+    def skip_pass(self, rows: Sequence[int], keys: Sequence[int]) -> bool: ...
 
     def sample(
         self, rows: Sequence[int], logits: torch.Tensor | None = None, drafted: bool = False
-    ) -> tuple[list[int], list[bool]]:
-        """Sample the next token of each row. Return tokens and whether each row has ended."""
+    ) -> tuple[list[int], list[bool]]: ...
 
-    def start_prefetch(self) -> None:
-        """Begin to precompute in the background, as the model is about to run."""
+    def start_prefetch(self) -> None: ...
 
 
 class SpeculativeDecoding(Protocol):
     """Appends several tokens per forward pass; see `hf_parallel.generation.resampling.speculative`."""
 
-    def start(self) -> bool:
-        """Prepare for a decode loop. Return whether rows may draft."""
+    def start(self) -> bool: ...
 
-    def step(self, rows: Sequence[R]) -> list[R]:
-        """Verify drafts until no row has one. Return the rows that are still active."""
+    def step(self, rows: Sequence[R]) -> list[R]: ...
 
 
 class Backlog:
@@ -54,10 +47,9 @@ class Backlog:
         self.runner = runner
 
     def forward(self, rows: Sequence[Row], replayer: TokenReplayer | None) -> torch.Tensor:
-        """Run one forward pass over the inputs of rows, and over the backlogs of their groups.
+        """Run one forward pass over the inputs of rows and the backlogs of their groups.
 
-        Groups whose next logits are cached are skipped, and their inputs appended to their backlogs. Return the logits
-        `[n, vocabulary]` of the n rows that were not skipped.
+        Groups whose next logits are cached are skipped. Return the logits `[n, vocabulary]` of the n other rows.
         """
         inputs: PassInputs = []
         ends: list[int] = []
@@ -88,12 +80,10 @@ class Backlog:
         return logits
 
     def skip(self, group: RowGroup, rows: Sequence[Row]) -> None:
-        """Append the next inputs of a group's rows to its backlog."""
         group.inserted_tokens = 0
         group.backlog.append(collect_inputs(rows)[0])
 
     def compute(self, groups: Sequence[RowGroup]) -> None:
-        """Compute the backlogs of groups."""
         backlog = [skipped for group in groups for skipped in group.backlog]
         if backlog:
             self._fill_prompts(groups)

@@ -14,11 +14,8 @@ PassInputs = list[tuple[Segment, Sequence[int]]]
 
 @dataclass(eq=False)
 class Row:
-    """One sequence being generated.
-
-    `index` is the row's index in the batch, `view` the blocks it attends to, and `pending` the tokens that it appends
-    to the last of them in the next forward pass.
-    """
+    """One sequence being generated: its index in the batch, the blocks it attends to, and the tokens that the next
+    forward pass appends to the last of them."""
 
     index: int
     view: View
@@ -49,10 +46,7 @@ def collect_inputs(rows: Iterable[Row]) -> tuple[PassInputs, list[int]]:
 
 
 class PendingWrites:
-    """Tokens whose keys and values the next forward pass must compute before, or beside, what the rows append.
-
-    Several rows may share one object: the first whose segments are collected appends the pending tokens too.
-    """
+    """KV writes pending for the next forward pass, besides the rows' own; the first row to collect them adds them."""
 
     def __init__(self) -> None:
         self._writes: list[tuple[Block, list[int]]] = []
@@ -76,7 +70,6 @@ class PendingWrites:
 
     @property
     def num_tokens(self) -> int:
-        """Number of pending tokens of all blocks."""
         return sum(len(tokens) for _, tokens in self._writes)
 
 
@@ -84,25 +77,13 @@ class RowGroup:
     """Rows that attend to each other's tokens, so that each pass is computed for all of them or for none.
 
     The next logits of a row depend on all inputs of the group, pass by pass. A digest of these inputs is the key under
-    which the logits are cached. Settings, tokenizer and stopping criteria need not be part of it, as they act through
-    the inputs.
-
-    Parameters
-    ----------
-    key : object
-        Initial state that distinguishes the group from others; hashed by its `repr`.
-
-    Attributes
-    ----------
-    backlog : list of PassInputs
-        Inputs of passes that were skipped, oldest first.
-    inserted_tokens : int
-        Number of tokens among the inputs of the next pass that were not generated.
+    which the logits are cached; settings, tokenizer and stopping criteria act through the inputs. The `repr` of `key`
+    distinguishes initial states.
     """
 
     def __init__(self, key: object) -> None:
-        self.backlog: list[PassInputs] = []
-        self.inserted_tokens = 0
+        self.backlog: list[PassInputs] = []  # inputs of skipped passes, oldest first
+        self.inserted_tokens = 0  # tokens among the inputs of the next pass that were not generated
         self._digest = _digest(b"", key)
 
     def unfilled_prompt(self) -> PassInputs:
@@ -114,10 +95,8 @@ class RowGroup:
         raise NotImplementedError
 
     def advance(self, inputs: PassInputs, ends: Sequence[int]) -> list[int]:
-        """Update the digest by a pass. Return the cache key of each row, whose last segments are `ends`.
-
-        Keys are negative, so that they differ from all tokens.
-        """
+        """Update the digest by a pass. Return the cache key of each row, whose last segments are `ends`: negative, so
+        that it differs from all tokens."""
         places, changed = self.describe(inputs)
         appended = [(place, *map(int, tokens)) for place, (_, tokens) in zip(places, inputs, strict=True)]
         self._digest = _digest(self._digest, (appended, changed))

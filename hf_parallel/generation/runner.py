@@ -21,11 +21,7 @@ PREFILL_CHUNK = 4096
 
 
 class ModelRunner:
-    """Runs the model of a call over a block cache, and updates `stats`.
-
-    `graphs` are captured decode steps, on devices that support them; `chunk_size` is the maximum number of new tokens
-    per forward pass of a prefill.
-    """
+    """Runs the model of a call over a block cache, and updates `stats`."""
 
     def __init__(self, call: GenerationCall, cache: BlockCache, stats: GenerationStats) -> None:
         self.call, self.cache, self.stats = call, cache, stats
@@ -39,8 +35,7 @@ class ModelRunner:
     def forward(self, *passes: PassInputs, ends: Sequence[int] | None = None) -> torch.Tensor:
         """Run one forward pass over the inputs of one pass, or of several consecutive ones.
 
-        `ends` are indices of segments of the last pass whose last token's logits `[len(ends), vocabulary]` are
-        returned. Default: return the logits of all tokens.
+        Return the logits `[len(ends), vocabulary]` of the last tokens of segments of the last pass; None: of all tokens.
         """
         tokens = [token for inputs in passes for _, tokens in inputs for token in tokens]
         if ends is not None and len(passes) > 1:
@@ -50,9 +45,9 @@ class ModelRunner:
         return self.run(segments, to_device(tokens, self.device), ends)
 
     def prefill(self, inputs: PassInputs) -> torch.Tensor:
-        """Compute tokens that were not generated, in chunks that bound the memory of a pass.
+        """Compute segments, none of which attends to a later one, in chunks that bound the memory of a pass.
 
-        No segment may attend to a later one. Return the logits after each segment, `[len(inputs), vocabulary]`.
+        Return the logits after each segment, `[len(inputs), vocabulary]`.
         """
         began = time.perf_counter()
         logits: list[torch.Tensor] = []
@@ -82,10 +77,7 @@ class ModelRunner:
         return torch.cat(logits)
 
     def run(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
-        """Run one forward pass over packed tokens `ids`, `int64 [T]` on the device, of one pass or several in a row.
-
-        Return the logits `[len(ends), vocabulary]` of the last tokens of the segments `ends`, or of all tokens.
-        """
+        """Run one forward pass over packed tokens `ids`, `int64 [T]` on the device; see `forward`."""
         began = time.perf_counter()
         try:
             forward = self.cache.prepare_run(passes) if len(passes) > 1 else self.cache.prepare(passes[0])
@@ -100,13 +92,11 @@ class ModelRunner:
         return logits
 
     def _logits(self, forward: ForwardPass, ids: torch.Tensor, keep: list[int] | None) -> torch.Tensor:
-        """Return the logits of the tokens at `keep` (None: all)."""
         if self.graphs is not None and keep is None and forward.is_decode_step:
             return self.graphs.logits(self._forward, forward, ids)
         return self._forward(ids, forward.position_ids, None if keep is None else to_device(keep, self.device))
 
     def _forward(self, ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the model over the packed tokens `int64 [T]` of the prepared pass."""
         kwargs = dict(self._kwargs, input_ids=ids[None], position_ids=position_ids[None], past_key_values=self.cache)
         if keep is not None and self._has_logits_to_keep:
             kwargs["logits_to_keep"], keep = keep, None
