@@ -15,6 +15,19 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 
+EVERY_SETTING: dict[str, Any] = {
+    "seed": 5,
+    "cuda_graph": False,
+    "keep_completions": False,
+    "replay": "hotspot",
+    "prefetch": True,
+    "draft_tokens": 4,
+    "levels": [[5, 6], [7]],
+}
+"""A value other than the default for each setting that can be stored."""
+SMALL_CALL: dict[str, Any] = {}
+"""Arguments of a short call with a tiny model."""
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 12
@@ -150,15 +163,17 @@ def test_an_interrupt_while_completions_are_kept_leaves_no_freed_block_in_the_tr
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = SharedPrefixCache()
-    attach, kept = SharedPrefixCache.attach, []
+    add, completions = SharedPrefixCache.add, []
 
-    def interrupted(self: SharedPrefixCache, *given: Any) -> Any:
-        kept.append(attach(self, *given))
-        if len(kept) == 2:
-            raise KeyboardInterrupt
-        return kept[-1]
+    def interrupted(self: SharedPrefixCache, *args: Any) -> Any:
+        node = add(self, *args)
+        if len(args) == 3:  # with the block of a completion
+            completions.append(node)
+            if len(completions) == 2:
+                raise KeyboardInterrupt
+        return node
 
-    monkeypatch.setattr(SharedPrefixCache, "attach", interrupted)
+    monkeypatch.setattr(SharedPrefixCache, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sample(model, "shared_prefix", past_key_values=cache)
     assert all(node.block in cache.blocks for node in cache.nodes())
