@@ -21,14 +21,12 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
     ----------
     past_key_values : BlockCache
         The cache of the call.
-    stats : GenerationStats
-        Its cost.
-    record : Record
-        The source of `to_dict` and `to_html`.
     """
 
     stats: GenerationStats | None = None
+    """Its cost."""
     record: Record | None = None
+    """The source of `to_dict` and `to_html`."""
 
     def to_records(self) -> list[dict[str, Any]]:
         """Return the mode's own fields and `stats` as plain data: one dictionary per answer.

@@ -8,47 +8,32 @@ from typing import Any
 
 @dataclass
 class GenerationStats:
-    """Cost of one call.
-
-    Attributes
-    ----------
-    forward_passes : int
-        Forward passes of the model, prefill included.
-    prefilled_tokens : int
-        Computed tokens that were not generated (prompts, headers, inserted texts).
-    reused_tokens : int
-        Tokens that were not generated and whose keys and values were cached, counted once per row.
-    decoded_tokens : int
-        Generated tokens of all rows.
-    replayed_tokens : int
-        Generated tokens whose logits were cached, so that they needed no forward pass.
-    drafted_tokens, accepted_tokens : int
-        Draft tokens that were verified (`draft_tokens`), and those of them that were accepted.
-    kv_bytes : int
-        Bytes of keys and values at the end, each unique token counted once.
-    reserved_bytes : int
-        Bytes of storage reserved for them at the end.
-    graph_bytes : int
-        Bytes held by captured decode steps (CUDA graphs) during the call.
-    prefill_seconds, decode_seconds : float
-        Wall-clock time of prefill and of decoding.
-    plan_seconds : float
-        Part of it that was spent on planning forward passes on the host.
-    """
+    """Cost of one call."""
 
     forward_passes: int = 0
+    """Forward passes of the model, prefill included."""
     prefilled_tokens: int = 0
+    """Computed tokens that were not generated (prompts, headers, inserted texts)."""
     reused_tokens: int = 0
+    """Tokens that were not generated and whose keys and values were cached, counted once per row."""
     decoded_tokens: int = 0
+    """Generated tokens of all rows."""
     replayed_tokens: int = 0
+    """Generated tokens whose logits were cached, so that they needed no forward pass."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    """Draft tokens that were verified (`draft_tokens`), and those of them that were accepted."""
     kv_bytes: int = 0
+    """Bytes of keys and values at the end, each unique token counted once."""
     reserved_bytes: int = 0
+    """Bytes of storage reserved for them at the end."""
     graph_bytes: int = 0
+    """Bytes held by captured decode steps (CUDA graphs) during the call."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    """Wall-clock time of prefill and of decoding."""
     plan_seconds: float = 0.0
+    """Part of it that was spent on planning forward passes on the host."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statistics as a plain dictionary."""

@@ -32,19 +32,12 @@ _logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Backend:
-    """An implementation of block attention, and whether it is available on this machine.
-
-    Attributes
-    ----------
-    name : str
-    available : bool
-    reason : str
-        Purpose of the backend, or the reason why it is not available.
-    """
+    """An implementation of block attention, and whether it is available on this machine."""
 
     name: str
     available: bool
     reason: str
+    """Purpose of the backend, or the reason why it is not available."""
 
     def __str__(self) -> str:
         return f"{self.name}: {'' if self.available else 'not available, '}{self.reason}"

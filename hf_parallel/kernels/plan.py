@@ -23,30 +23,20 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class AttentionParams:
-    """Parameters of block attention that a layer's configuration determines.
-
-    Attributes
-    ----------
-    num_kv_heads : int
-        Must divide the number of query heads (grouped-query attention).
-    scale : float
-        Factor of the scores, usually `head_dim ** -0.5`.
-    rotary : RotarySpec, optional
-        Rotary embedding of the layer. None: the layer has no RoPE, and its queries are not rotated.
-    softcap : float, optional
-        Scores become `softcap * tanh(score / softcap)` (Gemma 2).
-    sinks : [heads], optional
-        Logit of an attention sink per head, one more term of the merge (gpt-oss).
-    window : int, optional
-        Sliding window: number of positions that a query sees, its own included.
-    """
+    """Parameters of block attention that a layer's configuration determines."""
 
     num_kv_heads: int
+    """Must divide the number of query heads (grouped-query attention)."""
     scale: float
+    """Factor of the scores, usually `head_dim ** -0.5`."""
     rotary: RotarySpec | None = None
+    """Rotary embedding of the layer. None: the layer has no RoPE, and its queries are not rotated."""
     softcap: float | None = None
+    """Scores become `softcap * tanh(score / softcap)` (Gemma 2)."""
     sinks: torch.Tensor | None = None
+    """`[heads]`. Logit of an attention sink per head, one more term of the merge (gpt-oss)."""
     window: int | None = None
+    """Sliding window: number of positions that a query sees, its own included."""
 
 
 class Derived(ABC):
@@ -88,52 +78,37 @@ class AttentionPlan:
 
     All arrays are NumPy `int64`. *Pairs* are (query, block) pairs sorted by block: those of block `b` are
     `block_pairs[b] : block_pairs[b + 1]`.
-
-    Attributes
-    ----------
-    num_queries : int
-        T, packed new tokens of all rows.
-    block_origin, block_capacity, block_first : [B]
-        Location of each block, in token slots.
-    block_pairs : [B + 1]
-        Offsets into the pair arrays.
-    pair_query : [P]
-        Index of the packed query.
-    pair_delta : [P]
-        Positions by which the query is rotated before it attends to the block (DESIGN.md section 2).
-    pair_position : [P]
-        True position of the query relative to the start of the block: `p - start`.
-    pair_lo, pair_hi : [P]
-        The query sees keys `lo <= j < hi` of the block.
-    write_query : [W]
-        Packed tokens whose keys and values are stored (all, except tokens that are computed again).
-    write_origin, write_capacity, write_index : [W]
-        Where they are stored: at `write_index` of the extent at `write_origin`.
-    increments : Increments, optional
-        Difference to the next step, if the pass is a decode step.
-    derived : dict
-        Objects derived from the plan, by key; see `cached`.
-    windows : dict
-        The plan under each sliding window used so far; None where the window cuts nothing off.
     """
 
     num_queries: int
+    """T, packed new tokens of all rows."""
     block_origin: np.ndarray
     block_capacity: np.ndarray
     block_first: np.ndarray
+    """`[B]`. Location of each block, in token slots."""
     block_pairs: np.ndarray
+    """`[B + 1]`. Offsets into the pair arrays."""
     pair_query: np.ndarray
+    """`[P]`. Index of the packed query."""
     pair_delta: np.ndarray
+    """`[P]`. Positions by which the query is rotated before it attends to the block (DESIGN.md section 2)."""
     pair_position: np.ndarray
+    """`[P]`. True position of the query relative to the start of the block: `p - start`."""
     pair_lo: np.ndarray
     pair_hi: np.ndarray
+    """`[P]`. The query sees keys `lo <= j < hi` of the block."""
     write_query: np.ndarray
+    """`[W]`. Packed tokens whose keys and values are stored (all, except tokens that are computed again)."""
     write_origin: np.ndarray
     write_capacity: np.ndarray
     write_index: np.ndarray
+    """`[W]`. Where they are stored: at `write_index` of the extent at `write_origin`."""
     increments: Increments | None = None
+    """Difference to the next step, if the pass is a decode step."""
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    """Objects derived from the plan, by key; see `cached`."""
     windows: dict[int, AttentionPlan | None] = field(default_factory=dict, repr=False)
+    """The plan under each sliding window used so far; None where the window cuts nothing off."""
 
     @property
     def num_blocks(self) -> int:

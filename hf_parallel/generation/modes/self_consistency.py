@@ -200,27 +200,21 @@ class SelfConsistencyOutput(ParallelOutput):
         the conclusion.
     scores, logits : tuple of [batch, vocabulary], optional
         Of the chosen answer, or of the tokens after `conclusion_prompt`.
-    texts : list of list of str
-        Per prompt all answers.
-    found : list of list of (str or None)
-        Per prompt the final answer of each of them.
-    votes : list of dict of str to int
-        Per prompt the votes by normal form (see `final_answers.normal_form`), in order of first occurrence.
-    chosen : list of (int or None)
-        Per prompt the index of the chosen answer: the first with the winning final answer, or 0 if there is none.
-        `final`: the first that agrees with the conclusion; None: none does.
-    answers : list of (str or None)
-        Per prompt the final answer.
-    conclusions : list of str
-        Per prompt the conclusion, its prompt included; empty for `majority`.
     """
 
     texts: list[list[str]] | None = None
+    """Per prompt all answers."""
     found: list[list[str | None]] | None = None
+    """Per prompt the final answer of each of them."""
     votes: list[dict[str, int]] | None = None
+    """Per prompt the votes by normal form (see `final_answers.normal_form`), in order of first occurrence."""
     chosen: list[int | None] | None = None
+    """Per prompt the index of the chosen answer: the first with the winning final answer, or 0 if there is none.
+    `final`: the first that agrees with the conclusion; None: none does."""
     answers: list[str | None] | None = None
+    """Per prompt the final answer."""
     conclusions: list[str] | None = None
+    """Per prompt the conclusion, its prompt included; empty for `majority`."""
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """Return the votes and the chosen answer."""

@@ -342,23 +342,18 @@ class SkeletonOfThoughtOutput(ParallelOutput):
     ----------
     sequences : int64 [batch, length]
         Each prompt with its answer: headings, points and conclusion.
-    texts : list of str
-        The answers.
-    outlines : list of str
-        Per prompt the outline, `outline_start` included.
-    points : list of list of SkeletonPoint
-        Per prompt; empty where the answer has no outline.
-    conclusions : list of str
-        Per prompt the conclusion, `conclusion_prompt` included; empty where there is none.
-    fallback : list of (str or None)
-        Per prompt why the answer was generated without an outline; None: it has one.
     """
 
     texts: list[str] | None = None
+    """The answers."""
     outlines: list[str] | None = None
+    """Per prompt the outline, `outline_start` included."""
     points: list[list[SkeletonPoint]] | None = None
+    """Per prompt; empty where the answer has no outline."""
     conclusions: list[str] | None = None
+    """Per prompt the conclusion, `conclusion_prompt` included; empty where there is none."""
     fallback: list[str | None] | None = None
+    """Per prompt why the answer was generated without an outline; None: it has one."""
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """Return the answer, and why it has no points."""

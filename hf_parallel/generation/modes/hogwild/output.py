@@ -36,28 +36,22 @@ class HogwildOutput(ParallelOutput):
     ----------
     sequences : int64 [batch * num_workers, length]
         Prompt and text of each worker, step prefixes included, right-padded.
-    history : list per prompt of list of Step
-        Finished steps in the order in which they ended, followed by unfinished ones.
-    texts : list of str
-        Text of each worker, `batch * num_workers` of them.
-    transcripts : list of str
-        Text of `history`, one string per prompt.
-    answers : list of str or None
-        Final answer per prompt.
-    conclusions : list of str
-        Text of the early finisher per prompt, its prompt included; empty if it was not needed.
-    names : list per prompt of list of str
-        Names of the workers in the order in which they joined, those removed from a session included.
     scores, logits : tuple of [batch * num_workers, vocabulary], optional
         One entry per generated token. `sequences` also hold inserted tokens, so their columns do not correspond.
     """
 
     history: list[list[Step]] | None = None
+    """Finished steps in the order in which they ended, followed by unfinished ones."""
     texts: list[str] | None = None
+    """Text of each worker, `batch * num_workers` of them."""
     transcripts: list[str] | None = None
+    """Text of `history`, one string per prompt."""
     answers: list[str | None] | None = None
+    """Final answer per prompt."""
     conclusions: list[str] | None = None
+    """Text of the early finisher per prompt, its prompt included; empty if it was not needed."""
     names: list[list[str]] | None = None
+    """Names of the workers in the order in which they joined, those removed from a session included."""
 
     def columns(self, prompt: int) -> list[str]:
         """Return the names of the workers."""

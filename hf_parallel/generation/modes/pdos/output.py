@@ -12,67 +12,43 @@ SKELETON, BRANCHES, CONTINUATION = STAGES = ("skeleton", "branches", "continuati
 
 @dataclass
 class Branch:
-    """A branch of a parallel block.
-
-    Attributes
-    ----------
-    title : str
-    prefix : list of int
-        Tokens of its branch marker, title and title end.
-    text : str
-        Generated text, without what ended it.
-    tokens : list of int
-        All generated tokens, what ended it included.
-    ended_by : str
-        `marker` (a branch marker or the terminator), `stop` (one of `branch_stops`), `eos`, `criterion` or `budget`.
-    """
+    """A branch of a parallel block."""
 
     title: str
     prefix: list[int]
+    """Tokens of its branch marker, title and title end."""
     text: str
+    """Generated text, without what ended it."""
     tokens: list[int]
+    """All generated tokens, what ended it included."""
     ended_by: str
+    """`marker` (a branch marker or the terminator), `stop` (one of `branch_stops`), `eos`, `criterion` or `budget`."""
 
 
 @dataclass
 class ParallelBlock:
-    """A parallel block of an answer.
-
-    Attributes
-    ----------
-    skeleton : str
-        Its text as the model generated it.
-    start, end : int
-        Its tokens in the answer, branches joined.
-    branches : list of Branch
-    """
+    """A parallel block of an answer."""
 
     skeleton: str
+    """Its text as the model generated it."""
     start: int
     end: int
+    """Its tokens in the answer, branches joined."""
     branches: list[Branch]
 
 
 @dataclass
 class StageStats:
-    """Cost of a stage, over all prompts of the call.
-
-    Attributes
-    ----------
-    forward_passes : int
-        Forward passes with a prompt in this stage; a pass may serve several stages.
-    decoded_tokens : int
-        Generated tokens.
-    computed_again : int
-        Tokens whose keys and values were computed a second time, at other positions or with another context.
-    seconds : float
-        Wall-clock time; that of a pass is divided among its stages in proportion to their tokens.
-    """
+    """Cost of a stage, over all prompts of the call."""
 
     forward_passes: int = 0
+    """Forward passes with a prompt in this stage; a pass may serve several stages."""
     decoded_tokens: int = 0
+    """Generated tokens."""
     computed_again: int = 0
+    """Tokens whose keys and values were computed a second time, at other positions or with another context."""
     seconds: float = 0.0
+    """Wall-clock time; that of a pass is divided among its stages in proportion to their tokens."""
 
 
 @dataclass
@@ -85,20 +61,16 @@ class PDOSOutput(ParallelOutput):
         Prompt and answer, branches joined.
     scores, logits : tuple of [batch, vocabulary], optional
         For each token of the answer those that it was sampled from; zeros for tokens that were not sampled.
-    blocks : list of list of ParallelBlock
-        Per prompt.
-    transcripts : list of str
-        The answers as text.
-    fallback : list of (str or None)
-        Per prompt why decoding became sequential; None: it did not.
-    stages : dict of str to StageStats
-        Cost of `skeleton`, `branches` and `continuation`.
     """
 
     blocks: list[list[ParallelBlock]] | None = None
+    """Per prompt."""
     transcripts: list[str] | None = None
+    """The answers as text."""
     fallback: list[str | None] | None = None
+    """Per prompt why decoding became sequential; None: it did not."""
     stages: dict[str, StageStats] | None = None
+    """Cost of `skeleton`, `branches` and `continuation`."""
 
     @property
     def skeletons(self) -> list[list[str]]:
