@@ -117,8 +117,7 @@ def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[s
     ends = ends if isinstance(ends, list) else [ends]
     printer = RowPrinter(out, headings, call.tokenizer, call.config, answers, ends)
     call.run(printer)
-    if call.interrupted:
-        printer.end()
+    printer.end()  # an interrupted call has not ended it
     if options.format == "jsonl":
         for record in call.records(prompts):
             print_record(record)
@@ -127,7 +126,6 @@ def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[s
 
 
 def _print_answers(printer: RowPrinter, found: Sequence[str | None], headings: Sequence[str]) -> None:
-    """Print the final answers that a mode extracted, by prompt."""
     count = len(found) // len(headings)
     for number, heading in enumerate(headings):
         answers = list(enumerate(found[number * count :][:count], start=1))

@@ -163,21 +163,17 @@ class LiveView:
         elif event in ("token", "inject"):
             shown.last.text += _clean(text)
             self.changed()
-        elif event == "step":
-            self._end_step(shown)
-        elif event == "join":  # the branches are part of the answer now
-            for other in self.rows.values():
-                if other.last.ended is None:
-                    self._end_step(other)
-            shown.steps.append(ShownStep())
+        elif event in ("step", "join"):  # the last steps of the branches become part of a joined answer
+            for ending in [shown] if event == "step" else self.rows.values():
+                if event == "step" or ending.last.ended is None:
+                    ending.last.ended = self.passes
+                    self.step_ended(ending)
+            if event == "join":
+                shown.steps.append(ShownStep())
         elif event == "end" and not shown.done:
             shown.done = True
             if shown.steps and shown.last.text.strip() and shown.last.ended is None:
                 self.step_ended(shown)
-
-    def _end_step(self, row: ShownRow) -> None:
-        row.last.ended = self.passes
-        self.step_ended(row)
 
     def end(self) -> None:
         """End all rows and show the final state."""
