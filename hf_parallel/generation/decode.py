@@ -133,7 +133,7 @@ class DecodeLoop:
         on_token: OnToken | None = None,
         is_pass: bool = True,
     ) -> list[R]:
-        """Append one token to each row and stream it. `is_pass`: the record counts a decode pass. Return active rows."""
+        """Append one token to each row and stream it. Return the active rows. `is_pass`: count a decode pass."""
         on_token = on_token or _set_pending
         self.call.record.passes += is_pass
         self.stats.decoded_tokens += len(tokens)

@@ -35,7 +35,7 @@ class ModelRunner:
     def forward(self, *passes: PassInputs, ends: Sequence[int] | None = None) -> torch.Tensor:
         """Run one forward pass over the inputs of one pass, or of several consecutive ones.
 
-        Return the logits `[len(ends), vocabulary]` of the last tokens of segments of the last pass; None: of all tokens.
+        Return the logits `[len(ends), vocabulary]` after segments of the last pass (None: after all tokens).
         """
         tokens = [token for inputs in passes for _, tokens in inputs for token in tokens]
         if ends is not None and len(passes) > 1:
