@@ -44,18 +44,10 @@ _UNSUPPORTED_SETTINGS: dict[str, Any] = {
 _SUPPORTED_STRATEGIES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 """Decoding strategies of `generate` that call `_sample`, where a mode takes over."""
 _MINIMUM = {
-    "max_new_tokens": 1,
-    "max_length": 1,
-    "min_new_tokens": 0,
-    "min_length": 0,
-    "num_return_sequences": 1,
-    "prefill_chunk_size": 1,
-    "no_repeat_ngram_size": 0,
-    "top_k": 0,
+    **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences", "prefill_chunk_size"), 1),
+    **dict.fromkeys(("min_new_tokens", "min_length", "no_repeat_ngram_size", "top_k"), 0),
 }
 """Integer settings with their least allowed value."""
-
-
 _TYPES: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
     (
         (
@@ -106,15 +98,7 @@ def check_supported_settings(mode: str, config: GenerationConfig) -> None:
 
 
 def check_inputs(kwargs: Mapping[str, Any]) -> None:
-    """Check the tensors of a call: token ids `[rows, length]`, and a mask and positions of matching shape.
-
-    Raises
-    ------
-    TypeError
-        If one is not a tensor.
-    ValueError
-        For a wrong shape, dtype or device, or a mask with values other than 0 and 1.
-    """
+    """Check the tensors of a call: token ids `[rows, length]`, and a mask and positions of matching shape."""
     _check_ids(kwargs.get("inputs"), "inputs")
     _check_ids(kwargs.get("input_ids"), "input_ids")
     ids = kwargs["inputs"] if kwargs.get("inputs") is not None else kwargs.get("input_ids")
@@ -124,9 +108,8 @@ def check_inputs(kwargs: Mapping[str, Any]) -> None:
         if ids is None:
             raise ValueError("attention_mask was given without input_ids")
         if mask.shape != ids.shape:
-            raise ValueError(
-                f"attention_mask must have the shape of input_ids {list(ids.shape)}, got {list(mask.shape)}"
-            )
+            expected = list(ids.shape)
+            raise ValueError(f"attention_mask must have the shape of input_ids {expected}, got {list(mask.shape)}")
         if not ((mask == 0) | (mask == 1)).all():
             raise ValueError("attention_mask must hold 0 and 1 only: 0 marks padding")
     if positions is not None:
@@ -138,15 +121,7 @@ def check_inputs(kwargs: Mapping[str, Any]) -> None:
 
 
 def check_objects(kwargs: Mapping[str, Any]) -> None:
-    """Check the objects of a call: streamer, logits processors, stopping criteria and cache.
-
-    Raises
-    ------
-    TypeError
-        Naming the argument and what it must be.
-    ValueError
-        For a cache that no mode can use.
-    """
+    """Check the objects of a call: streamer, logits processors, stopping criteria and cache."""
     streamer = kwargs.get("streamer")
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise TypeError(f"streamer must have the methods put() and end(), got {type(streamer).__name__}")
@@ -159,19 +134,12 @@ def check_objects(kwargs: Mapping[str, Any]) -> None:
         raise TypeError(f"prefix_allowed_tokens_fn must be a function, got {function!r}")
     cache = kwargs.get("past_key_values")
     if cache is not None and not isinstance(cache, BlockCache):
-        raise ValueError(
-            f"past_key_values must be a cache of hf_parallel, such as SharedPrefixCache, got {_kind(cache)}"
-        )
+        got = _kind(cache)
+        raise ValueError(f"past_key_values must be a cache of hf_parallel, such as SharedPrefixCache, got {got}")
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Check the values of `GenerationConfig` settings; None is always allowed.
-
-    Raises
-    ------
-    ValueError
-        Naming the setting, the value and what is allowed.
-    """
+    """Check the values of `GenerationConfig` settings; None is always allowed."""
     given = {name: value for name, value in values.items() if value is not None}
     for name in _MINIMUM.keys() & given.keys():
         check_int(name, given[name], at_least=_MINIMUM[name])
@@ -182,16 +150,12 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def check_generation_config(config: Any) -> None:
-    """Raise `TypeError` unless `config` is a `GenerationConfig` or None."""
     if config is not None and not isinstance(config, GenerationConfig):
         raise TypeError(f"generation_config must be a GenerationConfig, got {_kind(config)}")
 
 
 def check_tokenizer_given(kwargs: Mapping[str, Any], mode: str, purpose: str = "reads the generated text") -> None:
-    """Raise `ValueError` unless the arguments of `generate` hold a tokenizer that encodes and decodes.
-
-    `purpose` follows the mode's name in the error message: why the mode needs the tokenizer.
-    """
+    """Raise `ValueError` unless the arguments of `generate` hold a tokenizer; `purpose`: why the mode needs it."""
     tokenizer = kwargs.get("tokenizer")
     if tokenizer is None:
         raise ValueError(f"{mode} {purpose}: pass generate(..., tokenizer=tokenizer)")
@@ -201,13 +165,7 @@ def check_tokenizer_given(kwargs: Mapping[str, Any], mode: str, purpose: str = "
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text without special tokens.
-
-    Raises
-    ------
-    ValueError
-        If `tokenizer` is not a tokenizer.
-    """
+    """Return the tokens of a text without special tokens. Raises `ValueError` if `tokenizer` is not a tokenizer."""
     check_tokenizer(tokenizer)
     encoded = tokenizer(text, add_special_tokens=False)
     tokens = encoded["input_ids"] if isinstance(encoded, Mapping) else None
@@ -242,10 +200,8 @@ def _is_int_tensor(value: Any) -> bool:
 
 
 def _all(value: Any, is_valid: Callable[[Any], bool]) -> bool:
-    """Return whether a value, or each item of a list, is valid."""
     return all(map(is_valid, value)) if isinstance(value, list | tuple) else is_valid(value)
 
 
 def _kind(value: Any) -> str:
-    """Return the type of a value for an error message."""
     return f"{value.__name__} itself" if isinstance(value, type) else type(value).__name__

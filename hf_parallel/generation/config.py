@@ -114,13 +114,7 @@ class ParallelConfig:
         self.validate()
 
     def validate(self) -> None:
-        """Check every setting.
-
-        Raises
-        ------
-        ValueError
-            Naming the setting, the value and what is allowed.
-        """
+        """Check every setting; raise a `ValueError` that names the setting, the value and what is allowed."""
         seeds = self.seed if isinstance(self.seed, list | tuple) else [] if self.seed is None else [self.seed]
         if not all(isinstance(seed, torch.Generator) or is_int(seed) for seed in seeds):
             raise ValueError(f"seed must be an int, a torch.Generator or a list of them, got {self.seed!r}")
@@ -192,13 +186,7 @@ class ParallelConfig:
         return {name: value for name, value in self.given().items() if name not in self.not_stored}
 
     def stored(self) -> dict[str, Any]:
-        """Return `to_dict()` as JSON restores it.
-
-        Raises
-        ------
-        ValueError
-            Naming a setting that JSON cannot hold or would change.
-        """
+        """Return `to_dict()` as JSON restores it; raise `ValueError` for a setting that JSON cannot hold."""
         texts = {f.name for f in dataclasses.fields(self) if "Sequence[str]" in str(f.type)}  # tuples become lists
         settings = {name: list(v) if name in texts and v is not None else v for name, v in self.to_dict().items()}
         for name, value in settings.items():
@@ -208,19 +196,9 @@ class ParallelConfig:
 
 
 def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) -> ParallelConfig:
-    """Merge settings; an earlier source overrides later ones.
+    """Return the config of a mode from mappings or configs; an earlier source overrides later ones.
 
-    Parameters
-    ----------
-    mode : str
-        Name of the mode.
-    *sources : mapping or ParallelConfig, optional
-        Settings, or a config of the mode.
-
-    Raises
-    ------
-    ValueError
-        For an unknown mode or setting, or an invalid value.
+    Raises `ValueError` for an unknown mode or setting, or an invalid value.
     """
     if isinstance(mode, ParallelConfig):
         raise ValueError(f"generation_mode must be a name, got a {type(mode).__name__}: pass it as parallel_config=")

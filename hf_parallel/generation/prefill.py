@@ -20,7 +20,6 @@ MIN_CAPACITY = 64
 
 
 def prefix_cache_of(call: GenerationCall) -> SharedPrefixCache:
-    """Return the caller's cache, or a new one. Raise a `ValueError` if its type or its model is another."""
     cache = call.past_key_values
     if cache is None:
         cache = SharedPrefixCache(device=call.input_ids.device)
@@ -31,11 +30,7 @@ def prefix_cache_of(call: GenerationCall) -> SharedPrefixCache:
 
 
 def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> torch.Tensor:
-    """Compute all uncached tokens of the tree.
-
-    `leaves` holds one leaf per row; rows with the same prompt have the same leaf. Return the logits after each row's
-    prompt, `[len(leaves), vocabulary]`.
-    """
+    """Compute all uncached tokens of the tree. Return the logits after each row's leaf, `[len(leaves), vocabulary]`."""
     distinct = list(dict.fromkeys(leaves))
     reused = sum(len(node.tokens) - len(node.uncached) for leaf in leaves for node in leaf.path)
     try:
@@ -54,10 +49,9 @@ def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[
 
 
 def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> list[Node] | None:
-    """Remove leaves of one uncached token, which the rows compute in their first pass, together with a draft.
+    """Remove leaves of one uncached token, which the rows compute in their first pass; return their parents.
 
-    Return the parents of the leaves, one per row. Return None, and remove nothing, if a row has more than one uncached
-    token or shares its last one: these are to be prefilled.
+    Return None, and remove nothing, if a row has more uncached tokens or shares its last one, and must be prefilled.
     """
     ancestors = [node for leaf in leaves for node in leaf.path[:-1]]
     own = len(set(leaves)) == len(leaves) and all(leaf.block is None and len(leaf.tokens) == 1 for leaf in leaves)
@@ -74,10 +68,9 @@ def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequen
 
 
 def initial_capacity(longest: int, rows: int) -> int:
-    """Return the initial capacity of each completion, in tokens; a block that outgrows its capacity doubles it.
+    """Return the initial capacity of each completion in tokens: the maximum length `longest`, halved until it is small.
 
-    The capacity is `longest`, the maximum length, halved until it is small: completions that end early reserve little,
-    and those that do not end with a capacity of exactly `longest`.
+    A block that outgrows its capacity doubles it, so that the longest completions end with exactly `longest`.
     """
     capacity = longest
     while capacity > SUFFIX_CAPACITY or (capacity > MIN_CAPACITY and capacity * rows > BATCH_CAPACITY):

@@ -6,12 +6,7 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import (
-    LogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    StoppingCriteria,
-)
+from transformers import LogitsProcessor, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, StoppingCriteria
 
 _BATCH_DEPENDENT = (
     "EncoderNoRepeatNGramLogitsProcessor",
@@ -47,7 +42,6 @@ class MinLengthProcessor(LogitsProcessor):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings, by which processors are compared."""
         return {"min_length": self.min_length, "eos_token_ids": self.eos_token_ids}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -63,13 +57,12 @@ class MinLengthProcessor(LogitsProcessor):
 
 
 class PerPromptProcessor(LogitsProcessor):
-    """Applies a stateless processor that indexes prompts to several rows per prompt."""
+    """Applies a stateless processor that indexes prompts to several rows per prompt, which are ordered by prompt."""
 
     def __init__(self, processor: LogitsProcessor, num_prompts: int) -> None:
         self.processor, self.num_prompts = processor, num_prompts
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Process scores `[rows, vocabulary]` of all rows, ordered by prompt."""
         processed, rows_per_prompt = torch.empty_like(scores), len(scores) // self.num_prompts
         for first in range(rows_per_prompt):
             rows = slice(first, None, rows_per_prompt)  # one row of each prompt

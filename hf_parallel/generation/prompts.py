@@ -78,19 +78,12 @@ def chain_of_draft_prompt(
 
     Parameters
     ----------
-    task : str or list of dict
-        The task, or a chat that ends with it.
-    tokenizer
-        Without a chat template, rules and task are joined by blank lines.
+    task, tokenizer
+        As in `build_prompt`, which also documents the return value.
     max_words : int
         Maximum number of words of a step.
     rules : str
         Instructions, with the field `{max_words}`.
-
-    Returns
-    -------
-    dict
-        `input_ids` and `attention_mask`, `int64 [1, length]`, for `model.generate(**prompt, ...)`.
     """
     _check(task, tokenizer)
     check_int("max_words", max_words, at_least=1)
@@ -99,25 +92,16 @@ def chain_of_draft_prompt(
 
 
 def encode_task(rules: str | None, task: str | Chat, tokenizer: Any) -> dict[str, torch.Tensor]:
-    """Return the result of `render_prompt` as `input_ids` and `attention_mask`, `int64 [1, length]`."""
+    """Encode the result of `render_prompt`; returns what `build_prompt` returns."""
     text = render_prompt(rules or "", task, tokenizer)
     encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not getattr(tokenizer, "chat_template", None))
     return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
 
 
 def render_prompt(rules: str, task: str | Chat, tokenizer: Any, **template: Any) -> str:
-    """Return a task or a chat, preceded by rules, as prompt text.
+    """Return the text of a prompt, see `build_prompt`. `template` are arguments of `apply_chat_template`.
 
-    Parameters
-    ----------
-    rules : str
-        Go into the system message or, if the template has none, before the first user message. Empty: none.
-    task : str or list of dict
-    tokenizer
-        A chat needs its chat template. Without one, rules and task are joined by a blank line.
-    **template
-        Arguments of `apply_chat_template`. `continue_final_message` defaults to whether the last message is the
-        assistant's.
+    `continue_final_message` defaults to whether the last message is the assistant's.
     """
     if isinstance(task, str):
         if not getattr(tokenizer, "chat_template", None):

@@ -33,7 +33,6 @@ class RowRNG:
 
     @property
     def is_own(self) -> bool:
-        """Whether no other row uses it."""
         return not isinstance(self._source, torch.Generator)
 
     def next(self) -> int | torch.Generator:
@@ -50,7 +49,6 @@ class RowRNG:
         return mix(self._source, self._count + ahead)
 
     def skip(self) -> None:
-        """Advance past a token that is not sampled."""
         self._count += 1
 
     def fork(self, count: int) -> list[RowRNG]:
@@ -62,11 +60,8 @@ class RowRNG:
 
 
 def make_rngs(seed: Any, num_rows: int) -> list[RowRNG] | None:
-    """Return one generator per row, or None for PyTorch's global generator.
-
-    `seed` is an int (each row gets a generator of its own), a `torch.Generator`, a `RowRNG`, a list of these with one
-    entry per row, or None. Raise a `ValueError` if the list has another length.
-    """
+    """Return one generator per row, or None for PyTorch's global generator; `seed` as in `ParallelConfig`, or a list
+    of `RowRNG`."""
     if seed is None:
         return None
     if isinstance(seed, torch.Generator | RowRNG):
@@ -82,10 +77,7 @@ def make_rngs(seed: Any, num_rows: int) -> list[RowRNG] | None:
 
 
 def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
-    """Sample one token for each row, `int64 [rows]`, from `probs`, `float32 [rows, vocabulary]`.
-
-    Raise a `RuntimeError` if, on the CPU, the highest probability of a row is 0, infinite or not a number.
-    """
+    """Sample one token for each row, `int64 [rows]`, from `probs`, `float32 [rows, vocabulary]`."""
     sources = [rng.next() for rng in rngs]
     keys = [source for source in sources if isinstance(source, int)]
     if len(keys) == len(sources):
@@ -133,7 +125,7 @@ def exponential_noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(bits: torch.Tensor, places: int) -> torch.Tensor:
-    """Logical shift of int64."""
+    # The shift of int64 is arithmetic.
     return (bits >> places) & ((1 << (64 - places)) - 1)
 
 

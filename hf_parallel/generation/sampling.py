@@ -22,17 +22,7 @@ class Sampler:
     Processors and criteria of Transformers receive the active rows only, so that ended rows cost nothing. Others may
     keep state per row of the batch, so they receive the whole batch at every step, as under `generate`, unless their
     attribute `keeps_rows` is False. Rows of unequal length are processed by length, as a helper may depend on it.
-
-    Attributes
-    ----------
-    rngs : list of RowRNG, optional
-        By row; None: PyTorch's global generator.
-    rows : sequence of int
-        The rows that are being sampled, for processors that depend on them.
-    scores, logits : list of [rows, vocabulary], optional
-        As `generate` returns them; None unless requested.
-    is_stateful : bool
-        Whether a processor or criterion may keep state, so that all rows must be sampled at every step.
+    `scores` and `logits`, lists of `[rows, vocabulary]`, are as `generate` returns them; None unless requested.
     """
 
     def __init__(
@@ -41,8 +31,8 @@ class Sampler:
         config = call.generation_config
         self.table, self.criteria = table, criteria
         self.do_sample = bool(config.do_sample)
-        self.rngs = make_rngs(seed, self.num_rows)
-        self.rows: Sequence[int] = ()
+        self.rngs = make_rngs(seed, self.num_rows)  # by row; None: PyTorch's global generator
+        self.rows: Sequence[int] = ()  # being sampled, for processors that depend on them
         self.processors = [self._for_rows(MinLengthProcessor.convert(p)) for p in call.logits_processor]
         for processor in self.processors:
             check_signature(processor)
@@ -66,12 +56,10 @@ class Sampler:
 
     @property
     def has_own_rngs(self) -> bool:
-        """Whether no two rows share a random number generator."""
         return self.rngs is not None and all(rng.is_own for rng in self.rngs)
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the table."""
         return len(self.table.lengths)
 
     def fork(self, row: int, count: int) -> list[int]:
@@ -86,20 +74,15 @@ class Sampler:
         return new
 
     def add_row(self, length: int, draws: int) -> int:
-        """Append a row of the first `length` tokens of the last row, and an RNG of its own; return its index.
-
-        Its scores begin after the first `draws` draws of the call.
-        """
+        """Append a row of the first `length` tokens of the last row, with its own RNG, that has made `draws` draws."""
         (row,) = self.fork(self.num_rows - 1, 1)
         self.table.truncate(row, length)
         self._draws[row] = draws
         return row
 
     def distribution(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """Process the logits `[len(rows), vocabulary]` of active rows, which are in ascending order.
-
-        Return probabilities `float32 [len(rows), vocabulary]`, or scores under greedy decoding.
-        """
+        """Return probabilities `float32 [len(rows), vocabulary]`, or scores under greedy decoding, from logits of rows
+        in ascending order."""
         self.rows = rows
         scores = self._process(rows, self._copy(logits))
         self._record(self.logits, rows, logits)
@@ -107,15 +90,13 @@ class Sampler:
         return scores.softmax(dim=-1, dtype=torch.float32) if self.do_sample else scores
 
     def distribution_ahead(self, logits: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the probabilities `[vocabulary]` for a row of `length` tokens, given logits `[vocabulary]`.
-
-        For processors that do not depend on tokens. Thread-safe, as it changes no state.
-        """
+        """Return the probabilities `[vocabulary]` for a row of `length` tokens, given logits `[vocabulary]`, if
+        processors do not depend on tokens. Thread-safe."""
         ids = self.table.ids.new_zeros(1, 1).expand(1, length)
         return self._apply(ids, self._copy(logits[None]))[0].softmax(dim=-1, dtype=torch.float32)
 
     def draw(self, rows: Sequence[int], distribution: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample one token for each row and append it to the table; `distribution` as returned by that method.
+        """Sample one token for each row and append it to the table.
 
         Return tokens `int64 [len(rows)]` and whether rows have ended, `bool [len(rows)]`, on the device; see `fetch`.
         """
@@ -149,7 +130,6 @@ class Sampler:
         self._count(rows)
 
     def _for_rows(self, processor: Any) -> Any:
-        """Return a processor that can be applied to a subset of the rows."""
         padding = getattr(processor, "prompt_ignore_length", None)
         if type(processor) is not RepetitionPenaltyLogitsProcessor or not isinstance(padding, torch.Tensor):
             return processor
@@ -157,7 +137,7 @@ class Sampler:
         return _RowPenaltyProcessor(processor, padding.repeat_interleave(rows_per_prompt).tolist(), self)
 
     def _copy(self, logits: torch.Tensor) -> torch.Tensor:
-        """Copy logits, as processors may write to their input."""
+        # Processors may write to their input.
         return logits.to(copy=True, dtype=torch.float32, device=self.table.ids.device)
 
     def _process(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:

@@ -126,24 +126,13 @@ def report_errors(streamer: Any) -> Iterator[None]:
 
 
 class FinalTokens:
-    """Passes tokens to a streamer once they are final, which may be later for some rows than for others.
-
-    Parameters
-    ----------
-    streamer
-        Of transformers, or a `ParallelStreamer`; None: tokens are dropped.
-    num_rows : int
-        Rows of the batch.
-    pad_token_id : int
-        Streamed for rows that have no token when others have one.
-    """
+    """Passes tokens to a streamer (None: drops them) once they are final; rows without one show padding meanwhile."""
 
     def __init__(self, streamer: Any, num_rows: int, pad_token_id: int) -> None:
         self.streamer, self.pad_token_id = streamer, pad_token_id
         self._queues: list[deque[int]] = [deque() for _ in range(num_rows)]
 
     def put(self, row: int, tokens: Iterable[int]) -> None:
-        """Queue final tokens of a row."""
         if self.streamer is not None:
             self._queues[row].extend(tokens)
 

@@ -10,10 +10,9 @@ from hf_parallel.kernels import to_device
 
 
 class TokenTable:
-    """Tokens of each row, left-padded prompt included.
+    """Tokens of each row, left-padded prompt included: `ids` is `int64 [rows, capacity]`, row i uses `lengths[i]`.
 
-    `ids` is `int64 [rows, capacity]`; row i uses the first `lengths[i]`. It is reallocated if a row gets more than
-    `capacity` new tokens.
+    It is reallocated if a row gets more than `capacity` new tokens.
     """
 
     def __init__(self, input_ids: torch.Tensor, pad_token_id: int, capacity: int) -> None:
@@ -43,7 +42,6 @@ class TokenTable:
             self.lengths[row] += 1
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
-        """Append tokens to one row."""
         length = self.lengths[row]
         self._reserve(length + len(tokens))
         self.ids[row, length : length + len(tokens)] = to_device(tokens, self.ids.device)
