@@ -18,19 +18,7 @@ class IncrementalDetokenizer:
 
     Special tokens are kept. A character whose bytes are incomplete is held back for at most three tokens. tokenizers'
     `DecodeStream` does not fit: it raises on tokenizers with byte fallback, holds back invalid bytes without limit, and
-    needs a fast tokenizer.
-
-    Parameters
-    ----------
-    tokenizer
-        Any object with the `decode` of a tokenizer of transformers.
-
-    Attributes
-    ----------
-    tokens : list of int
-        All tokens.
-    text : str
-        Their text, without what is held back.
+    needs a fast tokenizer. `text` is the text of `tokens` without what is held back.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -33,11 +33,9 @@ MARK = '"""Written by hf_parallel.hub: '
 CARD_MARK = "<!-- Written by hf_parallel.hub: "
 """Part of an exported README; a README on the Hub without it is not overwritten."""
 TAG = "custom_generate"
-"""Tag of such repositories on the Hub."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
 """Files of a model's weights, whole or in shards."""
 EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""Model of the README's example if none is exported."""
 _logger = logging.getLogger(__name__)
 
 _CODE = '''{mark}generation_mode={mode!r} with the settings below."""
@@ -169,34 +167,19 @@ def push_to_hub(
         url = api.create_repo(repo_id, private=private, exist_ok=True)
         _write_card(folder, url.repo_id, model_or_config, config, tokenizer)  # with the full id
         _keep_card(api, url.repo_id, folder / CARD)
-        has_weights = any(path for pattern in WEIGHTS for path in folder.glob(pattern))
+        stale = list(WEIGHTS) if any(path for pattern in WEIGHTS for path in folder.glob(pattern)) else None
         return api.upload_folder(
-            repo_id=url.repo_id,
-            folder_path=temporary,
-            commit_message=commit_message,
-            delete_patterns=list(WEIGHTS) if has_weights else None,
+            repo_id=url.repo_id, folder_path=temporary, commit_message=commit_message, delete_patterns=stale
         )
 
 
 def generate_as(
     mode: str, settings: Mapping[str, Any], model: Any, inputs: Sequence[Any], arguments: dict[str, Any]
 ) -> Any:
-    """Call `model.generate` in the mode of a repository.
+    """Call `model.generate` in the mode of a repository; exported code calls this.
 
-    Parameters
-    ----------
-    mode : str
-    settings : mapping
-        Those of the repository. Arguments of the call override them.
-    model : PreTrainedModel
-        The model loaded from the repository, whose `generation_config` applies from now on, or any other.
-    inputs, arguments
-        Of `model.generate`.
-
-    Raises
-    ------
-    ValueError
-        If the call names another mode.
+    Arguments of the call override `settings`. The `generation_config` of a model that was loaded from the repository
+    applies from now on. Raises `ValueError` if the call names another mode.
     """
     enable(model)
     if "generate" in vars(model):  # set by from_pretrained; it would hide the `generate` of the enabled class
@@ -213,7 +196,6 @@ def generate_as(
 
 
 def _config_of(given: Any) -> ParallelConfig:
-    """Return the settings to export."""
     if isinstance(given, PreTrainedModel):
         config = take_parallel_config(given.generation_config, {})
         if config is None:
@@ -248,7 +230,6 @@ def _check_folder(folder: Path, new: Path | None = None) -> None:
 
 
 def _write(folder: Path, name: str, given: Any, config: ParallelConfig, tokenizer: Any) -> None:
-    """Write all files of the repository `name`."""
     if isinstance(given, PreTrainedModel):
         keep_mode(given.generation_config)
         given.save_pretrained(folder)
@@ -280,7 +261,7 @@ def _write_card(folder: Path, name: str, given: Any, config: ParallelConfig, tok
 
 
 def _keep_card(api: HfApi, repo_id: str, card: Path) -> None:
-    """Replace the new README by one on the Hub that no export has written."""
+    """Replace the new README by one on the Hub that no export has written, and tag it."""
     if not api.file_exists(repo_id, CARD):
         return
     existing = Path(api.hf_hub_download(repo_id, CARD))
@@ -288,24 +269,18 @@ def _keep_card(api: HfApi, repo_id: str, card: Path) -> None:
         return
     shutil.copyfile(existing, card)
     try:
-        _tag(card)
+        data = metadata_load(card) or {}
+        tags = data.get("tags") or []
+        if not isinstance(tags, list):
+            raise ValueError(f"its tags must be a list, got {tags!r}")
+        if TAG not in tags:
+            metadata_save(card, {**data, "tags": [*tags, TAG]})
     except (ValueError, YAMLError) as error:
         _logger.warning("the README of %s is left as it is, without the tag %r: %s", repo_id, TAG, error)
         card.unlink()
 
 
-def _tag(card: Path) -> None:
-    """Add the tag to a README that lacks it."""
-    data = metadata_load(card) or {}
-    tags = data.get("tags") or []
-    if not isinstance(tags, list):
-        raise ValueError(f"its tags must be a list, got {tags!r}")
-    if TAG not in tags:
-        metadata_save(card, {**data, "tags": [*tags, TAG]})
-
-
 def _example(name: str, model: PreTrainedModel | None, config: ParallelConfig, tokenizer: Any) -> str:
-    """Return code that runs the mode."""
     weights = name if model is not None else EXAMPLE_MODEL
     words = name if tokenizer is not None else getattr(model, "name_or_path", "") or weights
     trust = ", trust_remote_code=True" if model is not None else ""

@@ -26,8 +26,6 @@ from hf_parallel.generation.outputs import grouped
 from hf_parallel.generation.prompts import render_prompt
 from hf_parallel.generation.validation import check_bool
 
-TASK = "parallel-text-generation"
-
 
 class ParallelTextGenerationPipeline(TextGenerationPipeline):
     """Text generation in a mode. Results contain the mode's own output fields besides the text.
@@ -103,8 +101,8 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         stored = getattr(kwargs.get("generation_config"), "generation_mode", None)
         mode = kwargs.get("generation_mode", stored or self._mode)
         replaced = "parallel_config" in kwargs or mode != self._mode
-        defaults: dict[str, Any] = {"generation_config": self._generation_config}
-        arguments = {**defaults, **({} if replaced else self._settings), **kwargs}
+        settings = {} if replaced else self._settings
+        arguments = {"generation_config": self._generation_config, **settings, **kwargs}
         config = take_parallel_config(self.model.generation_config, arguments)
         for name in kwargs.keys() - arguments.keys():
             del kwargs[name]
@@ -125,11 +123,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         return preprocess, forward, postprocess
 
     def preprocess(  # type: ignore[override]
-        self,
-        prompt_text: Any,
-        prompt_helper: bool = True,
-        parallel_config: ParallelConfig | None = None,
-        **kwargs: Any,
+        self, prompt_text: Any, prompt_helper: bool = True, parallel_config: ParallelConfig | None = None, **kwargs: Any
     ) -> Any:
         """Encode a string or a chat, with the mode's instructions."""
         if isinstance(prompt_text, list | tuple) and prompt_text and all(map(is_valid_message, prompt_text)):
@@ -180,14 +174,12 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
 
 
 def register() -> None:
-    """Register the task `parallel-text-generation` with transformers."""
-    PIPELINE_REGISTRY.register_pipeline(
-        TASK, ParallelTextGenerationPipeline, pt_model=AutoModelForCausalLM, type="text"
-    )
+    """Register the task with transformers."""
+    task, pipeline = "parallel-text-generation", ParallelTextGenerationPipeline
+    PIPELINE_REGISTRY.register_pipeline(task, pipeline, pt_model=AutoModelForCausalLM, type="text")
 
 
 def _as_inputs(given: Any) -> Any:
-    """Convert inputs to types that the stock pipeline accepts."""
     if isinstance(given, tuple):
         return list(given)
     if isinstance(given, str | Chat | list | Dataset | GeneratorType):
@@ -216,7 +208,6 @@ class _OutputKeeper:
         return getattr(self.model, name)
 
     def generate(self, generation_config: GenerationConfig | None = None, **kwargs: Any) -> Any:
-        """Generate. Return what the caller asked for."""
         if generation_config is None:
             as_dict = kwargs.get("return_dict_in_generate")
             kwargs["return_dict_in_generate"] = True

@@ -41,7 +41,7 @@ class ReplayConfig(ParallelConfig):
     prefetch: Any = None
 
     def validate(self) -> None:
-        """Check every setting; see `ParallelConfig.validate`."""
+        """See `ParallelConfig.validate`."""
         super().validate()
         if self.logits_cache is not None and not isinstance(self.logits_cache, LogitsCache):
             raise ValueError(f"logits_cache must be a LogitsCache, got {type(self.logits_cache).__name__}")
@@ -56,14 +56,7 @@ def replaying(
 ) -> Iterator[None]:
     """Let a decode loop replay and cache logits, if the config has a `logits_cache`.
 
-    Parameters
-    ----------
-    loop : DecodeLoop
-    config : ReplayConfig
-    prompts : sequence of int64 arrays
-        Prompts of rows 0, 1, ...; not needed for rows of groups, for which nothing is prefetched.
-    draft_tokens : int, optional
-        See `SharedPrefixConfig`.
+    `prompts` (int64) are those of rows 0, 1, ...; not needed for rows of groups, for which nothing is prefetched.
     """
     if config.logits_cache is None:
         yield

@@ -41,14 +41,8 @@ class DistributionCache:
     """Sampling distributions of one call, computed once and then stored in the trie for later replays.
 
     Stored are distributions over few tokens (`top_k`, `top_p` and the like), if the call's processors depend on logits
-    and length alone. A softmax over all tokens costs less than the draw and as much memory as the logits.
-
-    Attributes
-    ----------
-    enabled : bool
-        Whether distributions are stored.
-    settings : str
-        What they depend on besides the logits: the device, and the processors with their settings.
+    and length alone. A softmax over all tokens costs less than the draw and as much memory as the logits. `settings`
+    is what distributions depend on besides the logits: the device, and the processors with their settings.
     """
 
     def __init__(self, cache: LogitsCache, sampler: Sampler) -> None:
@@ -72,7 +66,7 @@ class DistributionCache:
         new = [i for i, distribution in enumerate(cached) if distribution is None]
         computed = None
         if new:
-            logits = torch.stack([_dense(nodes[i]) for i in new])
+            logits = torch.stack([dense(nodes[i]) for i in new])
             computed = self.sampler.distribution([rows[i] for i in new], logits)
             for i, probs in zip(new, computed, strict=True):
                 self.store(nodes[i], lengths[i], probs)
@@ -127,11 +121,10 @@ class DistributionCache:
         return self._is_pure and node is not None and node.sampled_with == self._key(length)
 
     def _key(self, length: int) -> str:
-        """Return the settings, and which minimum lengths a row of `length` tokens has reached."""
         return self._keys[tuple(length >= minimum for minimum in self._min_lengths)]
 
 
-def _dense(node: TrieNode) -> torch.Tensor:
+def dense(node: TrieNode) -> torch.Tensor:
     assert node.logits is not None, "the rows' logits are cached"
     return node.logits.to_dense()
 

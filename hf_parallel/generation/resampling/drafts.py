@@ -51,30 +51,28 @@ PredictToken = Callable[[int, TrieNode, int], int | None]
 
 @dataclass
 class AcceptanceRate:
-    """Exponentially weighted fraction of proposals that were sampled."""
+    """Exponentially weighted fraction of proposals that were accepted."""
 
     proposed: float
     accepted: float
 
     @classmethod
     def initial(cls, ngram: int, source: str) -> AcceptanceRate:
-        """Return the initial rate, with the weight of four observations."""
+        # With the weight of four observations.
         return cls(4.0, 4.0 * (INITIAL_RATE_OF_TWO if source in (CACHED, SAMPLED) else INITIAL_RATES[ngram]))
 
     def update(self, accepted: bool) -> None:
-        """Add an observation."""
         self.proposed = _DECAY * self.proposed + 1.0
         self.accepted = _DECAY * self.accepted + accepted
 
     @property
     def value(self) -> float:
-        """The rate."""
         return self.accepted / self.proposed
 
 
 @dataclass(frozen=True)
 class _Proposal:
-    """Proposed next tokens: `ngram` tokens matched, one token per source, and the `source` of the draft token."""
+    """Next token by source, after a match of `ngram` tokens; the draft takes that of `source`."""
 
     ngram: int
     tokens: dict[str, int]
@@ -93,28 +91,9 @@ acceptance_rates: WeakKeyDictionary[LogitsCache, dict[Hashable, Rates]] = WeakKe
 
 @dataclass(eq=False)
 class NgramDrafter:
-    """Proposes draft tokens and estimates their acceptance rates.
+    """Proposes drafts of at most `max_tokens` tokens and estimates their acceptance rates.
 
-    Parameters
-    ----------
-    cache : LogitsCache
-    max_tokens : int
-        Maximum length of a draft.
-    settings : hashable, optional
-        Sampling settings; calls over the same cache with the same settings share acceptance rates.
-    predict : callable (row, node, ahead) -> token or None, optional
-        See `PredictToken`.
-    eos_token_ids : set of int, optional
-        Tokens that end a draft.
-    linear_backend : str, optional
-        See `pass_cost`.
-
-    Attributes
-    ----------
-    rates : dict of (int, str) to AcceptanceRate
-        By n-gram length and source.
-    ngrams : dict of tuple of int to TrieNode
-        The latest node after each n-gram.
+    Calls over the same cache with the same sampling `settings` share the rates. `linear_backend`: see `pass_cost`.
     """
 
     cache: LogitsCache
@@ -123,8 +102,8 @@ class NgramDrafter:
     predict: PredictToken | None = None
     eos_token_ids: frozenset[int] = frozenset()
     linear_backend: str = "native"
-    rates: Rates = field(init=False)
-    ngrams: dict[tuple[int, ...], TrieNode] = field(init=False, default_factory=dict)
+    rates: Rates = field(init=False)  # by n-gram length and source
+    ngrams: dict[tuple[int, ...], TrieNode] = field(init=False, default_factory=dict)  # latest node after each
     _proposals: dict[int, list[_Proposal]] = field(init=False, default_factory=dict)  # by row
 
     def __post_init__(self) -> None:
@@ -231,19 +210,16 @@ class NgramDrafter:
 class DraftSampler:
     """Samples draft tokens from cached logits with the RNG of the row, which is not advanced; see `PredictToken`.
 
-    Of the logits processors only the temperature is applied, unless the node has a cached distribution. The rows of
-    `sampler` have RNGs of their own.
+    Of the logits processors only the temperature is applied, unless the node has a cached distribution.
     """
 
     sampler: Sampler
     distributions: DistributionCache
     temperature: float
-    top_k: int = 8
-    """Number of tokens that are sampled from; others are rarely sampled where drafts are accepted."""
+    top_k: int = 8  # other tokens are rarely sampled where drafts are accepted
     _top: dict[TrieNode, tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=dict)
 
     def __call__(self, row: int, node: TrieNode, ahead: int) -> int | None:
-        """Return the token that the row would sample `ahead` tokens from now; None without cached logits."""
         assert self.sampler.rngs is not None, "rows have RNGs of their own"
         top = self._top.get(node) or self._load(node)
         return None if top is None else draw_among(*top, self.sampler.rngs[row].key(ahead))

@@ -62,7 +62,6 @@ class Stepwise(ReplayPolicy):
     looks_ahead: ClassVar[bool] = False
 
     def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
-        """See `ReplayPolicy.draws`."""
         return np.ones(len(uncertainty), dtype=bool)
 
 
@@ -106,7 +105,6 @@ class Hotspot(ReplayPolicy):
         return uncertainty * self.decay ** (start + np.arange(len(uncertainty)))
 
     def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
-        """See `ReplayPolicy.draws`."""
         scores = self.scores(uncertainty, start)
         if self.top_k is None:
             return scores > self.threshold
@@ -128,20 +126,13 @@ def uncertainty_of(logits: torch.Tensor) -> float:
 
 
 def uncertainty_at(node: TrieNode, logits: CachedLogits) -> float:
-    """Return `uncertainty_of` the logits of a node, which caches it."""
     if node.uncertainty is None:
         node.uncertainty = uncertainty_of(logits.to_dense())
     return node.uncertainty
 
 
 def make_policy(replay: Any) -> ReplayPolicy:
-    """Return the policy of a name; return a policy unchanged.
-
-    Raises
-    ------
-    ValueError
-        If no policy has the name.
-    """
+    """Return the policy of a name; return a policy unchanged."""
     if isinstance(replay, ReplayPolicy):
         return replay
     if not isinstance(replay, str) or replay not in POLICIES:

@@ -30,8 +30,7 @@ _logger = logging.getLogger(__name__)
 class Prefetcher:
     """Background thread that visits the trie nodes below a call's prompts, in order of decreasing probability.
 
-    The probability of a node is the product of those of its tokens; its surprisal is the negative logarithm.
-    `uncertainty` says whether the replay policy needs uncertainties.
+    The surprisal of a node is the negative logarithm of the product of its tokens' probabilities.
     """
 
     def __init__(self, distributions: DistributionCache, uncertainty: bool) -> None:
@@ -59,7 +58,6 @@ class Prefetcher:
                 self._thread.join()
 
     def start(self) -> None:
-        """Start the thread, unless it has been started or there is nothing to compute."""
         if (self._distributions.enabled or self._uncertainty) and self._thread.ident is None:
             self._thread.start()
 

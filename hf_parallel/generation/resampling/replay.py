@@ -14,7 +14,7 @@ from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.resampling.distributions import HOST, DistributionCache
+from hf_parallel.generation.resampling.distributions import HOST, DistributionCache, dense
 from hf_parallel.generation.resampling.policies import ReplayPolicy, uncertainty_at
 from hf_parallel.generation.resampling.prefetch import Prefetcher
 from hf_parallel.generation.sampling import Sampler
@@ -42,21 +42,9 @@ class _CachedPath:
 
 
 class Replayer:
-    """Replays the rows of one call and caches their logits.
+    """Replays the rows of one call and caches their logits; see `ReplayConfig`.
 
-    Tokens are sampled by `sampler` with the same processors, criteria and noise as without a cache. `prefetch` says
-    whether a thread computes the distributions of later replays while the model runs (default: if it is not on the
-    CPU). Raise a `ValueError` if the cache keeps fewer logits than the call's settings need.
-
-    Attributes
-    ----------
-    model_key : str
-        Fingerprint of the model.
-    prompts : list of TrieNode
-        Nodes of the distinct prompts.
-    distributions : DistributionCache
-    origins : dict of int to list of str
-        Origin of each token by row, see `Record`.
+    Tokens are sampled by `sampler` with the same processors, criteria and random noise as without a cache.
     """
 
     def __init__(
@@ -71,9 +59,9 @@ class Replayer:
         self.cache, self.policy, self.sampler, self.stats = cache, policy, sampler, stats
         self._required = _required_logits(cache, call)
         self.model_key = fingerprint(call.model)
-        self.prompts: list[TrieNode] = []
+        self.prompts: list[TrieNode] = []  # nodes of the distinct prompts
         self.distributions = DistributionCache(cache, sampler)
-        self.origins: dict[int, list[str]] = {}
+        self.origins: dict[int, list[str]] = {}  # of each token, by row; see `Record`
         self._paths: dict[int, _CachedPath] = {}
         self._num_replayed: dict[int, int] = {}  # tokens by row
         self._tracked: set[int] = set()  # rows that have a cursor
@@ -97,7 +85,6 @@ class Replayer:
                 yield
 
     def node(self, row: int) -> TrieNode:
-        """Return the node of all tokens of a row."""
         return self._cursors.node(row)
 
     def replayable(self, rows: Sequence[int]) -> list[int]:
@@ -120,7 +107,6 @@ class Replayer:
         return self._lookup(rows)
 
     def start_prefetch(self) -> None:
-        """Start to precompute, as the model is about to run."""
         if self._prefetcher is not None:
             self._prefetcher.start()
 
@@ -200,17 +186,11 @@ class Replayer:
             self.distributions.store_new(rows, [self._cursors.node(row) for row in rows], distribution)
             return distribution
         combined = logits.new_empty(len(rows), logits.shape[-1], dtype=torch.float32)
-        combined[cached] = torch.stack([self._cached_logits(rows[i]) for i in cached]).to(combined)
+        combined[cached] = torch.stack([dense(self._cursors.node(rows[i])) for i in cached]).to(combined)
         combined[[i for i, row in enumerate(rows) if row not in self._cached]] = logits
         return self.sampler.distribution(rows, combined)
 
-    def _cached_logits(self, row: int) -> torch.Tensor:
-        logits = self._cursors.node(row).logits
-        assert logits is not None, "the row's logits are cached"
-        return logits.to_dense()
-
     def _store(self, rows: Sequence[int], logits: torch.Tensor) -> None:
-        """Cache logits `[len(rows), vocabulary]` after the tokens of rows."""
         new = [i for i, row in enumerate(rows) if not self._cursors.has_logits(row)]
         if new:
             missing = logits if len(new) == len(rows) else logits[new]
@@ -218,15 +198,13 @@ class Replayer:
                 self._cursors.store(rows[i], row_logits)
 
     def _advance(self, row: int, token: int, drafted: bool) -> None:
-        """Move a row's cursor by the token that has been appended."""
         is_cached, path = row in self._cached, self._paths.get(row)
         if self._prefetcher is not None and not is_cached:
             self._prefetcher.add(self._cursors.node(row))
+        origin = DRAFTED if drafted else COMPUTED
         if is_cached:
             token_before, draws = (None, False) if path is None else path.step
             origin = HOTSPOT if draws and token_before is not None else REPLAYED
-        else:
-            origin = DRAFTED if drafted else COMPUTED
         self.origins.setdefault(row, []).append(origin)
         self._cursors.advance(row, token)
         self.distributions.note_token(self._cursors.node(row), self.sampler.table.lengths[row] - 1)
@@ -237,7 +215,6 @@ class Replayer:
                 path.position += 1
 
     def _path(self, row: int) -> _CachedPath:
-        """Return the last continuation from the row's node."""
         node, path = self._cursors.node(row), self._paths.get(row)
         if path is None or path.position >= len(path.nodes) or path.nodes[path.position] is not node:
             nodes, tokens, uncertainty = last_continuation(self.cache, node)
@@ -247,13 +224,10 @@ class Replayer:
 
 
 def last_continuation(cache: LogitsCache, node: TrieNode) -> tuple[list[TrieNode], list[int], list[float]]:
-    """Follow the most recently used children as far as logits are cached; return nodes, tokens and uncertainties.
-
-    Other threads may add and evict nodes meanwhile.
-    """
+    """Follow the most recently used children as far as logits are cached; return nodes, tokens and uncertainties."""
     nodes, tokens, uncertainty = [], [], []
     while (child := cache.last_child(node)) is not None:
-        logits = node.logits
+        logits = node.logits  # read once, as another thread may evict the node
         if logits is not None:
             nodes.append(node)
             tokens.append(child.token)

@@ -1,6 +1,6 @@
 """SpeculativeDecoder: verifies draft tokens in one forward pass (speculative decoding).
 
-Each token is sampled from the model's logits with the row's own noise, as without drafts. A draft token is accepted if
+Each token is sampled from the model's logits with the row's own RNG, as without drafts. A draft token is accepted if
 it is the token that was sampled, so samples do not change.
 """
 
@@ -23,11 +23,7 @@ R = TypeVar("R", bound=Row)
 
 
 class SpeculativeDecoder:
-    """Appends several tokens per forward pass to the rows of a decode loop.
-
-    `replayer` samples tokens and caches logits as without drafts. `max_tokens` is the maximum length of a draft.
-    Default: 15 if the model is on the CPU, else 0.
-    """
+    """Appends several tokens per forward pass. `max_tokens` of a draft default to 15 on the CPU, else 0."""
 
     def __init__(self, loop: DecodeLoop, replayer: Replayer, max_tokens: int | None = None) -> None:
         self.loop, self.replayer = loop, replayer
@@ -43,8 +39,7 @@ class SpeculativeDecoder:
         predict = None
         if loop.sampler.do_sample and loop.sampler.has_own_rngs:
             temperature = loop.call.generation_config.temperature
-            temperature = 1.0 if temperature is None else temperature
-            predict = DraftSampler(loop.sampler, replayer.distributions, temperature)
+            predict = DraftSampler(loop.sampler, replayer.distributions, 1.0 if temperature is None else temperature)
         eos = frozenset(loop.call.eos_token_ids)
         # On a GPU passes are bound by loading weights, as with the native kernels; its costs were not measured.
         backend = linear_backend(loop.call.model) if self._on_cpu else "native"
