@@ -1,4 +1,4 @@
-"""`BlockCache`: blocks of keys and values as a `transformers.Cache` (DESIGN.md section 2).
+"""`BlockCache`: blocks of keys and values as a `transformers.Cache` (docs/block_attention.md).
 
 Under block attention, `update` stores the packed new tokens and returns them; attention reads the blocks in place.
 Under a stock attention implementation (`eager`, `sdpa`, ...), `update` returns each row's keys and values densely,

@@ -1,4 +1,4 @@
-"""Blocks and views, and their translation into an AttentionPlan (DESIGN.md section 2).
+"""Blocks and views, and their translation into an AttentionPlan (docs/block_attention.md).
 
 A block is a run of tokens stored once. A view is the ordered list of blocks that a row sees; the row appends to the
 last one. Positions follow from the lengths alone, so no position is ever stored or updated.
@@ -111,7 +111,7 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
 
     The keys that a query sees depend on the blocks' lengths only. The new tokens of each pass are therefore added to
     the lengths before the next pass is planned: a query sees the new tokens of all rows of its own pass, and no later
-    ones (DESIGN.md section 2).
+    ones.
     """
     table: dict[Block, list[tuple[int, ...]]] = {}
     packed: list[Segment] = []

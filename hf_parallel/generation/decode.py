@@ -14,9 +14,9 @@ import torch
 from transformers import StoppingCriteriaList
 
 from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.generation.backlog import Backlog, SpeculativeDecoding, TokenReplayer
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.replay import Backlog, SpeculativeDecoding, TokenReplayer
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.runner import ModelRunner
 from hf_parallel.generation.sampling import Sampler
@@ -79,8 +79,8 @@ class DecodeLoop:
     ) -> None:
         """Generate until no row is active. Rows are ascending by index.
 
-        `logits`, `[len(rows), vocabulary]`, follow each row's prompt, without rows that `step` has skipped; None:
-        computed from `row.pending`. By default `on_token` keeps the token pending until the row has ended.
+        `logits`, as returned by `step`, are those of the rows' next tokens. None: they are computed from `row.pending`
+        first. By default `on_token` keeps the token pending until the row has ended.
         `after_pass` is called after every forward pass. `schedule` receives the active rows and returns those of the
         next pass; it may admit others.
         """

@@ -12,10 +12,8 @@ from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.rows import PassInputs
 
-SUFFIX_CAPACITY = 512
-"""Maximum initial capacity of a completion, in tokens."""
-BATCH_CAPACITY = 1 << 16
-"""Maximum initial capacity of all completions of a call, unless each would have less than `MIN_CAPACITY`."""
+SUFFIX_CAPACITY = 512  # maximum initial capacity of a completion, in tokens
+BATCH_CAPACITY = 1 << 16  # of all completions of a call, unless each would have less than `MIN_CAPACITY`
 MIN_CAPACITY = 64
 
 
@@ -51,16 +49,13 @@ def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[
 def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> list[Node] | None:
     """Remove leaves of one uncached token, which the rows compute in their first pass; return their parents.
 
-    Return None, and remove nothing, if a row has more uncached tokens or shares its last one, and must be prefilled.
+    Return None, and remove nothing, if a row has more than one uncached token or shares that token with another row.
     """
     ancestors = [node for leaf in leaves for node in leaf.path[:-1]]
     own = len(set(leaves)) == len(leaves) and all(leaf.block is None and len(leaf.tokens) == 1 for leaf in leaves)
     if not own or any(len(node.uncached) for node in ancestors):
         return None
-    parents = []
-    for leaf in leaves:
-        assert leaf.parent is not None, "only the root has no parent, and it has no tokens"
-        parents.append(leaf.parent)
+    parents = [leaf.parent for leaf in leaves if leaf.parent is not None]  # all: only the root has none, and no tokens
     cache.discard_uncached()
     loop.stats.reused_tokens += sum(len(node.tokens) for node in ancestors)
     loop.stats.prefilled_tokens += len(leaves)

@@ -76,9 +76,8 @@ class PendingWrites:
 class RowGroup:
     """Rows that attend to each other's tokens, so that each pass is computed for all of them or for none.
 
-    The next logits of a row depend on all inputs of the group, pass by pass. A digest of these inputs is the key under
-    which the logits are cached; settings, tokenizer and stopping criteria act through the inputs. The `repr` of `key`
-    distinguishes initial states.
+    The next logits of a row depend on all earlier inputs of the group and on nothing else. A digest of these inputs is
+    the key under which the logits are cached. The `repr` of `key` identifies the initial state.
     """
 
     def __init__(self, key: object) -> None:
@@ -87,7 +86,7 @@ class RowGroup:
         self._digest = _digest(b"", key)
 
     def unfilled_prompt(self) -> PassInputs:
-        """Return the inputs to compute before those of the rows; groups with a common prompt may return the same."""
+        """Return the uncomputed part of the prompt. Groups that share a prompt may return the same segments."""
         return []
 
     def describe(self, inputs: PassInputs) -> tuple[list[str], object]:

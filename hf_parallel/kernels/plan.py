@@ -91,7 +91,7 @@ class AttentionPlan:
     pair_query: np.ndarray
     """`[P]`. Index of the packed query."""
     pair_delta: np.ndarray
-    """`[P]`. Positions by which the query is rotated before it attends to the block (DESIGN.md section 2)."""
+    """`[P]`. Positions by which the query is rotated before it attends to the block."""
     pair_position: np.ndarray
     """`[P]`. True position of the query relative to the start of the block: `p - start`."""
     pair_lo: np.ndarray

@@ -52,8 +52,7 @@ def make_work(
     """Partition a plan, under a sliding window, into work items; raises ValueError if a query sees no key at all.
 
     Partitions are in ascending order of `pairs_per_tile`. A block belongs to the first whose tile holds all its pairs,
-    or to the last. The items also serve `horizon` following decode steps: an item may start after the keys that its
-    pairs see so far.
+    or to the last. The items also serve the next `horizon` decode steps, so some may cover keys that do not exist yet.
     """
     pairs, start, stop = _visible_pairs(plan, window, horizon)
     block = np.repeat(np.arange(plan.num_blocks), np.diff(plan.block_pairs))[pairs]

@@ -1,6 +1,7 @@
 """The generation modes. Each is one module or package with its settings, rows, prompts, output and presets.
 
-Every module in this folder is imported, which registers its mode. Names listed here are public in `hf_parallel`.
+All modules in this folder are imported, which registers the modes among them. Names listed here are public in
+`hf_parallel`.
 """
 
 from importlib import import_module

@@ -31,7 +31,7 @@ class SpeculativeDecoder:
         self.max_tokens = (MAX_DRAFT_TOKENS if self._on_cpu else 0) if max_tokens is None else max_tokens
 
     def start(self) -> bool:
-        """Index the prompts for n-gram lookup. Return whether rows may draft, as the order of draws does not matter."""
+        """Index the prompts for n-gram lookup. Return False if drafts are disabled or would change what is sampled."""
         loop, replayer = self.loop, self.replayer
         if not (self.max_tokens and loop.sampler.is_order_independent):
             return False

@@ -1,4 +1,4 @@
-"""Replay from the decode loop's side: two protocols, and the backlog of forward passes that replay has skipped."""
+"""Backlog: forward passes that replay has skipped; and the protocols of replay and speculative decoding."""
 
 from __future__ import annotations
 
