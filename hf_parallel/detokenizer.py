@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_CONTEXT = 6
-"""Tokens decoded before the new ones, so that spaces and merged characters are decoded as in the whole text."""
-_MAX_INCOMPLETE = 3
-"""Tokens held back until a character is complete: it has at most four bytes, and a token at least one."""
-_REPLACEMENT = "\ufffd"
-"""Decoded from bytes that form no character, or no complete one."""
+_CONTEXT = 6  # tokens decoded again before the new ones, as spaces and merged characters depend on them
+_MAX_INCOMPLETE = 3  # tokens held back until a character is complete: it has at most four bytes, a token at least one
+_REPLACEMENT = "\ufffd"  # decoded from bytes that form no character, or no complete one
 
 
 class IncrementalDetokenizer:

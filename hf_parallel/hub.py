@@ -28,13 +28,10 @@ from hf_parallel.generation.mixin import keep_mode, take_parallel_config
 GENERATE = "custom_generate/generate.py"
 REQUIREMENTS = "custom_generate/requirements.txt"
 CARD = "README.md"
-MARK = '"""Written by hf_parallel.hub: '
-"""First characters of an exported `generate.py`; a folder with another `generate.py` is not overwritten."""
-CARD_MARK = "<!-- Written by hf_parallel.hub: "
-"""Part of an exported README; a README on the Hub without it is not overwritten."""
+MARK = '"""Written by hf_parallel.hub: '  # begins an exported `generate.py`; other ones are not overwritten
+CARD_MARK = "<!-- Written by hf_parallel.hub: "  # in an exported README; other ones on the Hub are not overwritten
 TAG = "custom_generate"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
-"""Files of a model's weights, whole or in shards."""
 EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +50,7 @@ def generate(*inputs, model, **arguments):
 _CARD = """---
 library_name: transformers
 tags:
-- {tag}
+- custom_generate
 ---
 
 {mark}the next push overwrites this file unless this line is removed. -->
@@ -110,8 +107,8 @@ def export(
     """
     config = _config_of(model_or_config)
     folder = Path(folder)
-    _check_folder(folder)
     existed = folder.exists()
+    _check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with TemporaryDirectory(dir=folder) as temporary:
@@ -138,9 +135,8 @@ def push_to_hub(
 ) -> CommitInfo:
     """Upload to the Hub what `export` writes.
 
-    An existing README that no export has written is kept and tagged `custom_generate`; so is an exported one whose line
-    with the mark was removed. If weights are uploaded, weights of an earlier push that they do not overwrite are
-    deleted.
+    An existing README that no export has written is kept and tagged `custom_generate`, also an exported one without the
+    line with the mark. If weights are uploaded, weights of an earlier push that they do not overwrite are deleted.
 
     Parameters
     ----------
@@ -216,7 +212,7 @@ def _config_of(given: Any) -> ParallelConfig:
 
 
 def _check_folder(folder: Path, new: Path | None = None) -> None:
-    """Raise `FileExistsError` for files of no earlier export, or for files that are not overwritten from `new`."""
+    """Raise `FileExistsError` for files of no earlier export, or that are not overwritten from `new`."""
     if folder.is_file():
         raise FileExistsError(f"{folder} is a file; pass a new or empty folder")
     files = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} if folder.exists() else set()
@@ -248,14 +244,11 @@ def _write_card(folder: Path, name: str, given: Any, config: ParallelConfig, tok
     usage = f"Any model uses it with `model.generate(..., custom_generate={name!r}, trust_remote_code=True)`."
     if model is not None:
         usage = f"The model here uses it when it is loaded with `trust_remote_code=True`. {usage}"
+    summary = (type(config).__doc__ or "").split("\n")[0]
+    example = _example(name, model, config, tokenizer)
+    settings = json.dumps(config.stored(), indent=2, ensure_ascii=False)
     card = _CARD.format(
-        tag=TAG,
-        mark=CARD_MARK,
-        mode=config.mode,
-        summary=(type(config).__doc__ or "").split("\n")[0],
-        usage=usage,
-        example=_example(name, model, config, tokenizer),
-        settings=json.dumps(config.stored(), indent=2, ensure_ascii=False),
+        mark=CARD_MARK, mode=config.mode, summary=summary, usage=usage, example=example, settings=settings
     )
     (folder / CARD).write_text(card, encoding="utf-8")
 

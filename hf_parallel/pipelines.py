@@ -89,11 +89,10 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         """Complete prompts: strings, chats, or lists, columns, datasets or generators of either; see the class."""
         config = self._take_config(kwargs)
         text_inputs = _as_inputs(text_inputs)
-        if isinstance(text_inputs, list):
-            if not text_inputs:
-                return []
-            if config is not None:
-                kwargs.setdefault("batch_size", self._batch_size or len(text_inputs))
+        if isinstance(text_inputs, list) and not text_inputs:
+            return []
+        if isinstance(text_inputs, list) and config is not None:
+            kwargs.setdefault("batch_size", self._batch_size or len(text_inputs))
         return super().__call__(text_inputs, parallel_config=config, **kwargs)
 
     def _take_config(self, kwargs: dict[str, Any]) -> ParallelConfig | None:
@@ -116,10 +115,9 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
             check_bool("prompt_helper", prompt_helper)
             preprocess["prompt_helper"] = prompt_helper
         preprocess["parallel_config"] = parallel_config
-        forward["generation_mode"] = None
+        forward["generation_mode"] = None if parallel_config is None else parallel_config.mode
         if parallel_config is not None:
-            mode = {"generation_mode": parallel_config.mode, "parallel_config": parallel_config}
-            forward |= {**mode, "tokenizer": self.tokenizer}
+            forward |= {"parallel_config": parallel_config, "tokenizer": self.tokenizer}
         return preprocess, forward, postprocess
 
     def preprocess(  # type: ignore[override]
@@ -167,9 +165,8 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         if records is None:
             return results
         if merged is not None:
-            prompt, rows = model_outputs["prompt_text"], grouped(results, len(records))
-            pairs = zip(rows, records, strict=True)
-            results = [_merged(row, record["transcripts"], prompt, **kwargs) for row, record in pairs]
+            prompt, pairs = model_outputs["prompt_text"], zip(grouped(results, len(merged)), merged, strict=True)
+            results = [_merged(rows, record["transcripts"], prompt, **kwargs) for rows, record in pairs]
         return [{**result, **record} for result, record in zip(results, records, strict=True)]
 
 
@@ -198,7 +195,7 @@ def _invalid_inputs(given: Any) -> ValueError:
 
 
 class _OutputKeeper:
-    """Wraps a model and keeps its last output with all fields."""
+    """Wraps a model and keeps its last output, with all fields, in `output`."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

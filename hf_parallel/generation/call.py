@@ -15,8 +15,7 @@ from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.transcript.record import Record
 
-_IGNORED = ("use_cache", "logits_to_keep")
-"""Model arguments of transformers that block attention does not need."""
+_IGNORED = ("use_cache", "logits_to_keep")  # model arguments of transformers that block attention does not need
 
 
 @dataclass(frozen=True, eq=False)

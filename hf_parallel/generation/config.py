@@ -1,7 +1,7 @@
 """Settings of the modes: one dataclass per mode, checked before anything runs.
 
 A mode is a dataclass that derives from `ParallelConfig`, sets `mode` and implements `make_run`. Defining it registers
-it; everything that the rest of the package needs to know about the mode is an attribute or a method of the class.
+it; the rest of the package uses the mode only through the attributes and methods of the class.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class ParallelConfig:
     """
 
     mode: ClassVar[str] = ""
-    """Name of the mode."""
     not_stored: ClassVar[tuple[str, ...]] = ()
     """Settings whose values are objects of the running process."""
     needs_logits_cache: ClassVar[bool] = False
@@ -127,8 +126,6 @@ class ParallelConfig:
         """Return the run of one call."""
         raise NotImplementedError(f"{type(self).__name__} has no make_run")
 
-    # Rows and prompts
-
     @property
     def rows_per_prompt(self) -> int:
         """Rows of the output per row of `input_ids`."""
@@ -167,8 +164,6 @@ class ParallelConfig:
         None means that the mode has no prompt builder: prompts are used unchanged.
         """
         return None
-
-    # Settings as data
 
     @classmethod
     def fields(cls) -> list[str]:

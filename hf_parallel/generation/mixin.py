@@ -25,8 +25,7 @@ from hf_parallel.generation.streaming import report_errors
 from hf_parallel.models.capabilities import Capabilities, probe_capabilities
 from hf_parallel.transcript.record import Record
 
-_POSITIONAL = ("inputs", "generation_config")
-"""Arguments of `generate` that may be positional in a mode."""
+_POSITIONAL = ("inputs", "generation_config")  # arguments of `generate` that may be positional in a mode
 _CLAIM_LOCK = threading.Lock()
 
 
@@ -237,8 +236,7 @@ def enable(model: PreTrainedModel, known: Capabilities | None = None) -> PreTrai
         raise ValueError(f"{type(model).__name__} is on the meta device: load its weights first")
     with _cpu_as_default():
         found = probe_capabilities(model) if known is None else known
-    plain = type(model)
-    model.__class__ = _enabled_class(plain)  # type: ignore[arg-type]
+    model.__class__ = _enabled_class(type(model))  # type: ignore[arg-type]
     model._parallel_capabilities = found  # type: ignore[assignment]
     return model
 

@@ -57,7 +57,6 @@ def grouped(items: list[Any], count: int) -> list[list[Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as dictionaries, lists, strings and numbers."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, dict):

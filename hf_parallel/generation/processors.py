@@ -15,7 +15,6 @@ _BATCH_DEPENDENT = (
 )
 """Processors of Transformers that index the rows of the batch."""
 _STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
-"""Processors of Transformers that keep state between calls."""
 
 
 class MinLengthProcessor(LogitsProcessor):

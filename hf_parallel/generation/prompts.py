@@ -16,8 +16,7 @@ from hf_parallel.generation.validation import check_int, check_template
 
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages of a chat template."""
-THINK = "<think>"
-"""Starts the reasoning of a reasoning model."""
+THINK = "<think>"  # starts the reasoning of a reasoning model
 CHAIN_OF_DRAFT = (
     "Think in steps, but write down only a draft of each step: at most {max_words} words or one short equation, no "
     "full sentences, nothing twice. In the end give the final answer in full, in the form that is asked for."

@@ -41,4 +41,3 @@ class ModeRegistry(MutableMapping[str, Any]):
 
 
 MODES = ModeRegistry()
-"""The modes by name."""

@@ -18,11 +18,9 @@ from hf_parallel.kernels import to_device
 
 _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SPLITMIX_INT64 = tuple(bits - 2**64 for bits in _SPLITMIX)
-_MAX_NOISE = 23.0
-"""Upper bound of the noise: -log of half a step of a 32-bit number, rounded up."""
+_MAX_NOISE = 23.0  # -log of half a step of a 32-bit number, rounded up
 _MIN_NOISE = 2.0**-33
-_NEGLIGIBLE = _MIN_NOISE / _MAX_NOISE / 2
-"""A token with this fraction of the highest probability cannot win the race, whatever the noise."""
+_NEGLIGIBLE = _MIN_NOISE / _MAX_NOISE / 2  # a token with this fraction of the highest probability cannot win the race
 
 
 class RowRNG:

@@ -136,8 +136,7 @@ class Sampler:
         rows_per_prompt = self.num_rows // len(padding)
         return _RowPenaltyProcessor(processor, padding.repeat_interleave(rows_per_prompt).tolist(), self)
 
-    def _copy(self, logits: torch.Tensor) -> torch.Tensor:
-        # Processors may write to their input.
+    def _copy(self, logits: torch.Tensor) -> torch.Tensor:  # as processors may write to their input
         return logits.to(copy=True, dtype=torch.float32, device=self.table.ids.device)
 
     def _process(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,6 @@ class ParallelIteratorStreamer:
         """Ignore tokens: their text arrives in `write_row`."""
 
     def write_row(self, row: int, text: str, event: str) -> None:
-        """Queue text of a row."""
         self._queue.put(RowText(row, text, event))
 
     def end(self) -> None:

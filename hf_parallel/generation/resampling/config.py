@@ -62,7 +62,7 @@ def replaying(
         yield
         return
     policy, prefetch = make_policy(config.replay), config.prefetch if len(prompts) else False
-    loop.replayer = replayer = Replayer(config.logits_cache, policy, loop.call, loop.sampler, loop.stats, prefetch)
+    loop.replayer = replayer = Replayer(loop, config.logits_cache, policy, prefetch)
     if draft_tokens != 0:
         loop.speculation = SpeculativeDecoder(loop, replayer, draft_tokens)
     with replayer.tracking(prompts):

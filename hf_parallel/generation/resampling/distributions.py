@@ -17,24 +17,18 @@ from hf_parallel.generation.sampling import Sampler
 
 HOST = ("cpu",)
 """Device types from which a distribution is cached at once; on others this would wait for a copy at every step."""
-
 _TRUNCATING = ("EpsilonLogitsWarper", "MinPLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")
 """Processors of Transformers that leave few tokens, and cost more than the draw.
 
 Others (`eta_cutoff`, `typical_p`) sum over the vocabulary, in an order that depends on the number of rows.
 """
 
-_OF_LENGTH = (MinLengthProcessor.__name__,)
-"""Processors that depend on the number of tokens but not on the tokens."""
-
-_OF_LOGITS = (
+_PURE = (
     *_TRUNCATING,
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
-    "SuppressTokensLogitsProcessor",
-    "TemperatureLogitsWarper",
+    *("InfNanRemoveLogitsProcessor", "LogitNormalization", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper"),
+    MinLengthProcessor.__name__,
 )
-"""Processors that depend on the logits alone."""
+"""Processors that depend on the logits and the number of tokens alone."""
 
 
 class DistributionCache:
@@ -51,7 +45,7 @@ class DistributionCache:
         processors = sampler.processors
         names = [_name(processor) for processor in processors]
         returns_scores = sampler.scores is not None or sampler.logits is not None
-        self._is_pure = all(name in (*_OF_LOGITS, *_OF_LENGTH) for name in names) and not returns_scores
+        self._is_pure = all(name in _PURE for name in names) and not returns_scores
         self.enabled = sampler.do_sample and self._is_pure and any(name in _TRUNCATING for name in names)
         self.settings = repr((str(self._device), [_describe(processor) for processor in processors]))
         self._min_lengths = [p.min_length for p in processors if isinstance(p, MinLengthProcessor)]
@@ -64,7 +58,6 @@ class DistributionCache:
         lengths = [self.sampler.table.lengths[row] for row in rows]
         cached = [self.find(node, length) for node, length in zip(nodes, lengths, strict=True)]
         new = [i for i, distribution in enumerate(cached) if distribution is None]
-        computed = None
         if new:
             logits = torch.stack([dense(nodes[i]) for i in new])
             computed = self.sampler.distribution([rows[i] for i in new], logits)
@@ -74,7 +67,7 @@ class DistributionCache:
                 return computed
         vocabulary = next(node.logits.vocabulary for node in nodes if node.logits is not None)
         combined = torch.zeros(len(rows), vocabulary, device=self._device)
-        if computed is not None:
+        if new:
             combined[new] = computed
         for probs, distribution in zip(combined, cached, strict=True):
             if distribution is not None:

@@ -27,18 +27,12 @@ MAX_DRAFT_TOKENS = 15
 INITIAL_RATES = {8: 0.8, 5: 0.7, 3: 0.6, 2: 0.5, 1: 0.3}
 """Lengths of the n-grams that are looked up, longest first, and the initial acceptance rate of each."""
 NGRAMS = tuple(INITIAL_RATES)
-INITIAL_RATE_OF_TWO = 0.25
-"""Initial acceptance rate of each of two different proposals."""
-MAX_NODES = 4096
-"""Maximum number of nodes below a prompt that are indexed; the most recently used ones are."""
-MIN_GAIN = 0.1
-"""Minimum gain of a draft, in passes of one token, as acceptance rates are estimates."""
-MIN_PROBABILITY = 0.05
-"""A draft ends before a token that is reached with a lower probability."""
-MAX_SAMPLING_ROWS = 4
-"""Maximum number of rows of a pass for which draft tokens are sampled: each takes about 0.1 ms."""
-MAX_SETTINGS = 64
-"""Number of settings per cache whose acceptance rates are kept, the most recently used ones."""
+INITIAL_RATE_OF_TWO = 0.25  # of each of two different proposals
+MAX_NODES = 4096  # indexed below a prompt, the most recently used ones
+MIN_GAIN = 0.1  # of a draft, in passes of one token, as acceptance rates are estimates
+MIN_PROBABILITY = 0.05  # a draft ends before a token that is reached with a lower probability
+MAX_SAMPLING_ROWS = 4  # of a pass for which draft tokens are sampled: each token takes about 0.1 ms
+MAX_SETTINGS = 64  # per cache whose acceptance rates are kept, the most recently used ones
 _DECAY = 0.95
 
 CACHED, SAMPLED, AGREED, ONLY_CACHED = "cached", "sampled", "agreed", "only cached"
@@ -85,8 +79,7 @@ class _Proposal:
 
 Rates = dict[tuple[int, str], AcceptanceRate]
 _lock = threading.Lock()
-acceptance_rates: WeakKeyDictionary[LogitsCache, dict[Hashable, Rates]] = WeakKeyDictionary()
-"""Rates by cache and settings, shared by calls."""
+acceptance_rates: WeakKeyDictionary[LogitsCache, dict[Hashable, Rates]] = WeakKeyDictionary()  # by settings
 
 
 @dataclass(eq=False)
@@ -151,7 +144,7 @@ class NgramDrafter:
         return [proposal.token for proposal in proposals[:length]]
 
     def observe(self, row: int, node: TrieNode) -> None:
-        """Update acceptance rates with the token by which a row has reached a node."""
+        """Update acceptance rates with the last token of a row."""
         proposals = self._proposals.pop(row, [])
         if proposals:
             for source, token in proposals[0].tokens.items():

@@ -21,9 +21,7 @@ from hf_parallel.cache.logits_trie import CachedDistribution, TrieNode
 from hf_parallel.generation.resampling.distributions import DistributionCache
 from hf_parallel.generation.resampling.policies import uncertainty_at
 
-MAX_NODES = 4096
-"""Maximum number of nodes that one call precomputes."""
-
+MAX_NODES = 4096  # precomputed by one call
 _logger = logging.getLogger(__name__)
 
 
@@ -62,7 +60,6 @@ class Prefetcher:
             self._thread.start()
 
     def add(self, node: TrieNode) -> None:
-        """Enqueue a node whose logits have been cached."""
         if self._thread.is_alive():
             self._queue.put(node)
 

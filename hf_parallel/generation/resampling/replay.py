@@ -14,11 +14,10 @@ from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.resampling.distributions import HOST, DistributionCache, dense
 from hf_parallel.generation.resampling.policies import ReplayPolicy, uncertainty_at
 from hf_parallel.generation.resampling.prefetch import Prefetcher
-from hf_parallel.generation.sampling import Sampler
-from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.transcript.record import COMPUTED, DRAFTED, HOTSPOT, REPLAYED
 
 _TOP_ONLY = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
@@ -44,37 +43,26 @@ class _CachedPath:
 class Replayer:
     """Replays the rows of one call and caches their logits; see `ReplayConfig`.
 
-    Tokens are sampled by `sampler` with the same processors, criteria and random noise as without a cache.
+    Tokens are sampled by `loop.sampler` with the same processors, criteria and random noise as without a cache.
     """
 
-    def __init__(
-        self,
-        cache: LogitsCache,
-        policy: ReplayPolicy,
-        call: GenerationCall,
-        sampler: Sampler,
-        stats: GenerationStats,
-        prefetch: bool | None = None,
-    ) -> None:
-        self.cache, self.policy, self.sampler, self.stats = cache, policy, sampler, stats
-        self._required = _required_logits(cache, call)
-        self.model_key = fingerprint(call.model)
+    def __init__(self, loop: DecodeLoop, cache: LogitsCache, policy: ReplayPolicy, prefetch: bool | None) -> None:
+        self.cache, self.policy, self.sampler, self.stats = cache, policy, loop.sampler, loop.stats
+        self._required = _required_logits(cache, loop.call)
+        self.model_key = fingerprint(loop.call.model)
         self.prompts: list[TrieNode] = []  # nodes of the distinct prompts
-        self.distributions = DistributionCache(cache, sampler)
+        self.distributions = DistributionCache(cache, self.sampler)
         self.origins: dict[int, list[str]] = {}  # of each token, by row; see `Record`
         self._paths: dict[int, _CachedPath] = {}
         self._num_replayed: dict[int, int] = {}  # tokens by row
         self._tracked: set[int] = set()  # rows that have a cursor
         self._cached: set[int] = set()  # rows whose next token is sampled from cached logits
-        prefetch = call.model.device.type not in HOST if prefetch is None else prefetch
+        prefetch = loop.call.model.device.type not in HOST if prefetch is None else prefetch
         self._prefetcher = Prefetcher(self.distributions, policy.looks_ahead) if prefetch else None
 
     @contextmanager
     def tracking(self, prompts: Sequence[np.ndarray] = ()) -> Iterator[None]:
-        """Place the cursors of rows 0, 1, ... on their prompts (int64); nodes under a cursor are not evicted.
-
-        Rows without a prompt receive their nodes from `skip_pass`.
-        """
+        """Place the cursors of rows 0, 1, ... on their prompts (int64); nodes under a cursor are not evicted."""
         with self.cache.cursors() as self._cursors:
             for row, prompt in enumerate(prompts):
                 self._cursors.start(row, self.model_key, prompt.tolist())
@@ -94,10 +82,7 @@ class Replayer:
         return [row for row in rows if self._lookup([row])]
 
     def skip_pass(self, rows: Sequence[int], keys: Sequence[int]) -> bool:
-        """Move the rows of a group to nodes that depend on the whole group, by the keys of `RowGroup.advance`.
-
-        Return whether the next logits of all rows are cached, so that the forward pass can be skipped.
-        """
+        """Move rows to the nodes of the keys from `RowGroup.advance`. Return whether the logits of all are cached."""
         for row, key in zip(rows, keys, strict=True):
             if row in self._tracked:
                 self._cursors.advance(row, key)
@@ -115,8 +100,7 @@ class Replayer:
     ) -> tuple[list[int], list[bool]]:
         """Append the next token of each row (ascending), and cache new logits. Return tokens, and whether rows ended.
 
-        `logits`, `[n, vocabulary]`, are those of the n rows without cached ones; `drafted` says whether they come from
-        the same forward pass as those of the previous token.
+        `logits`, `[n, vocabulary]`, are those of the n rows without cached ones; `drafted`: of the same pass as before.
         """
         computed = [row for row in rows if row not in self._cached]
         if computed:
