@@ -19,7 +19,7 @@ TEXT = """\
 # Architectures
 
 Capabilities that `hf_parallel.enable` finds in tiny models of {works} supported and {refused} unsupported
-configurations. Probing does not know architectures by name: it runs a few forward passes and compares queries and
+configurations. Probing does not depend on architecture names: it runs a few forward passes and compares queries and
 logits. A model that is not listed may work; an unsupported one raises `UnsupportedModelError` with the reason.
 
 - **shared_prefix** needs keys and values of all tokens in a cache, and Transformers' attention interface. Tested:
