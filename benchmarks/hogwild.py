@@ -1,4 +1,4 @@
-"""Hogwild! workers over a long shared prompt: step relative to `generate`, set-up of a step, number of workers."""
+"""Hogwild! workers over a long shared prompt: step time relative to `generate`, set-up time, scaling with workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .rounds import Bar, PrefilledCache, run_rounds, step_ratio
 
 
 class SetUpClock(StepClock):
-    """Clock that also measures the set-up of a forward pass, which is outside the arithmetic of the layers.
+    """Clock that also measures the set-up of a forward pass, as opposed to the arithmetic of its layers.
 
     The set-up is `BlockCache.prepare`, which reserves storage and lays out the plan, and everything that
     `AttentionPlan.cached` computes for the layers: schedule, masks, rotary tables, indices.
@@ -44,7 +44,7 @@ class SetUpClock(StepClock):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Measure the set-up inside the block."""
+        """Measure the set-up inside the `with` block."""
         prepare, cached = BlockCache.prepare, AttentionPlan.cached
 
         def timed_cached(plan: AttentionPlan, key: Any, make: Callable[[], Any]) -> Any:

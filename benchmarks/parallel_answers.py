@@ -3,16 +3,16 @@
 `python -m benchmarks.parallel_answers --help`. There are three parts:
 
 - `tasks`: problems with exact answers, by plain `generate`, PDOS with both joins, Skeleton-of-Thought, Chain-of-Draft,
-  and PDOS with the rules of Chain-of-Draft. Tokens per second are the tokens of the returned answer, including markers
-  and headings but not a given opening or a discarded outline, divided by the seconds of decoding.
+  and PDOS with the rules of Chain-of-Draft. Tokens per second are the tokens of the returned answer, divided by the
+  seconds of decoding. Markers and headings count; a given opening and a discarded outline do not.
 - `rotate_from_reencode`: error of `join="rotate"`. After a rotated block, the answer attends to branches that did not
-  attend to each other. For each token after such a block: the Kullback-Leibler divergence (nats) from the distribution
-  that it was chosen from to that of a plain forward pass over the same text.
-- `branches`: ten branches of fixed length and a short conclusion, against sequential decoding of the same number of
-  tokens after the same prompt and opening.
+  attend to each other. The error of each token after such a block is the Kullback-Leibler divergence KL(p || q) in
+  nats: q is the distribution that the token was chosen from, p that of a plain forward pass over the same text.
+- `branches`: ten branches of fixed length and a short conclusion, compared with sequential decoding of the same number
+  of tokens after the same prompt and opening.
 
-A small model does not open a block by itself and miscounts parts. It is coached: the answer begins with the first
-title, and the number of parts is fixed. Coaching is on for the embedded model and in the third part.
+A small model does not open a block by itself and miscounts parts. With `--coach`, the answer therefore begins with the
+first title, and the number of parts is fixed. This is the default for the embedded model; part three always does it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class TasksBenchmark:
 
     def ways(self, problem: AnyProblem, tokenizer: Any) -> dict[str, Way]:
         """Return all methods by name."""
-        hint = not self.coached  # the opening of a coached model has opened the block already
+        hint = not self.coached  # a coached answer begins inside the block
         plain = pdos_prompt(problem.prompt, tokenizer, parallel_hint=False)
         parallel = pdos_prompt(problem.prompt, tokenizer, parallel_hint=hint)
         drafting = CHAIN_OF_DRAFT.format(max_words=DRAFT_WORDS)
@@ -173,7 +173,7 @@ class TasksBenchmark:
 
 @dataclass(frozen=True)
 class BranchesBenchmark:
-    """Branches of fixed length against sequential decoding.
+    """Branches of fixed length compared with sequential decoding.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ class BranchesBenchmark:
         """Return the number of tokens of the answer with its conclusion."""
         output = generate(model, prompt, **settings)
         if output.fallback[0] is not None:
-            raise RuntimeError(f"the model wrote no block of {self.branches} branches: {output.fallback[0]}")
+            raise RuntimeError(f"the model generated no block of {self.branches} branches: {output.fallback[0]}")
         return output.blocks[0][0].end + self.conclusion
 
     def _measure(self, model: Any, prompt: dict[str, torch.Tensor], settings: dict[str, Any]) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def coaching(problem: AnyProblem) -> dict[str, Any]:
 
 
 def tokenize(model: Any, tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text as the tokenization of an opening yields them."""
+    """Return the tokens of a text, tokenized as an opening is."""
     return encode_exactly(tokenizer, get_vocabulary(tokenizer, vocabulary_size(model)), text) or []
 
 

@@ -4,9 +4,9 @@
 sampled repeatedly from the same state at a fixed length. Fully replayed samples are excluded. All methods keep keys and
 values in a SharedPrefixCache; they differ in the logits that they keep:
 
-- `none`: none;
-- `single path`: those of the last decoded sequence, as in the paper;
-- `stepwise`, `hotspot`: those of every sequence so far, which also provide draft tokens.
+- `none`: no logits;
+- `single path`: logits of the last decoded sequence, as in the paper;
+- `stepwise`, `hotspot`: logits of every sequence so far, which also provide draft tokens.
 
 The overhead of a cache without hits is measured for a new one (`cold`) and for one full of other states (`no hits`).
 With `--stress`, eight threads read and write one cache. The report is rewritten after each puzzle.
@@ -41,7 +41,7 @@ NUCLEUS = 0.9
 """Value of `top_p` in the runs that use it."""
 WAYS = ("none", "single path", "stepwise", "hotspot")
 MORE: dict[str, dict[str, Any]] = {"single path": {"draft_tokens": 0}, "hotspot": {"replay": "hotspot"}}
-"""Settings per method. The cache of the paper has no draft tokens."""
+"""Settings per method. The cache of the paper provides no draft tokens."""
 TARGETS = {"stepwise": 1.8, "hotspot": 2.5}
 """Targets: speed-up over no cache, averaged over the temperatures."""
 OVERHEAD = ("cold", "no hits")
@@ -116,7 +116,7 @@ class ResampleBenchmark:
     def _sample(
         self, model: Any, ids: torch.Tensor, puzzle: int, settings: dict[str, float], into: dict[str, Measured]
     ) -> None:
-        """Sample one state by all methods, whose order rotates, so that machine noise affects all of them."""
+        """Sample one state by all methods. Their order rotates, so that machine noise affects them equally."""
         caches = {way: LogitsCache(1 << 32) for way in WAYS if way != "none"}
         held = {way: hf_parallel.SharedPrefixCache(device=model.device) for way in WAYS}
         # Few samples of the baselines are timed, spread evenly over those after the first decode.
@@ -230,7 +230,7 @@ def solvable() -> Iterator[tuple[int, ...]]:
 
 @cache
 def makes(numbers: tuple[Fraction, ...], goal: int = 24) -> bool:
-    """Return whether the numbers can be combined to the goal."""
+    """Return whether an arithmetic expression of the numbers equals `goal`."""
     if len(numbers) == 1:
         return numbers[0] == goal
     for i, j in itertools.permutations(range(len(numbers)), 2):
@@ -322,7 +322,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=100)
     parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
     parser.add_argument("--overhead-rounds", type=int, default=7)
-    parser.add_argument("--stress", type=float, metavar="SECONDS", help="stress a large and a small cache with threads")
+    parser.add_argument("--stress", type=float, metavar="SECONDS", help="stress two caches with eight threads each")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also plot the speed-ups")
     options = parser.parse_args()

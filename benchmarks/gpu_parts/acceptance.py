@@ -13,7 +13,7 @@ from .hogwild import HogwildStage
 from .model import ModelStage
 
 DIFFERENCE = 0.02
-"""Tolerance of bf16 outputs: several times the rounding error, a fraction of the error of a missing block."""
+"""Tolerance of bf16 outputs: several times the rounding error, a fraction of the error caused by a missing block."""
 
 Values = Iterator[float | None]
 Cases = list[dict[str, Any]]
@@ -96,21 +96,40 @@ class Acceptance:
         return [
             Line("kernels, bf16 and fp16: largest error", "correctness", _errors("bfloat16", "float16"), 2e-2),
             Line("kernels, fp32: largest error", "correctness", _errors("float32"), 1e-5),
-            Line("kernels: error by FlashAttention's", "correctness", _figure("error_by_flash"), 1.5),
+            Line("kernels: error relative to FlashAttention's", "correctness", _figure("error_by_flash"), 1.5),
             Line("replayed decode steps: largest error of a logit", "graphs", _graph_errors, TOLERANCE),
             Line("attention: difference from FlashAttention's output", "attention", _difference, DIFFERENCE),
-            Line("attention: share of the limit, large KV", "attention", self._large_kv, 0.85, at_least=True),
-            Line("attention: time by FlashAttention's", "attention", _versus("flash"), 1.0),
-            Line("attention: time by FlashInfer's cascade", "attention", _versus("flashinfer"), 1.0),
-            Line(f"hogwild, {w} workers: attention by FlashAttention's", "hogwild", self._hogwild_attention, 1.15),
-            Line("hogwild: set-up of a step, us", "hogwild", _set_up, 50.0),
-            Line(f"model, {rows} rows: lost from prefix {min(prefixes)} to {max(prefixes)}", "model", self._loss, 0.05),
             Line(
-                f"model, {rows} rows: throughput by no attention's", "model", self._by_no_attention, 0.9, at_least=True
+                "attention: fraction of the hardware limit, large KV", "attention", self._large_kv, 0.85, at_least=True
             ),
-            Line(f"model, hogwild: tokens/s of {w} workers by 1", "model", self._scaling, 0.95 * w, at_least=True),
+            Line("attention: time relative to FlashAttention", "attention", _versus("flash"), 1.0),
+            Line("attention: time relative to FlashInfer's cascade", "attention", _versus("flashinfer"), 1.0),
             Line(
-                f"model, {min(self.model.few_rows)} to {max(self.model.few_rows)} rows: step by its floor",
+                f"hogwild, {w} workers: attention relative to FlashAttention", "hogwild", self._hogwild_attention, 1.15
+            ),
+            Line("hogwild: set-up of a step, us", "hogwild", _set_up, 50.0),
+            Line(
+                f"model, {rows} rows: throughput lost from prefix {min(prefixes)} to {max(prefixes)}",
+                "model",
+                self._loss,
+                0.05,
+            ),
+            Line(
+                f"model, {rows} rows: throughput relative to no attention",
+                "model",
+                self._by_no_attention,
+                0.9,
+                at_least=True,
+            ),
+            Line(
+                f"model, hogwild: tokens/s of {w} workers relative to 1",
+                "model",
+                self._scaling,
+                0.95 * w,
+                at_least=True,
+            ),
+            Line(
+                f"model, {min(self.model.few_rows)} to {max(self.model.few_rows)} rows: step relative to weight reads",
                 "model",
                 self._few_rows,
                 1.3,
@@ -159,7 +178,7 @@ class Acceptance:
 
 
 def _errors(*dtypes: str) -> Callable[[Cases], Values]:
-    """Return a function that yields the largest errors; a failed kernel has an infinite one."""
+    """Return a function that yields the largest error of each case, infinity for a failed kernel."""
 
     def find(cases: Cases) -> Values:
         for case in cases:
@@ -170,17 +189,17 @@ def _errors(*dtypes: str) -> Callable[[Cases], Values]:
 
 
 def _graph_errors(cases: Cases) -> Values:
-    """Yield the errors of logits; a failed case has an infinite one."""
+    """Yield the largest logit error of each case, infinity for a failed case."""
     return (math.inf if "error" in case else case.get("max_error") for case in cases)
 
 
 def _figure(name: str) -> Callable[[Cases], Values]:
-    """Return a function that yields a figure of the cases that have it or were not measured."""
+    """Return a function that yields a figure of each case that has it, and None for unmeasured cases."""
     return lambda cases: (case.get(name) for case in cases if name in case or "not_measured" in case)
 
 
 def _versus(name: str) -> Callable[[Cases], Values]:
-    """Return a function that yields times relative to a baseline, without cases for which the baseline lacks memory."""
+    """Return a function that yields times relative to a baseline, except where the baseline runs out of memory."""
 
     def find(cases: Cases) -> Values:
         for case in cases:

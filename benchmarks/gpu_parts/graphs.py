@@ -28,7 +28,7 @@ TAIL = 3
 """Number of tokens at the end of a prompt that differ between rows."""
 PENALTY = 2.0
 """Repetition penalty. Without it, models with random weights repeat one token: logits then hardly change between steps,
-which would hide stale values, and no token remains at which rows could end."""
+which would hide stale values, and no token could serve as an end token of single rows."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class GraphStage:
     rows, workers : int
         Number of rows of `shared_prefix` and `hogwild`.
     prefix, steps : int
-        Length of prompts, and number of new tokens: more than the schedule is prepared for in advance.
+        Length of prompts, and number of new tokens. The default exceeds `HORIZON`: work items are made twice.
     """
 
     models: tuple[str, ...] = ("small", "small-window")
@@ -96,7 +96,7 @@ class GraphStage:
 
 
 def late_tokens(written: torch.Tensor) -> list[int]:
-    """Return the tokens that occur only in the second half of `int64 [rows, steps]`; rows end at them one by one."""
+    """Return the tokens that occur only in the second half of `int64 [rows, steps]`: end tokens reached late."""
     half = written.shape[1] // 2
     return sorted(set(written.flatten().tolist()) - set(written[:, :half].flatten().tolist()))
 
@@ -146,7 +146,7 @@ def compare(
 def largest_difference(
     ours: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], ends: Sequence[int] = (), together: bool = False
 ) -> tuple[float, int]:
-    """Return the largest difference of scores while rows have the same tokens, and the number of compared scores.
+    """Return the largest difference of scores as long as rows have the same tokens, and the number of compared scores.
 
     Parameters
     ----------

@@ -23,7 +23,7 @@ from .layer import Features, Layer, hogwild, rotary_of
 from .timing import Ceilings, Timer
 
 LEAD = 0.01
-"""Seconds in which the CPU launches a whole step."""
+"""Seconds that the GPU sleeps first, so that the CPU can launch a whole step."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class HogwildStage:
 
 
 class CpuClock:
-    """Clock of the CPU."""
+    """Clock that records CPU times."""
 
     def __init__(self) -> None:
         self._marks: list[float] = []
@@ -113,7 +113,7 @@ class CpuClock:
 
 
 class GpuClock:
-    """Clock of the GPU's queue."""
+    """Clock that records CUDA events on the current stream."""
 
     def __init__(self) -> None:
         self._marks: list[torch.cuda.Event] = []

@@ -29,7 +29,7 @@ from .models import Models
 from .timing import Deadline, Timer, measure_ceilings
 
 SHARES = {"correctness": 0.22, "graphs": 0.07, "attention": 0.25, "hogwild": 0.06, "model": 0.40}
-"""Share of the time per stage; unused time goes to the following stages."""
+"""Fraction of the time per stage; unused time goes to the following stages."""
 WRITTEN_EVERY = 5.0
 """Seconds between two writes of the report during a stage."""
 
