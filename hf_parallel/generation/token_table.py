@@ -10,7 +10,7 @@ from hf_parallel.kernels import to_device
 
 
 class TokenTable:
-    """Tokens of each row, left-padded prompt included: `ids` is `int64 [rows, capacity]`, row i uses `lengths[i]`.
+    """Tokens of each row with its left-padded prompt: `ids` is `int64 [rows, capacity]`, row i has `lengths[i]` tokens.
 
     It is reallocated if a row gets more than `capacity` new tokens.
     """
@@ -24,7 +24,7 @@ class TokenTable:
         self._indexed: tuple[list[int], torch.Tensor] | None = None
 
     def index(self, rows: Sequence[int]) -> torch.Tensor:
-        """Return row indices on the device; the last result is kept, so that a decode step does not wait for a copy."""
+        """Return row indices on the device; the last result is cached, so that decode steps do not wait for a copy."""
         if self._indexed is None or self._indexed[0] != list(rows):
             self._indexed = list(rows), to_device(rows, self.ids.device)
         return self._indexed[1]

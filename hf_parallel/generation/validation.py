@@ -54,4 +54,4 @@ def json_error(value: Any) -> str:
         restored = json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         return str(error)
-    return "" if restored == value else f"JSON turns it into {restored!r}"
+    return "" if restored == value else f"JSON converts it to {restored!r}"

@@ -134,7 +134,7 @@ def _library() -> ctypes.CDLL | None:
 @lru_cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get(NATIVE_VARIABLE) == "0":
-        return None, f"{NATIVE_VARIABLE}=0 turns them off"
+        return None, f"{NATIVE_VARIABLE}=0 disables them"
     try:
         library = ctypes.CDLL(str(_compile()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:

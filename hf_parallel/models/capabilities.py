@@ -1,4 +1,4 @@
-"""Probes what block attention can do with a model; unsupported models are refused with the reason.
+"""Probes which features of block attention a model supports, and rejects unsupported models.
 
 The rotary embedding of each layer is measured in forward passes over one token, not inferred from the model's class: a
 single token attends only to itself, so its queries at two positions differ only by their rotation. Finally the logits
@@ -134,7 +134,7 @@ def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _check_config(model: Any) -> None:
-    """Refuse models that are unsupported according to their class and config."""
+    """Raise `UnsupportedModelError` if the class or config of a model shows that it is unsupported."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     text = model.config.get_text_config(decoder=True)
@@ -155,7 +155,7 @@ def _check_config(model: Any) -> None:
 
 
 def _check_recorded(model: PreTrainedModel, recorder: AttentionRecorder, queries: Queries) -> None:
-    """Refuse models whose attention calls show that they are unsupported."""
+    """Raise `UnsupportedModelError` if the attention calls of a model show that it is unsupported."""
     called, layers = len(queries), model.config.get_text_config(decoder=True).num_hidden_layers
     window = min((window for window in recorder.hidden_windows if window < _position_limit(model)), default=None)
     reasons = {
@@ -175,7 +175,7 @@ def _refuse(model: PreTrainedModel, reasons: dict[str, Any]) -> None:
 
 
 def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
-    """Refuse a model whose logits over blocks differ from those over a plain sequence, for any other reason."""
+    """Raise `UnsupportedModelError` if logits over blocks differ from those over a plain sequence."""
     device, vocabulary = model.device, model.config.get_text_config(decoder=True).vocab_size
     tokens = (vocabulary // 2 + torch.arange(CHECK_SHARED + sum(CHECK_TAILS), device=device)) % vocabulary
     shared, *tails = tokens.split((CHECK_SHARED, *CHECK_TAILS))

@@ -1,4 +1,4 @@
-"""Transcripts of an output: the methods that turn the record of a call into plain data and an HTML page."""
+"""Mixin that converts the record of a call to plain data and to an HTML page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Transcribable:
         Parameters
         ----------
         tokenizer : optional
-            The model's. Adds the text of the prompts. Required in modes that stream no text.
+            Tokenizer of the model. Adds the text of the prompts. Required in modes that stream no text.
 
         Returns
         -------
@@ -40,16 +40,16 @@ class Transcribable:
         Raises
         ------
         ValueError
-            If a tokenizer is required, or the output was not made by a call of a mode.
+            If a required tokenizer is missing, or the output is not that of a call with a `generation_mode`.
         """
         if self.record is None:
-            raise ValueError("this output has no record of its call: only outputs of a mode have transcripts")
+            raise ValueError("this output has no record: only calls with a `generation_mode` have transcripts")
         if tokenizer is not None:
             check_tokenizer(tokenizer)
         return transcript_dict(self.record, self.stats, self._sections(self.record, tokenizer))
 
     def to_html(self, tokenizer: Any = None) -> str:
-        """Return the transcript as a self-contained HTML page: columns against forward passes.
+        """Return the transcript as a self-contained HTML page: rows as columns, forward passes on the vertical axis.
 
         Parameters and errors are those of `to_dict`. In a notebook: `IPython.display.HTML(output.to_html())`.
         """

@@ -122,7 +122,7 @@ class _Stage:
             longest - 1, sum(min(len(group), max_active or len(group)) for group in groups)
         )
         call, ids = run.call, _left_padded(run.call, self.rows) if input_ids is None else input_ids
-        # Each row has a budget of its own, which MaxLengthCriteria does not know.
+        # Each row has its own budget, which MaxLengthCriteria cannot check.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         table = TokenTable(ids, call.pad_token_id, min(longest, SUFFIX_CAPACITY))
         padding = torch.tensor([ids.shape[1] - len(row.prompt) for row in self.rows])

@@ -207,7 +207,7 @@ class HogwildSession:
     def add_worker(self, name: str | None = None) -> str:
         """Add a worker, which starts writing in the next forward pass. Return its name.
 
-        The prompt does not change; inject a text if the other workers should know. The default name is the next of
+        The prompt does not change; inject a text to announce the worker to the others. The default name is the next of
         Alice, Bob, Carol, ... that no worker has had. Raises `ValueError` if the name is taken, is `common` or cannot
         be encoded, if the streamer supports one row only, and if `max_new_tokens` or the model's positions are used up.
         """
@@ -329,7 +329,7 @@ class HogwildSession:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Exclude other threads. The queue gives a waiting thread the next turn, before a thread in `run`."""
+        """Exclude other threads. The queue admits a waiting thread before a thread in `run`."""
         with self._queue:
             self._lock.acquire()
         try:

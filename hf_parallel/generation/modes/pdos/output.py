@@ -74,7 +74,7 @@ class PDOSOutput(ParallelOutput):
 
     @property
     def skeletons(self) -> list[list[str]]:
-        """Per prompt and block the skeleton as it was generated."""
+        """Text of the skeleton of each block, per prompt."""
         return [[block.skeleton for block in blocks] for blocks in self.blocks or ()]
 
     @property

@@ -21,12 +21,12 @@ class TrunkRow(Row):
         self.tree, self.output_row = tree, index
         self.tokens: list[Token] = []  # joined blocks, and the text that follows them
         self.blocks: list[ParallelBlock] = []
-        self.branches: list[BranchRow] = []  # those of the open block; the trunk pauses meanwhile
+        self.branches: list[BranchRow] = []  # those of the open block, during which the trunk pauses
         self.branch_budget = 0  # tokens that the branches may still generate in all
         self.parser, self.parsed_from = SkeletonParser(fmt), 0  # first token that the parser has parsed
         self.num_samples = 0
         self.num_streamed = 0
-        self.skeleton = ""  # text of the open block as it was generated
+        self.skeleton = ""  # generated text of the open block
         self.terminator: list[Token] = []
         self.fallback: str | None = None  # why decoding has become sequential
         self.finished = False

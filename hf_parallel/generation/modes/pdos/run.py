@@ -92,7 +92,7 @@ class PDOSRun:
         self.ends += [(stop.encode(), len(stop.encode()), "stop") for stop in config.branch_stops]
         self.cache = TreeBranchCache(call.capabilities.rotary, device=call.input_ids.device)
         self.cache.claim(call.model)
-        # The budget is that of the joined answer, which MaxLengthCriteria does not know.
+        # The budget is that of the joined answer, whose length MaxLengthCriteria cannot check.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, TRUNK_CAPACITY))
         self.loop = DecodeLoop(call, self.cache, table, criteria, config.seed, stream=False)
