@@ -30,11 +30,10 @@ REQUIREMENTS = "custom_generate/requirements.txt"
 CARD = "README.md"
 MARK = '"""Written by hf_parallel.hub: '  # begins an exported `generate.py`; other ones are not overwritten
 CARD_MARK = "<!-- Written by hf_parallel.hub: "  # in an exported README; other ones on the Hub are not overwritten
-TAG = "custom_generate"
+TAG = "custom_generate"  # of such repositories on the Hub
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
 EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _logger = logging.getLogger(__name__)
-
 _CODE = '''{mark}generation_mode={mode!r} with the settings below."""
 
 from hf_parallel.hub import generate_as
@@ -282,8 +281,7 @@ def _example(name: str, model: PreTrainedModel | None, config: ParallelConfig, t
     if config.system_prompt() is not None:
         settings = [f"{setting}={value!r}" for setting, value in config.stored().items()]
         inputs = f"hf_parallel.build_prompt({', '.join([json.dumps(config.mode), task, 'tokenizer', *settings])})"
-    arguments = [] if config.replaces_input_ids else ["**inputs"]
-    arguments += ["max_new_tokens=64", "tokenizer=tokenizer"]
+    arguments = [*([] if config.replaces_input_ids else ["**inputs"]), "max_new_tokens=64", "tokenizer=tokenizer"]
     arguments += [f"{argument}={code}" for argument, code in config.example_arguments.items()]
     if model is None:
         arguments += [f"custom_generate={json.dumps(name)}", "trust_remote_code=True"]

@@ -158,7 +158,6 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         return outputs
 
     def postprocess(self, model_outputs: Any, **kwargs: Any) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Decode tokens and add the mode's output fields."""
         results = super().postprocess(model_outputs, **kwargs)
         merged = model_outputs.get("merged_records")
         records = model_outputs.get("records", merged)

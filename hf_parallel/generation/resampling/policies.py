@@ -15,8 +15,7 @@ from hf_parallel.cache.logits_trie import CachedLogits, TrieNode
 from hf_parallel.generation.validation import is_int
 
 _MIN_LOGIT = -1000.0  # relative to the highest logit; the probability underflows to 0 in float64
-POLICIES: dict[str, type[ReplayPolicy]] = {}
-"""The policies by name."""
+POLICIES: dict[str, type[ReplayPolicy]] = {}  # by name
 
 
 class ReplayPolicy:

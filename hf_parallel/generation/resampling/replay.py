@@ -20,8 +20,7 @@ from hf_parallel.generation.resampling.policies import ReplayPolicy, uncertainty
 from hf_parallel.generation.resampling.prefetch import Prefetcher
 from hf_parallel.transcript.record import COMPUTED, DRAFTED, HOTSPOT, REPLAYED
 
-_TOP_ONLY = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
-"""Processors for which the highest logits may be enough."""
+_TOP_ONLY = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # the highest logits may be enough for these
 
 
 @dataclass(eq=False)
@@ -132,10 +131,9 @@ class Replayer:
     def _lookup(self, rows: Sequence[int]) -> bool:
         """Whether the next logits of all rows are cached; if so their next tokens are sampled from these."""
         found = [self._cursors.lookup(row, *self._required) for row in rows]
-        if not all(found):
-            return False
-        self._cached.update(rows)
-        return True
+        if all(found):
+            self._cached.update(rows)
+        return all(found)
 
     def _kept_unchecked(self, rows: Sequence[int]) -> dict[int, int]:
         """Return cached tokens that were sampled under the same settings, so that no distribution is needed."""
