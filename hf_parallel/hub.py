@@ -75,7 +75,7 @@ Settings, which arguments of `generate` with the same name override:
 def export(
     model_or_config: PreTrainedModel | ParallelConfig, folder: str | os.PathLike[str], *, tokenizer: Any = None
 ) -> Path:
-    """Write a `custom_generate` repository of a mode.
+    """Write a `custom_generate` repository of a mode, and return its folder.
 
     A model loaded from it (`from_pretrained(folder, trust_remote_code=True)`) generates in the mode without an import
     of `hf_parallel`. Any other model does with `custom_generate=folder, trust_remote_code=True`.
@@ -90,19 +90,12 @@ def export(
     tokenizer : PreTrainedTokenizerBase, optional
         Exported too; the example of the README loads it.
 
-    Returns
-    -------
-    pathlib.Path
-        The folder.
-
     Raises
     ------
-    TypeError
-        If `model_or_config` is neither a model nor a config.
+    TypeError, ValueError
+        If `model_or_config` is neither a model nor a config, names no mode, or has settings that cannot be stored.
     FileExistsError
         If the folder contains files that no export has written, or that this one would not overwrite.
-    ValueError
-        If no mode is named, or for settings that cannot be stored.
     """
     config = _config_of(model_or_config)
     folder = Path(folder)

@@ -88,7 +88,7 @@ def test_what_was_replayed_is_kept_with_what_was_written_behind_it() -> None:
         kept = SharedPrefixCache()
         out = answer(logits_cache=cache, past_key_values=kept, seed=seed, vote="majority")
         partly += 0 < out.stats.replayed_tokens < out.stats.decoded_tokens
-        for leaf in (node for node in kept.nodes() if not node.below()):
+        for leaf in (node for node in kept.nodes() if not node.all_children()):
             spelled = [token for node in leaf.path for token in node.tokens.tolist()]
             row = next(row for row, prompt in enumerate(PROMPTS) if spelled[: len(prompt)] == prompt.tolist())
             written = spelled[len(PROMPTS[row]) :]

@@ -30,14 +30,6 @@ class BlockCache(Cache):
         positions other than those that they were written for.
     device : torch.device, optional
         Device of position ids; the storage is on the device of the model's keys.
-
-    Attributes
-    ----------
-    blocks : set of Block
-    rows : list of View
-        Views of the batch under stock attention; empty under block attention.
-    block_attention : bool
-        Whether the model runs under block attention.
     """
 
     def __init__(
@@ -46,14 +38,14 @@ class BlockCache(Cache):
         super().__init__(layers=[])
         self.rotary = dict(rotary) if rotary is not None else None
         self.device = torch.device(device or "cpu")
-        self.block_attention = False
+        self.block_attention = False  # whether the model runs under block attention
         self.reset()
 
     def reset(self) -> None:
         """Delete everything and release all memory; the cache can then be used with another model."""
         self.arena = Arena()
         self.blocks: set[Block] = set()
-        self.rows: list[View] = []
+        self.rows: list[View] = []  # views of the batch under stock attention; empty under block attention
         self._pass: ForwardPass | None = None
         self._last: ForwardPass | None = None  # last committed decode step, from which the next one is derived
         self._undo: list[tuple[Block, int]] = []
@@ -169,18 +161,10 @@ class BlockCache(Cache):
     # Forward passes
 
     def prepare(self, segments: Sequence[Segment]) -> ForwardPass:
-        """Allocate memory for the new tokens of a forward pass and lay it out.
+        """Allocate memory for the new tokens of a forward pass, in packed order, and lay it out.
 
-        Parameters
-        ----------
-        segments : sequence of Segment
-            New tokens of each row, in packed order.
-
-        Raises
-        ------
-        ValueError
-            If a segment is empty, reads tokens or blocks that do not exist, or writes to the block of another
-            segment; or if a block is seen at a position other than its own and the rotary embedding is unknown.
+        Raises `ValueError` if a segment is empty, reads tokens or blocks that do not exist, or writes to the block of
+        another segment; or if a block is seen at a position other than its own and the rotary embedding is unknown.
         """
         if self._last is not None and self._last.leads_to(segments):
             self._undo = [(segment.view[-1], segment.view[-1].length) for segment in segments]
@@ -194,18 +178,8 @@ class BlockCache(Cache):
 
         A query sees the blocks as long as they were in its own pass, at the positions of that pass. So the logits
         equal those of separate passes, and decode steps that are known in advance (replayed, restored from their
-        tokens, or trained on) cost one forward pass.
-
-        Parameters
-        ----------
-        passes : sequence of sequence of Segment
-            At least one, else `ValueError`. Each is the argument of `prepare` if the preceding passes had been
-            computed. Blocks in their views must not be moved, split or truncated between passes.
-
-        Returns
-        -------
-        ForwardPass
-            All segments in packed order, pass by pass.
+        tokens, or trained on) cost one forward pass. Each element of `passes` is the argument of `prepare` if the
+        preceding passes had been computed; blocks must not be moved, split or truncated between them.
         """
         if not passes:
             raise ValueError("a run needs at least one pass, got none")
@@ -267,18 +241,11 @@ class BlockCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store a layer's new keys and values.
+        """Store a layer's new keys and values, rotated to the pass's position ids.
 
-        Parameters
-        ----------
-        key_states, value_states : [1, kv_heads, T, head_dim], or [rows, kv_heads, n, head_dim] under stock attention
-            New tokens in packed order, rotated to the pass's position ids.
-
-        Returns
-        -------
-        (keys, values)
-            Under block attention the arguments. Under stock attention `[rows, kv_heads, L, head_dim]`: each row's
-            whole view, left-padded with zeros to the longest. Under autocast in its dtype.
+        They are `[1, kv_heads, T, head_dim]`, or under stock attention `[rows, kv_heads, n, head_dim]`. Returns them
+        unchanged, or under stock attention each row's whole view, left-padded with zeros to the longest:
+        `[rows, kv_heads, L, head_dim]`. Under autocast the result has its dtype.
         """
         device = key_states.device.type
         if torch.is_autocast_enabled(device):

@@ -41,15 +41,9 @@ class LogitsCache:
         for settings that need no more (greedy, a smaller `top_k`, a `top_p` that they cover); other settings raise
         `ValueError`. Default: all logits.
 
-    Attributes
-    ----------
-    hits, misses : int
-        Number of lookups that found sufficient logits, and of those that did not.
-    num_bytes : int
-        Memory of all nodes.
-
     Notes
     -----
+    `hits` and `misses` count lookups that found sufficient logits or did not; `num_bytes` is the memory of all nodes.
     Thread-safe. Source: Hive, section 6 and algorithm 1.
     """
 
@@ -157,14 +151,8 @@ class LogitsCache:
     def load(cls, path: str | Path, max_bytes: int = 1 << 30) -> LogitsCache:
         """Read a file written by `save`. Nodes beyond `max_bytes` are evicted, the least recently used first.
 
-        Logs a warning if the file was saved under another version of transformers.
-
-        Raises
-        ------
-        ValueError
-            If the file is not that of a LogitsCache, or is damaged.
-        IsADirectoryError
-            If `path` is a folder.
+        Logs a warning if the file was saved under another version of transformers. Raises `ValueError` if the file is
+        not that of a LogitsCache or is damaged, and `IsADirectoryError` for a folder.
         """
         if Path(path).is_dir():
             raise IsADirectoryError(f"{path} is a folder, where a file that `LogitsCache.save` wrote is needed")

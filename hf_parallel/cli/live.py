@@ -65,18 +65,8 @@ class ShownRow:
 class LiveView:
     """State of the rows of a call: a `ParallelStreamer` and context manager.
 
-    Parameters
-    ----------
-    config : ParallelConfig
-        Settings of the call or the session.
-    console : rich.console.Console
-    tokenizer : optional
-        Decodes the tokens of modes that stream no text; without it their rows are not shown.
-
-    Attributes
-    ----------
-    interrupted : bool
-        Whether the call was interrupted: set by the caller, or on leaving the context with an exception.
+    `tokenizer` decodes the tokens of modes that stream no text; without it their rows are not shown. `interrupted` is
+    set by the caller, or on leaving the context with an exception.
     """
 
     def __init__(self, config: ParallelConfig, console: Console, tokenizer: Any = None) -> None:

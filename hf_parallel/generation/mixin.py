@@ -223,12 +223,10 @@ def enable(model: PreTrainedModel, known: Capabilities | None = None) -> PreTrai
 
     Raises
     ------
-    TypeError
-        If `model` is not a `PreTrainedModel`.
+    TypeError, ValueError
+        If `model` is not a `PreTrainedModel`, or its weights are on the meta device.
     UnsupportedModelError
         If block attention cannot serve the model, with the reason.
-    ValueError
-        If the model's weights are on the meta device.
     """
     if isinstance(model, ParallelGenerationMixin):
         return model

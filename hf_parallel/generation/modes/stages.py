@@ -224,23 +224,11 @@ class StagedRun:
         input_ids: torch.Tensor | None = None,
         seed: Any = None,
     ) -> DecodeLoop:
-        """Generate completions. Return the decode loop, with its table and scores.
+        """Generate completions, at least one in all. Return the decode loop, with its table and scores.
 
-        Parameters
-        ----------
-        groups : sequence of sequence of CompletionRow
-            At least one row in all.
-        max_active : int, optional
-            Rows of a group that decode at the same time; when one ends, the next one starts. Default: all of them.
-        input_ids : int64 [rows, length], optional
-            Prompts as logits processors see them. Default: those of the rows, left-padded.
-        seed
-            Source of randomness of the rows, see `ParallelConfig`.
-
-        Raises
-        ------
-        UnsupportedModelError
-            If a row may become longer than the model's RoPE frequencies allow.
+        At most `max_active` rows of a group (default: all) decode at the same time; when one ends, the next one starts.
+        `input_ids`, int64 `[rows, length]`, are the prompts as logits processors see them (default: left-padded prompts
+        of the rows). Raises `UnsupportedModelError` if a row may exceed the length of the model's RoPE frequencies.
         """
         _check_lengths(self.call, [row for group in groups for row in group])
         return _Stage(self, groups, max_active, input_ids, seed).run(self._replay_config)

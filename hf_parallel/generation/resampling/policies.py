@@ -34,19 +34,10 @@ class ReplayPolicy:
             POLICIES[cls.name] = cls
 
     def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
-        """Choose among the steps of a cached continuation.
+        """Return at which steps of a cached continuation a token is sampled, `bool [n]`.
 
-        Parameters
-        ----------
-        uncertainty : float64 [n]
-            `entropy * (1 - top-1 probability)` of each step, see `uncertainty_of`.
-        start : int
-            Number of steps that the row replayed before the first of them.
-
-        Returns
-        -------
-        bool [n]
-            True where a token is sampled.
+        `uncertainty`, `float64 [n]`, is `entropy * (1 - top-1 probability)` of each step, see `uncertainty_of`; `start`
+        is the number of steps that the row replayed before the first of them.
         """
         raise NotImplementedError
 

@@ -19,15 +19,7 @@ def write_journal(path: str | Path, state: dict[str, Any]) -> None:
 
 
 def read_journal(path: str | Path) -> dict[str, Any]:
-    """Read a file written by `write_journal`.
-
-    Raises
-    ------
-    OSError
-        If the file does not exist.
-    ValueError
-        If the file has another format or version, or is damaged.
-    """
+    """Read a file of `write_journal`. Raise `OSError` if it is missing, `ValueError` if it is damaged or outdated."""
     try:
         state = json.loads(Path(path).read_text())
     except (ValueError, RecursionError) as error:

@@ -261,19 +261,9 @@ class HogwildSession:
         Logits therefore agree up to rounding, and the same seed samples the same tokens. A file saved under another
         version of transformers, which may round differently, causes a warning.
 
-        Parameters
-        ----------
-        path : str or Path
-        model, tokenizer, logits_processor, stopping_criteria, prefix_allowed_tokens_fn
-            Those of the saved session.
-        streamer : optional
-            Receives all earlier text first.
-
-        Raises
-        ------
-        OSError, ValueError
-            If the file does not exist, is not a saved session or is damaged; if the model, the tokenizer, the
-            processors or the criteria differ.
+        Model, tokenizer, processors and criteria must be those of the saved session. The `streamer` receives all
+        earlier text first. Raises `OSError` if the file does not exist, and `ValueError` if it is not a saved session,
+        is damaged, or was saved with another model, tokenizer, processors or criteria.
         """
         state = read_journal(path)
         warn_on_other_version(path, state["transformers"])

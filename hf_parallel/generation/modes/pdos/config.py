@@ -161,12 +161,7 @@ def pdos_prompt(
 ) -> dict[str, torch.Tensor]:
     """Wrap a task with instructions to write independent parts as a parallel block (PDOS, section 3, appendix A).
 
-    The instructions, with three examples, precede the task; with `parallel_hint=False` there are none. Parameters and
-    errors: see `build_prompt`.
-
-    Returns
-    -------
-    dict
-        `input_ids` and `attention_mask`, `int64 [1, length]`, for `model.generate(**prompt, ...)`.
+    The instructions, with three examples, precede the task; with `parallel_hint=False` there are none. Parameters,
+    return value and errors: see `build_prompt`.
     """
     return build_prompt(PDOSConfig, task, tokenizer, config, **settings)
