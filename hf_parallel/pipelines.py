@@ -158,6 +158,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         return outputs
 
     def postprocess(self, model_outputs: Any, **kwargs: Any) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Return records with text and the fields of the mode's output."""
         results = super().postprocess(model_outputs, **kwargs)
         merged = model_outputs.get("merged_records")
         records = model_outputs.get("records", merged)

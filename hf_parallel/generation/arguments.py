@@ -150,6 +150,7 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def check_generation_config(config: Any) -> None:
+    """Raise `TypeError` unless `config` is a `GenerationConfig` or None."""
     if config is not None and not isinstance(config, GenerationConfig):
         raise TypeError(f"generation_config must be a GenerationConfig, got {_kind(config)}")
 

@@ -19,25 +19,32 @@ class TokenReplayer(Protocol):
     """Samples tokens from cached logits where they are known; see `hf_parallel.generation.resampling.replay`."""
 
     @property
-    def origins(self) -> dict[int, list[str]]: ...
+    def origins(self) -> dict[int, list[str]]:
+        """Origin of each token by row, see `Record`."""
 
-    def replayable(self, rows: Sequence[int]) -> list[int]: ...
+    def replayable(self, rows: Sequence[int]) -> list[int]:
+        """Return the rows whose next logits are cached."""
 
-    def skip_pass(self, rows: Sequence[int], keys: Sequence[int]) -> bool: ...
+    def skip_pass(self, rows: Sequence[int], keys: Sequence[int]) -> bool:
+        """Move rows to the nodes of their keys. Return whether the logits of all are cached."""
 
     def sample(
         self, rows: Sequence[int], logits: torch.Tensor | None = None, drafted: bool = False
-    ) -> tuple[list[int], list[bool]]: ...
+    ) -> tuple[list[int], list[bool]]:
+        """Sample the next token of each row. Return tokens and whether each row has ended."""
 
-    def start_prefetch(self) -> None: ...
+    def start_prefetch(self) -> None:
+        """Start precomputing in the background."""
 
 
 class SpeculativeDecoding(Protocol):
     """Appends several tokens per forward pass; see `hf_parallel.generation.resampling.speculative`."""
 
-    def start(self) -> bool: ...
+    def start(self) -> bool:
+        """Prepare for a decode loop. Return whether rows may draft."""
 
-    def step(self, rows: Sequence[R]) -> list[R]: ...
+    def step(self, rows: Sequence[R]) -> list[R]:
+        """Verify drafts until no row has one. Return the active rows."""
 
 
 class Backlog:
@@ -80,10 +87,12 @@ class Backlog:
         return logits
 
     def skip(self, group: RowGroup, rows: Sequence[Row]) -> None:
+        """Append the next inputs of a group's rows to its backlog."""
         group.inserted_tokens = 0
         group.backlog.append(collect_inputs(rows)[0])
 
     def compute(self, groups: Sequence[RowGroup]) -> None:
+        """Compute the backlogs of groups."""
         backlog = [skipped for group in groups for skipped in group.backlog]
         if backlog:
             self._fill_prompts(groups)

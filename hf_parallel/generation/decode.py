@@ -162,6 +162,7 @@ class DecodeLoop:
         return [active[index] for index in sorted(active)]
 
     def num_tokens_left(self, row: Row) -> int:
+        """Return how many tokens may be appended to a row."""
         return self.call.max_length - self.table.lengths[row.index]
 
     def _can_overlap(self, rows: Sequence[Row]) -> bool:

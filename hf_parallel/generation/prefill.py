@@ -18,6 +18,7 @@ MIN_CAPACITY = 64
 
 
 def prefix_cache_of(call: GenerationCall) -> SharedPrefixCache:
+    """Return the caller's `SharedPrefixCache`, or a new one."""
     cache = call.past_key_values
     if cache is None:
         cache = SharedPrefixCache(device=call.input_ids.device)

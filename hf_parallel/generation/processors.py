@@ -41,6 +41,7 @@ class MinLengthProcessor(LogitsProcessor):
 
     @property
     def settings(self) -> dict[str, Any]:
+        """Settings by name, to compare processors."""
         return {"min_length": self.min_length, "eos_token_ids": self.eos_token_ids}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ class RowRNG:
 
     @property
     def is_own(self) -> bool:
+        """Whether no other row shares the source."""
         return not isinstance(self._source, torch.Generator)
 
     def next(self) -> int | torch.Generator:
@@ -47,6 +48,7 @@ class RowRNG:
         return mix(self._source, self._count + ahead)
 
     def skip(self) -> None:
+        """Skip the random noise of one token."""
         self._count += 1
 
     def fork(self, count: int) -> list[RowRNG]:

@@ -70,6 +70,7 @@ class PendingWrites:
 
     @property
     def num_tokens(self) -> int:
+        """Number of pending tokens."""
         return sum(len(tokens) for _, tokens in self._writes)
 
 

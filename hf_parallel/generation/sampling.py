@@ -56,10 +56,12 @@ class Sampler:
 
     @property
     def has_own_rngs(self) -> bool:
+        """Whether each row has an RNG of its own."""
         return self.rngs is not None and all(rng.is_own for rng in self.rngs)
 
     @property
     def num_rows(self) -> int:
+        """Number of rows in the table."""
         return len(self.table.lengths)
 
     def fork(self, row: int, count: int) -> list[int]:

@@ -90,6 +90,7 @@ class ParallelIteratorStreamer:
         """Ignore tokens: their text arrives in `write_row`."""
 
     def write_row(self, row: int, text: str, event: str) -> None:
+        """See `ParallelStreamer.write_row`."""
         self._queue.put(RowText(row, text, event))
 
     def end(self) -> None:
@@ -132,6 +133,7 @@ class FinalTokens:
         self._queues: list[deque[int]] = [deque() for _ in range(num_rows)]
 
     def put(self, row: int, tokens: Iterable[int]) -> None:
+        """Append final tokens of a row."""
         if self.streamer is not None:
             self._queues[row].extend(tokens)
 

@@ -42,6 +42,7 @@ class TokenTable:
             self.lengths[row] += 1
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
+        """Append tokens that were not sampled to a row."""
         length = self.lengths[row]
         self._reserve(length + len(tokens))
         self.ids[row, length : length + len(tokens)] = to_device(tokens, self.ids.device)

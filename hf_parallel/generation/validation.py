@@ -14,26 +14,31 @@ def is_int(value: Any) -> bool:
 
 
 def check_int(name: str, value: Any, at_least: int) -> None:
+    """Raise `ValueError` unless `value` is an int of at least `at_least`."""
     if not is_int(value) or value < at_least:
         raise ValueError(f"{name} must be an int of at least {at_least}, got {value!r}")
 
 
 def check_bool(name: str, value: Any) -> None:
+    """Raise `ValueError` unless `value` is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise `ValueError` unless `value` is one of `allowed`."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}")
 
 
 def check_text(name: str, value: Any) -> None:
+    """Raise `ValueError` unless `value` is a string."""
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a string, got {value!r}")
 
 
 def check_texts(name: str, value: Any) -> None:
+    """Raise `ValueError` unless `value` is a list of non-empty strings."""
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
         raise ValueError(f"{name} must be a list of non-empty strings, got {value!r}")
 

@@ -118,6 +118,7 @@ class DistributionCache:
 
 
 def dense(node: TrieNode) -> torch.Tensor:
+    """Return the cached logits of a node, `[vocabulary]`."""
     assert node.logits is not None, "the rows' logits are cached"
     return node.logits.to_dense()
 

@@ -53,14 +53,17 @@ class AcceptanceRate:
     @classmethod
     def initial(cls, ngram: int, source: str) -> AcceptanceRate:
         # With the weight of four observations.
+        """Return the prior rate."""
         return cls(4.0, 4.0 * (INITIAL_RATE_OF_TWO if source in (CACHED, SAMPLED) else INITIAL_RATES[ngram]))
 
     def update(self, accepted: bool) -> None:
+        """Count a verified draft token."""
         self.proposed = _DECAY * self.proposed + 1.0
         self.accepted = _DECAY * self.accepted + accepted
 
     @property
     def value(self) -> float:
+        """Recent acceptance rate."""
         return self.accepted / self.proposed
 
 

@@ -50,6 +50,7 @@ class Stepwise(ReplayPolicy):
     looks_ahead: ClassVar[bool] = False
 
     def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
+        """See `ReplayPolicy.draws`."""
         return np.ones(len(uncertainty), dtype=bool)
 
 
@@ -93,6 +94,7 @@ class Hotspot(ReplayPolicy):
         return uncertainty * self.decay ** (start + np.arange(len(uncertainty)))
 
     def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
+        """See `ReplayPolicy.draws`."""
         scores = self.scores(uncertainty, start)
         if self.top_k is None:
             return scores > self.threshold
@@ -114,6 +116,7 @@ def uncertainty_of(logits: torch.Tensor) -> float:
 
 
 def uncertainty_at(node: TrieNode, logits: CachedLogits) -> float:
+    """Return `uncertainty_of` a node's logits, computed once."""
     if node.uncertainty is None:
         node.uncertainty = uncertainty_of(logits.to_dense())
     return node.uncertainty

@@ -56,10 +56,12 @@ class Prefetcher:
                 self._thread.join()
 
     def start(self) -> None:
+        """Start the thread, unless it runs."""
         if (self._distributions.enabled or self._uncertainty) and self._thread.ident is None:
             self._thread.start()
 
     def add(self, node: TrieNode) -> None:
+        """Add a node whose logits are new."""
         if self._thread.is_alive():
             self._queue.put(node)
 

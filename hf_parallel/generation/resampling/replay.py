@@ -72,6 +72,7 @@ class Replayer:
                 yield
 
     def node(self, row: int) -> TrieNode:
+        """Return the trie node of a row."""
         return self._cursors.node(row)
 
     def replayable(self, rows: Sequence[int]) -> list[int]:
@@ -91,6 +92,7 @@ class Replayer:
         return self._lookup(rows)
 
     def start_prefetch(self) -> None:
+        """Start the prefetcher, if there is one."""
         if self._prefetcher is not None:
             self._prefetcher.start()
 

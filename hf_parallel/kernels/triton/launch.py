@@ -74,6 +74,7 @@ class Launch(DeviceBuffers):
     horizon: int  # decode steps that a loaded plan serves
 
     def update(self, plan: AttentionPlan) -> bool:
+        """See `DeviceBuffers.update`."""
         step = self._step_of(plan)
         if step is None:
             arrays = self._arrays(plan)
@@ -85,6 +86,7 @@ class Launch(DeviceBuffers):
         return True
 
     def next_step(self, plan: AttentionPlan) -> Launch | None:
+        """See `Derived.next_step`."""
         return None if self._step_of(plan) is None else self
 
     def _step_of(self, plan: AttentionPlan) -> int | None:
