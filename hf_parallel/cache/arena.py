@@ -116,7 +116,6 @@ class Arena:
             move(layer, source, target, delta, rotary[layer_idx] if delta and rotary is not None else None)
 
     def _copy_all(self, sources: Sequence[TokenRange], targets: Sequence[TokenRange]) -> None:
-        """Copy token ranges to others of the same lengths, which may overlap them."""
         rows: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         for layer in self.layers.values():
             key = layer.num_kv_heads, layer.keys.device

@@ -175,7 +175,6 @@ class LogitsCache:
         return cache
 
     def _restore(self, key: str, arrays: dict[str, torch.Tensor]) -> None:
-        """Restore the nodes of one model with their times of last use."""
         nodes = [self._root(key)]
         rows = zip(*(arrays[name].tolist() for name in ("tokens", "parents", "used", "places")), strict=True)
         for token, parent, used, index in rows:
@@ -199,7 +198,6 @@ class LogitsCache:
         return child
 
     def _enqueue(self, node: TrieNode) -> None:
-        """Add a node to the eviction queue if it is an unpinned leaf."""
         if node.alive and not (node.queued or node.children or node.pins) and node.parent is not None:
             node.queued = True
             heapq.heappush(self._queue, (node.last_used, id(node), node))
@@ -320,7 +318,6 @@ def _to_arrays(root: TrieNode) -> dict[str, torch.Tensor]:
 
 
 def _logits_at(arrays: dict[str, torch.Tensor], index: int) -> CachedLogits:
-    """Return the logits at one row of `values`."""
     values, ids = arrays["values"][index].clone(), None
     if "ids" in arrays:
         kept = values > -torch.inf  # the rest of the row is padding

@@ -143,7 +143,6 @@ def print_record(record: dict[str, Any]) -> None:
 
 
 def _watch(call: InterruptibleCall) -> None:
-    """Run a call in a live view."""
     from hf_parallel.cli.live import live_view, make_console
 
     assert call.config is not None, "check_options requires a mode"
@@ -216,7 +215,6 @@ def check_rich(user: str) -> None:
 
 
 def _check_writable(option: str, path: Path) -> None:
-    """Raise `ValueError` if a file cannot be written."""
     folder = path.resolve().parent
     if path.is_dir():
         raise ValueError(f"{option} {path} is a folder; name a file in it")

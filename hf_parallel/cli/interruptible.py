@@ -87,7 +87,6 @@ class InterruptibleCall:
         return run | {"interrupted": True}
 
     def _answers(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the texts of a finished call, with the fields of the mode's output."""
         output, begin = self.output, self.arguments["input_ids"].shape[1]
         records = output.to_records() if isinstance(output, ParallelOutput) else [{} for _ in output.sequences]
         for index, fields in enumerate(records):

@@ -128,7 +128,6 @@ class LiveView:
         self.changed()
 
     def _begin(self, num_prompts: int) -> None:
-        """Create the rows of a call; `num_return_sequences` repeats its prompt."""
         self.num_prompts = num_prompts
         rows = num_prompts * self.config.rows_per_prompt
         if not self.config.streams_text:

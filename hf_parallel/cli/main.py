@@ -250,7 +250,6 @@ def _add_generate(commands: Any, debug: argparse.ArgumentParser) -> None:
 
 
 def _settings_help() -> str:
-    """Return the names of the settings of every mode."""
     lines = ["  values are JSON or plain text: num_workers=3, layout=interleaved, branch_stops='[\"\\n\"]'"]
     for mode, config in MODES.items():
         lines.append(f"  {mode}: " + ", ".join(name for name in config.fields() if name not in config.not_stored))

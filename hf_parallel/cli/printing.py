@@ -149,7 +149,6 @@ class RowPrinter(SequentialPrinter):
             self.close((row, self._steps[row]))
 
     def _begin_step(self, row: int, text: str) -> None:
-        """Begin a step under a heading such as `[1 of 2, Alice]`."""
         step = self._steps[row] = self._steps.get(row, 0) + 1
         sequence, name = row, ""
         if self.config is not None:

@@ -211,7 +211,6 @@ def _student(draw: random.Random, name: str, gpa: float) -> Student:
 
 
 def _heading(line: str) -> str:
-    """Return the title of a heading without marks, in lower case."""
     title = re.sub(r"^[\s#*\-]*(\d+[.):])?[\s#*\-]*", "", line).split(":")[0]
     return " ".join(title.strip(" #*_").split()).casefold()
 

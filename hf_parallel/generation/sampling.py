@@ -242,7 +242,6 @@ class _RowPenaltyProcessor(LogitsProcessor):
 
 
 def _groups(keys: Iterable[int]) -> list[list[int]]:
-    """Return the indices of equal keys, by key in order of appearance."""
     groups: dict[int, list[int]] = {}
     for i, key in enumerate(keys):
         groups.setdefault(key, []).append(i)

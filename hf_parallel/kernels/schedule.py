@@ -156,7 +156,6 @@ def _call(plan: AttentionPlan, block: int, pairs: np.ndarray, start: int, stop: 
 
 
 def _batch(calls: list[Call]) -> list[Call]:
-    """Join calls of equal shape over evenly spaced extents into batched calls."""
     shapes: dict[tuple[int, int], list[Call]] = {}
     for call in calls:
         shapes.setdefault((call.num_queries, call.capacity), []).append(call)

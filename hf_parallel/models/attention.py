@@ -160,6 +160,5 @@ def _implementation_set(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _configs(config: Any) -> list[Any]:
-    """Return a config and its sub-configs, outer ones first."""
     inner = [getattr(config, name, None) for name in config.sub_configs]
     return [config, *(c for sub in inner if sub is not None for c in _configs(sub))]

@@ -123,7 +123,6 @@ def _position_limit(model: PreTrainedModel) -> int:
 
 @contextmanager
 def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Run a model without dropout; the training mode of every module is restored."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -168,7 +167,6 @@ def _check_recorded(model: PreTrainedModel, recorder: AttentionRecorder, queries
 
 
 def _refuse(model: PreTrainedModel, reasons: dict[str, Any]) -> None:
-    """Raise the first reason that holds."""
     for reason, holds in reasons.items():
         if holds:
             raise UnsupportedModelError(f"{type(model).__name__} {reason}")
@@ -278,7 +276,6 @@ def _explains(spec: RotarySpec | None, base: torch.Tensor, rotated: Queries) -> 
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors of one dtype differ by more than rounding."""
     return bool((a.double() - b.double()).abs().max() > _tolerance(a, QUERY_TOLERANCE) * b.double().abs().max())
 
 

@@ -37,7 +37,6 @@ _VISIBILITY = {
 
 
 def _printable(value: Any) -> Any:
-    """Replace the characters that HTML does not allow."""
     return value if isinstance(value, Markup) else _UNPRINTABLE.sub("\ufffd", str(value))
 
 
@@ -69,7 +68,6 @@ def render(run: Mapping[str, Any]) -> str:
 
 
 def _facts(passes: int, stats: Mapping[str, Any]) -> list[tuple[Any, str]]:
-    """Return figures of the call with their units."""
     counts = {
         name: stats[f"{name}_tokens"] for name in ("decoded", "prefilled", "replayed") if f"{name}_tokens" in stats
     }

@@ -199,7 +199,6 @@ def check_run(run: Any) -> Mapping[str, Any]:
 
 
 def _check_section(section: Any) -> None:
-    """Check the types and ranges that the page relies on."""
     names = section["columns"]
     _expect(isinstance(section["prompt"], str | None) and isinstance(section["prompt_tokens"], int))
     _expect(all(isinstance(name, str) for name in names))

@@ -139,7 +139,6 @@ class SelfConsistencyRun(StagedRun):
         return _with_scores(output, loop, rows, max(map(len, tokens)))
 
     def _conclude(self, loop: DecodeLoop, answers: Sequence[Sequence[CompletionRow]], fields: dict[str, Any]) -> Any:
-        """Append all answers to their prompt and generate a conclusion."""
         config, call = self.config, self.call
         read = [self._reading(rows) for rows in answers]
         first = call.num_rows * config.num_answers
@@ -175,7 +174,6 @@ class SelfConsistencyRun(StagedRun):
 
 
 def _index_of(final: str | None, given: Sequence[str | None]) -> int | None:
-    """Index of the first answer that equals the final one."""
     forms = [None if answer is None else normal_form(answer) for answer in given]
     return None if final is None or normal_form(final) not in forms else forms.index(normal_form(final))
 

@@ -154,7 +154,6 @@ class SharedPrefixRun:
             raise
 
     def _keep_completion(self, row: Row, leaf: Node, begin: int) -> None:
-        """Attach a completion to the tree, or free its block."""
         block = row.view[-1]
         if self.config.keep_completions and block.length:
             completion = self.loop.table.ids[row.index, begin : begin + block.length]
@@ -181,7 +180,6 @@ def _leaf_paths(node: Any, tokenizer: Any, parents: Path = ()) -> Iterator[Path]
 
 
 def _as_tokens(tokens: Any, tokenizer: Any) -> np.ndarray:
-    """Convert the ints, tensor or text of a node to int64 `[length]`."""
     given = tokens
     if isinstance(tokens, str):
         if tokenizer is None:

@@ -316,7 +316,6 @@ class SkeletonAnswer:
 
 
 def _missing_end(text: str, end: str) -> str:
-    """Return the part of `end` that a text does not end with."""
     return next(end[i:] for i in range(len(end), -1, -1) if text.endswith(end[:i]))
 
 

@@ -252,7 +252,6 @@ class StagedRun:
 
 
 def _left_padded(call: GenerationCall, rows: Sequence[CompletionRow]) -> torch.Tensor:
-    """Prompts as one matrix `int64 [rows, longest]`."""
     longest = max(len(row.prompt) for row in rows)
     ids = call.input_ids.new_full((len(rows), longest), call.pad_token_id)
     for row in rows:

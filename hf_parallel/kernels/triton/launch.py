@@ -201,7 +201,6 @@ class AttendLaunch(Launch):
         return self.shape.num_kv_heads * -(-self.shape.groups // tiling.group_tile(self.shape.groups))
 
     def _max_programs(self, tiling: Tiling) -> int:
-        """Largest number of programs per KV head and head tile."""
         return max(1, tiling.programs * num_processors(self.shape.device) // self._head_tiles(tiling))
 
     def _select(self, plan: AttentionPlan) -> tuple[Tiling, ...]:

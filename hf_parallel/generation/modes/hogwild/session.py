@@ -303,7 +303,6 @@ class HogwildSession:
 
     @contextmanager
     def _model_held(self) -> Iterator[None]:
-        """Claim the model for computing."""
         location = self._model.device, self._model.dtype
         if not isinstance(self._model, ParallelGenerationMixin):
             raise RuntimeError("the model is not enabled any more: call hf_parallel.enable(model) to continue")

@@ -185,7 +185,6 @@ class SteppedRun(HogwildRun):
 
     @property
     def _helpers(self) -> list[str]:
-        """Types of the processors and criteria."""
         call = self.loop.call
         return [type(helper).__name__ for helper in (*call.logits_processor, *call.stopping_criteria)]
 
@@ -246,7 +245,6 @@ def _restored_on_error(cache: BlockCache, table: TokenTable, objects: Sequence[A
 
 
 def _plain(value: Any) -> Any:
-    """Convert tuples to lists and NumPy integers to ints."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return int(value) if is_int(value) else value

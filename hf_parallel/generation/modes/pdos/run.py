@@ -223,7 +223,6 @@ class PDOSRun:
             trunk.fallback = trunk.parser.error
 
     def _fill_in(self, trunk: TrunkRow) -> None:
-        """Append the text that is forced, if the budget allows."""
         separator = text_of(self.separator)
         text = trunk.parser.forced(b"" if separator.strip(WHITESPACE) else separator)
         try:
@@ -249,7 +248,6 @@ class PDOSRun:
         return trunk.fallback is None and (limit is None or len(trunk.blocks) < limit)
 
     def _budget(self, trunk: TrunkRow) -> int:
-        """Number of tokens that may still be appended to an answer."""
         return self.call.max_new_tokens - len(trunk.tokens)
 
     def force_format(self, scores: torch.Tensor) -> torch.Tensor:
