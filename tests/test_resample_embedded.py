@@ -11,7 +11,7 @@ import hf_parallel
 from hf_parallel import LogitsCache
 from hf_parallel.generation.rng import exponential_noise, make_rngs
 
-SAMPLES, NEW, SEED = 16, 32, 3
+SAMPLES, NEW, SEED = 32, 64, 3
 TEMPERATURES = (0.2, 0.6, 1.0)
 TIE = 1e-4
 """Logits that differ by less are a tie: other sums of the same products differ by as much."""

@@ -59,7 +59,7 @@ class SequentialPrinter:
         if text is self._current:
             self._current = None
             self._print_next()
-        elif not text.ended:
+        elif not text.ended and text in self._buffered:  # Ctrl-C may come while a text is being printed
             self._buffered.remove(text)
             self._buffered.append(text)
         text.ended = True
