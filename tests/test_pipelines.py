@@ -77,7 +77,7 @@ def generated(model: Any, tokenizer: Any, mode: str, prompts: list[Any]) -> list
 
 
 def tokens_of(results: Any) -> list[Any]:
-    return [record["generated_token_ids"] for (record,) in results]
+    return [record["generated_token_ids"] for records in results for record in records]
 
 
 class Rows(Dataset):

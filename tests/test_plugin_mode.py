@@ -35,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module", autouse=True)
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The package, installed in a folder on `sys.path`; it is not imported here."""
+    other = MODES.pop("openings", None)  # of the same name, if there is one
     folder = tmp_path_factory.mktemp("site")
     info = folder / "some_openings-1.0.dist-info"
     info.mkdir()
@@ -48,6 +49,8 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path.remove(str(folder))
     sys.modules.pop("some_openings", None)
     MODES.pop("openings", None)
+    if other is not None:
+        MODES["openings"] = other
 
 
 @pytest.fixture(scope="module")
