@@ -202,7 +202,7 @@ def test_a_transcript_is_json_with_the_settings_that_json_can_hold() -> None:
 
 
 def test_an_output_without_a_record_has_no_transcript() -> None:
-    with pytest.raises(ValueError, match="no record of its call"):
+    with pytest.raises(ValueError, match="this output has no record"):
         ParallelOutput(sequences=torch.zeros(1, 1)).to_html()  # type: ignore[arg-type]
 
 
