@@ -1,4 +1,4 @@
-"""Checks of single values: each raises a `ValueError` that names the value, what was given and what is allowed."""
+"""Checks of single values. Each raises a `ValueError` that gives the name, the value and what is allowed."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run looked like: the record of a call, its sections as plain data, and an HTML page of them."""
+"""Transcripts: the record of a call, its sections as plain data, and an HTML page of them."""
