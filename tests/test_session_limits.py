@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.runner import ModelRunner
+from hf_parallel.models.cuda_graph import DecodeGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -319,6 +321,15 @@ def test_a_closed_session_frees_its_memory_and_rejects_calls() -> None:
             change()
     session.close()
     assert ended == [True]
+
+
+def test_a_closed_session_releases_its_cuda_graphs() -> None:
+    session = begin()
+    runner = session._run.loop.runner
+    runner.graphs = DecodeGraphs(runner.cache)  # a CPU captures none
+    released = weakref.ref(runner.graphs)
+    session.close()
+    assert released() is None
 
 
 def test_a_finished_session_can_be_read() -> None:

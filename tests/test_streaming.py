@@ -23,8 +23,10 @@ PROMPT = tiny.make_prompts([9], seed=4)[0][None]
 SAMPLED: dict[str, Any] = {"do_sample": True, "seed": 3, "return_dict_in_generate": True, "tokenizer": TOKENIZER}
 STORY = "Now. ####A:......\n####B:......\n####%%%%"
 EOS = tiny.EOS
-ONE_ROW = [mode for mode in BUILT_IN if small_config(mode).rows_per_prompt == 1]
-"""Modes whose small call has one row per prompt."""
+ONE_ROW = [small_call(mode) for mode in BUILT_IN if small_config(mode).rows_per_prompt == 1]
+ONE_ROW.append({**small_call("hogwild"), "num_workers": 1})
+"""Calls that generate one row. transformers' streamers support no more."""
+one_row = pytest.mark.parametrize("call", ONE_ROW, ids=lambda call: call["generation_mode"])
 
 
 class Listener:
@@ -36,20 +38,20 @@ class Listener:
         self.received.append((row, text, event))
 
 
-@pytest.mark.parametrize("mode", ONE_ROW)
-def test_a_text_streamer_receives_the_whole_row(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+@one_row
+def test_a_text_streamer_receives_the_whole_row(call: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Prompt, headers and generated text."""
-    out = small_model().generate(PROMPT, streamer=TextStreamer(TOKENIZER), **small_call(mode) | SAMPLED)
+    out = small_model().generate(PROMPT, streamer=TextStreamer(TOKENIZER), **call | SAMPLED)
     assert capsys.readouterr().out == TOKENIZER.decode(out.sequences[0].tolist()) + "\n"
     assert out.sequences.shape[1] > PROMPT.shape[1] + 5
 
 
-@pytest.mark.parametrize("mode", ONE_ROW)
-def test_a_text_iterator_streamer_receives_it_in_another_thread(mode: str) -> None:
+@one_row
+def test_a_text_iterator_streamer_receives_it_in_another_thread(call: dict[str, Any]) -> None:
     streamer, result = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=60), {}
 
     def generate() -> None:
-        result["out"] = small_model().generate(PROMPT, streamer=streamer, **small_call(mode) | SAMPLED)
+        result["out"] = small_model().generate(PROMPT, streamer=streamer, **call | SAMPLED)
 
     thread = threading.Thread(target=generate)
     thread.start()
