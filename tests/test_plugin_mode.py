@@ -17,7 +17,7 @@ import small_tokenizers
 import tiny
 import torch
 from consoles import a_pipe, a_terminal, printed
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import AutoModelForCausalLM, TextStreamer, pipeline
 
 import hf_parallel
 from hf_parallel.cli import main as cli
@@ -111,6 +111,19 @@ def test_every_row_equals_plain_generate(model: Any, tokenizer: Any) -> None:
             plain = model.generate(ids, generation_mode=None, max_new_tokens=count, do_sample=False)
             assert next(rows) == opening + tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
     assert out.stats.prefilled_tokens == sum(len(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS)
+
+
+def test_one_opening_is_streamed_like_other_text(
+    model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    streamer = TextStreamer(tokenizer, skip_prompt=True)
+    out = generate(model, tokenizer, PROMPTS[:1], openings=OPENINGS[:1], streamer=streamer)
+    assert [capsys.readouterr().out.rstrip("\n")] == texts(out, tokenizer, PROMPTS[:1])
+
+
+def test_an_opening_longer_than_the_budget_raises(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="max_new_tokens=3 must exceed the longest opening"):
+        generate(model, tokenizer, max_new_tokens=3)
 
 
 def test_rows_of_several_sequences_are_sampled_alike_alone_and_together(model: Any, tokenizer: Any) -> None:

@@ -1,25 +1,33 @@
-"""Policies: hotspots are where Hive's equations 2 to 4 put them, and a policy of one's own needs ten lines."""
+"""Replay of cached logits: tokens that a policy keeps, concurrent use of the cache, freed memory."""
 
 from __future__ import annotations
 
-import math
+import copy
+import gc
+import itertools
+import sys
+import threading
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
 
 import hf_parallel
-from hf_parallel import Hotspot, LogitsCache, ReplayPolicy, Stepwise
-from hf_parallel.generation.resampling.policies import POLICIES, make_policy, uncertainty_of
+from hf_parallel import Hotspot, LogitsCache
+from hf_parallel.cache.logits_trie import CachedLogits, TrieNode
+from hf_parallel.generation.resampling.replay import last_continuation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 12
-PROMPT = tiny.make_prompts([24], seed=8)[0][None]
+PROMPT = tiny.make_prompts([16], seed=8)[0][None]
+NO_HOTSPOTS = Hotspot(threshold=1e9)
+"""Keeps all cached tokens."""
 
 
 @pytest.fixture
@@ -28,127 +36,197 @@ def model() -> Iterator[PreTrainedModel]:
     hf_parallel.disable(tiny.build("llama"))
 
 
+@pytest.fixture
+def frequent_switches() -> Iterator[None]:
+    """Let threads switch as often as possible."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
 def sample(model: PreTrainedModel, cache: LogitsCache | None, **settings: Any) -> Any:
-    defaults: dict[str, Any] = {"generation_mode": "resample", "logits_cache": cache, "do_sample": True, "seed": 0}
-    defaults |= {"max_new_tokens": NEW, "min_new_tokens": NEW, "return_dict_in_generate": True}
-    return model.generate(PROMPT, **(defaults | settings))  # type: ignore[operator]
+    given: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW, "seed": 0, "pad_token_id": 0}
+    given |= {"return_dict_in_generate": True, "logits_cache": cache}
+    return model.generate(PROMPT, generation_mode="shared_prefix", **(given | settings))  # type: ignore[operator]
 
 
-def score_by_definition(logits: torch.Tensor, step: int, decay: float) -> float:
-    """Hive, equations 2 to 4, a token at a time."""
-    highest = max(logits.tolist())
-    masses = [math.exp(value - highest) for value in logits.tolist()]
-    shares = [mass / math.fsum(masses) for mass in masses]
-    entropy = math.fsum(-share * math.log(share) for share in shares if share > 0)
-    return entropy * (1 - max(shares)) * math.pow(decay, step)
+def run_threads(*functions: Any) -> None:
+    """Run each function in its own thread and raise the first error."""
+    errors: list[BaseException] = []
+
+    def guarded(function: Any) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spread", [0.1, 3.0, 60.0])
-def test_uncertainty_is_entropy_times_one_less_the_highest_share(dtype: torch.dtype, spread: float) -> None:
-    for seed in range(20):
-        logits = (torch.randn(300, generator=torch.Generator().manual_seed(seed)) * spread).to(dtype)
-        assert uncertainty_of(logits) == pytest.approx(score_by_definition(logits, 0, 1.0), rel=1e-12, abs=1e-14)
+# Kept tokens
 
 
-def test_uncertainty_of_a_certain_token_is_none() -> None:
-    logits = torch.full((50,), -torch.inf)
-    logits[7] = 1.0
-    assert uncertainty_of(logits) == 0.0
-    assert uncertainty_of(torch.zeros(50)) == pytest.approx(math.log(50) * 0.98)
-
-
-@pytest.mark.parametrize("start", [0, 9])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Hotspot(),
-        Hotspot(threshold=0.1),
-        Hotspot(decay=0.9),
-        Hotspot(top_k=3),
-        Hotspot(top_k=4, decay=0.5),
-        Hotspot(0.0),
-    ],
-    ids=str,
-)
-def test_hotspots_are_where_the_equations_put_them(policy: Hotspot, start: int) -> None:
-    logits = torch.randn(30, 200, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.5, 6, 30)[:, None]
-    logits = logits[torch.randperm(30, generator=torch.Generator().manual_seed(2))]
-    scores = [score_by_definition(row, start + step, policy.decay) for step, row in enumerate(logits)]
-    if policy.top_k is None:
-        expected = {step for step, score in enumerate(scores) if score > policy.threshold}
-    else:
-        expected = set(sorted(range(30), key=lambda step: -scores[step])[: policy.top_k])
-    drawn = policy.draws(np.array([uncertainty_of(row) for row in logits]), start)
-    assert set(np.flatnonzero(drawn)) == expected
-    assert 0 < len(expected) <= 30
-
-
-@pytest.mark.parametrize("policy", [Hotspot(threshold=1.5, decay=0.97), Hotspot(top_k=4)], ids=str)
-def test_only_hotspots_of_the_models_own_logits_are_drawn(model: PreTrainedModel, policy: Hotspot) -> None:
-    """With a noise that always takes another token, the first change is at the first hotspot."""
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_a_cached_token_that_the_settings_exclude_is_sampled_anew(model: PreTrainedModel, do_sample: bool) -> None:
     cache = LogitsCache()
-    first = sample(model, cache, output_logits=True, temperature=0.5)
-    scores = [score_by_definition(step[0], t, policy.decay) for t, step in enumerate(first.logits)]
-    if policy.top_k is None:
-        hotspots = [t for t, score in enumerate(scores) if score > policy.threshold]
-    else:
-        hotspots = sorted(sorted(range(NEW), key=lambda t: -scores[t])[: policy.top_k])
-    assert 0 < len(hotspots) < NEW
-    taken = first.sequences[0, PROMPT.shape[1] :]
-
-    class AnythingElse(LogitsProcessor):
-        """Makes the token that was taken before unlikely, which does not rule it out."""
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            step = input_ids.shape[1] - PROMPT.shape[1]
-            return scores.index_add(1, taken[step : step + 1], scores.new_full((1, 1), -30.0))
-
-    again = sample(model, cache, replay=policy, logits_processor=LogitsProcessorList([AnythingElse()]), top_k=0, seed=1)
-    changed = (again.sequences[0, PROMPT.shape[1] :] != taken).nonzero()[0, 0]
-    assert changed == hotspots[0]
-    assert again.stats.replayed_tokens == hotspots[0] + 1
+    first = sample(model, cache).sequences[0, PROMPT.shape[1] :].tolist()
+    again = sample(model, cache, replay=NO_HOTSPOTS, suppress_tokens=[first[4]], do_sample=do_sample, seed=1)
+    tokens = again.sequences[0, PROMPT.shape[1] :].tolist()
+    assert tokens[:4] == first[:4]
+    assert first[4] not in tokens
+    assert again.stats.replayed_tokens >= 5
 
 
-# Policies of one's own
+def test_min_new_tokens_excludes_a_cached_eos_token(model: PreTrainedModel) -> None:
+    cache = LogitsCache()
+    end = sample(model, cache).sequences[0, PROMPT.shape[1] + 3].item()
+    ended = sample(model, cache, replay=NO_HOTSPOTS, eos_token_id=end)
+    assert ended.sequences.shape[1] == PROMPT.shape[1] + 4
+    longer = sample(model, cache, replay=NO_HOTSPOTS, eos_token_id=end, min_new_tokens=8)
+    assert longer.sequences.shape[1] >= PROMPT.shape[1] + 8
 
 
-def test_a_policy_of_ones_own_is_found_by_its_name(model: PreTrainedModel) -> None:
-    class Early(ReplayPolicy):
-        name = "early"
+def test_tokens_sampled_under_the_same_settings_are_kept_without_processing_their_logits(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = LogitsCache()
+    settings: dict[str, Any] = {"eos_token_id": 5, "min_new_tokens": NEW, "temperature": 0.7}
+    first = sample(model, cache, **settings)
+    processed: list[int] = []
+    warp = TemperatureLogitsWarper.__call__
 
-        def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
-            return start + np.arange(len(uncertainty)) < 4
+    def counting(self: TemperatureLogitsWarper, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        processed.append(len(scores))
+        return warp(self, ids, scores)
 
+    monkeypatch.setattr(TemperatureLogitsWarper, "__call__", counting)
+
+    def processed_rows(**other: Any) -> int:
+        processed.clear()
+        out = sample(model, cache, replay=NO_HOTSPOTS, seed=1, **(settings | other))
+        assert torch.equal(out.sequences, first.sequences)
+        assert out.stats.replayed_tokens == NEW
+        return sum(processed)
+
+    assert processed_rows() == 0
+    assert processed_rows(temperature=0.8) == NEW, "other settings"
+    assert processed_rows(temperature=0.8) == 0, "known from the last call"
+    assert processed_rows(temperature=0.8, output_scores=True) == NEW, "the caller receives them"
+    assert processed_rows(temperature=0.8, logits_processor=LogitsProcessorList([Custom()])) == NEW
+
+
+class Custom(LogitsProcessor):
+    """May depend on anything."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def test_a_deleted_cache_frees_its_nodes_without_garbage_collection() -> None:
+    cache = LogitsCache()
+    with cache.cursors() as cursors:
+        cursors.start(0, "model", [1])
+        for token in range(3):
+            cursors.store(0, torch.randn(8))
+            cursors.advance(0, token)
+    nodes = [weakref.ref(node) for _, node in cache.nodes()]
+    gc.disable()
     try:
-        cache = LogitsCache()
-        first = sample(model, cache).sequences
-        replayed = [sample(model, cache, replay="early", seed=seed) for seed in range(1, 9)]
+        del cache, cursors
+        assert [node() for node in nodes] == [None] * 5
     finally:
-        del POLICIES["early"]
-    for other in replayed:
-        same = (first == other.sequences)[0].tolist()
-        assert all(same) or same.index(False) < PROMPT.shape[1] + 4
+        gc.enable()
 
 
-@pytest.mark.parametrize("replay", ["sometimes", None, 3, Hotspot])
-def test_an_unknown_policy_is_refused(replay: Any) -> None:
-    with pytest.raises(ValueError, match="replay must be one of .*'hotspot', 'stepwise'.* or a ReplayPolicy, got"):
-        make_policy(replay)
+# Threads
 
 
-def test_names_and_objects_name_the_same_policies() -> None:
-    assert make_policy("stepwise") == Stepwise()
-    assert make_policy("hotspot") == Hotspot(threshold=0.6, top_k=None, decay=0.999)
-    policy = Hotspot(0.3)
-    assert make_policy(policy) is policy
+@pytest.mark.usefixtures("frequent_switches")
+def test_a_cached_path_is_consistent_while_another_thread_adds_and_evicts_nodes() -> None:
+    cache, done = LogitsCache(40_000), threading.Event()
+    node = TrieNode(0, None)
+
+    def add() -> None:
+        try:
+            for _ in range(30):
+                with cache.cursors() as cursors:
+                    for token in range(60):
+                        cursors.start(0, "model", [1])
+                        cursors.store(0, torch.randn(8))
+                        cursors.advance(0, token)
+                        cursors.store(0, torch.randn(8))
+        finally:
+            done.set()
+
+    def follow() -> None:
+        while not done.is_set():
+            nodes, tokens, uncertainty = last_continuation(cache, node)
+            assert len(nodes) == len(tokens) == len(uncertainty)
+
+    with cache.cursors() as cursors:
+        cursors.start("pinned", "model", [1])
+        node = cursors.node("pinned")
+        run_threads(add, follow)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"threshold": -1}, {"decay": 1.5}, {"top_k": 0}, {"top_k": True}, {"decay": "0.9"}, {"threshold": True}],
-)
-def test_bad_settings_of_a_hotspot_are_refused(settings: dict[str, Any]) -> None:
-    name, value = next(iter(settings.items()))
-    with pytest.raises(ValueError, match=f"{name} must be .*got {value!r}"):
-        Hotspot(**settings)
+@pytest.mark.usefixtures("frequent_switches")
+@pytest.mark.parametrize("replay", ["stepwise", "hotspot"])
+def test_calls_stay_exact_while_another_thread_clears_saves_and_loads_the_cache(model: PreTrainedModel, tmp_path: Path, replay: str) -> None:
+    plain = [sample(model, None, seed=seed).sequences for seed in range(4)]
+    cache, replayed, done = LogitsCache(60_000), [0], [threading.Event(), threading.Event()]
+
+    def generate(number: int) -> None:
+        twin = hf_parallel.enable(copy.deepcopy(model))
+        try:
+            for seed in range(12):
+                out = sample(twin, cache, seed=seed % 4, replay=replay, prefetch=bool(seed % 2))
+                replayed.append(out.stats.replayed_tokens)
+                assert replay == "hotspot" or torch.equal(out.sequences, plain[seed % 4])
+        finally:
+            done[number].set()
+
+    def disturb() -> None:
+        for count in itertools.count():
+            if all(event.wait(0.02) for event in done):
+                return
+            cache.save(tmp_path / "cache")
+            assert LogitsCache.load(tmp_path / "cache").num_bytes <= cache.max_bytes + 10_000
+            if count % 4 == 3:  # rarely, so that replays occur on a slow machine, too
+                cache.clear()
+
+    run_threads(lambda: generate(0), lambda: generate(1), disturb)
+    assert sum(replayed) > 0
+    assert cache.num_bytes == sum(node.num_bytes for _, node in cache.nodes() if node.parent is not None)
+    assert all(node.pins == 0 for _, node in cache.nodes())
+
+
+@pytest.mark.parametrize("replay", ["stepwise", "hotspot"])
+def test_logits_in_memory_stay_within_the_budget_at_every_pass(model: PreTrainedModel, replay: str) -> None:
+    """Evicted nodes free their logits, whatever else refers to the nodes."""
+    cache, sizes = LogitsCache(20_000), []
+
+    class Measure:
+        def put(self, value: torch.Tensor) -> None:
+            sizes.append(sum(each.num_bytes for each in gc.get_objects() if type(each) is CachedLogits))
+
+        def end(self) -> None:
+            """Do nothing."""
+
+    gc.collect()
+    gc.freeze()  # excludes all older objects from `gc.get_objects`
+    try:
+        for seed in range(2):
+            settings = {"max_new_tokens": 60, "min_new_tokens": 60, "prefetch": True, "replay": replay}
+            sample(model, cache, seed=seed, streamer=Measure(), **settings)
+            gc.collect()
+    finally:
+        gc.unfreeze()
+    assert len(sizes) >= 2 * 60
+    assert 10_000 < max(sizes) <= cache.max_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import test_hogwild_recall
-import test_recall_baselines
+import test_replay_baselines
 import tiny
 import torch
 from workers import small_model
@@ -29,8 +29,8 @@ def complete(**settings: Any) -> Any:
 WRITERS = {
     "shared_prefix": complete,
     "hogwild": test_hogwild_recall.write,
-    "self_consistency": test_recall_baselines.answer,
-    "skeleton_of_thought": test_recall_baselines.outline,
+    "self_consistency": test_replay_baselines.answer,
+    "skeleton_of_thought": test_replay_baselines.outline,
 }
 
 

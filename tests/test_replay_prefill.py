@@ -1,4 +1,4 @@
-"""The first pass of rows that were replayed: they bring their last token themselves, where all before it is held."""
+"""Prefill after a replay: if only the last token of each row is uncached, the first decode step computes it."""
 
 from __future__ import annotations
 
@@ -33,44 +33,44 @@ def sample(model: PreTrainedModel, mode: str = "resample", ids: torch.Tensor = P
     return model.generate(ids, **(given | settings))  # type: ignore[operator]
 
 
-def assert_all_is_held(cells: SharedPrefixCache) -> None:
-    assert not any(len(node.uncached) for node in cells.nodes())
-    assert {node.block for node in cells.nodes()} == cells.blocks
-    assert all(node.block is not None and node.block.base == node.start for node in cells.nodes())
+def assert_no_uncached_tokens(kv_cache: SharedPrefixCache) -> None:
+    assert not any(len(node.uncached) for node in kv_cache.nodes())
+    assert {node.block for node in kv_cache.nodes()} == kv_cache.blocks
+    assert all(node.block is not None and node.block.base == node.start for node in kv_cache.nodes())
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "not kept"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_samples_that_left_what_is_remembered_are_those_without_a_cache(
+def test_samples_that_continue_after_a_replay_equal_those_without_a_cache(
     model: PreTrainedModel, rows: int, keep: bool
 ) -> None:
-    cache, cells = LogitsCache(), SharedPrefixCache()
-    left = 0
+    cache, kv_cache = LogitsCache(), SharedPrefixCache()
+    continued = 0
     for seed in range(8):
         settings = {"seed": seed, "num_return_sequences": rows}
-        out = sample(model, logits_cache=cache, past_key_values=cells, keep_completions=keep, **settings)
+        out = sample(model, logits_cache=cache, past_key_values=kv_cache, keep_completions=keep, **settings)
         assert torch.equal(out.sequences, sample(model, "shared_prefix", **settings).sequences)
-        left += 0 < out.stats.replayed_tokens < out.stats.decoded_tokens
-        assert_all_is_held(cells)
-    assert left > 0
+        continued += 0 < out.stats.replayed_tokens < out.stats.decoded_tokens
+        assert_no_uncached_tokens(kv_cache)
+    assert continued > 0
 
 
-def test_what_replayed_rows_bring_is_counted_as_given(model: PreTrainedModel) -> None:
-    cache, cells = LogitsCache(), SharedPrefixCache()
-    sample(model, logits_cache=cache, past_key_values=cells, seed=0)
+def test_a_deferred_last_token_counts_as_prefilled(model: PreTrainedModel) -> None:
+    cache, kv_cache = LogitsCache(), SharedPrefixCache()
+    sample(model, logits_cache=cache, past_key_values=kv_cache, seed=0)
     for seed in range(1, 6):
-        stats = sample(model, logits_cache=cache, past_key_values=cells, seed=seed).stats
+        stats = sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed).stats
         if 0 < stats.replayed_tokens < NEW:
             assert stats.prefilled_tokens == 1
             assert stats.reused_tokens == PROMPT.shape[1] + stats.replayed_tokens - 1
 
 
-def test_a_completion_that_a_replayed_row_wrote_can_be_continued(model: PreTrainedModel) -> None:
-    cache, cells = LogitsCache(), SharedPrefixCache()
-    outs = [sample(model, logits_cache=cache, past_key_values=cells, seed=seed) for seed in range(6)]
+def test_a_completion_after_a_replay_can_be_continued_from_the_kv_cache(model: PreTrainedModel) -> None:
+    cache, kv_cache = LogitsCache(), SharedPrefixCache()
+    outs = [sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed) for seed in range(6)]
     out = next(out for out in reversed(outs) if 0 < out.stats.replayed_tokens < NEW)
     more: dict[str, Any] = {"mode": "shared_prefix", "do_sample": False, "max_new_tokens": 8, "output_logits": True}
-    again = sample(model, ids=out.sequences, past_key_values=cells, **more)
+    again = sample(model, ids=out.sequences, past_key_values=kv_cache, **more)
     fresh = sample(model, ids=out.sequences, **more)
     assert again.stats.prefilled_tokens == 1
     assert torch.equal(again.sequences, fresh.sequences)
@@ -78,56 +78,56 @@ def test_a_completion_that_a_replayed_row_wrote_can_be_continued(model: PreTrain
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-def test_rows_that_end_alike_are_prefilled_once(model: PreTrainedModel) -> None:
-    cache, cells = LogitsCache(), SharedPrefixCache()
-    sample(model, logits_cache=cache, past_key_values=cells, seed=[0])
+def test_rows_with_equal_replayed_tokens_are_prefilled_once(model: PreTrainedModel) -> None:
+    cache, kv_cache = LogitsCache(), SharedPrefixCache()
+    sample(model, logits_cache=cache, past_key_values=kv_cache, seed=[0])
     for seed in range(1, 9):
         settings = {"seed": [seed] * 3, "num_return_sequences": 3}
-        out = sample(model, logits_cache=cache, past_key_values=cells, **settings)
+        out = sample(model, logits_cache=cache, past_key_values=kv_cache, **settings)
         assert (out.sequences == out.sequences[0]).all()
-        assert_all_is_held(cells)
+        assert_no_uncached_tokens(kv_cache)
         if 0 < out.stats.replayed_tokens < out.stats.decoded_tokens:
             assert out.stats.prefilled_tokens == 1
             return
-    raise AssertionError("no sample has left what was remembered")
+    raise AssertionError("no sample left the cached tokens")
 
 
-def test_a_row_that_goes_on_from_anothers_last_token_sees_all_of_it(model: PreTrainedModel) -> None:
-    """Row 1's prompt is row 0's and the token that row 0 replays; neither that nor row 1's own is held."""
-    cache, cells = LogitsCache(), SharedPrefixCache()
+def test_a_row_whose_prompt_includes_the_replayed_token_of_another_row_attends_to_it(model: PreTrainedModel) -> None:
+    """Row 1's prompt is row 0's prompt plus the token that row 0 replays; the KV cache has neither last token."""
+    cache, kv_cache = LogitsCache(), SharedPrefixCache()
     greedy: dict[str, Any] = {"do_sample": False, "temperature": None}
-    ended = StoppingCriteriaList([EndRow()])  # keeps state of rows, so they replay together or not at all
+    ended = StoppingCriteriaList([EndRow()])  # stateful, so that all rows replay or none
     first = sample(model, logits_cache=cache, max_new_tokens=2, **greedy).sequences
     ids, mask = tiny.left_pad([first[0, :-2], first[0, :-1]])
-    sample(model, "shared_prefix", past_key_values=cells, max_new_tokens=1, keep_completions=False, **greedy)
+    sample(model, "shared_prefix", past_key_values=kv_cache, max_new_tokens=1, keep_completions=False, **greedy)
     settings = {"attention_mask": mask, "stopping_criteria": ended, **greedy}
-    out = sample(model, ids=ids, logits_cache=cache, past_key_values=cells, **settings)
+    out = sample(model, ids=ids, logits_cache=cache, past_key_values=kv_cache, **settings)
     settings["stopping_criteria"] = StoppingCriteriaList([EndRow()])
     assert torch.equal(out.sequences, sample(model, "shared_prefix", ids=ids, **settings).sequences)
     assert out.stats.replayed_tokens > 0
-    assert_all_is_held(cells)
+    assert_no_uncached_tokens(kv_cache)
 
 
-def test_a_first_pass_that_fails_leaves_the_tree_as_it_was(
+def test_a_failing_first_pass_leaves_the_prefix_tree_unchanged(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, cells = LogitsCache(), SharedPrefixCache()
+    cache, kv_cache = LogitsCache(), SharedPrefixCache()
     for seed in range(3):
-        sample(model, logits_cache=cache, past_key_values=cells, seed=seed)
+        sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed)
     run, failed = ModelRunner.run, 0
 
     def failing(self: ModelRunner, *given: Any) -> torch.Tensor:
-        raise MemoryError("no room")
+        raise MemoryError("injected")
 
     monkeypatch.setattr(ModelRunner, "run", failing)
     for seed in range(3, 9):
         try:
-            sample(model, logits_cache=cache, past_key_values=cells, seed=seed)
-        except MemoryError:  # not where a sample is replayed whole: that needs no pass
+            sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed)
+        except MemoryError:  # unless all tokens are replayed, which needs no pass
             failed += 1
-        assert_all_is_held(cells)
+        assert_no_uncached_tokens(kv_cache)
     assert failed > 0
     monkeypatch.setattr(ModelRunner, "run", run)
     for seed in range(3, 9):
-        out = sample(model, logits_cache=cache, past_key_values=cells, seed=seed)
+        out = sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed)
         assert torch.equal(out.sequences, sample(model, "shared_prefix", seed=seed).sequences)

@@ -1,4 +1,4 @@
-"""The baselines over a LogitsCache: their texts replay what was written before them and are those without it."""
+"""Replay in `self_consistency` and `skeleton_of_thought`: outputs with a LogitsCache equal those without."""
 
 from __future__ import annotations
 
@@ -18,26 +18,37 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 9
 PROMPTS = tiny.make_prompts([17, 9], seed=4)
 BATCH, MASK = tiny.left_pad(PROMPTS)
-ASKED, ASKED_MASK = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in ("PQRST", "U")])
+QUESTIONS, QUESTIONS_MASK = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in ("PQRST", "U")])
 
 
 def answer(**settings: Any) -> Any:
-    """Several answers to each prompt, and one drawn from all of them."""
+    """Generate several answers to each prompt and a conclusion."""
     given: dict[str, Any] = {"num_answers": 3, "vote": "final", "answer_pattern": "q", "conclusion_tokens": 5}
     given |= {"answer_header": "[{number}]", "conclusion_prompt": "So "}
     return _generate("self_consistency", BATCH, MASK, **(given | settings))
 
 
 def outline(**settings: Any) -> Any:
-    """An outline as it is told, and points and a conclusion as the model likes."""
+    """Generate points and a conclusion after a fixed outline."""
     given: dict[str, Any] = {"logits_processor": [Replies({"[OUTLINE]1.": POINTS})], "outline_tokens": 20, **TEXTS}
-    return _generate("skeleton_of_thought", ASKED, ASKED_MASK, **(given | settings))
+    return _generate("skeleton_of_thought", QUESTIONS, QUESTIONS_MASK, **(given | settings))
 
 
 def _generate(mode: str, ids: torch.Tensor, mask: torch.Tensor, **settings: Any) -> Any:
     given: dict[str, Any] = {"do_sample": True, "temperature": 0.4, "seed": 0, "max_new_tokens": NEW}
     given |= {"return_dict_in_generate": True, "tokenizer": TOKENIZER, "attention_mask": mask}
     return small_model().generate(ids, generation_mode=mode, **(given | settings))
+
+
+_outputs: dict[str, Any] = {}
+
+
+def plain(write: Any, **settings: Any) -> Any:
+    """Return the output without a cache, computed once per settings."""
+    key = f"{write.__name__} {sorted(settings.items())}"
+    if key not in _outputs:
+        _outputs[key] = write(**settings)
+    return _outputs[key]
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -56,12 +67,12 @@ CASES = [
     (outline, {"point_workers": 2, "conclusion_tokens": 0}),
     (outline, {"logits_processor": [], "min_points": 10}),
 ]
-NAMES = ["answers", "a vote", "answers of several lengths", "points", "points in turn", "two at a time", "no outline"]
+NAMES = ["answers", "majority", "answers of several lengths", "points", "one worker", "two workers", "no outline"]
 
 
 @pytest.mark.parametrize(("write", "settings"), CASES, ids=NAMES)
 def test_the_same_seed_again_needs_no_forward_pass(write: Any, settings: dict[str, Any]) -> None:
-    cache, expected = LogitsCache(), write(**settings)
+    cache, expected = LogitsCache(), plain(write, seed=0, **settings)
     for _ in range(2):
         out = write(logits_cache=cache, **settings)
         assert_same(out, expected)
@@ -69,55 +80,55 @@ def test_the_same_seed_again_needs_no_forward_pass(write: Any, settings: dict[st
     assert out.stats.replayed_tokens == out.stats.decoded_tokens
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["logits alone", "keys and values too"])
+@pytest.mark.parametrize("kept", [False, True], ids=["logits", "logits and KV"])
 @pytest.mark.parametrize(("write", "settings"), CASES, ids=NAMES)
-def test_other_samples_are_those_without_a_cache(write: Any, settings: dict[str, Any], kept: bool) -> None:
+def test_other_seeds_give_the_outputs_without_a_cache(write: Any, settings: dict[str, Any], kept: bool) -> None:
     cache, replayed = LogitsCache(), 0
     more: dict[str, Any] = {"past_key_values": SharedPrefixCache()} if kept else {}
     for seed in range(4):
-        out, expected = write(logits_cache=cache, seed=seed, **settings, **more), write(seed=seed, **settings)
+        out, expected = write(logits_cache=cache, seed=seed, **settings, **more), plain(write, seed=seed, **settings)
         assert_same(out, expected)
         assert out.stats.forward_passes <= expected.stats.forward_passes
         replayed += out.stats.replayed_tokens
     assert replayed > 0
 
 
-def test_what_was_replayed_is_kept_with_what_was_written_behind_it() -> None:
+def test_replayed_and_computed_tokens_of_an_answer_are_kept_in_the_prefix_tree() -> None:
     cache, partly = LogitsCache(), 0
     for seed in range(4):
         kept = SharedPrefixCache()
         out = answer(logits_cache=cache, past_key_values=kept, seed=seed, vote="majority")
         partly += 0 < out.stats.replayed_tokens < out.stats.decoded_tokens
         for leaf in (node for node in kept.nodes() if not node.all_children()):
-            spelled = [token for node in leaf.path for token in node.tokens.tolist()]
-            row = next(row for row, prompt in enumerate(PROMPTS) if spelled[: len(prompt)] == prompt.tolist())
-            written = spelled[len(PROMPTS[row]) :]
-            assert len(written) == NEW - 1, "the last token of a text is not read"
-            assert any(text.startswith(TOKENIZER.decode(written)) for text in out.texts[row])
+            tokens = [token for node in leaf.path for token in node.tokens.tolist()]
+            row = next(row for row, prompt in enumerate(PROMPTS) if tokens[: len(prompt)] == prompt.tolist())
+            answered = tokens[len(PROMPTS[row]) :]
+            assert len(answered) == NEW - 1, "the last token of an answer is not computed"
+            assert any(text.startswith(TOKENIZER.decode(answered)) for text in out.texts[row])
     assert partly
 
 
-def test_a_policy_that_draws_nothing_repeats_what_was_written_last() -> None:
-    cache, nothing = LogitsCache(), {"replay": Hotspot(threshold=1e9), "seed": 3}
-    first, again = outline(logits_cache=cache), outline(logits_cache=cache, **nothing)
-    assert_same(again, first)  # each of its texts follows from a prompt of its own
-    first, again = (answer(logits_cache=cache, vote="majority", **more) for more in ({}, nothing))
+def test_a_policy_without_hotspots_repeats_the_latest_output() -> None:
+    cache, no_hotspots = LogitsCache(), {"replay": Hotspot(threshold=1e9), "seed": 3}
+    first, again = outline(logits_cache=cache), outline(logits_cache=cache, **no_hotspots)
+    assert_same(again, first)  # each text has a prompt of its own
+    first, again = (answer(logits_cache=cache, vote="majority", **more) for more in ({}, no_hotspots))
     assert again.stats.forward_passes == 0
-    assert again.texts == [[again_of[0]] * 3 for again_of in again.texts]
-    assert all(text[0] in of for text, of in zip(again.texts, first.texts, strict=True))
+    assert again.texts == [[texts[0]] * 3 for texts in again.texts]
+    assert all(texts[0] in firsts for texts, firsts in zip(again.texts, first.texts, strict=True))
 
 
 @pytest.mark.parametrize("write", [answer, outline])
-def test_a_streamer_hears_the_same_of_what_is_replayed(write: Any) -> None:
-    cache, heard = LogitsCache(), []
+def test_a_streamer_receives_the_same_from_a_replay(write: Any) -> None:
+    cache, received = LogitsCache(), []
     for settings in ({}, {"logits_cache": cache}, {"logits_cache": cache}):
         listener = Listener()
         write(streamer=listener, **settings)
-        heard.append((listener.rows, listener.put_tokens, listener.ended))
-    assert heard[0] == heard[1] == heard[2]
+        received.append((listener.rows, listener.put_tokens, listener.ended))
+    assert received[0] == received[1] == received[2]
 
 
-def test_scores_of_what_is_replayed_are_kept() -> None:
+def test_a_replay_returns_the_same_scores_and_logits() -> None:
     cache = LogitsCache()
     settings: dict[str, Any] = {"output_scores": True, "output_logits": True}
     first, again = (answer(logits_cache=cache, **settings) for _ in range(2))
@@ -133,14 +144,14 @@ def test_an_interrupt_in_a_replay_leaves_model_and_cache_usable() -> None:
 
     class Interrupting:
         def put(self, value: torch.Tensor) -> None:
-            """Wants no tokens."""
+            """Ignore tokens."""
 
         def write_row(self, row: int, text: str, event: str) -> None:
             if row == 3 and event == "token":
                 raise KeyboardInterrupt
 
         def end(self) -> None:
-            """Has nothing to end."""
+            """Do nothing."""
 
     for settings in ({"logits_cache": cache}, {}):
         with pytest.raises(KeyboardInterrupt):

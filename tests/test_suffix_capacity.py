@@ -1,4 +1,4 @@
-"""Memory that completions of shared prompts reserve: little while they are short, none unused at full length."""
+"""Initial capacity of completions: short ones reserve little memory, full-length ones exactly what they use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from workers import TOKENIZER
 
 import hf_parallel
-from hf_parallel.generation import prefill as prefix
+from hf_parallel.generation import prefill
 from hf_parallel.generation.prefill import BATCH_CAPACITY, MIN_CAPACITY, SUFFIX_CAPACITY, initial_capacity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,11 +58,10 @@ def test_a_few_short_completions_are_never_reallocated() -> None:
 
 
 @pytest.mark.parametrize("mode", ["shared_prefix", "self_consistency"])
-def test_many_completions_that_end_early_reserve_little(model: PreTrainedModel, mode: str) -> None:
-    """Whatever `max_new_tokens` is."""
+def test_many_completions_that_end_early_reserve_little_despite_max_new_tokens(model: PreTrainedModel, mode: str) -> None:
     early = [lambda ids, _: ids.shape[1] >= PROMPT.shape[1] + 3]
     stats = generate(model, 256, mode, max_new_tokens=480, stopping_criteria=early).stats
-    per_token = stats.kv_bytes / (PROMPT.shape[1] + 256 * 2)  # keys of last tokens are never written
+    per_token = stats.kv_bytes / (PROMPT.shape[1] + 256 * 2)  # the last token of a row is not computed
     assert stats.reserved_bytes <= (BATCH_CAPACITY + PROMPT.shape[1]) * per_token
 
 
@@ -71,8 +70,8 @@ def test_completions_of_full_length_reserve_no_unused_memory(
 ) -> None:
     settings = {"max_new_tokens": 97, "min_new_tokens": 97}
     expected = generate(model, 16, **settings).sequences
-    monkeypatch.setattr(prefix, "MIN_CAPACITY", 4)
-    monkeypatch.setattr(prefix, "BATCH_CAPACITY", 256)
+    monkeypatch.setattr(prefill, "MIN_CAPACITY", 4)
+    monkeypatch.setattr(prefill, "BATCH_CAPACITY", 256)
     assert initial_capacity(96, 16) == 12
     out = generate(model, 16, **settings)
     assert torch.equal(out.sequences, expected)

@@ -1,0 +1,154 @@
+"""Replay policies: hotspots follow Hive's equations 2 to 4; custom policies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+import hf_parallel
+from hf_parallel import Hotspot, LogitsCache, ReplayPolicy, Stepwise
+from hf_parallel.generation.resampling.policies import POLICIES, make_policy, uncertainty_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NEW = 12
+PROMPT = tiny.make_prompts([24], seed=8)[0][None]
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    yield hf_parallel.enable(tiny.build("llama"))
+    hf_parallel.disable(tiny.build("llama"))
+
+
+def sample(model: PreTrainedModel, cache: LogitsCache | None, **settings: Any) -> Any:
+    defaults: dict[str, Any] = {"generation_mode": "resample", "logits_cache": cache, "do_sample": True, "seed": 0}
+    defaults |= {"max_new_tokens": NEW, "min_new_tokens": NEW, "return_dict_in_generate": True}
+    return model.generate(PROMPT, **(defaults | settings))  # type: ignore[operator]
+
+
+def score_by_definition(logits: torch.Tensor, step: int, decay: float) -> float:
+    """Score of one step by Hive, equations 2 to 4, in plain Python."""
+    highest = max(logits.tolist())
+    weights = [math.exp(value - highest) for value in logits.tolist()]
+    probs = [weight / math.fsum(weights) for weight in weights]
+    entropy = math.fsum(-prob * math.log(prob) for prob in probs if prob > 0)
+    return entropy * (1 - max(probs)) * math.pow(decay, step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 60.0])
+def test_uncertainty_is_entropy_times_one_minus_the_top_1_probability(dtype: torch.dtype, scale: float) -> None:
+    for seed in range(20):
+        logits = (torch.randn(300, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+        assert uncertainty_of(logits) == pytest.approx(score_by_definition(logits, 0, 1.0), rel=1e-12, abs=1e-14)
+
+
+def test_uncertainty_is_zero_for_a_certain_token_and_highest_for_equal_logits() -> None:
+    logits = torch.full((50,), -torch.inf)
+    logits[7] = 1.0
+    assert uncertainty_of(logits) == 0.0
+    assert uncertainty_of(torch.zeros(50)) == pytest.approx(math.log(50) * 0.98)
+
+
+@pytest.mark.parametrize("start", [0, 9])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Hotspot(),
+        Hotspot(threshold=0.1),
+        Hotspot(decay=0.9),
+        Hotspot(top_k=3),
+        Hotspot(top_k=4, decay=0.5),
+        Hotspot(0.0),
+    ],
+    ids=str,
+)
+def test_hotspots_are_the_steps_of_the_equations(policy: Hotspot, start: int) -> None:
+    logits = torch.randn(30, 200, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.5, 6, 30)[:, None]
+    logits = logits[torch.randperm(30, generator=torch.Generator().manual_seed(2))]
+    scores = [score_by_definition(row, start + step, policy.decay) for step, row in enumerate(logits)]
+    if policy.top_k is None:
+        expected = {step for step, score in enumerate(scores) if score > policy.threshold}
+    else:
+        expected = set(sorted(range(30), key=lambda step: -scores[step])[: policy.top_k])
+    draws = policy.draws(np.array([uncertainty_of(row) for row in logits]), start)
+    assert set(np.flatnonzero(draws)) == expected
+    assert 0 < len(expected) <= 30
+
+
+@pytest.mark.parametrize("policy", [Hotspot(threshold=1.5, decay=0.97), Hotspot(top_k=4)], ids=str)
+def test_only_hotspots_of_the_models_own_logits_are_sampled_anew(model: PreTrainedModel, policy: Hotspot) -> None:
+    """If sampling always chooses another token, the first change is at the first hotspot."""
+    cache = LogitsCache()
+    first = sample(model, cache, output_logits=True, temperature=0.5)
+    scores = [score_by_definition(step[0], t, policy.decay) for t, step in enumerate(first.logits)]
+    if policy.top_k is None:
+        hotspots = [t for t, score in enumerate(scores) if score > policy.threshold]
+    else:
+        hotspots = sorted(sorted(range(NEW), key=lambda t: -scores[t])[: policy.top_k])
+    assert 0 < len(hotspots) < NEW
+    cached = first.sequences[0, PROMPT.shape[1] :]
+
+    class Avoid(LogitsProcessor):
+        """Makes the cached token unlikely without excluding it."""
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            step = input_ids.shape[1] - PROMPT.shape[1]
+            return scores.index_add(1, cached[step : step + 1], scores.new_full((1, 1), -30.0))
+
+    again = sample(model, cache, replay=policy, logits_processor=LogitsProcessorList([Avoid()]), top_k=0, seed=1)
+    changed = (again.sequences[0, PROMPT.shape[1] :] != cached).nonzero()[0, 0]
+    assert changed == hotspots[0]
+    assert again.stats.replayed_tokens == hotspots[0] + 1
+
+
+# Names and settings
+
+
+def test_a_custom_policy_is_found_by_its_name(model: PreTrainedModel) -> None:
+    class Early(ReplayPolicy):
+        name = "early"
+
+        def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
+            return start + np.arange(len(uncertainty)) < 4
+
+    try:
+        cache = LogitsCache()
+        first = sample(model, cache).sequences
+        replayed = [sample(model, cache, replay="early", seed=seed) for seed in range(1, 9)]
+    finally:
+        del POLICIES["early"]
+    for other in replayed:
+        same = (first == other.sequences)[0].tolist()
+        assert all(same) or same.index(False) < PROMPT.shape[1] + 4
+
+
+@pytest.mark.parametrize("replay", ["sometimes", None, 3, Hotspot])
+def test_an_unknown_policy_raises(replay: Any) -> None:
+    with pytest.raises(ValueError, match="replay must be one of .*'hotspot', 'stepwise'.* or a ReplayPolicy, got"):
+        make_policy(replay)
+
+
+def test_a_name_gives_the_default_policy_and_an_object_is_returned_unchanged() -> None:
+    assert make_policy("stepwise") == Stepwise()
+    assert make_policy("hotspot") == Hotspot(threshold=0.6, top_k=None, decay=0.999)
+    policy = Hotspot(0.3)
+    assert make_policy(policy) is policy
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"threshold": -1}, {"decay": 1.5}, {"top_k": 0}, {"top_k": True}, {"decay": "0.9"}, {"threshold": True}],
+)
+def test_invalid_settings_of_hotspot_raise(settings: dict[str, Any]) -> None:
+    name, value = next(iter(settings.items()))
+    with pytest.raises(ValueError, match=f"{name} must be .*got {value!r}"):
+        Hotspot(**settings)
