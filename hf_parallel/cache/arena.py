@@ -1,7 +1,7 @@
 """Arena: one flat storage of keys and values per layer, divided into extents.
 
-An extent is a contiguous `[kv_heads, capacity, head_dim]` at the same slot in every layer, so that one integer locates
-a block regardless of the layer's dimensions. The arena manages slots and bytes, not blocks or rows.
+A slot holds one token. An extent is a contiguous `[kv_heads, capacity, head_dim]` that starts at the same slot in every
+layer, regardless of the layer's dimensions. The arena manages slots and bytes, not blocks or rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hf_parallel.kernels import AttentionPlan, LayerStorage, RotarySpec, TokenRa
 from hf_parallel.kernels.dispatch import append, move
 
 GROWTH = 1.5
-"""Factor by which storage in use grows, so that each token is copied a bounded number of times."""
+"""Minimum growth factor of a layer's storage, so that growth copies each token O(1) times (amortized)."""
 
 
 @dataclass(eq=False)
@@ -34,9 +34,9 @@ class Extent:
 class Arena:
     """Allocates extents and copies tokens between them.
 
-    A layer's storage is allocated at its first write, when its dimensions, dtype and device are known, and is
-    reallocated when it has fewer slots than were allocated; extents never change their slots. Free slots at the end are
-    dropped, so that a failed allocation is not attempted again.
+    A layer's storage is allocated at its first write, when its dimensions, dtype and device are known, and grows when
+    it has fewer than `num_slots` slots. Extents keep their slots. Free slots at the end are removed from `num_slots`,
+    so that storage that could not be allocated is not requested again.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Arena:
             self._free_slots(extent.origin, extent.capacity)
 
     def grow(self) -> None:
-        """Give every layer storage for all allocated slots, before anything is written to one of them."""
+        """Grow every layer to `num_slots`, so that a lack of memory is detected before any layer is written."""
         for layer in self.layers.values():
             self._grow(layer)
 

@@ -74,7 +74,7 @@ class BlockCache(Cache):
         self.arena.release(block.extent)
 
     def truncate(self, block: Block, length: int) -> None:
-        """Remove the tokens of a block from index `length` on, which must be between 0 and the block's length."""
+        """Remove a block's tokens from index `length` on; raises `ValueError` unless `0 <= length <= block.length`."""
         self._check_owned(block)
         if not 0 <= length <= block.length:
             raise ValueError(f"length must be between 0 and the block's {block.length}, got {length}")
@@ -132,8 +132,8 @@ class BlockCache(Cache):
     def reserve(self, wanted: Sequence[tuple[Block, int]]) -> None:
         """Ensure capacity for `length` tokens in each `(block, length)`.
 
-        A block that must grow moves to an extent of at least twice its size, so that a token is copied a bounded
-        number of times. Blocks of equal extents that grow together stay evenly spaced.
+        A block that must grow moves to an extent of at least twice the capacity, so that growth copies each token
+        O(1) times (amortized). Blocks of equal capacity that grow together stay evenly spaced.
         """
         outgrown: dict[int, list[tuple[Block, int]]] = {}
         for block, length in wanted:
@@ -161,7 +161,7 @@ class BlockCache(Cache):
     # Forward passes
 
     def prepare(self, segments: Sequence[Segment]) -> ForwardPass:
-        """Allocate memory for the new tokens of a forward pass, in packed order, and lay it out.
+        """Plan a forward pass of segments in packed order, and allocate memory for its new tokens.
 
         Raises `ValueError` if a segment is empty, reads tokens or blocks that do not exist, or writes to the block of
         another segment; or if a block is seen at a position other than its own and the rotary embedding is unknown.
@@ -174,15 +174,15 @@ class BlockCache(Cache):
         return self.prepare_run([segments])
 
     def prepare_run(self, passes: Sequence[Sequence[Segment]]) -> ForwardPass:
-        """Lay out several consecutive passes whose tokens are all known as one forward pass, under block attention.
+        """Plan consecutive passes, whose tokens are all known, as one forward pass. Requires block attention.
 
-        A query sees the blocks as long as they were in its own pass, at the positions of that pass. So the logits
-        equal those of separate passes, and decode steps that are known in advance (replayed, restored from their
-        tokens, or trained on) cost one forward pass. Each element of `passes` is the argument of `prepare` if the
-        preceding passes had been computed; blocks must not be moved, split or truncated between them.
+        A query sees each block with the length and position that it has in the query's own pass. So the logits equal
+        those of separate passes, and decode steps that are known in advance (replayed, restored from their tokens, or
+        trained on) cost one forward pass. Each element of `passes` is the argument that `prepare` would receive after
+        the preceding passes; blocks must not be moved, split or truncated between passes.
         """
         if not passes:
-            raise ValueError("a run needs at least one pass, got none")
+            raise ValueError("passes must contain at least one pass, got none")
         new_tokens = self._check(passes)
         self.reserve([(block, block.length + n) for block, n in new_tokens.items()])
         self.arena.grow()
@@ -232,7 +232,7 @@ class BlockCache(Cache):
     def _begin(self, forward: ForwardPass) -> ForwardPass:
         if self.rotary is None and forward.plan.rotates:
             self.rollback()
-            raise ValueError("seeing a block at another position than its own needs the rotary embedding of the layers")
+            raise ValueError("a block seen at another position than its own needs the rotary embedding: pass rotary=")
         self._pass, self._updated = forward, set()
         return forward
 
@@ -245,7 +245,7 @@ class BlockCache(Cache):
 
         They are `[1, kv_heads, T, head_dim]`, or under stock attention `[rows, kv_heads, n, head_dim]`. Returns them
         unchanged, or under stock attention each row's whole view, left-padded with zeros to the longest:
-        `[rows, kv_heads, L, head_dim]`. Under autocast the result has its dtype.
+        `[rows, kv_heads, L, head_dim]`. Under autocast, keys and values get its dtype.
         """
         device = key_states.device.type
         if torch.is_autocast_enabled(device):
@@ -265,7 +265,7 @@ class BlockCache(Cache):
         return self._dense(layer_idx, self._pass)
 
     def _prepare_rows(self, key_states: torch.Tensor) -> None:
-        """Prepare a pass in which each of `rows` appends as many tokens as the batch has."""
+        """Prepare a pass that appends the new tokens of each row of the batch to the same row of `rows`."""
         batch, _, length, _ = key_states.shape
         if not self.rows:
             self.rows = [[block] for block in self.new_blocks(batch, length)]
@@ -274,8 +274,8 @@ class BlockCache(Cache):
         held = self.get_seq_length()
         if any((view_length(view), view[-1].base + view[-1].length) != (held, held) for view in self.rows):
             raise ValueError(
-                "rows of unequal lengths, or that see blocks at other positions than their own, need prepare(), its "
-                "position_ids and attention_mask()"
+                "rows of unequal lengths, or that see blocks at other positions than their own, need prepare(): pass "
+                "its position_ids and the cache's attention_mask() to the model"
             )
         self.prepare([Segment(view, length) for view in self.rows])
 

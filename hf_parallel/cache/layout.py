@@ -1,7 +1,7 @@
 """Blocks and views, and their translation into an AttentionPlan (docs/block_attention.md).
 
 A block is a run of tokens stored once. A view is the ordered list of blocks that a row sees; the row appends to the
-last one. Positions follow from the lengths alone, so no position is ever stored or updated.
+last one. A token's position in a view follows from the block lengths: it is never stored or updated.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Segment:
 class ForwardPass:
     """One forward pass: its attention plan, and `position_ids`, int64 `[T]`, as arguments of the model.
 
-    The model rotates each packed token to its position id: its position in the block that it is written to.
+    The model rotates queries and keys to `position_ids`: a token's index in its block plus the block's `base`.
     """
 
     plan: AttentionPlan
     position_ids: torch.Tensor
     segments: Sequence[Segment]  # in packed order, with their views at the time of the pass
     blocks: Sequence[Block]  # all blocks of the views
-    states: list[tuple[int, int, int, Extent]]  # of the blocks, new tokens included; see `leads_to`
+    states: list[tuple[int, int, int, Extent]]  # length, first, base and extent of each block after the pass
     num_passes: int = 1  # number of consecutive passes that are computed as this one
 
     @property
@@ -92,7 +92,7 @@ class ForwardPass:
         )
 
     def next_step(self) -> ForwardPass:
-        """Return the pass of the next decode step, whose new tokens the blocks' lengths already include."""
+        """Return the pass of the next decode step. The block lengths must already include its new tokens."""
         plan, position_ids = self.plan.next_step(), self.position_ids + 1
         return replace(self, plan=plan, position_ids=position_ids, states=_states(self.blocks))
 
@@ -109,9 +109,8 @@ def view_length(view: View) -> int:
 def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> ForwardPass:
     """Plan consecutive passes as one forward pass, in O(new tokens + rows x blocks) integers.
 
-    The keys that a query sees depend on the blocks' lengths only. The new tokens of each pass are therefore added to
-    the lengths before the next pass is planned: a query sees the new tokens of all rows of its own pass, and no later
-    ones.
+    The keys that a query sees depend on the block lengths only. The new tokens of a pass are added to the lengths just
+    before that pass is planned, so that a query sees the new tokens of all rows in its own pass, and no later ones.
     """
     table: dict[Block, list[tuple[int, ...]]] = {}
     packed: list[Segment] = []
@@ -141,7 +140,7 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
 def _add_pairs(
     table: dict[Block, list[tuple[int, ...]]], segment: Segment, offset: int, growing: Collection[Block]
 ) -> None:
-    """Add a segment's row to each block of its view: its rotation and position, and their increments per step."""
+    """Add a table entry for each block of a segment's view: rotation and position, and their increments per step."""
     target, n, before = segment.view[-1], segment.num_tokens, segment.view[:-1]
     target_start = view_length(before)
     target_step = sum(block in growing for block in before)

@@ -1,4 +1,4 @@
-"""Nodes of the logits trie, with their logits and the sampling distribution after them."""
+"""Nodes of the logits trie, with cached logits and sampling probabilities of the next token."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CachedLogits:
         return _num_bytes(self.values) + (0 if self.ids is None else _num_bytes(self.ids))
 
     def covers(self, count: int, log_tail: float) -> bool:
-        """Return whether sampling is exact that needs the `count` highest logits and at most `log_tail` dropped."""
+        """Return whether all logits are kept, or at least `count` of them with a log tail of at most `log_tail`."""
         return self.ids is None or (len(self.ids) >= count and self.log_tail <= log_tail)
 
     def to_dense(self) -> torch.Tensor:
@@ -75,7 +75,7 @@ class CachedDistribution:
 
     @classmethod
     def from_probs(cls, probs: torch.Tensor, settings: str) -> CachedDistribution | None:
-        """Convert probabilities `float32 [vocabulary]`, or return None if that saves less than three quarters."""
+        """Convert probabilities `float32 [vocabulary]`, or return None if that saves less than 3/4 of the memory."""
         ids = probs.nonzero()[:, 0]
         if 2 * len(ids) > len(probs) // 4:
             return None

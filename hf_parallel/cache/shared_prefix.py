@@ -27,8 +27,8 @@ class Node:
     tokens: np.ndarray  # int64 [length]
     parent: Node | None = None
     block: Block | None = None  # keys and values of `tokens`, as far as they have been prefilled
-    children: dict[int, list[Node]] = field(default_factory=dict)  # by first token; completions may start alike
-    last_used: int = 0  # number of the last call that used the node, at least that of its children
+    children: dict[int, list[Node]] = field(default_factory=dict)  # by first token, which several may share
+    last_used: int = 0  # index of the last call that used the node or a descendant
 
     @property
     def siblings(self) -> list[Node]:
@@ -70,13 +70,13 @@ class _WeightsVersion:
     def check(self, model: nn.Module) -> None:
         """Raise `ValueError` for another model, or if a parameter was replaced or modified (except through `.data`)."""
         if self._model() is not model:
-            raise ValueError("past_key_values was filled by another model, whose keys and values it holds")
+            raise ValueError("past_key_values was filled by another model: reset() it first, or pass a new cache")
         if self._read(model) != self._versions:
             raise ValueError("past_key_values was filled before the model's weights changed: reset() it first")
 
     @staticmethod
     def _read(model: nn.Module) -> list[tuple[int, int]]:
-        """Object id and version counter of each parameter; offloaded ones are replaced at every use."""
+        """Object id and version counter of each parameter, except offloaded ones, which are replaced at each use."""
         present = (parameter for parameter in model.parameters() if not parameter.is_meta)
         return [(id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in present]
 
@@ -98,8 +98,8 @@ class SharedPrefixCache(BlockCache):
     rotary, device
         See `BlockCache`; neither is needed.
     max_bytes : int, optional
-        Budget of keys and values kept between calls. At the start of a call, the least recently used nodes are
-        evicted, leaves first; memory of the call itself comes on top. Default: no limit, until `reset()`.
+        Maximum bytes of keys and values kept between calls. Each call first evicts the least recently used nodes,
+        leaves first, until the rest fits; its own tokens come on top. Default: keep everything until `reset()`.
 
     Examples
     --------
@@ -137,9 +137,9 @@ class SharedPrefixCache(BlockCache):
         self._evict()
 
     def insert(self, tokens: np.ndarray, root: Node | None = None) -> Node:
-        """Return the leaf of tokens, int64 `[length]`, that continue `root` (default: the root of the tree).
+        """Insert tokens, int64 `[length]`, after `root` (default: the root of the tree). Return the last token's node.
 
-        Reuses nodes of the tree and creates the rest.
+        Reuses nodes of the tree, splits them where necessary, and creates the rest.
         """
         node, rest = root or self.root, tokens
         while len(rest):
@@ -153,7 +153,7 @@ class SharedPrefixCache(BlockCache):
     def add(self, parent: Node, tokens: np.ndarray, block: Block | None = None) -> Node:
         """Append a node to `parent`, without a search for shared prefixes.
 
-        A finished completion has a filled `block`; tokens after its end are dropped.
+        `block` holds the keys and values of a finished completion; tokens beyond its length are dropped.
         """
         held = tokens if block is None else tokens[: block.length]
         node = Node(np.asarray(held, np.int64), parent, block, last_used=self._calls)
@@ -223,7 +223,7 @@ class SharedPrefixCache(BlockCache):
         return max(shared, key=lambda pair: pair[1], default=(None, 0))
 
     def _split(self, node: Node, at: int) -> Node:
-        """Split a node in two without copying. It keeps its end, as leaf of its rows; returns the head."""
+        """Split a node in two without copying. The node keeps the tail, as it is the leaf of rows; returns the head."""
         parent = node.parent
         assert parent is not None, "the root has no tokens to split"
         head = Node(node.tokens[:at], parent, children={int(node.tokens[at]): [node]})

@@ -1,4 +1,4 @@
-"""A call of `generate` that Ctrl-C or an error may interrupt, with everything that was generated until then."""
+"""Call of `generate` that keeps the text generated so far if Ctrl-C or an error interrupts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTE = ("Interrupted", "This is the text generated until then.")
 
 
 class InterruptibleCall:
-    """One call of `generate`, of a model that is enabled if there is a mode, with further `arguments` of `generate`."""
+    """One call of `generate` with `arguments`. A `config` needs an enabled model; without one, the call has no mode."""
 
     def __init__(self, model: Any, tokenizer: Any, config: ParallelConfig | None, arguments: dict[str, Any]) -> None:
         self.model, self.tokenizer, self.config, self.arguments = model, tokenizer, config, arguments
@@ -65,8 +65,8 @@ class InterruptibleCall:
     def records(self, prompts: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield one object per answer: its prompt, its text and the fields of the mode's output.
 
-        An interrupted call has objects for the answers that have text. The text is all that was generated, and of the
-        mode's fields there is only the one that holds the texts of the rows (`ParallelConfig.rows_name`).
+        An interrupted call yields only answers that have text. Their text is everything generated so far, and of the
+        mode's fields they have only the texts of the rows (`ParallelConfig.rows_name`).
         """
         answers = list(self._partial_answers() if self.interrupted else self._answers())
         for index, (text, fields) in enumerate(answers):
@@ -96,7 +96,7 @@ class InterruptibleCall:
                 yield self.tokenizer.decode(output.sequences[index, begin:], skip_special_tokens=True), fields
 
     def _partial_answers(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the texts of an interrupted call: finished cards in the order of their ends, then unfinished ones."""
+        """Yield the answers of an interrupted call: cards in the order in which they ended, then unfinished ones."""
         if not self._record.events:
             for completion in self._streamer.completions:
                 yield completion.text, {"interrupted": True}

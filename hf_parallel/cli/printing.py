@@ -36,7 +36,7 @@ class SequentialPrinter:
     def __init__(self, out: TextIO, headings: Sequence[str]) -> None:
         self.out, self.headings = out, headings
         self._texts: dict[Hashable, _Text] = {}
-        self._buffered: list[_Text] = []  # in the order of their beginnings, or of their ends
+        self._buffered: list[_Text] = []  # unfinished ones in the order of begin(), ended ones of close()
         self._current: _Text | None = None
         self._group: int | None = None  # group of the line that is not ended yet
         self._clean: Callable[[str], str] = printable if out.isatty() else str
@@ -90,7 +90,7 @@ class SequentialPrinter:
             self._current = None if text.ended else text
 
     def _print_new(self, text: _Text) -> None:
-        """Print the new part of a text without leading whitespace, and without trailing until more text follows."""
+        """Print the new part of a text, left-stripped; trailing whitespace is held back until more text follows."""
         if not text.printed:
             text.text = text.text.lstrip()
         end = len(text.text.rstrip())
@@ -103,8 +103,8 @@ class SequentialPrinter:
 class RowPrinter(SequentialPrinter):
     """Prints the rows of a call, one group per prompt: the text that the mode streams, or else the tokens of each row.
 
-    Tokens of a mode that streams them when they are final are preferred to its text. `config` is None without a mode,
-    `answers` the number of sequences per prompt. `completions` has the tokens of each row, unless text is printed.
+    If the mode's `streams_tokens` is `when_final`, tokens are printed even if it streams text. `config` is None without
+    a mode, `answers` the number of sequences per prompt. `completions` has each row's tokens, unless text is printed.
     """
 
     def __init__(

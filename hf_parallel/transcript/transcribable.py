@@ -27,8 +27,8 @@ class Transcribable:
     def to_dict(self, tokenizer: Any = None) -> dict[str, Any]:
         """Return the transcript of the call as plain data: which row generated which text at which forward pass.
 
-        `json` can write it and `hf-parallel view` reads it. The model's `tokenizer` adds the text of the prompts; modes
-        that stream no text require it. Raises `ValueError` if it is missing, or if the output has no record of a call.
+        It can be saved as JSON, which `hf-parallel view` reads. The model's `tokenizer` adds the text of the prompts.
+        Raises `ValueError` if the output has no record, or if a mode that streams no text lacks the `tokenizer`.
         """
         if self.record is None:
             raise ValueError("this output has no record: only calls with a `generation_mode` have transcripts")
@@ -37,14 +37,14 @@ class Transcribable:
         return transcript_dict(self.record, self.stats, self._sections(self.record, tokenizer))
 
     def to_html(self, tokenizer: Any = None) -> str:
-        """Return the transcript as a self-contained HTML page: rows as columns, forward passes on the vertical axis.
+        """Return the transcript as a self-contained HTML page: one column per row, forward passes on the vertical axis.
 
         Parameters and errors are those of `to_dict`. In a notebook: `IPython.display.HTML(output.to_html())`.
         """
         return render(self.to_dict(tokenizer))
 
     def columns(self, prompt: int) -> list[str]:
-        """Return the names of a prompt's first columns. Further columns are named after their rows."""
+        """Return names for a prompt's leftmost columns. The other columns are named after their rows."""
         return []
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
