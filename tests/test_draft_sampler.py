@@ -1,4 +1,4 @@
-"""DraftSampler: draft tokens sampled from cached logits are the tokens that the row samples from the same logits."""
+"""DraftSampler: from cached logits it samples the token that the row samples from the same logits."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from test_drafts import model, write
+from test_drafts import ATTENTION_MASK, INPUT_IDS, NEW, TAILS, WIDTH, model, sample
 from transformers import PreTrainedModel
 
 import hf_parallel
 from hf_parallel import LogitsCache
-from hf_parallel.cache.logits_trie import CachedDistribution, CachedLogits, TrieNode
-from hf_parallel.generation.resampling.drafts import ONLY_CACHED, DraftSampler, acceptance_rates
-from hf_parallel.generation.rng import RowRNG, draw, draw_among
-from hf_parallel.kernels.linear import LINEAR_VARIABLE
+from hf_parallel.cache.fingerprint import fingerprint
+from hf_parallel.generation.resampling import drafts
+from hf_parallel.generation.resampling.drafts import DraftSampler, acceptance_rates
+from hf_parallel.generation.rng import RowRNG, draw, draw_among, make_rngs
 
 __all__ = ["model"]
 
@@ -35,53 +34,63 @@ def test_later_keys_of_a_row_are_available_without_advancing_it(ahead: int) -> N
     assert peeked.next() == RowRNG(3).next()
 
 
-@pytest.mark.parametrize("temperature", [0.1, 1.5])
-@pytest.mark.parametrize("truncated", [False, True])
-@pytest.mark.parametrize("top_k", [None, 20])
-def test_a_draft_token_is_the_token_that_the_row_samples(
-    temperature: float, truncated: bool, top_k: int | None
-) -> None:
-    logits = torch.randn(200, 128, generator=torch.Generator().manual_seed(0)) * 3
-    agreed = 0
-    for seed, row_logits in enumerate(logits):
-        probs = (row_logits / temperature).softmax(-1)
-        node = TrieNode(0, None, logits=CachedLogits.from_logits(row_logits, top_k))
-        if truncated:
-            probs = torch.where(probs >= probs.topk(5).values[-1], probs, 0.0)
-            node.distribution = CachedDistribution.from_probs(probs, "settings")
-        sampler: Any = SimpleNamespace(rngs=[RowRNG(seed)])
+CASES: dict[str, dict[str, Any]] = {
+    "all logits": {},
+    "top_p": {"top_p": 0.8},
+    "top_k": {"top_k": 3, "min_new_tokens": 5},
+    "high temperature": {"temperature": 1.5},
+    "top_k at a high temperature": {"temperature": 1.5, "top_k": 5},
+    "20 logits": {"top_k": 20},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_from_logits_of_the_model_it_samples_the_tokens_of_the_row(model: PreTrainedModel, case: str) -> None:
+    settings = {"logits_processor": None, "temperature": 0.1, "eos_token_id": 5} | CASES[case]
+    cache, equal = LogitsCache(top_k=20 if case == "20 logits" else None), []
+    for seed in range(2):
+        out = sample(model, logits_cache=cache, seed=seed, **settings)
+        sampler: Any = SimpleNamespace(rngs=make_rngs(seed, len(TAILS)))
         distributions: Any = SimpleNamespace(find_any_length=lambda node: node.distribution)
-        drafted = DraftSampler(sampler, distributions, temperature)(0, node, 0)
-        agreed += drafted == draw(probs[None], sampler.rngs).item()
-    assert agreed == len(logits) if truncated or temperature < 1 else agreed > len(logits) / 4
+        predict = DraftSampler(sampler, distributions, settings["temperature"])
+        with cache.cursors() as cursors:
+            for row, prompt in enumerate(INPUT_IDS):
+                cursors.start(row, fingerprint(model), prompt[ATTENTION_MASK[row].bool()].tolist())
+                for ahead, token in enumerate(out.sequences[row, WIDTH:].tolist()):
+                    equal.append(predict(row, cursors.node(row), ahead) == token)
+                    cursors.advance(row, token)
+                    if token == settings["eos_token_id"]:
+                        break
+    assert len(equal) >= 2 * NEW
+    # At a high temperature, others than the 8 highest of 128 logits are sampled, too.
+    assert sum(equal) > len(equal) / 4 if case == "high temperature" else all(equal)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"do_sample": False, "temperature": None}, {"seed": None}, {"seed": 0}], ids=["greedy", "no", "own"]
-)
+@pytest.mark.parametrize("settings", [{"do_sample": False, "temperature": None}, {"seed": None}, {"seed": 0}], ids=str)
 def test_draft_tokens_are_sampled_only_with_an_rng_of_the_row(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     cache = LogitsCache()
-    write(model, 1, logits_cache=cache, **settings)
-    rates = (item for by_source in acceptance_rates.get(cache, {}).values() for item in by_source.items())
-    proposed = {source for (_, source), rate in rates if rate.proposed != 4.0}
-    assert (proposed > {ONLY_CACHED} or bool(proposed - {ONLY_CACHED})) == (settings.get("seed") is not None)
+    sample(model, 1, logits_cache=cache, **settings)
+    rates = (item for by_source in acceptance_rates[cache].values() for item in by_source.items())
+    sampled = {drafts.CACHED, drafts.SAMPLED, drafts.AGREED} if settings.get("seed") == 0 else set()
+    assert {source for (_, source), rate in rates if rate.proposed != 4.0} == {drafts.ONLY_CACHED} | sampled
 
 
-def test_nearly_all_sampled_drafts_are_accepted_where_equal_ngrams_have_equal_logits(
-    monkeypatch: pytest.MonkeyPatch,
+def test_nearly_all_sampled_drafts_are_accepted_if_equal_ngrams_have_equal_logits(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = copy.deepcopy(tiny.build("llama"))
+    model = hf_parallel.enable(copy.deepcopy(model))
     for name, parameter in model.named_parameters():
         if "o_proj" in name:  # without attention, logits depend on the last token alone
             parameter.data.zero_()
-    hf_parallel.enable(model)
-    monkeypatch.setenv(LINEAR_VARIABLE, "torch")  # verification takes time per token, so that only likely tokens pay
-    stats = {}
-    for draft_tokens in (None, 0):
+
+    def acceptance_and_passes() -> tuple[float, int]:
         settings = {"logits_cache": LogitsCache(), "logits_processor": None, "max_new_tokens": 60}
-        calls = [write(model, 1, seed=seed, draft_tokens=draft_tokens, **settings).stats for seed in range(6)]
-        stats[draft_tokens] = calls
-    drafted = sum(of.drafted_tokens for of in stats[None])
-    assert sum(of.accepted_tokens for of in stats[None]) > 0.8 * drafted > 0
-    passes, passes_without = (sum(of.forward_passes for of in stats[key]) for key in (None, 0))
-    assert passes < 0.7 * passes_without
+        stats = [sample(model, 1, seed=seed, **settings).stats for seed in range(6)]
+        accepted = sum(each.accepted_tokens for each in stats)
+        return accepted / sum(each.drafted_tokens for each in stats), sum(each.forward_passes for each in stats)
+
+    acceptance, passes = acceptance_and_passes()
+    monkeypatch.setattr(drafts, "MAX_SAMPLING_ROWS", 0)  # the cached tokens alone are drafted
+    acceptance_of_cached, passes_with_cached = acceptance_and_passes()
+    assert acceptance > 0.9 > 0.6 > acceptance_of_cached
+    assert passes < 0.6 * passes_with_cached

@@ -1,7 +1,8 @@
-"""Speculative decoding from cached logits: drafts change no token and are used only where they save time."""
+"""Speculative decoding by n-gram lookup: drafts change no sample and are used only if they save time."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -18,20 +19,10 @@ import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.cache.logits import Cursors
 from hf_parallel.cache.logits_trie import TrieNode
-from hf_parallel.generation.resampling.drafts import (
-    AGREED,
-    CACHED,
-    MAX_DRAFT_TOKENS,
-    MAX_NODES,
-    MAX_SAMPLING_ROWS,
-    MAX_SETTINGS,
-    MIN_GAIN,
-    MIN_PROBABILITY,
-    SAMPLED,
-    NgramDrafter,
-    acceptance_rates,
-)
-from hf_parallel.kernels.linear import LINEAR_VARIABLE, pass_cost
+from hf_parallel.generation.resampling import drafts
+from hf_parallel.generation.resampling.drafts import NgramDrafter, acceptance_rates
+from hf_parallel.kernels import native
+from hf_parallel.kernels.linear import LINEAR_VARIABLE, linear_backend, pass_cost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,37 +32,37 @@ INPUT_IDS, ATTENTION_MASK = tiny.left_pad([torch.cat((SHARED, tail)) for tail in
 WIDTH = INPUT_IDS.shape[1]
 
 
-class Round(LogitsProcessor):
-    """Makes a row go round in a few words, most of the time, as models do that say like things again."""
+class Cycle(LogitsProcessor):
+    """Makes a row repeat a cycle of tokens most of the time."""
 
     keeps_rows = False
-    words = torch.tensor([10, 30, 50, 20, 60, 40, 70, 25, 35])
+    tokens = torch.tensor([10, 30, 50, 20, 60, 40, 70, 25, 35])
 
     def __init__(self, weight: float = 9.0) -> None:
-        self.following = torch.arange(tiny.VOCAB_SIZE) % len(self.words)
-        self.following[self.words] = (torch.arange(len(self.words)) + 1) % len(self.words)
+        self.following = torch.arange(tiny.VOCAB_SIZE) % len(self.tokens)
+        self.following[self.tokens] = (torch.arange(len(self.tokens)) + 1) % len(self.tokens)
         self.weight = weight
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        likely = self.words[self.following[input_ids[:, -1]]]
+        likely = self.tokens[self.following[input_ids[:, -1]]]
         return scores.scatter_add(1, likely[:, None], torch.full((len(scores), 1), self.weight))
 
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[PreTrainedModel]:
-    monkeypatch.setenv(LINEAR_VARIABLE, "torch")  # costs of passes, and so drafts, are the same on all machines
+    monkeypatch.setenv(LINEAR_VARIABLE, "torch")  # the same pass costs, and so the same drafts, on all machines
     yield hf_parallel.enable(tiny.build("llama"))
     hf_parallel.disable(tiny.build("llama"))
 
 
-def write(model: PreTrainedModel, rows: int = len(TAILS), mode: str = "resample", **settings: Any) -> Any:
+def sample(model: PreTrainedModel, rows: int = len(TAILS), mode: str = "resample", **settings: Any) -> Any:
     given: dict[str, Any] = {"attention_mask": ATTENTION_MASK[:rows], "max_new_tokens": NEW, "pad_token_id": 0}
-    given |= {"logits_processor": LogitsProcessorList([Round()])}
+    given |= {"logits_processor": LogitsProcessorList([Cycle()])}
     given |= {"do_sample": True, "temperature": 0.3, "return_dict_in_generate": True, "generation_mode": mode}
     return model.generate(INPUT_IDS[:rows], **(given | settings))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("rows", "kept"), [(1, True), (3, False), (3, True)], ids=["one row", "rows", "kept rows"])
+@pytest.mark.parametrize(("rows", "kept"), [(1, True), (3, False), (3, True)], ids=["one row", "rows", "rows with KV"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -87,12 +78,12 @@ def write(model: PreTrainedModel, rows: int = len(TAILS), mode: str = "resample"
 )
 def test_drafts_change_no_token(model: PreTrainedModel, settings: dict[str, Any], rows: int, kept: bool) -> None:
     caches = [LogitsCache(), LogitsCache()]
-    held = [SharedPrefixCache() if kept else None for _ in caches]
+    kv_caches = [SharedPrefixCache() if kept else None for _ in caches]
     accepted = 0
     for seed in range(3):
         with_drafts, without = (
-            write(model, rows, logits_cache=cache, past_key_values=cells, seed=seed, draft_tokens=most, **settings)
-            for cache, cells, most in zip(caches, held, (None, 0), strict=True)
+            sample(model, rows, logits_cache=cache, past_key_values=kv_cache, seed=seed, draft_tokens=most, **settings)
+            for cache, kv_cache, most in zip(caches, kv_caches, (None, 0), strict=True)
         )
         assert torch.equal(with_drafts.sequences, without.sequences)
         assert without.stats.drafted_tokens == without.stats.accepted_tokens == 0
@@ -103,19 +94,19 @@ def test_drafts_change_no_token(model: PreTrainedModel, settings: dict[str, Any]
         assert accepted > 0
 
 
-def test_samples_are_those_of_plain_sampling(model: PreTrainedModel) -> None:
+def test_samples_with_drafts_equal_those_of_shared_prefix(model: PreTrainedModel) -> None:
     cache = LogitsCache()
     for seed in range(3):
-        out = write(model, logits_cache=cache, seed=seed)
-        assert torch.equal(out.sequences, write(model, mode="shared_prefix", seed=seed).sequences)
+        out = sample(model, logits_cache=cache, seed=seed)
+        assert torch.equal(out.sequences, sample(model, mode="shared_prefix", seed=seed).sequences)
 
 
-def test_what_was_not_drawn_leaves_no_keys_and_values(model: PreTrainedModel) -> None:
-    """A completion that drafts went through can be continued like another."""
-    cells, cache = SharedPrefixCache(), LogitsCache()
+def test_rejected_draft_tokens_leave_no_keys_and_values(model: PreTrainedModel) -> None:
+    """The KV cache of a completion with rejected draft tokens continues it like a recomputed one."""
+    kv_cache, cache = SharedPrefixCache(), LogitsCache()
     stats = []
     for seed in range(2):
-        out = write(model, 1, logits_cache=cache, past_key_values=cells, seed=seed, temperature=0.4)
+        out = sample(model, 1, logits_cache=cache, past_key_values=kv_cache, seed=seed, temperature=0.4)
         stats.append(out.stats)
         assert out.stats.drafted_tokens > 0
     assert sum(of.drafted_tokens for of in stats) > sum(of.accepted_tokens for of in stats) > 0
@@ -124,7 +115,7 @@ def test_what_was_not_drawn_leaves_no_keys_and_values(model: PreTrainedModel) ->
     settings: dict[str, Any] = {"generation_mode": "shared_prefix", "max_new_tokens": 12, "pad_token_id": 0}
     settings |= {"attention_mask": mask}
     settings |= {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
-    again = model.generate(longer, past_key_values=cells, **settings)  # type: ignore[operator]
+    again = model.generate(longer, past_key_values=kv_cache, **settings)  # type: ignore[operator]
     fresh = model.generate(longer, **settings)  # type: ignore[operator]
     assert again.stats.prefilled_tokens <= 4
     assert torch.equal(again.sequences, fresh.sequences)
@@ -132,8 +123,8 @@ def test_what_was_not_drawn_leaves_no_keys_and_values(model: PreTrainedModel) ->
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-def test_the_record_says_which_tokens_shared_a_pass(model: PreTrainedModel) -> None:
-    out = write(model, 1, logits_cache=LogitsCache(), seed=0)
+def test_the_record_marks_accepted_draft_tokens_and_counts_passes(model: PreTrainedModel) -> None:
+    out = sample(model, 1, logits_cache=LogitsCache(), seed=0)
     origins = out.record.origins[0]
     assert len(origins) == NEW
     assert origins.count("d") == out.stats.accepted_tokens > 0
@@ -142,31 +133,31 @@ def test_the_record_says_which_tokens_shared_a_pass(model: PreTrainedModel) -> N
     assert section["cards"][0]["end"] == out.record.passes
 
 
-def test_the_first_pass_of_a_replayed_row_takes_a_draft_along(model: PreTrainedModel) -> None:
-    cache, cells = LogitsCache(), SharedPrefixCache()
-    along = 0
+def test_the_first_pass_after_a_replay_verifies_a_draft(model: PreTrainedModel) -> None:
+    cache, kv_cache = LogitsCache(), SharedPrefixCache()
+    drafted = 0
     for seed in range(12):
-        out = write(model, 1, logits_cache=cache, past_key_values=cells, seed=seed)
+        out = sample(model, 1, logits_cache=cache, past_key_values=kv_cache, seed=seed)
         origins = out.record.origins[0]
         assert origins.count("m") == out.record.passes == out.stats.forward_passes
-        along += re.match("r+md", origins) is not None
-    assert along > 0
+        drafted += re.match("r+md", origins) is not None
+    assert drafted > 0
 
 
-def test_calls_with_the_same_settings_learn_together(model: PreTrainedModel) -> None:
+def test_calls_with_the_same_settings_share_acceptance_rates(model: PreTrainedModel) -> None:
     cache = LogitsCache()
-    for seed in range(3):  # the penalty knows each row's padding, so it is made anew for each call
-        write(model, logits_cache=cache, seed=seed, repetition_penalty=1.05)
+    for seed in range(3):  # the processor holds the padding of the rows, so each call has a new one
+        sample(model, logits_cache=cache, seed=seed, repetition_penalty=1.05)
     assert len(acceptance_rates[cache]) == 1
-    write(model, logits_cache=cache, seed=0, temperature=0.5)
+    sample(model, logits_cache=cache, seed=0, temperature=0.5)
     assert len(acceptance_rates[cache]) == 2
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
-def test_no_row_is_longer_than_asked(model: PreTrainedModel, length: int) -> None:
+def test_drafts_do_not_exceed_max_new_tokens(model: PreTrainedModel, length: int) -> None:
     cache = LogitsCache()
     for seed in range(4):
-        out = write(model, logits_cache=cache, seed=seed, max_new_tokens=length)
+        out = sample(model, logits_cache=cache, seed=seed, max_new_tokens=length)
         assert out.sequences.shape[1] == WIDTH + length
 
 
@@ -180,246 +171,252 @@ def test_no_row_is_longer_than_asked(model: PreTrainedModel, length: int) -> Non
         ({"seed": None}, False),
         ({"seed": None, "do_sample": False, "temperature": None}, True),
     ],
-    ids=["seed", "none", "a memory", "generator", "no seed", "greedy"],
+    ids=["seed", "draft_tokens=0", "stateful processor", "generator", "no seed", "greedy"],
 )
-def test_rows_draft_only_where_nothing_hangs_on_the_order_of_draws(
+def test_rows_draft_only_if_samples_do_not_depend_on_the_order_of_sampling(
     model: PreTrainedModel, settings: dict[str, Any], drafted: bool
 ) -> None:
-    out = write(model, logits_cache=LogitsCache(), **({"seed": 0} | settings))
+    out = sample(model, logits_cache=LogitsCache(), **({"seed": 0} | settings))
     assert (out.stats.drafted_tokens > 0) == drafted
 
 
-def test_a_draft_is_never_longer_than_allowed(model: PreTrainedModel) -> None:
+def test_a_draft_has_at_most_draft_tokens_or_the_default_maximum(model: PreTrainedModel) -> None:
     def longest_draft(**settings: Any) -> int:
         lengths: list[int] = []
         hook = model.register_forward_pre_hook(
             lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
-        write(model, 1, logits_cache=LogitsCache(), seed=0, **settings)
+        sample(model, 1, logits_cache=LogitsCache(), seed=0, **settings)
         hook.remove()
         return max(lengths[1:]) - 1  # without the prefill, and without the pending token
 
     assert longest_draft(draft_tokens=2) == 2
-    assert 2 < longest_draft() <= MAX_DRAFT_TOKENS
+    assert 2 < longest_draft() <= drafts.MAX_DRAFT_TOKENS
 
 
-# The look-up
+# Lookup
 
 
-def standing(cache: LogitsCache, prompt: Sequence[int], *samples: Sequence[int]) -> Cursors:
-    """A cache that holds what rows 1, 2, ... wrote behind a prompt; row 0 stands at its end."""
+def fill(cache: LogitsCache, prompt: Sequence[int], *samples: Sequence[int]) -> Cursors:
+    """Store the samples of rows 1, 2, ... after a prompt; the cursor of row 0 is at the end of the prompt."""
     cursors = Cursors(cache)
     cursors.start(0, "model", prompt)
-    for row, sample in enumerate(samples, start=1):
+    for row, tokens in enumerate(samples, start=1):
         cursors.start(row, "model", prompt)
-        for token in sample:
+        for token in tokens:
             cursors.advance(row, token)
     return cursors
 
 
-def follow(drafts: NgramDrafter, cursors: Cursors, tokens: Sequence[int]) -> None:
+def append(drafter: NgramDrafter, cursors: Cursors, tokens: Sequence[int]) -> None:
     for token in tokens:
-        drafts.draft(0, cursors.node(0), 2, 100)
-        drafts.add(cursors.node(0))
+        drafter.draft(0, cursors.node(0), 2, 100)
+        drafter.add(cursors.node(0))
         cursors.advance(0, token)
-        drafts.observe(0, cursors.node(0))
+        drafter.observe(0, cursors.node(0))
 
 
-def sure(drafts: NgramDrafter) -> NgramDrafter:
-    """As if all that was looked up had been drawn so far."""
-    for chance in drafts.rates.values():
-        chance.proposed = chance.accepted = 1e6
-    return drafts
+def make_drafter(cache: LogitsCache, cursors: Cursors, rate: float = 1.0, **settings: Any) -> NgramDrafter:
+    """Return a drafter with the given acceptance rate that has indexed the prompt of row 0."""
+    drafter = NgramDrafter(cache, **settings)
+    for each in drafter.rates.values():
+        each.proposed, each.accepted = 1e6, 1e6 * rate
+    drafter.add_prompt(cursors.node(0))
+    return drafter
 
 
-def test_what_followed_the_same_tokens_follows_again() -> None:
-    cursors = standing(cache := LogitsCache(), [1, 2, 3, 4, 50, 51, 52], [9, 8, 7, 6, 5], [20, 21, 22, 23])
-    drafts = sure(NgramDrafter(cache))
-    drafts.add_prompt(cursors.node(0))
-    follow(drafts, cursors, [9, 20, 21, 22])
-    assert drafts.draft(0, cursors.node(0), 2, 100) == [23], "another sample"
-    follow(drafts, cursors, [1, 2, 3])
-    assert drafts.draft(0, cursors.node(0), 2, 2) == [4, 50], "the prompt, as far as there is room"
-    follow(drafts, cursors, [30, 31, 32, 33, 30, 31, 32])
-    assert drafts.draft(0, cursors.node(0), 2, 1) == [33], "what it wrote itself"
-    follow(drafts, cursors, [77, 78])
-    assert drafts.draft(0, cursors.node(0), 2, 100) == [], "nothing of the kind"
+def test_a_draft_repeats_the_tokens_after_an_earlier_occurrence_of_the_last_ones() -> None:
+    cursors = fill(cache := LogitsCache(), [1, 2, 3, 4, 50, 51, 52], [9, 8, 7, 6, 5], [20, 21, 22, 23])
+    drafter = make_drafter(cache, cursors)
+    append(drafter, cursors, [9, 20, 21, 22])
+    assert drafter.draft(0, cursors.node(0), 2, 100) == [23], "another sample"
+    append(drafter, cursors, [1, 2, 3])
+    assert drafter.draft(0, cursors.node(0), 2, 2) == [4, 50], "the prompt, up to the capacity"
+    append(drafter, cursors, [30, 31, 32, 33, 30, 31, 32])
+    assert drafter.draft(0, cursors.node(0), 2, 1) == [33], "the row itself"
+    append(drafter, cursors, [77, 78])
+    assert drafter.draft(0, cursors.node(0), 2, 100) == [], "no occurrence"
 
 
-def test_more_tokens_alike_go_before_fewer_and_later_ones_before_earlier() -> None:
+def test_a_longer_match_precedes_a_shorter_and_a_later_one_an_earlier() -> None:
     shared = [40, 41, 42, 43, 44]
     samples = [[10, *shared, 1], [11, *shared[-3:], 2], [12, 80, 81, 82, 3], [13, 80, 81, 82, 4]]
-    cursors = standing(cache := LogitsCache(), [5, 6, 7], *samples)
-    drafts = sure(NgramDrafter(cache))
-    drafts.add_prompt(cursors.node(0))
-    follow(drafts, cursors, [15, *shared])
-    assert drafts.draft(0, cursors.node(0), 2, 1) == [1]
-    follow(drafts, cursors, [14, 80, 81, 82])
-    assert drafts.draft(0, cursors.node(0), 2, 1) == [4]
+    cursors = fill(cache := LogitsCache(), [5, 6, 7], *samples)
+    drafter = make_drafter(cache, cursors)
+    append(drafter, cursors, [15, *shared])
+    assert drafter.draft(0, cursors.node(0), 2, 1) == [1]
+    append(drafter, cursors, [14, 80, 81, 82])
+    assert drafter.draft(0, cursors.node(0), 2, 1) == [4]
 
 
-def test_drafts_are_given_up_where_they_are_not_drawn_and_taken_up_again() -> None:
-    words = [30, 31, 32, 33, 34, 35, 36, 37]
-    cursors = standing(cache := LogitsCache(), [1, 2, 3], words)
-    drafts = NgramDrafter(cache)
-    drafts.add_prompt(cursors.node(0))
+def test_drafting_stops_after_rejections_and_resumes_once_proposals_match_again() -> None:
+    tokens = [30, 31, 32, 33, 34, 35, 36, 37]
+    cursors = fill(cache := LogitsCache(), [1, 2, 3], tokens)
+    drafter = NgramDrafter(cache)
+    drafter.add_prompt(cursors.node(0))
 
-    def offered(token: int) -> list[int]:
-        """A draft behind words that it knows; then the row writes `token`."""
-        follow(drafts, cursors, words[:3])
-        found = drafts.draft(0, cursors.node(0), 1, 4)
+    def draft_before(token: int) -> list[int]:
+        """Return the draft after known tokens; the row then appends `token`."""
+        append(drafter, cursors, tokens[:3])
+        draft = drafter.draft(0, cursors.node(0), 1, 4)
         cursors.advance(0, token)
-        drafts.observe(0, cursors.node(0))
-        return found
+        drafter.observe(0, cursors.node(0))
+        return draft
 
-    assert [bool(offered(33)) for _ in range(60)][-1], "drawn each time"
-    assert not [offered(60 + i) for i in range(60)][-1], "never drawn"
-    assert [offered(33) for _ in range(60)][-1], "and drawn again, which is seen without computing any"
+    assert [draft_before(33) for _ in range(60)][-1], "accepted each time"
+    assert not [draft_before(60 + i) for i in range(60)][-1], "always rejected"
+    assert [draft_before(33) for _ in range(60)][-1], "proposals match again, without being verified"
 
 
-def test_what_was_learned_is_known_to_the_next_call_with_the_same_settings() -> None:
+def test_acceptance_rates_are_kept_per_cache_and_settings_for_the_most_recent_settings() -> None:
     cache, other = LogitsCache(), LogitsCache()
-    sure(NgramDrafter(cache, settings="cold"))
+    make_drafter(cache, fill(cache, [1]), settings="cold")
 
-    def chances(of: LogitsCache, settings: str) -> set[float]:
-        return {chance.value for chance in NgramDrafter(of, settings=settings).rates.values()}
+    def rates(cache: LogitsCache, settings: str) -> set[float]:
+        return {rate.value for rate in NgramDrafter(cache, settings=settings).rates.values()}
 
-    assert chances(cache, "cold") == {1.0}
-    first = {0.25, 0.3, 0.5, 0.6, 0.7, 0.8}
-    assert chances(cache, "hot") == chances(other, "cold") == first
-    for number in range(MAX_SETTINGS - 2):
+    assert rates(cache, "cold") == {1.0}
+    initial = {0.25, 0.3, 0.5, 0.6, 0.7, 0.8}
+    assert rates(cache, "hot") == rates(other, "cold") == initial
+    for number in range(drafts.MAX_SETTINGS - 2):
         NgramDrafter(cache, settings=number)
-    assert chances(cache, "cold") == {1.0}, "what is used stays"
-    for number in range(MAX_SETTINGS):
+    assert rates(cache, "cold") == {1.0}, "recently used"
+    for number in range(drafts.MAX_SETTINGS):
         NgramDrafter(cache, settings=-number)
-    assert chances(cache, "cold") == first
+    assert rates(cache, "cold") == initial
 
 
-@pytest.mark.parametrize("chance", [0.1, 0.5, 0.55, 0.8, 0.99])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.55, 0.8, 0.99])
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 40])
-@pytest.mark.parametrize("linear_backend", ["native", "onednn", "torch"])
-def test_the_length_of_a_draft_saves_most(chance: float, num_rows: int, linear_backend: str) -> None:
-    words = list(range(30, 50))
-    cursors = standing(cache := LogitsCache(), [1, 2, 3], words)
-    drafts = NgramDrafter(cache, linear_backend=linear_backend)
-    for of in drafts.rates.values():
-        of.proposed, of.accepted = 1000.0, 1000.0 * chance
-    drafts.add_prompt(cursors.node(0))
-    cursors.advance(0, words[0])
+@pytest.mark.parametrize("backend", ["native", "onednn", "torch"])
+def test_the_length_of_a_draft_saves_most_time(rate: float, num_rows: int, backend: str) -> None:
+    tokens = list(range(30, 50))
+    cursors = fill(cache := LogitsCache(), [1, 2, 3], tokens)
+    drafter = make_drafter(cache, cursors, rate, linear_backend=backend)
+    cursors.advance(0, tokens[0])
 
-    cost = partial(pass_cost, linear_backend=linear_backend)
+    cost = partial(pass_cost, linear_backend=backend)
 
     def saved(length: int) -> float:
-        served = sum(chance**step for step in range(1, length + 1))
-        return served * cost(num_rows) - (cost(num_rows * (1 + length)) - cost(num_rows))
+        accepted = sum(rate**step for step in range(1, length + 1))
+        return accepted * cost(num_rows) - (cost(num_rows * (1 + length)) - cost(num_rows))
 
-    length = len(drafts.draft(0, cursors.node(0), num_rows, 100))
-    most = max(saved(other) for other in range(MAX_DRAFT_TOKENS + 1) if chance ** (other - 1) >= MIN_PROBABILITY)
-    assert saved(length) == pytest.approx(most) if length else most <= MIN_GAIN
+    length = len(drafter.draft(0, cursors.node(0), num_rows, 100))
+    lengths = [n for n in range(drafts.MAX_DRAFT_TOKENS + 1) if rate ** (n - 1) >= drafts.MIN_PROBABILITY]
+    most = max(map(saved, lengths))
+    assert saved(length) == pytest.approx(most) if length else most <= drafts.MIN_GAIN
 
 
-@pytest.mark.parametrize("linear_backend", ["native", "onednn", "torch"])
-def test_longer_passes_never_take_less_and_the_longest_grow_with_their_tokens(linear_backend: str) -> None:
-    costs = [pass_cost(tokens, linear_backend) for tokens in range(1, 600)]
+@pytest.mark.parametrize("backend", ["native", "onednn", "torch"])
+def test_pass_cost_never_decreases_and_is_proportional_for_long_passes(backend: str) -> None:
+    costs = [pass_cost(tokens, backend) for tokens in range(1, 600)]
     assert costs[0] == 1.0
     assert costs == sorted(costs)
-    assert pass_cost(512, linear_backend) == pytest.approx(2 * pass_cost(256, linear_backend))
+    assert pass_cost(512, backend) == pytest.approx(2 * pass_cost(256, backend))
 
 
-def test_a_draft_goes_on_where_the_last_look_up_ends() -> None:
-    cursors = standing(cache := LogitsCache(), [1, 2, 3], [40, 41, 42, 43], [50, 40, 41], [60, 42, 43, 44, 45])
-    drafts = sure(NgramDrafter(cache))
-    drafts.add_prompt(cursors.node(0))
-    follow(drafts, cursors, [70, 50])
-    assert drafts.draft(0, cursors.node(0), 1, 100) == [40, 41, 42, 43, 44, 45]
-    assert drafts.draft(0, cursors.node(0), 1, 3) == [40, 41, 42]
+def test_more_tokens_are_drafted_the_less_a_pass_costs_by_the_backend_of_the_model(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_onednn = torch.backends.mkldnn.is_available()
+    has_native = has_onednn and not native.unavailable_reason()
+    drafted = []
+    for backend in ["torch"] + ["onednn"] * has_onednn + ["native"] * has_native:
+        monkeypatch.setenv(LINEAR_VARIABLE, backend)
+        stats = [sample(model, 1, logits_cache=LogitsCache(), seed=seed, temperature=0.5).stats for seed in (0, 1)]
+        drafted.append(sum(each.drafted_tokens for each in stats))
+    assert drafted == sorted(set(drafted))
+    assert linear_backend(copy.deepcopy(model).bfloat16()) == "torch"
 
 
-def test_a_place_that_was_forgotten_does_not_hide_another() -> None:
+def test_a_draft_that_reaches_the_end_of_a_match_continues_with_another_lookup() -> None:
+    cursors = fill(cache := LogitsCache(), [1, 2, 3], [40, 41, 42, 43], [50, 40, 41], [60, 42, 43, 44, 45])
+    drafter = make_drafter(cache, cursors)
+    append(drafter, cursors, [70, 50])
+    assert drafter.draft(0, cursors.node(0), 1, 100) == [40, 41, 42, 43, 44, 45]
+    assert drafter.draft(0, cursors.node(0), 1, 3) == [40, 41, 42]
+
+
+def test_an_evicted_match_does_not_hide_a_shorter_one() -> None:
     shared = [40, 41, 42]
-    cursors = standing(cache := LogitsCache(), [1, 2, 3], [10, *shared, 1], [11, *shared[1:], 2])
-    drafts = sure(NgramDrafter(cache))
-    drafts.add_prompt(cursors.node(0))
-    follow(drafts, cursors, [15, *shared])
-    assert drafts.draft(0, cursors.node(0), 1, 1) == [1]
-    drafts.ngrams[tuple(shared)].children.clear()  # as when its continuation is dropped
-    assert drafts.draft(0, cursors.node(0), 1, 1) == [2]
+    cursors = fill(cache := LogitsCache(), [1, 2, 3], [10, *shared, 1], [11, *shared[1:], 2])
+    drafter = make_drafter(cache, cursors)
+    append(drafter, cursors, [15, *shared])
+    assert drafter.draft(0, cursors.node(0), 1, 1) == [1]
+    drafter.ngrams[tuple(shared)].children.clear()  # as if its continuation was evicted
+    assert drafter.draft(0, cursors.node(0), 1, 1) == [2]
 
 
-def test_a_draft_ends_where_its_text_ends() -> None:
-    cursors = standing(cache := LogitsCache(), [1, 9, 30, 31, 32], [40, 41, 9], [60, 9, 50])
-    drafts, endless = sure(NgramDrafter(cache, eos_token_ids=frozenset([9]))), sure(NgramDrafter(cache))
-    for each in (drafts, endless):
-        each.add_prompt(cursors.node(0))
-    follow(drafts, cursors, [70, 40])
-    assert drafts.draft(0, cursors.node(0), 1, 100) == [41, 9]
+def test_a_draft_ends_with_an_eos_token() -> None:
+    cursors = fill(cache := LogitsCache(), [1, 9, 30, 31, 32], [40, 41, 9], [60, 9, 50])
+    drafter = make_drafter(cache, cursors, eos_token_ids=frozenset([9]))
+    endless = make_drafter(cache, cursors)
+    append(drafter, cursors, [70, 40])
+    assert drafter.draft(0, cursors.node(0), 1, 100) == [41, 9]
     assert len(endless.draft(0, cursors.node(0), 1, 100)) > 2
 
 
-# Drawn ahead
+# Sampled draft tokens
 
 
-class Said:
-    """Guesses that are given."""
+class Fixed:
+    """Predicts given tokens."""
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = tokens
-        self.asked: list[tuple[int, int, int]] = []  # row, token of the place, ahead
+        self.calls: list[tuple[int, int, int]] = []  # row, token of the node, ahead
 
-    def __call__(self, row: int, state: TrieNode, ahead: int) -> int | None:
-        self.asked.append((row, state.token, ahead))
+    def __call__(self, row: int, node: TrieNode, ahead: int) -> int | None:
+        self.calls.append((row, node.token, ahead))
         return self.tokens[ahead] if ahead < len(self.tokens) else None
 
 
-def test_what_would_be_drawn_is_offered_where_it_is_likelier_than_what_was_taken() -> None:
-    cursors = standing(cache := LogitsCache(), [1, 2, 3], [30, 31, 32, 33], [40, 31, 50, 51], [31, 60])
-    guess = Said(50, 51)
-    drafts = sure(NgramDrafter(cache, predict=guess))
-    drafts.add_prompt(cursors.node(0))
-    follow(drafts, cursors, [70, 40, 31])
-    guess.asked.clear()
-    drafts.rates[2, CACHED].accepted = 0.0
-    assert drafts.draft(0, cursors.node(0), 1, 2) == [50, 51], "both, by what was taken and by what would be drawn"
-    drafts.rates[2, AGREED].accepted = 0.9e6
-    guess.tokens = (32, 33)
-    assert drafts.draft(0, cursors.node(0), 1, 2) == [32, 33], "another way on than the one that was taken"
-    assert guess.asked == [(0, 31, 0), (0, 50, 1), (0, 31, 0), (0, 32, 1)]
-    drafts.rates[2, CACHED].accepted, drafts.rates[2, SAMPLED].accepted = 1e6, 0.9e6
-    assert drafts.draft(0, cursors.node(0), 1, 2)[0] == 50, "what was taken"
+def test_of_the_cached_and_the_sampled_token_the_one_with_the_higher_acceptance_rate_is_drafted() -> None:
+    cursors = fill(cache := LogitsCache(), [1, 2, 3], [30, 31, 32, 33], [40, 31, 50, 51], [31, 60])
+    predict = Fixed(50, 51)
+    drafter = make_drafter(cache, cursors, predict=predict)
+    append(drafter, cursors, [70, 40, 31])
+    predict.calls.clear()
+    drafter.rates[2, drafts.CACHED].accepted = 0.0
+    assert drafter.draft(0, cursors.node(0), 1, 2) == [50, 51], "cached and sampled tokens agree"
+    drafter.rates[2, drafts.AGREED].accepted = 0.9e6
+    predict.tokens = (32, 33)
+    assert drafter.draft(0, cursors.node(0), 1, 2) == [32, 33], "the sampled branch instead of the cached one"
+    assert predict.calls == [(0, 31, 0), (0, 50, 1), (0, 31, 0), (0, 32, 1)]
+    drafter.rates[2, drafts.CACHED].accepted, drafter.rates[2, drafts.SAMPLED].accepted = 1e6, 0.9e6
+    assert drafter.draft(0, cursors.node(0), 1, 2)[0] == 50, "the cached token"
 
 
-def test_both_ways_of_finding_are_learned_from_one_token() -> None:
-    cursors = standing(cache := LogitsCache(), [1, 2, 3], [30, 31, 32])
-    drafts = NgramDrafter(cache, predict=Said(77, 32))
-    drafts.add_prompt(cursors.node(0))
+def test_one_token_updates_the_rates_of_both_sources() -> None:
+    cursors = fill(cache := LogitsCache(), [1, 2, 3], [30, 31, 32])
+    drafter = NgramDrafter(cache, predict=Fixed(77, 32))
+    drafter.add_prompt(cursors.node(0))
     cursors.advance(0, 40)
     cursors.advance(0, 30)
-    before = {key: chance.value for key, chance in drafts.rates.items()}
-    drafts.draft(0, cursors.node(0), 1, 100)
+    before = {key: rate.value for key, rate in drafter.rates.items()}
+    drafter.draft(0, cursors.node(0), 1, 100)
     cursors.advance(0, 77)
-    drafts.observe(0, cursors.node(0))
-    changed = {key: chance.value - before[key] for key, chance in drafts.rates.items() if chance.value != before[key]}
-    assert changed.keys() == {(1, CACHED), (1, SAMPLED)}
-    assert changed[1, CACHED] < 0 < changed[1, SAMPLED]
+    drafter.observe(0, cursors.node(0))
+    changed = {key: rate.value - before[key] for key, rate in drafter.rates.items() if rate.value != before[key]}
+    assert changed.keys() == {(1, drafts.CACHED), (1, drafts.SAMPLED)}
+    assert changed[1, drafts.CACHED] < 0 < changed[1, drafts.SAMPLED]
 
 
-def test_nothing_is_drawn_ahead_for_many_rows() -> None:
-    cursors = standing(cache := LogitsCache(), [1, 2, 3], [30, 31, 32])
-    guess = Said(31, 32)
-    drafts = sure(NgramDrafter(cache, predict=guess))
-    drafts.add_prompt(cursors.node(0))
+def test_no_draft_token_is_sampled_for_many_rows() -> None:
+    cursors = fill(cache := LogitsCache(), [1, 2, 3], [30, 31, 32])
+    predict = Fixed(31, 32)
+    drafter = make_drafter(cache, cursors, predict=predict)
     cursors.advance(0, 30)
-    assert drafts.draft(0, cursors.node(0), MAX_SAMPLING_ROWS + 1, 2) == [31, 32]
-    assert not guess.asked
-    drafts.draft(0, cursors.node(0), MAX_SAMPLING_ROWS, 2)
-    assert guess.asked
+    assert drafter.draft(0, cursors.node(0), drafts.MAX_SAMPLING_ROWS + 1, 2) == [31, 32]
+    assert not predict.calls
+    drafter.draft(0, cursors.node(0), drafts.MAX_SAMPLING_ROWS, 2)
+    assert predict.calls
 
 
 def test_the_number_of_indexed_nodes_is_bounded() -> None:
     samples = [[first, *range(10, 30)] for first in range(50, 300)]
-    cursors = standing(cache := LogitsCache(), [1, 2, 3], *samples)
-    drafts = sure(NgramDrafter(cache))
-    drafts.add_prompt(cursors.node(0))
-    indexed = {tokens[0] for tokens in drafts.ngrams if len(tokens) == 8 and tokens[0] >= 50}
+    cursors = fill(cache := LogitsCache(), [1, 2, 3], *samples)
+    drafter = make_drafter(cache, cursors)
+    indexed = {tokens[0] for tokens in drafter.ngrams if len(tokens) == 8 and tokens[0] >= 50}
     assert 299 in indexed, "the most recently used"
-    assert len(indexed) <= MAX_NODES / len(samples[0]) + 2
+    assert len(indexed) <= drafts.MAX_NODES / len(samples[0]) + 2

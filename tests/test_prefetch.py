@@ -19,7 +19,6 @@ from transformers.generation.streamers import BaseStreamer
 import hf_parallel
 from hf_parallel import LogitsCache
 from hf_parallel.cache.logits_trie import CachedDistribution, TrieNode
-from hf_parallel.generation.resampling.distributions import DistributionCache
 from hf_parallel.generation.resampling.policies import uncertainty_of
 from hf_parallel.generation.resampling.prefetch import Prefetcher
 from hf_parallel.generation.sampling import Sampler
@@ -38,25 +37,25 @@ def model() -> Iterator[PreTrainedModel]:
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the model ran on a GPU: the decoding thread leaves nothing behind."""
+def not_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat the CPU like a GPU: the decoding thread stores no distributions."""
     monkeypatch.setattr("hf_parallel.generation.resampling.distributions.HOST", ())
 
 
 class Pause(BaseStreamer):
-    """Gives the background time after every token, as a large model would, and looks who works there.
+    """Waits after every token, as for the pass of a large model, and records background threads.
 
-    It waits for what is said to happen `until` then, but not for ever.
+    Waits `until` a condition holds, but a limited time.
     """
 
     def __init__(self, until: Callable[[], bool] = lambda: True) -> None:
-        self.until, self.seen, self.patience = until, set[int](), 1000
+        self.until, self.seen, self.num_waits = until, set[int](), 1000
 
     def put(self, value: torch.Tensor) -> None:
         self.seen |= {id(thread) for thread in workers()}
         time.sleep(0.003)
-        while workers() and not self.until() and self.patience:
-            self.patience -= 1
+        while workers() and not self.until() and self.num_waits:
+            self.num_waits -= 1
             time.sleep(0.003)
 
     def end(self) -> None:
@@ -76,15 +75,15 @@ def sample(model: PreTrainedModel, cache: LogitsCache | None, **settings: Any) -
     return model.generate(**({"inputs": INPUT_IDS} | defaults | settings))  # type: ignore[operator]
 
 
-def known(cache: LogitsCache) -> list[TrieNode]:
-    return [state for _, state in cache.nodes() if state.logits is not None]
+def with_logits(cache: LogitsCache) -> list[TrieNode]:
+    return [node for _, node in cache.nodes() if node.logits is not None]
 
 
-def prepared(cache: LogitsCache) -> list[TrieNode]:
-    return [state for state in known(cache) if state.distribution is not None]
+def with_distribution(cache: LogitsCache) -> list[TrieNode]:
+    return [node for node in with_logits(cache) if node.distribution is not None]
 
 
-def count_weighed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the rows whose distributions the decoding thread computes from now on."""
     counts: list[int] = []
     warp = TopPLogitsWarper.__call__
@@ -98,88 +97,89 @@ def count_weighed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-# What it is for
+# Distributions are computed once
 
 
-@pytest.mark.usefixtures("elsewhere")
-def test_a_replay_costs_one_draw_where_the_background_was_ahead(
+@pytest.mark.usefixtures("not_host")
+def test_a_replay_computes_no_distribution_that_was_prefetched(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = LogitsCache()
-    first = sample(model, cache, prefetch=True, streamer=Pause(lambda: prepared(cache) == known(cache)), **CUT)
-    assert prepared(cache) == known(cache)
-    weighed = count_weighed(monkeypatch)
+    first = sample(
+        model, cache, prefetch=True, streamer=Pause(lambda: with_distribution(cache) == with_logits(cache)), **CUT
+    )
+    assert with_distribution(cache) == with_logits(cache)
+    computed = count_computed(monkeypatch)
     assert torch.equal(sample(model, cache, **CUT), first)
-    assert weighed == []
+    assert computed == []
 
 
-def test_what_was_drawn_from_on_the_host_is_kept_without_it(
+def test_on_the_cpu_sampled_distributions_are_cached_without_prefetch(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = LogitsCache()
     first = sample(model, cache, **CUT)
-    assert prepared(cache) == known(cache) != []
-    weighed = count_weighed(monkeypatch)
+    assert with_distribution(cache) == with_logits(cache) != []
+    computed = count_computed(monkeypatch)
     assert torch.equal(sample(model, cache, **CUT), first)
-    assert weighed == []
+    assert computed == []
 
 
-@pytest.mark.usefixtures("elsewhere")
-def test_what_a_replay_had_to_work_out_is_kept_too(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("not_host")
+def test_distributions_that_a_replay_computes_are_cached(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = LogitsCache()
     first = sample(model, cache, **CUT)
-    assert prepared(cache) == []
-    weighed = count_weighed(monkeypatch)
+    assert with_distribution(cache) == []
+    computed = count_computed(monkeypatch)
     assert torch.equal(sample(model, cache, **CUT), first)
-    assert sum(weighed) == len(prepared(cache)) == len(known(cache))
-    weighed.clear()
+    assert sum(computed) == len(with_distribution(cache)) == len(with_logits(cache))
+    computed.clear()
     assert torch.equal(sample(model, cache, **CUT), first)
-    assert weighed == []
+    assert computed == []
 
 
-def test_uncertainty_is_known_before_a_route_asks_for_it(model: PreTrainedModel) -> None:
+def test_uncertainty_is_prefetched_for_hotspots(model: PreTrainedModel) -> None:
     cache = LogitsCache()
-    pause = Pause(lambda: all(state.uncertainty is not None for state in known(cache)))
+    pause = Pause(lambda: all(node.uncertainty is not None for node in with_logits(cache)))
     sample(model, cache, replay="hotspot", prefetch=True, streamer=pause)
-    assert len(known(cache)) > NEW
-    assert all(state.uncertainty == uncertainty_of(state.logits.to_dense()) for state in known(cache) if state.logits)
-    assert prepared(cache) == []
+    assert len(with_logits(cache)) > NEW
+    assert all(node.uncertainty == uncertainty_of(node.logits.to_dense()) for node in with_logits(cache) if node.logits)
+    assert with_distribution(cache) == []
 
 
-@pytest.mark.usefixtures("elsewhere")
-def test_the_likeliest_states_come_first(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = LogitsCache()
+@pytest.mark.usefixtures("not_host")
+def test_nodes_are_visited_in_order_of_decreasing_probability(model: PreTrainedModel) -> None:
+    visited: list[TrieNode] = []
+
+    class Recording(LogitsCache):
+        def store_distribution(self, node: TrieNode, distribution: CachedDistribution) -> bool:
+            if threading.current_thread() in workers():
+                visited.append(node)
+            return super().store_distribution(node, distribution)
+
+    cache = Recording()
     for seed in range(8):
         sample(model, cache, seed=seed, temperature=1.0, top_k=8)
-    visited: list[TrieNode] = []
-    keep = DistributionCache.store
-
-    def noting(
-        self: DistributionCache, state: TrieNode, length: int, shares: torch.Tensor
-    ) -> CachedDistribution | None:
-        if threading.current_thread() in workers():
-            visited.append(state)
-        return keep(self, state, length, shares)
-
-    monkeypatch.setattr(DistributionCache, "store", noting)
-    before = set(known(cache))
+    before = set(with_logits(cache))
     pause = Pause(lambda: len(visited) > 20)
     sample(model, cache, seed=99, temperature=1.0, top_k=7, prefetch=True, streamer=pause)
-    shares = [likelihood(state) for state in visited if state in before]
-    assert len(shares) > 10
-    assert all(b <= a * (1 + 1e-5) for a, b in itertools.pairwise(shares))
-    assert min(shares) > 0  # no work for what cannot be drawn any more
+    probs = [probability(node) for node in visited if node in before]
+    assert len(probs) > 10
+    assert all(b <= a * (1 + 1e-5) for a, b in itertools.pairwise(probs))
+    assert min(probs) > 0, "nodes that cannot be sampled any more are not visited"
 
 
-def likelihood(state: TrieNode) -> float:
-    """Probability of the tokens that lead to a state from the last one without a distribution."""
-    parent = state.parent
+def probability(node: TrieNode) -> float:
+    """Return the probability of a node given the last ancestor without a distribution."""
+    parent = node.parent
     if parent is None or parent.distribution is None:
         return 1.0
-    return likelihood(parent) * parent.distribution.prob(state.token)
+    return probability(parent) * parent.distribution.prob(node.token)
 
 
-# It changes nothing
+# Samples do not change
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -192,51 +192,52 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("not_host")
 @pytest.mark.parametrize("replay", ["stepwise", "hotspot"])
-def test_samples_are_the_same_with_and_without(model: PreTrainedModel, replay: str) -> None:
-    """Settings change from call to call, and come back, on one cache."""
-    ahead, behind = LogitsCache(), LogitsCache()
+def test_samples_are_equal_with_and_without_prefetch(model: PreTrainedModel, replay: str) -> None:
+    """Settings change from call to call, and return, on one cache."""
+    prefetched, replayed = LogitsCache(), LogitsCache()
     for number in range(12):
         settings = {"seed": number // 6, "replay": replay} | SETTINGS[number % 6]
-        ours = sample(model, ahead, prefetch=True, streamer=Pause(), **settings)
-        assert torch.equal(ours, sample(model, behind, prefetch=False, **settings)), settings
+        ours = sample(model, prefetched, prefetch=True, streamer=Pause(), **settings)
+        assert torch.equal(ours, sample(model, replayed, prefetch=False, **settings)), settings
         if replay == "stepwise":
             assert torch.equal(ours, sample(model, None, **settings)), settings
-    assert len(prepared(ahead)) > 30
+    assert len(with_distribution(prefetched)) > 30
 
 
-def test_what_is_kept_on_the_host_changes_no_sample(model: PreTrainedModel) -> None:
+def test_distributions_cached_on_the_cpu_change_no_sample(model: PreTrainedModel) -> None:
     cache = LogitsCache()
     for number in range(12):
         settings = {"seed": number // 6} | SETTINGS[number % 6]
         assert torch.equal(sample(model, cache, **settings), sample(model, None, **settings)), settings
-    assert prepared(cache)
+    assert with_distribution(cache)
 
 
-@pytest.mark.usefixtures("elsewhere")
-def test_samples_of_the_global_generator_are_the_same_too(model: PreTrainedModel) -> None:
-    caches, found = [LogitsCache(), LogitsCache(), None], []
+@pytest.mark.usefixtures("not_host")
+def test_samples_of_the_global_generator_are_equal_with_and_without_prefetch(model: PreTrainedModel) -> None:
+    caches, samples = [LogitsCache(), LogitsCache(), None], []
     for cache in caches:
         torch.manual_seed(3)
         more = {} if cache is None else {"prefetch": cache is caches[0]}
-        found.append([sample(model, cache, seed=None, streamer=Pause(), **CUT, **more) for _ in range(3)])
-    for ahead, behind in zip(*found[:2], strict=True):
-        assert torch.equal(ahead, behind)
-    assert torch.equal(found[0][0], found[2][0])
+        samples.append([sample(model, cache, seed=None, streamer=Pause(), **CUT, **more) for _ in range(3)])
+    for one, other in zip(*samples[:2], strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(samples[0][0], samples[2][0])
 
 
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("not_host")
 @pytest.mark.parametrize("settings", SETTINGS[:4], ids=lambda settings: next(iter(settings)))
-def test_what_is_worked_out_ahead_is_what_a_replay_works_out(model: PreTrainedModel, settings: dict[str, Any]) -> None:
-    """Bit for bit, whatever shares the batch."""
-    ahead, behind = LogitsCache(), LogitsCache()
-    sample(
-        model, ahead, prefetch=True, streamer=Pause(lambda: len(prepared(ahead)) >= len(known(ahead)) // 2), **settings
-    )
+def test_prefetched_distributions_equal_those_of_a_replay_bit_for_bit(
+    model: PreTrainedModel, settings: dict[str, Any]
+) -> None:
+    prefetched, replayed = LogitsCache(), LogitsCache()
+    pause = Pause(lambda: len(with_distribution(prefetched)) >= len(with_logits(prefetched)) // 2)
+    sample(model, prefetched, prefetch=True, streamer=pause, **settings)
     for _ in range(2):
-        sample(model, behind, **settings)
-    pairs = [pair for pair in zip(known(ahead), known(behind), strict=True) if all(s.distribution for s in pair)]
+        sample(model, replayed, **settings)
+    nodes = zip(with_logits(prefetched), with_logits(replayed), strict=True)
+    pairs = [pair for pair in nodes if all(node.distribution for node in pair)]
     assert len(pairs) >= NEW
     for one, other in pairs:
         assert one.distribution is not None
@@ -246,22 +247,22 @@ def test_what_is_worked_out_ahead_is_what_a_replay_works_out(model: PreTrainedMo
         assert torch.equal(one.distribution.probs, other.distribution.probs)
 
 
-def test_a_prompt_that_was_padded_before_counts_its_own_length(model: PreTrainedModel) -> None:
-    """The same states, under a minimum that counts padding too."""
+def test_min_length_counts_the_padding_of_each_call(model: PreTrainedModel) -> None:
+    """Both calls use the same nodes."""
     settings = {"top_k": 4, "min_length": INPUT_IDS.shape[1] + 4, "eos_token_id": list(range(3, 128, 2))}
     alone = {"inputs": INPUT_IDS[2:, -11:], "attention_mask": None, "seed": [2], "max_new_tokens": 2 * NEW}
     assert ATTENTION_MASK[2].sum() == 11
-    cache, found = LogitsCache(), []
+    cache, samples = LogitsCache(), []
     for _ in range(2):
         sample(model, cache, seed=[0, 1, 2], prefetch=True, streamer=Pause(), **settings)
-        found.append(sample(model, cache, **settings, **alone))
+        samples.append(sample(model, cache, **settings, **alone))
     plain = sample(model, None, **settings, **alone)
-    assert plain.shape[1] > INPUT_IDS.shape[1] + 3  # ended no earlier than it may
-    assert all(torch.equal(plain, ours) for ours in found)
+    assert plain.shape[1] > INPUT_IDS.shape[1] + 3  # at least its own minimum
+    assert all(torch.equal(plain, ours) for ours in samples)
 
 
-class Bump(LogitsProcessor):
-    """Somebody's own."""
+class Custom(LogitsProcessor):
+    """A processor of the caller."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores + (input_ids[:, -1:] % 2)
@@ -273,30 +274,32 @@ class Bump(LogitsProcessor):
         {"repetition_penalty": 1.3},
         {"no_repeat_ngram_size": 2},
         {"typical_p": 0.6},
-        {"logits_processor": LogitsProcessorList([Bump()])},
+        {"logits_processor": LogitsProcessorList([Custom()])},
         {"return_dict_in_generate": True, "output_scores": True},
         {"do_sample": False},
     ],
-    ids=["repetition_penalty", "no_repeat_ngram_size", "typical_p", "own", "scores", "greedy"],
+    ids=["repetition_penalty", "no_repeat_ngram_size", "typical_p", "custom", "scores", "greedy"],
 )
-def test_nothing_is_kept_that_hangs_on_more_than_logits(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+def test_distributions_that_depend_on_more_than_logits_are_not_cached(
+    model: PreTrainedModel, settings: dict[str, Any]
+) -> None:
     cache = LogitsCache()
     for _ in range(2):
         sample(model, cache, prefetch=True, streamer=Pause(), **CUT, **settings)
-    assert prepared(cache) == []
+    assert with_distribution(cache) == []
 
 
-def test_a_softmax_over_everything_is_not_kept(model: PreTrainedModel) -> None:
+def test_a_softmax_over_the_whole_vocabulary_is_not_cached(model: PreTrainedModel) -> None:
     cache, pause = LogitsCache(), Pause()
     sample(model, cache, prefetch=True, streamer=pause)
-    assert prepared(cache) == []
-    assert not pause.seen  # nothing to do, no thread
+    assert with_distribution(cache) == []
+    assert not pause.seen  # without work there is no thread
 
 
-# What it takes
+# Threads, errors, memory
 
 
-def test_it_is_off_on_the_host_unless_asked_for(model: PreTrainedModel) -> None:
+def test_prefetch_is_off_by_default_on_the_cpu(model: PreTrainedModel) -> None:
     for prefetch, runs in ((None, False), (False, False), (True, True)):
         pause = Pause()
         sample(model, LogitsCache(), prefetch=prefetch, streamer=pause, **CUT)
@@ -305,12 +308,12 @@ def test_it_is_off_on_the_host_unless_asked_for(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("prefetch", ["yes", 1, []])
-def test_another_setting_is_refused(model: PreTrainedModel, prefetch: Any) -> None:
+def test_an_invalid_setting_raises(model: PreTrainedModel, prefetch: Any) -> None:
     with pytest.raises(ValueError, match=r"prefetch must be True, False or None, got"):
         sample(model, LogitsCache(), prefetch=prefetch)
 
 
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("not_host")
 def test_no_thread_outlives_a_call(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     distribution_ahead = Sampler.distribution_ahead
 
@@ -324,24 +327,22 @@ def test_no_thread_outlives_a_call(model: PreTrainedModel, monkeypatch: pytest.M
 
 
 def test_no_thread_outlives_a_call_that_fails(model: PreTrainedModel) -> None:
-    cache, pause = LogitsCache(), Pause()
+    class Interrupting(Pause):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if self.seen:
+                raise KeyboardInterrupt
 
-    def fail(value: torch.Tensor) -> None:
-        Pause.put(pause, value)
-        if pause.seen:
-            raise KeyboardInterrupt
-
-    interrupted = Pause()
-    interrupted.put = fail  # type: ignore[method-assign]
+    cache, interrupting = LogitsCache(), Interrupting()
     with pytest.raises(KeyboardInterrupt):
-        sample(model, cache, prefetch=True, streamer=interrupted, **CUT)
-    assert pause.seen
+        sample(model, cache, prefetch=True, streamer=interrupting, **CUT)
+    assert interrupting.seen
     assert workers() == []
     assert torch.equal(sample(model, cache, prefetch=True, **CUT), sample(model, None, **CUT))
 
 
-@pytest.mark.usefixtures("elsewhere")
-def test_an_error_in_the_background_is_told_once_and_costs_no_sample(
+@pytest.mark.usefixtures("not_host")
+def test_an_error_in_the_background_is_logged_once_and_changes_no_sample(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(self: Sampler, logits: torch.Tensor, length: int) -> torch.Tensor:
@@ -357,47 +358,46 @@ def test_an_error_in_the_background_is_told_once_and_costs_no_sample(
     assert torch.equal(ours, sample(model, None, **CUT))
 
 
-@pytest.mark.usefixtures("elsewhere")
-def test_its_bytes_are_counted_and_the_budget_is_held(model: PreTrainedModel) -> None:
-    roomy = LogitsCache()
-    sample(model, roomy, prefetch=True, streamer=Pause(lambda: bool(prepared(roomy))), **CUT)
-    assert prepared(roomy)
-    assert counted(roomy) == roomy.num_bytes
-    small = LogitsCache(roomy.num_bytes // 2)
+@pytest.mark.usefixtures("not_host")
+def test_prefetched_distributions_are_counted_and_stay_within_the_budget(model: PreTrainedModel) -> None:
+    large = LogitsCache()
+    sample(model, large, prefetch=True, streamer=Pause(lambda: bool(with_distribution(large))), **CUT)
+    assert with_distribution(large)
+    assert counted(large) == large.num_bytes
+    small = LogitsCache(large.num_bytes // 2)
     for seed in range(4):
         sample(model, small, seed=seed, prefetch=True, streamer=Pause(), **CUT)
         assert counted(small) == small.num_bytes <= small.max_bytes
-    assert prepared(small)
+    assert with_distribution(small)
 
 
 def counted(cache: LogitsCache) -> int:
-    return sum(state.num_bytes for _, state in cache.nodes() if state.parent is not None)
+    return sum(node.num_bytes for _, node in cache.nodes() if node.parent is not None)
 
 
-@pytest.mark.usefixtures("elsewhere")
-def test_work_is_bounded(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("not_host")
+def test_prefetch_visits_at_most_max_nodes(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_parallel.generation.resampling.prefetch.MAX_NODES", 5)
     cache = LogitsCache()
-    sample(
-        model, cache, prefetch=True, streamer=Pause(lambda: len(prepared(cache)) >= min(5, len(known(cache)))), **CUT
-    )
-    assert len(prepared(cache)) == 5
+    pause = Pause(lambda: len(with_distribution(cache)) >= min(5, len(with_logits(cache))))
+    sample(model, cache, prefetch=True, streamer=pause, **CUT)
+    assert len(with_distribution(cache)) == 5
 
 
-def test_states_that_were_dropped_meanwhile_are_left_alone() -> None:
+def test_no_distribution_is_stored_at_an_evicted_node() -> None:
     cache = LogitsCache()
     with cache.cursors() as cursors:
         cursors.start(0, "model", [1, 2])
         cursors.store(0, torch.randn(50))
-        state = cursors.node(0)
+        node = cursors.node(0)
     cache.clear()
-    kept = CachedDistribution.from_probs(torch.eye(50)[3], ())
-    assert kept is not None
-    assert not cache.store_distribution(state, kept)
+    distribution = CachedDistribution.from_probs(torch.eye(50)[3], "")
+    assert distribution is not None
+    assert not cache.store_distribution(node, distribution)
     assert cache.num_bytes == 0
 
 
-def test_a_thread_that_was_not_started_is_not_joined() -> None:
+def test_a_prefetcher_without_work_starts_and_joins_no_thread() -> None:
     distributions: Any = SimpleNamespace(enabled=False)
     prefetcher = Prefetcher(distributions, uncertainty=False)
     with prefetcher.open({}):

@@ -178,7 +178,9 @@ def test_a_cached_path_is_consistent_while_another_thread_adds_and_evicts_nodes(
 
 @pytest.mark.usefixtures("frequent_switches")
 @pytest.mark.parametrize("replay", ["stepwise", "hotspot"])
-def test_calls_stay_exact_while_another_thread_clears_saves_and_loads_the_cache(model: PreTrainedModel, tmp_path: Path, replay: str) -> None:
+def test_calls_stay_exact_while_another_thread_clears_saves_and_loads_the_cache(
+    model: PreTrainedModel, tmp_path: Path, replay: str
+) -> None:
     plain = [sample(model, None, seed=seed).sequences for seed in range(4)]
     cache, replayed, done = LogitsCache(60_000), [0], [threading.Event(), threading.Event()]
 

@@ -39,20 +39,19 @@ def assert_no_uncached_tokens(kv_cache: SharedPrefixCache) -> None:
     assert all(node.block is not None and node.block.base == node.start for node in kv_cache.nodes())
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["kept", "not kept"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_samples_that_continue_after_a_replay_equal_those_without_a_cache(
-    model: PreTrainedModel, rows: int, keep: bool
-) -> None:
-    cache, kv_cache = LogitsCache(), SharedPrefixCache()
-    continued = 0
+def test_samples_that_continue_after_a_replay_equal_those_without_a_cache(model: PreTrainedModel, rows: int) -> None:
+    caches = {keep: (LogitsCache(), SharedPrefixCache()) for keep in (True, False)}
+    continued = dict.fromkeys(caches, 0)
     for seed in range(8):
         settings = {"seed": seed, "num_return_sequences": rows}
-        out = sample(model, logits_cache=cache, past_key_values=kv_cache, keep_completions=keep, **settings)
-        assert torch.equal(out.sequences, sample(model, "shared_prefix", **settings).sequences)
-        continued += 0 < out.stats.replayed_tokens < out.stats.decoded_tokens
-        assert_no_uncached_tokens(kv_cache)
-    assert continued > 0
+        expected = sample(model, "shared_prefix", **settings).sequences
+        for keep, (cache, kv_cache) in caches.items():
+            out = sample(model, logits_cache=cache, past_key_values=kv_cache, keep_completions=keep, **settings)
+            assert torch.equal(out.sequences, expected)
+            continued[keep] += 0 < out.stats.replayed_tokens < out.stats.decoded_tokens
+            assert_no_uncached_tokens(kv_cache)
+    assert all(continued.values())
 
 
 def test_a_deferred_last_token_counts_as_prefilled(model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""Samples replayed from remembered logits are those that the model gives; only disagreements cost forward passes."""
+"""`resample`: replayed samples equal those of the model; only tokens that are not cached need forward passes."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def sample(model: PreTrainedModel, mode: str = "resample", **settings: Any) -> A
     return model.generate(generation_mode=mode, **(defaults | settings))  # type: ignore[operator]
 
 
-def test_a_first_run_gives_what_it_gives_without_a_cache(model: PreTrainedModel) -> None:
+def test_the_first_call_gives_the_samples_without_a_cache(model: PreTrainedModel) -> None:
     out = sample(model, logits_cache=LogitsCache())
     assert torch.equal(out.sequences, sample(model, "shared_prefix").sequences)
     assert out.stats.replayed_tokens == 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"repetition_penalty": 1.3}, {"num_return_sequences": 4}])
-def test_the_same_samples_again_cost_no_forward_pass(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+def test_the_same_seed_needs_no_forward_pass(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     cache = LogitsCache()
     first = sample(model, logits_cache=cache, **settings)
     again = sample(model, logits_cache=cache, **settings)
@@ -65,30 +65,32 @@ def test_the_same_samples_again_cost_no_forward_pass(model: PreTrainedModel, set
     assert again.stats.replayed_tokens == again.stats.decoded_tokens == first.stats.decoded_tokens
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["logits alone", "keys and values too"])
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"repetition_penalty": 1.3}, {"num_return_sequences": 3}])
-def test_other_samples_are_those_without_a_cache(model: PreTrainedModel, kept: bool, settings: dict[str, Any]) -> None:
-    cache = LogitsCache()
-    more: dict[str, Any] = {"past_key_values": SharedPrefixCache()} if kept else {}
-    replayed = 0
+def test_other_seeds_give_the_samples_without_a_cache(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    caches = [{"logits_cache": LogitsCache(), "past_key_values": kept} for kept in (None, SharedPrefixCache())]
+    replayed = [0, 0]
     for seed in range(6):
         settings = {**settings, "seed": seed, "eos_token_id": [3, 5, 9, 11]}
-        out = sample(model, logits_cache=cache, **settings, **more)
-        assert torch.equal(out.sequences, sample(model, "shared_prefix", **settings).sequences)
-        replayed += out.stats.replayed_tokens
-    assert replayed > 0
+        expected = sample(model, "shared_prefix", **settings).sequences
+        for i, cache in enumerate(caches):
+            out = sample(model, **cache, **settings)
+            assert torch.equal(out.sequences, expected)
+            replayed[i] += out.stats.replayed_tokens
+    assert all(replayed)
 
 
 HELPERS: dict[str, Any] = {
-    "a processor that counts": lambda: {"logits_processor": LogitsProcessorList([Alternate()])},
-    "a processor that looks at other rows": lambda: {"logits_processor": LogitsProcessorList([FollowOthers()])},
-    "a criterion that counts": lambda: {"stopping_criteria": StoppingCriteriaList([EndRow()])},
+    "stateful processor": lambda: {"logits_processor": LogitsProcessorList([Alternate()])},
+    "processor that reads other rows": lambda: {"logits_processor": LogitsProcessorList([FollowOthers()])},
+    "stateful criterion": lambda: {"stopping_criteria": StoppingCriteriaList([EndRow()])},
 }
 
 
 @pytest.mark.parametrize("prompts", [1, len(TAILS)])
 @pytest.mark.parametrize("kind", HELPERS)
-def test_helpers_with_a_memory_act_as_without_a_cache(model: PreTrainedModel, kind: str, prompts: int) -> None:
+def test_stateful_processors_and_criteria_act_as_without_a_cache(
+    model: PreTrainedModel, kind: str, prompts: int
+) -> None:
     cache, replayed = LogitsCache(), 0
     of = {"input_ids": INPUT_IDS[:prompts], "attention_mask": ATTENTION_MASK[:prompts], "temperature": 0.2}
     for seed in (0, 1, 2, 0):
@@ -99,11 +101,11 @@ def test_helpers_with_a_memory_act_as_without_a_cache(model: PreTrainedModel, ki
     assert replayed > out.stats.replayed_tokens == out.stats.decoded_tokens
 
 
-# Whose logits they are
+# Models
 
 
 def retrained(model: PreTrainedModel) -> PreTrainedModel:
-    """One step of training."""
+    """Train for one step."""
     model.train()
     model(INPUT_IDS, labels=INPUT_IDS).loss.backward()
     with torch.no_grad():
@@ -113,7 +115,7 @@ def retrained(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def adapted(model: PreTrainedModel) -> PreTrainedModel:
-    """A low-rank change of one projection, merged as adapters are."""
+    """Merge a low-rank adapter into one projection."""
     weight = model.model.layers[1].self_attn.v_proj.weight
     with torch.no_grad():
         weight += 0.1 * torch.randn(weight.shape[0], 1) @ torch.randn(1, weight.shape[1])
@@ -121,7 +123,7 @@ def adapted(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def scaled(model: PreTrainedModel) -> PreTrainedModel:
-    """Another setting, the same weights."""
+    """Change the config, not the weights."""
     model.config.rms_norm_eps *= 100
     return model
 
@@ -137,7 +139,7 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_another_model_has_computed_never_answers(model: PreTrainedModel, other: str) -> None:
+def test_logits_of_another_model_are_not_replayed(model: PreTrainedModel, other: str) -> None:
     cache = LogitsCache()
     first = sample(model, logits_cache=cache).sequences
     changed = hf_parallel.enable(copy.deepcopy(OTHERS[other]()))
@@ -149,14 +151,14 @@ def test_what_another_model_has_computed_never_answers(model: PreTrainedModel, o
     assert torch.equal(again.sequences, first)
 
 
-def test_an_equal_model_answers(model: PreTrainedModel) -> None:
+def test_logits_of_an_equal_model_are_replayed(model: PreTrainedModel) -> None:
     cache = LogitsCache()
     sample(model, logits_cache=cache)
     twin = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
     assert sample(twin, logits_cache=cache).stats.forward_passes == 0
 
 
-# What an interrupt leaves behind
+# Interrupts
 
 
 def test_an_interrupt_while_completions_are_kept_leaves_no_freed_block_in_the_tree(

@@ -1,4 +1,4 @@
-"""Stepwise replay of the embedded model gives the samples that it gives without a cache, token for token."""
+"""Stepwise replay with the embedded model: samples equal those without a cache, token for token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_parallel.generation.rng import exponential_noise, make_rngs
 SAMPLES, NEW, SEED = 32, 64, 3
 TEMPERATURES = (0.2, 0.6, 1.0)
 TIE = 1e-4
-"""Logits that differ by less are a tie: other sums of the same products differ by as much."""
+"""A smaller difference of logits is a tie: batches of other shapes round differently by as much."""
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +47,15 @@ def sample(model: Any, prompt: torch.Tensor, temperature: float, rows: int, **se
 
 @torch.no_grad()
 def with_noise(model: Any, row: torch.Tensor, number: int, step: int, temperature: float, width: int) -> torch.Tensor:
-    """Logits, and the noise that a draw adds to them: the largest is drawn as a row's next token."""
+    """Return logits plus the noise that sampling adds (Gumbel-max): the next token of the row is the argmax."""
     logits = model(row[None, : width + step]).logits[0, -1]
-    noise = make_rngs(SEED, SAMPLES)[number]  # type: ignore[index]
-    for _ in range(step):
-        noise.skip()
-    race = exponential_noise(torch.tensor(noise.next()), torch.arange(len(logits)))
-    return logits - temperature * race.log()
+    key = make_rngs(SEED, SAMPLES)[number].key(step)  # type: ignore[index]
+    return logits - temperature * exponential_noise(torch.tensor(key), torch.arange(len(logits))).log()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_samples_with_and_without_a_cache_are_the_same(
+def test_samples_with_and_without_a_cache_are_equal_up_to_ties(
     model: Any, prompt: torch.Tensor, shared: LogitsCache, temperature: float
 ) -> None:
     width = prompt.shape[1]
@@ -66,28 +63,25 @@ def test_samples_with_and_without_a_cache_are_the_same(
     theirs = sample(model, prompt, temperature, SAMPLES)
     assert ours.stats.replayed_tokens > SAMPLES
     for number, (one, other) in enumerate(zip(ours.sequences, theirs.sequences, strict=True)):
-        apart = (one != other).nonzero()[:1, 0].tolist()
-        for place in apart:
-            drawn = with_noise(model, one, number, place - width, temperature, width)
-            assert abs(drawn[one[place]] - drawn[other[place]]) < TIE
+        for position in (one != other).nonzero()[:1, 0].tolist():
+            scores = with_noise(model, one, number, position - width, temperature, width)
+            assert abs(scores[one[position]] - scores[other[position]]) < TIE
 
 
 @pytest.fixture(scope="module")
 def shared(model: Any, prompt: torch.Tensor) -> LogitsCache:
-    """A cache that a few other samples have filled; what is learnt at one temperature serves the others."""
+    """A cache that other samples have filled; logits computed at one temperature are replayed at all."""
     cache = LogitsCache()
     sample(model, prompt, TEMPERATURES[0], 2, seed=SEED + 1, logits_cache=cache)
     sample(model, prompt, TEMPERATURES[-1], 16, seed=SEED + 1, max_new_tokens=4, logits_cache=cache)
     return cache
 
 
-def test_a_tie_would_be_seen(model: Any, prompt: torch.Tensor) -> None:
-    """The largest of logits and noise is the token that was drawn, and the next one is no tie."""
+def test_the_sampled_token_is_the_argmax_of_logits_and_noise_without_a_tie(model: Any, prompt: torch.Tensor) -> None:
     width, temperature = prompt.shape[1], 0.9
     rows = sample(model, prompt, temperature, 2, max_new_tokens=8).sequences
     for number, row in enumerate(rows):
         for step in (0, 3, 7):
-            drawn = with_noise(model, row, number, step, temperature, width)
-            best = drawn.topk(2)
+            best = with_noise(model, row, number, step, temperature, width).topk(2)
             assert best.indices[0] == row[width + step]
             assert best.values[0] - best.values[1] > TIE

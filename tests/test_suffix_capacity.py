@@ -27,19 +27,12 @@ def model() -> Iterator[PreTrainedModel]:
 
 
 def generate(model: PreTrainedModel, rows: int, mode: str = "shared_prefix", **settings: Any) -> Any:
+    given: dict[str, Any] = {"do_sample": True, "seed": 1, "eos_token_id": None, "return_dict_in_generate": True}
     if mode == "self_consistency":
-        settings |= {"tokenizer": TOKENIZER, "num_answers": rows}
+        given |= {"tokenizer": TOKENIZER, "num_answers": rows}
     else:
-        settings["num_return_sequences"] = rows
-    return model.generate(  # type: ignore[operator]
-        PROMPT,
-        generation_mode=mode,
-        do_sample=True,
-        seed=1,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        **settings,
-    )
+        given["num_return_sequences"] = rows
+    return model.generate(PROMPT, generation_mode=mode, **given, **settings)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("rows", [1, 7, 128, 129, 512, 5000])
@@ -58,7 +51,9 @@ def test_a_few_short_completions_are_never_reallocated() -> None:
 
 
 @pytest.mark.parametrize("mode", ["shared_prefix", "self_consistency"])
-def test_many_completions_that_end_early_reserve_little_despite_max_new_tokens(model: PreTrainedModel, mode: str) -> None:
+def test_many_completions_that_end_early_reserve_little_despite_max_new_tokens(
+    model: PreTrainedModel, mode: str
+) -> None:
     early = [lambda ids, _: ids.shape[1] >= PROMPT.shape[1] + 3]
     stats = generate(model, 256, mode, max_new_tokens=480, stopping_criteria=early).stats
     per_token = stats.kv_bytes / (PROMPT.shape[1] + 256 * 2)  # the last token of a row is not computed
