@@ -15,7 +15,6 @@ from transformers import AutoConfig, PreTrainedConfig
 
 VOCAB_SIZE = 128
 PAD, BOS, EOS = 0, 1, 2
-NUM_LAYERS = 4
 MAX_POSITIONS = 512
 SLIDING_WINDOW = 16
 
@@ -63,7 +62,7 @@ _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": NUM_LAYERS,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": MAX_POSITIONS,
@@ -73,7 +72,8 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": EOS,
 }
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
-_WINDOW = {"sliding_window": SLIDING_WINDOW}
+_FOUR_LAYERS = {"num_hidden_layers": 4}
+_WINDOW = {**_FOUR_LAYERS, "sliding_window": SLIDING_WINDOW}
 _ALTERNATING = {**_WINDOW, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL]}
 _UPPER_SLIDING = {**_WINDOW, "use_sliding_window": True, "max_window_layers": 2}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -297,6 +297,7 @@ REFUSED: dict[str, Architecture] = _by_name(
             "num_experts": 4,
             "shared_expert_intermediate_size": 64,
             "head_dim": 16,
+            **_FOUR_LAYERS,
             "layer_types": [_LINEAR, _FULL, _LINEAR, _FULL],
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
@@ -318,6 +319,7 @@ REFUSED: dict[str, Architecture] = _by_name(
             "n_routed_experts": 4,
             "n_group": 2,
             "topk_group": 1,
+            **_FOUR_LAYERS,
             "first_k_dense_replace": 2,
             "num_mtp_layers": 0,
         },
@@ -329,7 +331,7 @@ REFUSED: dict[str, Architecture] = _by_name(
             "d_model": 64,
             "d_kv": 16,
             "d_ff": 128,
-            "num_layers": NUM_LAYERS,
+            "num_layers": 2,
             "num_heads": 4,
             "dropout_rate": 0.0,
             "decoder_start_token_id": PAD,

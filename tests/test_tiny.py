@@ -87,7 +87,8 @@ def differ(logits: torch.Tensor, others: torch.Tensor) -> bool:
 @pytest.mark.parametrize("name", NAMES)
 def test_config_is_tiny(name: str) -> None:
     config = tiny.build(name).config
-    assert (config.num_hidden_layers, config.vocab_size) == (tiny.NUM_LAYERS, tiny.VOCAB_SIZE)
+    assert config.num_hidden_layers in (2, 4)
+    assert config.vocab_size == tiny.VOCAB_SIZE
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (tiny.PAD, tiny.BOS, tiny.EOS)
     assert config.max_position_embeddings == tiny.MAX_POSITIONS
     assert getattr(config, "sliding_window", None) == ARCHITECTURES[name].sliding_window
