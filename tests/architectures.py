@@ -225,7 +225,7 @@ ARCHITECTURES: dict[str, Architecture] = _by_name(
         attention_gain=2.5,
         seed=1,
     ),
-    _architecture("gpt_neox", without=("num_key_value_heads",), attention_gain=2.5, seed=1),
+    _architecture("gpt_neox", without=("num_key_value_heads",), attention_gain=2.5, seed=2),
     _architecture(
         "opt",
         {"ffn_dim": 128, "dropout": 0.0},
@@ -257,7 +257,7 @@ ARCHITECTURES: dict[str, Architecture] = _by_name(
     _architecture("helium", {"head_dim": 16}),
     _architecture("persimmon", without=("num_key_value_heads",), attention_gain=2.25, seed=4),
     _architecture("bitnet", seed=2),
-    _architecture("stablelm"),
+    _architecture("stablelm", seed=2),
     _architecture("nemotron", {"head_dim": 16}),
 )
 

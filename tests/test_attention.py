@@ -376,7 +376,7 @@ def test_exception_between_passes_leaves_model_and_cache_unchanged(name: str, er
 
 @pytest.mark.parametrize("passes", [0, 1, 2, 4])
 def test_exception_inside_a_pass_leaves_model_and_cache_unchanged(passes: int) -> None:
-    """In the third layer, after two have written their keys. With `passes` 0 and 1 during a chunked prefill."""
+    """In the second layer, after the first has written its keys. With `passes` 0 and 1 during a chunked prefill."""
     model, cache = hf_parallel.enable(a_copy("llama")), SharedPrefixCache()
     expected, left = generate(model), passes
 
@@ -388,7 +388,7 @@ def test_exception_inside_a_pass_leaves_model_and_cache_unchanged(passes: int) -
 
     other = {"input_ids": tiny.make_prompts([12], seed=9)[0][None], "attention_mask": None, "max_new_tokens": 1}
     before = snapshot(model)
-    hook = model.model.layers[2].register_forward_pre_hook(fail)
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
     with pytest.raises(ZeroDivisionError, match="in a layer"):
         generate(model, "shared_prefix", past_key_values=cache, prefill_chunk_size=17)
     hook.remove()
