@@ -204,7 +204,7 @@ def test_with_hotspots_only_these_are_sampled_anew() -> None:
     assert_same(*some)
 
 
-@pytest.mark.parametrize("policy", [Hotspot(threshold=3.0), Hotspot(top_k=1)], ids=["threshold", "top_k"])
+@pytest.mark.parametrize("policy", [Hotspot(threshold=3.5), Hotspot(top_k=1)], ids=["threshold", "top_k"])
 def test_hotspots_replay_more_than_stepwise(policy: Hotspot) -> None:
     replayed = []
     for replay in ("stepwise", policy):

@@ -208,15 +208,15 @@ def test_a_seeded_answer_is_the_same_in_any_batch() -> None:
 
 
 def test_scores_are_aligned_with_the_tokens_of_the_answer() -> None:
-    out = tell("Now. " + SKELETON, max_new_tokens=70, branch_max_new_tokens=8, output_scores=True, output_logits=True)
+    out = tell("Now. " + SKELETON, max_new_tokens=70, branch_max_new_tokens=7, output_scores=True, output_logits=True)
     tokens, (block,) = answer(out), out.blocks[0]
     assert len(out.scores) == len(out.logits) == len(tokens) == 70
     given = [not scores.any() for scores in out.scores]
     chosen = [scores[0].argmax().item() for scores in out.scores]
     assert all(none or token == best for none, token, best in zip(given, tokens, chosen, strict=True))
-    separators = [block.start + len("####A:") + 8, block.start + len("####A:####B:") + 17]
+    separators = [block.start + len("####A:") + 7, block.start + len("####A:####B:") + 15]
     assert [place for place, none in enumerate(given) if none] == separators
-    free = range(block.start + len("####A:"), block.start + len("####A:") + 8)
+    free = range(block.start + len("####A:"), block.start + len("####A:") + 7)
     assert all(torch.equal(out.scores[place], out.logits[place]) for place in free)  # no script there
 
 

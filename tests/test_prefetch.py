@@ -233,9 +233,9 @@ def test_prefetched_distributions_equal_those_of_a_replay_bit_for_bit(
 ) -> None:
     prefetched, replayed = LogitsCache(), LogitsCache()
     pause = Pause(lambda: len(with_distribution(prefetched)) >= len(with_logits(prefetched)) // 2)
-    sample(model, prefetched, prefetch=True, streamer=pause, **settings)
+    sample(model, prefetched, prefetch=True, streamer=pause, draft_tokens=0, **settings)
     for _ in range(2):
-        sample(model, replayed, **settings)
+        sample(model, replayed, draft_tokens=0, **settings)
     nodes = zip(with_logits(prefetched), with_logits(replayed), strict=True)
     pairs = [pair for pair in nodes if all(node.distribution for node in pair)]
     assert len(pairs) >= NEW
