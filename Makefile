@@ -24,7 +24,7 @@ demo: $(READY) ## run the demo on the embedded model
 	@$(RUN) -m hf_parallel_command demo $(ARGS)
 
 test: lint ## lint, then run the tests in several processes
-	@$(RUN) -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@$(RUN) -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(READY) ## check style, formatting and types
 	@$(RUN) -m ruff check .

@@ -54,6 +54,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(path.read_text(), parse_constant=pytest.fail) | {"output": done.stdout}
 
 
+@pytest.mark.slow
 def test_report_describes_machine_and_settings(result: dict[str, Any]) -> None:
     machine = result["machine"]
     assert (machine["torch"], result["kind"], result["seed"]) == (torch.__version__, "toy", 0)

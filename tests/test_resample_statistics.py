@@ -137,6 +137,7 @@ def agree(one: dict[Divergence, int], other: dict[Divergence, int]) -> float:
     return p_value(float(((table - expected) ** 2 / expected).sum()), table.shape[1] - 1)
 
 
+@pytest.mark.slow
 def test_replayed_samples_diverge_with_the_probabilities_of_the_model(
     model: PreTrainedModel, reference: list[int], exact: dict[Divergence, float]
 ) -> None:

@@ -188,6 +188,7 @@ def test_other_kernels_compile(name: str, capability: int, recorders: dict[str, 
         assert used["STACK"] == used["LOCAL"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["test_triton.py", "test_graph.py"])
 def test_kernels_equal_the_oracle_in_the_interpreter(name: str) -> None:
     """Run a file in a process that selects the interpreter before torch imports Triton."""
