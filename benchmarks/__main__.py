@@ -194,7 +194,7 @@ def shared_prefix_table(result: dict[str, Any]) -> Table:
 def hogwild_table(result: dict[str, Any]) -> Table:
     """Return a table with one line per number of workers."""
     of = result["settings"]
-    table = table_of(f"hogwild: {of['prompt']} common tokens, {of['layout']}", "step, ms", "tokens/s", "KV, MB")
+    table = table_of(f"hogwild: {of['prompt']} tokens of the prompt, {of['layout']}", "step, ms", "tokens/s", "KV, MB")
     plain = result["generate"]
     table.add_row("generate, 2 rows", number(plain, "step_seconds", 1e3, ".1f"), f"{2 / plain['step_seconds']:.1f}", "")
     for workers, way in result["workers"].items():

@@ -11,7 +11,7 @@ _REPLACEMENT = "\ufffd"  # decoded from bytes that form no character, or no comp
 
 
 class IncrementalDetokenizer:
-    """Decodes a growing sequence of tokens; each token is decoded a bounded number of times.
+    """Decodes a growing sequence of tokens; each token is decoded O(1) times.
 
     Special tokens are kept. A character whose bytes are incomplete is held back for at most three tokens. tokenizers'
     `DecodeStream` does not fit: it raises on tokenizers with byte fallback, holds back invalid bytes without limit, and

@@ -1,4 +1,4 @@
-"""`pipeline("parallel-text-generation")`: prompts and chats as text in, the output of a mode as plain data out.
+"""`pipeline("parallel-text-generation")`: generates from strings and chats in a mode, and returns dictionaries.
 
 A subclass of transformers' text-generation pipeline, which handles templates, tokens, batches and datasets. It adds the
 mode, its prompt builder, and the mode's own output fields. `import hf_parallel` registers it.
@@ -19,7 +19,7 @@ from transformers.pipelines.pt_utils import PipelineDataset
 from transformers.pipelines.text_generation import Chat, ReturnType, TextGenerationPipeline
 from transformers.utils.chat_template_utils import is_valid_message
 
-# Absolute imports: `save_pretrained` copies this file beside the model, where it is loaded from.
+# Absolute imports, as `save_pretrained` copies this file into the model's folder, and it may be loaded from there.
 from hf_parallel.generation import ParallelConfig, ParallelOutput, enable
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.outputs import grouped
@@ -33,7 +33,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
     Parameters
     ----------
     model : PreTrainedModel
-        Enabled if it is not, see `hf_parallel.enable`.
+        Model that generates. It is passed to `hf_parallel.enable`.
     generation_mode : str, optional
         Name of the mode. Default: `generation_config.generation_mode` of the model, or plain generation.
     prompt_helper : bool
@@ -43,12 +43,12 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
     **kwargs
         Settings of the mode, arguments of `generate`, and those of transformers' text-generation pipeline. Each may
         also be given per call. A call that names another mode or passes a `parallel_config` ignores the settings of the
-        pipeline. `num_workers` is the data loader's in modes that have no such setting.
+        pipeline. In modes without a setting `num_workers`, it is the argument of the `DataLoader`.
 
     Notes
     -----
     A list is one batch: one call of `generate`, which computes shared prefixes once; `batch_size` splits it.
-    Datasets, their columns and generators are processed one by one unless `batch_size` is given. Defaults are those of
+    Items of datasets, columns and generators are processed one at a time unless `batch_size` is given. Defaults: as in
     `generate`, except `max_new_tokens`: 256 if neither the caller nor the model sets it.
 
     The result of a prompt is a list of dictionaries of plain data, which `json` can write: one for each returned
@@ -66,7 +66,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
     Raises
     ------
     UnsupportedModelError
-        If block attention cannot serve the model.
+        If block attention does not support the model.
     ValueError
         For unknown or contradictory settings of the mode, and for inputs that are not prompts.
     """
@@ -81,7 +81,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         self._mode = None if config is None else config.mode
         self._settings = {name: given[name] for name in given.keys() - kwargs.keys()}
         tokenizer = kwargs.get("tokenizer")
-        if tokenizer is not None and tokenizer.pad_token_id is None:  # batches need one; `generate` uses eos too
+        if tokenizer is not None and tokenizer.pad_token_id is None:  # for padding; `generate` too defaults to eos
             tokenizer.pad_token = tokenizer.eos_token
         super().__init__(model, *args, **kwargs)
 
@@ -96,7 +96,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         return super().__call__(text_inputs, parallel_config=config, **kwargs)
 
     def _take_config(self, kwargs: dict[str, Any]) -> ParallelConfig | None:
-        """Remove the mode and its settings from a call's arguments, and complete them from the pipeline's."""
+        """Return the config of a call from its settings, which are removed from `kwargs`, and the pipeline's."""
         stored = getattr(kwargs.get("generation_config"), "generation_mode", None)
         mode = kwargs.get("generation_mode", stored or self._mode)
         replaced = "parallel_config" in kwargs or mode != self._mode
@@ -147,7 +147,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         config: ParallelConfig | None = generate_kwargs.get("parallel_config")
         if config is None:
             return super()._forward(model_inputs, **generate_kwargs)
-        proxy: Any = copy.copy(self)  # the stock pipeline drops all but tensors: its model keeps the output
+        proxy: Any = copy.copy(self)  # the base class drops all fields but tensors
         proxy.model = model = _OutputKeeper(self.model)
         outputs = super(ParallelTextGenerationPipeline, proxy)._forward(model_inputs, **generate_kwargs)
         if not isinstance(model.output, ParallelOutput):
@@ -189,7 +189,7 @@ def _as_inputs(given: Any) -> Any:
 def _invalid_inputs(given: Any) -> ValueError:
     return ValueError(
         "prompts must be a string, a chat of messages with role and content, or a list, a column, a dataset or a "
-        "generator of either; of a dataset whose rows are dictionaries, pass one column: dataset['text'], or "
+        "generator of either; if the rows of a dataset are dictionaries, pass one column: dataset['text'], or "
         f"KeyDataset(dataset, 'text') of transformers.pipelines.pt_utils. Got {given!r}"
     )
 
@@ -224,7 +224,7 @@ def _merged(
     continue_final_message: bool | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """Merge the results of a prompt's rows into one with the given text, in the form of the stock pipeline."""
+    """Merge the results of a prompt's rows into one with the given text, in the format of the base class."""
     if return_type is ReturnType.TENSORS:
         return {"generated_token_ids": [row["generated_token_ids"] for row in rows]}
     if return_type is ReturnType.NEW_TEXT:

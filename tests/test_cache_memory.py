@@ -1,4 +1,4 @@
-"""Memory of a cache: storage grows without holes, and each token is copied a bounded number of times."""
+"""Memory of a cache: storage grows without holes, and each token is copied O(1) times (amortized)."""
 
 from __future__ import annotations
 

@@ -47,15 +47,19 @@ def sample(model: Any, prompt: torch.Tensor, temperature: float, rows: int, **se
 
 @torch.no_grad()
 def assert_sampled_from_the_model(model: Any, rows: torch.Tensor, temperature: float) -> None:
-    """Every token is the one that the random noise selects from the logits of one plain forward pass over its row.
+    """Every token is the one that the random noise selects from the logits of one plain forward pass over all rows.
 
     A token may differ from it only where both tie.
     """
-    logits = torch.cat([model(some, logits_to_keep=NEW + 1).logits[:, :-1] for some in rows.split(8)])
+    prompt, texts = rows[:1, :-NEW], rows[:, -NEW:]
+    before = model(prompt, logits_to_keep=1)
+    before.past_key_values.batch_repeat_interleave(len(rows))
+    after = model(texts[:, :-1], past_key_values=before.past_key_values).logits
+    logits = torch.cat((before.logits.expand(len(rows), -1, -1), after), dim=1)
     rngs = make_rngs(SEED, len(rows))
     assert rngs is not None
     ended = torch.zeros(len(rows), dtype=torch.bool)
-    for step, tokens in enumerate(rows[:, -NEW:].T):
+    for step, tokens in enumerate(texts.T):
         drawn = draw((logits[:, step] / temperature).softmax(dim=-1), rngs)
         for row in ((drawn != tokens) & ~ended).nonzero()[:, 0].tolist():
             key = make_rngs(SEED, len(rows))[row].key(step)  # type: ignore[index]

@@ -29,7 +29,7 @@ TASK = "Plan a picnic in the park for ten people."
 
 @dataclass(frozen=True)
 class Sizes:
-    """Passes of the workers; length of the prompt, number and length of the completions."""
+    """Forward passes of the workers, tokens of the prompt, number of completions, and tokens of each."""
 
     passes: int = 128
     prompt: int = 1024
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             console.print("Stopped; on to the second part (Ctrl-C again to exit).\n")
         except UnsupportedModelError as error:
-            console.print(f"Not with this model: {error}\n")
+            console.print(f"Skipped: {error}\n")
         show_shared_prefix(console, model, tokenizer, sizes)
         console.print(Rule("3. Your own model", align="left"))
         console.print(NEXT_STEPS, soft_wrap=True)
@@ -74,7 +74,7 @@ def show_workers(console: Console, model: Any, tokenizer: Any, options: argparse
     preset = Preset() if options.model else HogwildConfig.presets["embedded"]
     config = HogwildConfig(seed=options.seed, **preset.settings)
     prompt = build_prompt(HogwildConfig, preset.task.format(task=options.task), tokenizer, config)
-    console.print(Rule(f"1. {config.num_workers} workers, one memory", align="left"))
+    console.print(Rule(f"1. {config.num_workers} workers, one KV cache", align="left"))
     console.print(
         f"{' and '.join(config.names)} are rows of one batch over one KV cache. Each sees the text of the others token "
         "by token. A finished step moves into their common history and is marked with its last forward pass.\n"
@@ -124,7 +124,7 @@ def show_shared_prefix(console: Console, model: Any, tokenizer: Any, sizes: Size
     same = bool(torch.equal(plain.sequences, shared.sequences))
     console.print(f"\nsame tokens: {'yes' if same else 'NO'} (compared just now: {rows} x {new})")
     text = tokenizer.decode(shared.sequences[0, ids.shape[1] :], skip_special_tokens=True)
-    console.print(f"Every completion continues: {' '.join(text.split())}\n")
+    console.print(f"Text of every completion: {' '.join(text.split())}\n")
 
 
 def measure(progress: Progress, name: str, model: Any, ids: torch.Tensor, settings: dict[str, Any]) -> Measured:
@@ -167,11 +167,11 @@ make demo ARGS="--model Qwen/Qwen3-0.6B"
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hf-parallel demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes: some seconds in all")
+    parser.add_argument("--quick", action="store_true", help="small sizes, takes a few seconds")
     parser.add_argument("--model", metavar="ID_OR_PATH", help="a chat model (default: the embedded one)")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of each worker (128)")
     parser.add_argument("--task", default=TASK, metavar="TEXT", help=f"task of the workers ({TASK})")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the workers' sampling (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the workers' sampling (0)")
     options = parser.parse_args(arguments)
     if options.max_new_tokens is not None and options.max_new_tokens < 1:
         parser.error(f"argument --max-new-tokens: must be at least 1, got {options.max_new_tokens}")

@@ -46,7 +46,7 @@ EXAMPLES = f"""examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command (default: that of the process) and return its exit status."""
+    """Run a command (default: `sys.argv[1:]`) and return its exit status."""
     parser = make_parser()
     options, others = parser.parse_known_args(arguments)
     if others and not options.forwards:
@@ -133,7 +133,7 @@ def run_view(options: argparse.Namespace) -> int:
 
 
 def run_env(options: argparse.Namespace) -> int:
-    """Run `hf-parallel env`: print what the machine has, and why anything is missing."""
+    """Run `hf-parallel env`: print versions, devices and backends, and why any is not available."""
     found = environment()
     if options.json:
         print(json.dumps(found, indent=1))
@@ -189,17 +189,17 @@ def make_parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=run_demo, forwards=True)
     _add_generate(commands, debug)
     bench = commands.add_parser(
-        "bench", help="run the repository's benchmarks; `bench NAME` one of them, `bench [NAME] --help`", add_help=False
+        "bench", help="run the main benchmarks of the repository, or `bench NAME`; see `bench --help`", add_help=False
     )
     bench.set_defaults(run=run_benchmarks, forwards=True)
-    words = "Render a transcript that `generate -o run.json` wrote as one self-contained HTML page."
+    words = "Render a transcript, saved by `generate -o run.json`, as one self-contained HTML page."
     view = commands.add_parser("view", help="render a transcript as an HTML page", description=words, parents=[debug])
     view.add_argument("run_file", metavar="run.json", type=Path, help="the file that `generate -o` wrote; -: stdin")
     words = "the page (default: run.html; -: stdout, the default for stdin)"
     view.add_argument("-o", "--output", type=Path, metavar="FILE", help=words)
     view.add_argument("--open", action="store_true", help="open it in the browser")
     view.set_defaults(run=run_view)
-    words = "Print what the machine has (versions, devices, backends), and why anything is missing."
+    words = "Print versions, devices and backends, and why any is not available."
     env = commands.add_parser("env", help="versions, devices, backends", description=words, parents=[debug])
     env.add_argument("--json", action="store_true", help="as JSON")
     env.set_defaults(run=run_env)
@@ -225,7 +225,7 @@ def _add_generate(commands: Any, debug: argparse.ArgumentParser) -> None:
     add("--raw", action="store_true", help="prompts unchanged: no chat template, no instructions of the mode")
     add = parser.add_argument_group("model and mode").add_argument
     add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the embedded SmolLM2-135M-Instruct)")
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of the weights (auto)")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="weight dtype (auto)")
     add("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
     words = f"{', '.join(MODES)}, or {PLAIN} (no mode); default: {DEFAULT_MODE}"
     add("--mode", default=DEFAULT_MODE, choices=[*MODES, PLAIN], metavar="MODE", help=words)
@@ -240,7 +240,7 @@ def _add_generate(commands: Any, debug: argparse.ArgumentParser) -> None:
     words = "sample tokens (implied by temperature, top-p, top-k and similar settings)"
     add("--sample", action="store_true", default=None, help=words)
     add("--greedy", action="store_true", help="greedy decoding")
-    add("--seed", type=int, metavar="N", help="of the sampling")
+    add("--seed", type=int, metavar="N", help="seed of the sampling")
     add = parser.add_argument_group("output").add_argument
     add("--format", default="text", choices=FORMATS, help="text as it is generated, one object per answer, a live view")
     words = "save the transcript: .json for `hf-parallel view`, .html or .htm for the page itself"

@@ -19,10 +19,10 @@ QUESTION = "...\n\nIn short, our guests like"
 
 
 class StepClock(BaseStreamer):
-    """Streamer that records the times of the prompt and of each token, in any mode or none.
+    """Streamer that records when `generate` passes it the prompt and each token; works with any mode and with none.
 
-    Tokens reach a streamer in host memory, so the times between them are those of complete steps, on a GPU too.
-    `on_step` is called after each token (of all rows) with the number of tokens so far.
+    Streamers receive tokens in host memory, so each interval covers a complete decode step, on a GPU too.
+    `on_step` is called after each step with the number of tokens that each row has generated so far.
     """
 
     def __init__(self, on_step: Callable[[int], None] = lambda count: None) -> None:
@@ -36,7 +36,7 @@ class StepClock(BaseStreamer):
 
     @property
     def step_seconds(self) -> list[float]:
-        """Times of the later tokens."""
+        """Seconds per token after the first."""
         return [after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)]
 
     @property
@@ -56,7 +56,7 @@ class StepClock(BaseStreamer):
             self._on_step(len(self.times) - 1)
 
     def write_row(self, row: int, text: str, event: str) -> None:
-        """Ignore text. A streamer without this method would also receive the prefixes of steps as tokens."""
+        """Ignore text. Without this method, `put` may also receive inserted tokens, such as step prefixes."""
 
     def end(self) -> None:
         """Ignore the end."""

@@ -57,7 +57,7 @@ class MinLengthProcessor(LogitsProcessor):
 
 
 class PerPromptProcessor(LogitsProcessor):
-    """Applies a stateless processor that indexes prompts to several rows per prompt, which are ordered by prompt."""
+    """Calls a stateless processor that expects one row per prompt on several rows per prompt, ordered by prompt."""
 
     def __init__(self, processor: LogitsProcessor, num_prompts: int) -> None:
         self.processor, self.num_prompts = processor, num_prompts
@@ -84,9 +84,9 @@ def needs_batch(helper: LogitsProcessor | StoppingCriteria) -> bool:
 
 
 def is_stateful(helper: LogitsProcessor | StoppingCriteria) -> bool:
-    """Whether a processor or criterion may keep state of the rows of the batch between calls.
+    """Whether a processor or criterion may keep state per row between calls.
 
-    Those of Transformers are known. Any other is assumed to, unless its attribute `keeps_rows` is False.
+    Known for classes of Transformers. Any other is assumed to keep state unless its attribute `keeps_rows` is False.
     """
     kind = type(helper)
     if not getattr(helper, "keeps_rows", True):

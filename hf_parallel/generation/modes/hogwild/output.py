@@ -17,10 +17,10 @@ class Step:
 
     worker: int  # index among the workers of the prompt; -1: injected into the common history
     name: str  # of the worker; `common` for an injected step
-    step: int  # number among the steps of its author, from 1
+    step: int  # index among the author's steps, from 1
     text: str
     tokens: list[int]  # of `text`, inserted ones included
-    forward_pass: int | None = None  # decode pass, from 1, whose token ended the step; None: unfinished
+    forward_pass: int | None = None  # index, from 1, of the decode pass that ended the step; None: unfinished
 
 
 def join_steps(steps: Sequence[Step]) -> str:
@@ -37,7 +37,7 @@ class HogwildOutput(ParallelOutput):
     sequences : int64 [batch * num_workers, length]
         Prompt and text of each worker, step prefixes included, right-padded.
     scores, logits : tuple of [batch * num_workers, vocabulary], optional
-        One entry per generated token. `sequences` also hold inserted tokens, so their columns do not correspond.
+        One entry per generated token. `sequences` also contains inserted tokens, so its columns do not match them.
     """
 
     history: list[list[Step]] | None = None
@@ -49,7 +49,7 @@ class HogwildOutput(ParallelOutput):
     answers: list[str | None] | None = None
     """Final answer per prompt."""
     conclusions: list[str] | None = None
-    """Text of the early finisher per prompt, its prompt included; empty if it was not needed."""
+    """Text of the early finisher per prompt, starting with `finisher_prompt`; empty if it did not run."""
     names: list[list[str]] | None = None
     """Names of the workers in the order in which they joined, those removed from a session included."""
 

@@ -1,4 +1,4 @@
-"""Worker: a row that writes one reasoning step after another (Hogwild! Inference, sections 3.2, 3.3, appendix C)."""
+"""Worker: a row that generates one reasoning step after another (Hogwild! Inference, sections 3.2, 3.3, appendix C)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_parallel.generation.rows import PassInputs, Row
 
 
 class Worker(Row):
-    """Worker `number` of a group. Its block is replaced by an empty one whenever it ends a step.
+    """Worker `number` of a group. Each of its steps has a block of its own, except in the `contiguous` layout.
 
     `passes` counts decode passes, including those before the worker joined.
     """
@@ -31,16 +31,16 @@ class Worker(Row):
         return self._group
 
     def segments(self) -> PassInputs:
-        """Return the group's pending writes, unless another row has, and the worker's own tokens."""
+        """Return the worker's own tokens, after the group's pending writes if no other row has collected them."""
         own = Segment(self.group.space.view(self.number), len(self.pending))
         return [*self.group.pending_segments(), (own, self.pending)]
 
     def is_active(self) -> bool:
-        """Return whether the worker writes on after a pass in which any worker may have answered."""
+        """Return whether the worker continues; an answer of another worker in the same pass may stop it."""
         return not self._answer_stops()
 
     def advance(self, token: int, ended: bool) -> bool:
-        """Append a generated token; `ended`: a stopping criterion is met. Return whether the worker writes on."""
+        """Append a generated token; `ended`: a stopping criterion is met. Return whether the worker continues."""
         group, config = self.group, self.group.config
         self.passes += 1
         group.num_generated += 1
@@ -60,14 +60,14 @@ class Worker(Row):
         return True
 
     def insert(self, tokens: Sequence[int], event: str = "inject") -> None:
-        """Append tokens that the worker has not generated to its step; `event` as in `ParallelStreamer`."""
+        """Append given tokens, which were not generated, to the current step; `event` as in `ParallelStreamer`."""
         self.pending = [*self.pending, *tokens]
         self._write(tokens, event)
         self.group.inserted_tokens += len(tokens)
         self.group.loop.extend(self.index, tokens)
 
     def stop(self, finished: bool) -> None:
-        """Stop writing. A finished step joins the history; an unfinished one stays visible where it is."""
+        """Stop the worker. A finished step joins the history; an unfinished one stays visible in the worker's block."""
         if self.stopped:
             return
         group, block = self.group, self.group.space.workers[self.number]
@@ -83,7 +83,7 @@ class Worker(Row):
         group.writes.add(block, self.pending)
 
     def remove(self) -> None:
-        """Stop writing and remove the unfinished step from memory."""
+        """Stop the worker and remove its unfinished step from the cache."""
         if not self.stopped:
             self.stopped = True
             self._record(finished=False)
@@ -91,7 +91,7 @@ class Worker(Row):
         self.group.remove_worker(self.number)
 
     def current_step(self, finished: bool = False) -> Step:
-        """Return a copy of the step that the worker is writing."""
+        """Return a copy of the worker's current step."""
         ended = self.passes if finished else None
         return Step(self.number, self.name, self._step, self.current.text, list(self.current.tokens), ended)
 
@@ -106,7 +106,7 @@ class Worker(Row):
         self.insert(group.encode(prefix), "begin")
 
     def _end_step(self) -> None:
-        """Move the step to the history, which the key of its last token joins in the next pass."""
+        """Move the step to the history. The next pass computes the KV of its last token."""
         group = self.group
         self._record(finished=True)
         if group.space.layout == "contiguous":
@@ -139,8 +139,8 @@ class Worker(Row):
 def ends_step(text: str, added: str, separator: str, sentence_ends: Sequence[str], code_fence: str) -> bool:
     """Return whether the text `added` by a token completes a reasoning step (Hogwild! Inference, appendix C).
 
-    A step, whose whole text is `text`, ends where a separator follows one of `sentence_ends` outside a code block. The
-    token may hold the separator inside, or only its last character.
+    `text` is the whole text of the step. The step ends where a separator follows one of `sentence_ends` outside a code
+    block. The separator may begin in an earlier token, and may be followed by other text of this one.
     """
     if not added:
         return False

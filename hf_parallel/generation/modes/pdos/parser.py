@@ -36,9 +36,9 @@ class BlockFormat:
     terminator : str
         Closes a block. It may begin with the branch marker.
     min_branches, max_branches : int
-        Branches of a block.
+        Limits of the number of branches of a block.
     min_title_tokens, max_title_tokens : int
-        Length of a title. A title may be longer only to differ from the others.
+        Limits of the length of a title. It exceeds the maximum only while it repeats an earlier title.
     """
 
     branch_marker: str = "####"
@@ -84,7 +84,7 @@ class SkeletonParser:
         self.format = fmt
         texts = (fmt.branch_marker, fmt.title_end, fmt.ellipsis, fmt.terminator)
         self.marker, self.title_end, self.ellipsis, self.terminator = (text.encode() for text in texts)
-        # Rest of a terminator that begins with the marker: until it differs, it is parsed as a title.
+        # The terminator after the marker that it begins with, parsed as a title until it is complete; else empty.
         self.rest = self.terminator.removeprefix(self.marker) if self.terminator.startswith(self.marker) else b""
         self.phase, self.error = OUTSIDE, ""  # error: why the block is malformed
         self.offset = 0  # number of bytes parsed
@@ -113,12 +113,12 @@ class SkeletonParser:
 
     @property
     def may_be_terminator(self) -> bool:
-        """Whether the title may be part of the terminator."""
+        """Whether the incomplete title may still become the terminator."""
         return bool(self.rest) and self.rest.startswith(self.title)
 
     @property
     def expected(self) -> list[bytes]:
-        """Texts of which one must follow, optionally after whitespace; empty if any text may follow."""
+        """Texts, one of which must follow, optionally after whitespace; empty if any text may follow."""
         if self.phase == ELLIPSIS:
             return [self.ellipsis[len(self.matched) :]]
         if self.phase == GAP:
@@ -129,7 +129,7 @@ class SkeletonParser:
         return []
 
     def forced(self, separator: bytes = b"") -> bytes:
-        """Return the text that must follow as far as it is determined, with `separator` before each marker."""
+        """Return the longest text that is certain to follow, with `separator` before each marker."""
         parser, text = self, b""
         while parser.expected:
             piece = os.path.commonprefix(parser.expected)

@@ -1,4 +1,4 @@
-"""Text of tokens as bytes: a token may be part of a character, and a marker part of a token."""
+"""Text of tokens as bytes, since a token may be only a part of a character, and a marker only a part of a token."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hf_parallel.generation.arguments import encode
 WHITESPACE = b" \t\n\r\v\f"
 """Bytes that may separate the parts of a parallel block."""
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""Name of a SentencePiece token that is one byte."""
+"""Name of a SentencePiece byte-fallback token."""
 _BYTE_LEVEL = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class Vocabulary:
     """Tokens of a tokenizer as bytes.
 
-    `texts` holds the text that each token adds after another token, empty where that is unknown; `special` holds the
-    special tokens, such as the end of a text. `state` changes when tokens are added to the tokenizer.
+    `texts` holds the text that each token adds to a preceding one, empty where that is unknown; `special` holds the
+    special tokens, such as end-of-sequence. `state` changes when tokens are added to the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, size: int) -> None:
@@ -50,7 +50,7 @@ class Vocabulary:
         return b"".join(self.texts[token] for token in tokens)
 
     def without_text(self, tokens: Iterable[int]) -> Vocabulary:
-        """Return a copy in which some tokens, such as those that end a text, have no text."""
+        """Return a copy in which some tokens, such as the end-of-sequence tokens, have no text."""
         found, empty = copy.copy(self), set(tokens)
         found.texts = [b"" if token in empty else text for token, text in enumerate(self.texts)]
         return found
@@ -91,14 +91,14 @@ def get_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
 
 
 def encode_exactly(tokenizer: Any, vocabulary: Vocabulary, text: str) -> list[int] | None:
-    """Encode a text with its tokenizer, or in the fewest tokens if that adds text; None if no tokens match."""
+    """Return the tokenizer's tokens of a text; if their text differs, the fewest tokens with this text, or None."""
     tokens = encode(tokenizer, text)
     known = all(0 <= token < len(vocabulary) for token in tokens)
     return tokens if known and vocabulary.decode(tokens) == text.encode() else vocabulary.encode(text.encode())
 
 
 class Token(NamedTuple):
-    """A token of an answer: the `draw`-th sample of a row of the batch, or with -1 a token that was not sampled."""
+    """A token of an answer. `draw`: its index among the samples of row `row` of the batch, -1 if it was not sampled."""
 
     id: int
     text: bytes
@@ -125,9 +125,9 @@ def tokens_of(text: bytes, vocabulary: Vocabulary) -> list[Token]:
 
 
 def slice_tokens(tokens: Sequence[Token], vocabulary: Vocabulary, begin: int, end: int | None = None) -> list[Token]:
-    """Return the tokens of the bytes from `begin` to `end`; the part of a token across a border is encoded anew.
+    """Return the tokens of the bytes from `begin` to `end`; a token that crosses a border is cut and re-encoded.
 
-    Raise a `ValueError` if no tokens have the text of that part.
+    Raise a `ValueError` if no tokens have the text of the cut token.
     """
     found: list[Token] = []
     start = 0
@@ -165,14 +165,14 @@ def _special_ids(tokenizer: Any) -> set[int]:
     """Return the named special tokens of a tokenizer, and others that were added as special."""
     try:
         added = getattr(tokenizer, "added_tokens_decoder", {})
-    except NotImplementedError:  # of a tokenizer with named special tokens only
+    except NotImplementedError:  # raised by tokenizers with named special tokens only
         added = {}
     named = {token for token in getattr(tokenizer, "all_special_ids", ()) if token is not None}
     return named.union(token for token, how in added.items() if how.special)
 
 
 def _token_texts(tokenizer: Any, size: int) -> list[bytes]:
-    """Return the text of each token after another one, so that a decoder does not drop its first space."""
+    """Return the text that each token adds to a preceding one; decoders drop the leading space of a first token."""
     anchor = encode(tokenizer, "a")[-1:]
     known = min(size, max(tokenizer.get_vocab().values()) + 1) if hasattr(tokenizer, "get_vocab") else size
     before, *decoded = _decode_all(tokenizer, [anchor, *([*anchor, token] for token in range(known))])
