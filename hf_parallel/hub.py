@@ -127,8 +127,8 @@ def push_to_hub(
 ) -> CommitInfo:
     """Upload to the Hub what `export` writes.
 
-    An existing README that no export has written is kept and tagged `custom_generate`, also an exported one without the
-    line with the mark. If weights are uploaded, weights of an earlier push that they do not overwrite are deleted.
+    Keeps an existing README that does not contain the comment `Written by hf_parallel.hub`, and adds the tag
+    `custom_generate`. If weights are uploaded, deletes earlier safetensors weights that they do not overwrite.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def push_to_hub(
     repo_id : str
         `name` or `user/name`; created if it does not exist.
     private : bool, optional
-        Visibility of a repository created here. Default: that of the account.
+        Whether a newly created repository is private. Default: the account's setting.
     token : str or bool, optional
         Default: that of `hf auth login`.
     commit_message : str
@@ -166,8 +166,8 @@ def generate_as(
 ) -> Any:
     """Call `model.generate` in the mode of a repository; exported code calls this.
 
-    Arguments of the call override `settings`. The `generation_config` of a model that was loaded from the repository
-    applies from now on. Raises `ValueError` if the call names another mode.
+    Arguments of the call override `settings`. A model loaded from the repository uses its `generation_config`, which
+    receives mode and settings if it has no mode. For other models, raises `ValueError` if the call names another mode.
     """
     enable(model)
     if "generate" in vars(model):  # set by from_pretrained; it would hide the `generate` of the enabled class
@@ -204,7 +204,7 @@ def _config_of(given: Any) -> ParallelConfig:
 
 
 def _check_folder(folder: Path, new: Path | None = None) -> None:
-    """Raise `FileExistsError` for files of no earlier export, or that are not overwritten from `new`."""
+    """Raise `FileExistsError` if no export wrote the folder's files; with `new`, if `new` lacks some of them."""
     if folder.is_file():
         raise FileExistsError(f"{folder} is a file; pass a new or empty folder")
     files = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} if folder.exists() else set()
@@ -246,7 +246,7 @@ def _write_card(folder: Path, name: str, given: Any, config: ParallelConfig, tok
 
 
 def _keep_card(api: HfApi, repo_id: str, card: Path) -> None:
-    """Replace the new README by one on the Hub that no export has written, and tag it."""
+    """Replace the new README with the one on the Hub, tagged, unless that one was written by an export."""
     if not api.file_exists(repo_id, CARD):
         return
     existing = Path(api.hf_hub_download(repo_id, CARD))

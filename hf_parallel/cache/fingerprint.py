@@ -10,16 +10,16 @@ import torch
 from transformers import PreTrainedModel
 
 SAMPLES = 8
-"""Number of hashed values of each weight, evenly spaced."""
+"""Number of evenly spaced values that are hashed per parameter or buffer."""
 
 
 def fingerprint(model: PreTrainedModel, caller: str = "logits_cache") -> str:
     """Return a hash of the function that a model computes.
 
-    It covers evenly spaced values of every parameter and buffer, so training, merging or switching an adapter changes
-    it; a change to none of these values does not. PEFT adapters count as they are currently switched. The version of
-    transformers does not count, though logits may differ in their last bits between versions; new fields of a config
-    do. Offloaded weights raise a `ValueError` that names the `caller`.
+    The hash covers the class, the config, the active PEFT adapters and some values of every parameter and buffer. It
+    changes after training, merging or switching an adapter, but not if only other values change. It does not cover the
+    version of transformers, although logits may differ in their last bits between versions; fields that a version adds
+    to the config change it. Raises a `ValueError` that names the `caller` if weights are offloaded.
     """
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
     config.pop("transformers_version", None)

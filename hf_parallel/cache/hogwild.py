@@ -1,4 +1,4 @@
-"""`HogwildCache`: workers over one shared memory (Hogwild! Inference, sections 3.1, 3.2 and appendix A).
+"""`HogwildCache`: KV cache that the workers of a prompt share (Hogwild! Inference, sections 3.1, 3.2 and appendix A).
 
 Prompts are a tree of shared prefixes; each problem adds a `Workspace`. All blocks except the prompts' are stored from
 position 0, so a worker's queries are rotated for every block but its own.
@@ -13,7 +13,7 @@ from hf_parallel.cache.layout import Block
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 
 STEP_CAPACITY = 256
-"""Initial capacity of a step in tokens; with equal extents, attention reads the workers' steps in one call."""
+"""Initial capacity of a step in tokens. Attention reads steps of equal capacity in one batched call."""
 
 LAYOUTS = ("contiguous", "interleaved", "combined")
 """See `Workspace.view`."""
@@ -21,7 +21,7 @@ LAYOUTS = ("contiguous", "interleaved", "combined")
 
 @dataclass(eq=False)
 class Workspace:
-    """Blocks of one problem. Headers and `gap` are texts between the parts; an empty block is no text."""
+    """Blocks of one problem. Headers and `gap` hold the text between the other blocks, or are empty."""
 
     layout: str  # one of `LAYOUTS`
     prompt: list[Block]  # root to leaf
@@ -31,7 +31,7 @@ class Workspace:
     others_header: Block
     own_header: Block
     gap: Block  # between the current steps of other workers
-    pending_steps: list[Block] = field(default_factory=list)  # end of the history: writes of last tokens are pending
+    pending_steps: list[Block] = field(default_factory=list)  # ended steps not yet moved into `history`
     step_workers: list[int] = field(default_factory=list)  # worker of each ended step; -1: written by no worker
     step_lengths: list[int] = field(default_factory=list)  # number of tokens of each step in `history`
     removed: set[int] = field(default_factory=set)  # removed workers
@@ -63,7 +63,7 @@ class Workspace:
         return [*self.shared_view, *self._others(others), self.own_header, self.workers[worker]]
 
     def view_of(self, block: Block) -> list[Block]:
-        """Return the blocks that the last tokens of `block` see, `block` last.
+        """Return the blocks that tokens appended to `block` see, `block` last.
 
         An ended step sees the history before it; a header sees the prompt and the headers before it.
         """
@@ -80,7 +80,7 @@ class Workspace:
         return [*self.shared_view, *self._others(steps[:-1]), self.own_header, *steps[-1:]]
 
     def block_name(self, block: Block) -> str:
-        """Return a name of a block's tokens that is stable when they are moved."""
+        """Return a name of a block that does not change when other blocks are moved."""
         if block in self.workers:
             return f"worker {self.workers.index(block)}"
         if block in self.pending_steps:
@@ -88,7 +88,7 @@ class Workspace:
         return f"header {self.headers.index(block)}" if block in self.headers else "reader"
 
     def _others(self, steps: Sequence[Block]) -> list[Block]:
-        """Return other workers' steps with the header before and the gap between them."""
+        """Return other workers' steps, after `others_header` and separated by `gap`."""
         between = [block for step in steps for block in (self.gap, step)][1:]
         return [self.others_header, *between] if between else []
 
@@ -99,8 +99,8 @@ class HogwildCache(SharedPrefixCache):
     def new_workspace(
         self, layout: str, prompt: list[Block], num_workers: int, header_lengths: Sequence[int]
     ) -> Workspace:
-        """Allocate the blocks of a problem; `header_lengths` are numbers of tokens in the order of `headers`."""
-        headers = self.new_blocks(len(header_lengths), max(header_lengths))  # of one size: read in one call
+        """Allocate the blocks of a problem; `header_lengths` are the lengths of `Workspace.headers`."""
+        headers = self.new_blocks(len(header_lengths), max(header_lengths))  # equal capacity: read in one call
         workers = self.new_blocks(num_workers, STEP_CAPACITY)
         history_header, others_header, own_header, gap = headers
         return Workspace(layout, prompt, workers, self.new_block(), history_header, others_header, own_header, gap)
@@ -115,7 +115,7 @@ class HogwildCache(SharedPrefixCache):
         self.free(space.workers[worker])
 
     def add_step(self, space: Workspace, num_tokens: int) -> Block:
-        """Append a step that no worker wrote to the history; returns its empty block."""
+        """Append an empty step, which no worker writes, to the history. Return its block."""
         block = self.new_block(num_tokens)
         space.pending_steps.append(block)
         space.step_workers.append(-1)
@@ -128,7 +128,7 @@ class HogwildCache(SharedPrefixCache):
         space.workers[worker] = self.new_block(STEP_CAPACITY)
 
     def move_ended(self, space: Workspace, count: int | None = None) -> None:
-        """Move the first `count` pending steps (default: all) into the history, with keys rotated."""
+        """Move the first `count` pending steps (default: all) into the history block, with keys rotated."""
         for _ in range(len(space.pending_steps) if count is None else count):
             step, length = space.pending_steps[0], space.pending_steps[0].length
             self.move(step, space.history)

@@ -1,8 +1,8 @@
 """`LogitsCache`: trie of cached logits in host memory (Hive, section 6 and algorithm 1).
 
-A node is a token sequence from the first token of a prompt on; it holds the logits that the model computed after that
-sequence. Hive keeps only the sequence that was decoded last; the trie keeps all of them, so that a replay can follow
-any continuation that was sampled before. The least recently used leaves are evicted.
+A node represents a token sequence that begins at the start of a prompt, and holds the logits that the model computed
+for the next token. Hive keeps only the sequence that was decoded last; the trie keeps all of them, so that a replay can
+follow any continuation that was sampled before. The least recently used leaves are evicted.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class LogitsCache:
     max_bytes : int
         Budget of all nodes together. The least recently used leaf is evicted first.
     top_k : int, optional
-        Keep only this many of the highest logits per node, and the total probability of the others. Sampling is exact
-        for settings that need no more (greedy, a smaller `top_k`, a `top_p` that they cover); other settings raise
-        `ValueError`. Default: all logits.
+        Keep only this many of the highest logits per node, and the total probability of the others. This suffices for
+        greedy decoding, a `top_k` up to this one, and `top_p` at temperature 1, where a node with too few logits is a
+        miss. Other settings raise `ValueError`. Default: all logits.
 
     Notes
     -----
-    `hits` and `misses` count lookups that found sufficient logits or did not; `num_bytes` is the memory of all nodes.
+    `hits` counts lookups that found sufficient logits, `misses` the others; `num_bytes` is the memory of all nodes.
     Thread-safe. Source: Hive, section 6 and algorithm 1.
     """
 
@@ -104,7 +104,7 @@ class LogitsCache:
             self._roots, self._queue, self.num_bytes = {}, [], 0
 
     def keep_last_path(self) -> None:
-        """Delete all but the most recently used sequence of each model: the content of Hive's own cache.
+        """Keep only the most recently used sequence of each model, as Hive's own cache does, and delete the rest.
 
         Running calls continue, but store nothing on deleted nodes.
         """
@@ -128,7 +128,7 @@ class LogitsCache:
                 self._enqueue(node)
 
     def store_distribution(self, node: TrieNode, distribution: CachedDistribution) -> bool:
-        """Replace a node's distribution; returns False if it does not fit the budget or the node has no logits."""
+        """Replace a node's distribution. Return False if it does not fit, or the node is deleted or has no logits."""
         with self._lock:
             more = distribution.num_bytes - (0 if node.distribution is None else node.distribution.num_bytes)
             if not self._evict(more) or not node.alive or node.logits is None:
@@ -138,7 +138,7 @@ class LogitsCache:
             return True
 
     def save(self, path: str | Path) -> None:
-        """Write all nodes to a safetensors file, atomically."""
+        """Write all nodes with their logits to a safetensors file, atomically."""
         with self._lock:
             roots = enumerate(self._roots.values())
             tensors = {f"{i}.{name}": tensor for i, root in roots for name, tensor in _to_arrays(root).items()}
@@ -152,10 +152,10 @@ class LogitsCache:
         """Read a file written by `save`. Nodes beyond `max_bytes` are evicted, the least recently used first.
 
         Logs a warning if the file was saved under another version of transformers. Raises `ValueError` if the file is
-        not that of a LogitsCache or is damaged, and `IsADirectoryError` for a folder.
+        damaged or was not written by `save`, and `IsADirectoryError` for a folder.
         """
         if Path(path).is_dir():
-            raise IsADirectoryError(f"{path} is a folder, where a file that `LogitsCache.save` wrote is needed")
+            raise IsADirectoryError(f"{path} is a folder; pass a file that `LogitsCache.save` wrote")
         cache = cls(max_bytes)
         try:
             with safe_open(path, framework="pt") as file:
@@ -224,14 +224,14 @@ class LogitsCache:
 
 
 class Cursors:
-    """Positions of rows in a trie: each row's cursor is on the node of the tokens that the row has."""
+    """Positions of rows in a trie: each row's cursor is the node of the row's tokens."""
 
     def __init__(self, cache: LogitsCache) -> None:
         self._cache = cache
         self._nodes: dict[Any, TrieNode] = {}
 
     def start(self, row: Any, key: str, tokens: Sequence[int]) -> None:
-        """Place a row's cursor on the node of `tokens`, the prompt; `key` identifies the model."""
+        """Place a row's cursor on the node of its prompt, `tokens`; `key` identifies the model."""
         with self._cache._lock:
             node = self._cache._root(key)
             for token in tokens:

@@ -13,7 +13,7 @@ from hf_parallel.cache.layout import Block, view_length
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 
 BRANCH_CAPACITY = 64
-"""Initial capacity of a branch in tokens; with equal extents, attention reads the branches in one call."""
+"""Maximum initial capacity of a branch in tokens. Attention reads branches of equal capacity in one batched call."""
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class Tree:
     prompt: list[Block]  # root to leaf
     trunk: Block  # the answer outside of branches, and the branches that have been moved into it
     branches: list[Block] = field(default_factory=list)  # being decoded, each directly after the trunk
-    joining: list[Block] = field(default_factory=list)  # branches to be moved to the trunk's end, and its continuation
+    joining: list[Block] = field(default_factory=list)  # joined branches not yet moved, then the trunk's continuation
 
     @property
     def view(self) -> list[Block]:
@@ -39,7 +39,7 @@ class TreeBranchCache(SharedPrefixCache):
     """Prompts, trunks and branches of a batch of answers."""
 
     def new_trunks(self, starts: Sequence[int], capacity: int) -> list[Block]:
-        """Allocate the trunks of answers to prompts of the lengths `starts`."""
+        """Allocate a trunk for each prompt; `starts` are the lengths of the prompts."""
         trunks = self.new_blocks(len(starts), capacity)
         for trunk, start in zip(trunks, starts, strict=True):
             trunk.base = start
@@ -50,8 +50,8 @@ class TreeBranchCache(SharedPrefixCache):
     ) -> None:
         """Truncate the trunk to `length` tokens and start `count` branches there.
 
-        `pending` tokens will be appended to the trunk before the branches get their first ones. `expected_length` is
-        the average length of a branch in tokens, if known.
+        `pending` tokens will be appended to the trunk before the first tokens of the branches. `expected_length` is the
+        expected average length of a branch in tokens; its storage grows if necessary.
         """
         self.truncate(tree.trunk, length)
         base = view_length(tree.view) + pending
@@ -60,8 +60,8 @@ class TreeBranchCache(SharedPrefixCache):
     def join(self, tree: Tree, kept: int, pending: int = 0) -> None:
         """Append the first `kept` branches to the trunk in order, and delete the others.
 
-        From now on they are seen at their positions in the trunk; `move_joined` moves them there. The trunk continues
-        in a new empty block, after `pending` tokens that will still be appended to the kept branches.
+        Later tokens of the trunk attend to them at their positions in it; `move_joined` moves them there. The trunk
+        continues in a new empty block, after `pending` tokens that will still be appended to the kept branches.
         """
         for block in tree.branches[kept:]:
             self.free(block)

@@ -1,4 +1,4 @@
-"""`hf-parallel generate`: answers prompts and prints them as streamed text, JSON lines or a live view."""
+"""`hf-parallel generate`: generates answers to prompts and prints them as streamed text, JSON lines or a live view."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _save_run(options: argparse.Namespace, runs: Sequence[dict[str, Any]], stats
     if not runs:
         return
     run = {
-        **runs[-1],  # only the last one can be interrupted
+        **runs[-1],  # only the last run can have `interrupted`
         **runs[0],
         "stats": _total(stats).to_dict() if stats else None,
         "passes": sum(run["passes"] for run in runs),
@@ -108,7 +108,7 @@ def _save_logits(options: argparse.Namespace, config: ParallelConfig | None) -> 
 
 
 def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[str], batch: int, headed: bool) -> None:
-    """Run a call and print its answers: as they are generated, each prompt under a heading, or as JSON lines."""
+    """Run a call and print its answers: streamed, under a heading per prompt, or as JSON lines at the end."""
     headings = [f"== {' '.join(prompt.split())[:72]}" if headed else "" for prompt in prompts]
     if batch and options.format == "text":
         print()
@@ -117,7 +117,7 @@ def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[s
     ends = ends if isinstance(ends, list) else [ends]
     printer = RowPrinter(out, headings, call.tokenizer, call.config, answers, ends)
     call.run(printer)
-    printer.end()  # an interrupted call has not ended it
+    printer.end()  # has no effect unless the call was interrupted
     if options.format == "jsonl":
         for record in call.records(prompts):
             print_record(record)
@@ -152,7 +152,7 @@ def _watch(call: InterruptibleCall) -> None:
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
-    """Return the prompts from arguments, files and stdin; raise `ValueError` if one is empty or not valid text."""
+    """Return the prompts from arguments, files and stdin; raise `ValueError` if one is empty or not valid UTF-8."""
     texts: list[str] = []
     for prompt in options.prompts or ([] if options.file else ["-"]):
         texts += _read(Path("-"), options.lines) if prompt == "-" else [prompt]
@@ -182,7 +182,7 @@ def _read(path: Path, lines: bool) -> list[str]:
 
 
 def check_options(options: argparse.Namespace, prompts: Sequence[str]) -> None:
-    """Raise `ValueError` for options that would fail only after generation."""
+    """Raise `ValueError` for invalid options, also for those that would fail only after generation."""
     for given, use in ((options.output, "-o saves the transcript"), (options.stats, "--stats reports the cost")):
         if given and options.mode == PLAIN:
             raise ValueError(f"{use} of a mode, so it cannot be combined with --mode {PLAIN}")
@@ -239,13 +239,13 @@ def encode(
 ) -> dict[str, torch.Tensor]:
     """Return prompts as `input_ids` and `attention_mask`, `int64 [prompts, longest]`, padded on the left.
 
-    Prompts go through the chat template and get the instructions of the mode, unless they are raw.
+    Applies the chat template and adds the instructions of the mode, unless `options.raw` is set.
     """
     template, instructions = "{task}", None
     if config is not None and not options.raw:
         preset, instructions = embedded_preset(options), config.system_prompt()
         if make_config(config.mode, preset.settings, config).system_prompt() == instructions:
-            template = preset.task  # it belongs to the instructions of the preset
+            template = preset.task  # written for the preset's instructions
     rows = []
     for prompt in prompts:
         task = template.format(task=prompt)

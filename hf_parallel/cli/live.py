@@ -31,7 +31,7 @@ COLORS = ("cyan", "magenta", "yellow", "blue", "green", "red")
 FRAME_SECONDS = 0.08  # minimum time between two frames
 HIGHLIGHT_PASSES = 8  # forward passes for which a finished step is highlighted
 MARK_WIDTH = 5  # of the mark before the text of a step
-MIN_WIDTH, MIN_HEIGHT, MAX_HEIGHT = 24, 12, 24  # of a column; of a frame
+MIN_WIDTH, MIN_HEIGHT, MAX_HEIGHT = 24, 12, 24  # width of a column; heights of a frame
 FRAME_HEIGHT = 5  # lines of a frame besides the text of its rows
 ABOVE = 8  # lines of the terminal that are left to earlier output
 _clean = partial(printable, kept="\n", replacement=" ")  # the width of a tab depends on its position
@@ -152,7 +152,7 @@ class LiveView:
         elif event in ("token", "inject"):
             shown.last.text += _clean(text)
             self.changed()
-        elif event in ("step", "join"):  # the last steps of the branches become part of a joined answer
+        elif event in ("step", "join"):  # a join finishes the last step of every row
             for ending in [shown] if event == "step" else self.rows.values():
                 if event == "step" or ending.last.ended is None:
                     ending.last.ended = self.passes
@@ -174,7 +174,7 @@ class LiveView:
         """Hook that is called after each forward pass."""
 
     def step_ended(self, row: ShownRow) -> None:
-        """Hook that is called when the last step of a row is finished, and when a row ends with other text."""
+        """Hook that is called when the last step of a row is finished, and when a row ends with an unfinished step."""
 
 
 class LiveLines(LiveView):
@@ -254,7 +254,7 @@ class LiveTails(LiveFrames, LiveLines):
 
 
 class LiveColumns(LiveFrames):
-    """Shows a column per row: in a frame as many as fit, unfinished ones first, and in the end all at full height."""
+    """Shows a column per row: in a frame as many as fit, unfinished rows first; on exit all, at full height."""
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -327,8 +327,8 @@ class _Column:
 def live_view(config: ParallelConfig, console: Console, tokenizer: Any = None) -> LiveView:
     """Return the view that suits a console; see `LiveView` for the parameters.
 
-    A large enough terminal shows columns: one for each row of a merged answer, or at least two. A smaller one prints
-    finished steps as lines and shows the ends of unfinished ones below. Anything else gets the lines alone.
+    A terminal shows columns if all rows of a merged answer fit side by side, or two rows of separate answers. A smaller
+    one prints finished steps as lines and shows the ends of unfinished ones below. Other consoles get only the lines.
     """
     columns = config.rows_per_prompt if config.merges_rows else 2
     if not console.is_interactive:

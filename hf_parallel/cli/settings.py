@@ -17,7 +17,7 @@ from hf_parallel.generation import MODES, ParallelConfig, Preset
 from hf_parallel.generation.arguments import check_values
 from hf_parallel.generation.config import check_setting_names, make_config
 
-PLAIN = "generate"  # value of `--mode`
+PLAIN = "generate"  # value of `--mode` for `generate` without a mode
 GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("max_new_tokens", int, "maximum number of new tokens of each row (256)"),
     ("num_return_sequences", int, "answers per prompt (1)"),
@@ -41,7 +41,7 @@ _PROCESSORS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "eta_cutoff": (transformers.EtaLogitsWarper, 0),
     "repetition_penalty": (transformers.RepetitionPenaltyLogitsProcessor, 1),
 }
-"""The logits processor of a setting, which raises for a value out of range, and the value that disables it."""
+"""By setting: its logits processor, which raises for a value out of range, and the value that disables it."""
 
 
 def describe(mode: str) -> str:
@@ -105,7 +105,7 @@ def _given_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[st
 
 
 def _parse_set(text: str, cls: type[ParallelConfig] | None, flags: Mapping[str, str]) -> tuple[str, Any]:
-    """Return the name and value of a `--set` option; `flags` are the other options that give settings."""
+    """Return the name and value of a `--set` option; `flags` maps settings to the options that gave them."""
     name, separator, value = text.partition("=")
     if not separator:
         raise ValueError(f"--set must be NAME=VALUE, got {text!r}")
@@ -136,7 +136,7 @@ def _check_generation(settings: dict[str, Any]) -> None:
 
 
 def parse(text: str, default: Any) -> Any:
-    """Parse the value of a setting: JSON, `True`, `False`, `None` or text; text alone where the default is a string."""
+    """Parse the value of a setting: JSON, `True`, `False`, `None` or text; always text if the default is a string."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Tasks generated from a seed, with exact answers: retrieval, arithmetic, and planning (format only).
+"""Tasks generated from a seed: retrieval and arithmetic with exact answers, and planning, scored by format only.
 
 Each asks for several independent parts and a conclusion, like the tasks of Parallel Decoding in One Sequence (section
 4.2, appendix B) and Hogwild! Inference (section 4.1).
@@ -47,7 +47,7 @@ TOPICS = {
 class Problem:
     """A prompt with its answer, and the score of a generated text.
 
-    `answer_pattern` is the regular expression of a final answer, a setting of several modes; empty: there is none.
+    `answer_pattern` is the regular expression of a final answer, a setting of several modes; empty: no final answer.
     Each task has a class method `make(seed, ...)`, which returns equal problems for equal seeds.
     """
 
@@ -100,7 +100,7 @@ class RetrievalProblem(Problem):
         draw = random.Random(f"{cls.name} {seed}")
         everyone = [f"{first} {last}" for first in FIRST_NAMES.split() for last in LAST_NAMES.split()]
         names = draw.sample(everyone, num_students)
-        hundredths = draw.sample(range(150, 480, 3), num_students)  # 0.03 apart, so that a range fits between two
+        hundredths = draw.sample(range(150, 480, 3), num_students)  # 0.03 apart, so that bounds fit between two
         students = tuple(_student(draw, name, gpa / 100) for name, gpa in zip(names, hundredths, strict=True))
         name, wanted = draw.choice(list(zip(names, hundredths, strict=True)))
         below = max((gpa for gpa in hundredths if gpa < wanted), default=wanted - 30)
@@ -139,7 +139,7 @@ class ArithmeticProblem(Problem):
 
     @classmethod
     def make(cls, seed: int, num_questions: int = 5) -> ArithmeticProblem:
-        """Generate a problem with 1 to 10 questions, each of another kind."""
+        """Generate a problem with 1 to 10 questions, each of a different kind."""
         _check_count("num_questions", num_questions, 1, len(WORD_PROBLEMS))
         draw = random.Random(f"{cls.name} {seed}")
         kinds = draw.sample(list(WORD_PROBLEMS.items()), num_questions)
@@ -155,8 +155,8 @@ class ArithmeticProblem(Problem):
     def score(self, text: str) -> float:
         r"""Return the fraction of correct answers, compared by position (as in Hogwild! Inference, section 4.1).
 
-        If the last `\boxed{}` is a list, it counts; a list with too many answers scores 0.0. Otherwise each box is one
-        answer, and the last ones count, one per question.
+        If the last `\boxed{}` holds a list, only this list is compared, and too many answers score 0.0. Otherwise the
+        last boxes that hold one answer are compared, one per question.
         """
         boxes = [match.group(1).split(",") for match in re.finditer(BOXED, text)]
         single = [box[0] for box in boxes if len(box) == 1]
@@ -289,4 +289,4 @@ WORD_PROBLEMS: dict[str, tuple[Callable[..., int], dict[str, Any]]] = {
         },
     ),
 }
-"""Kinds of word problems: answer and ranges of the numbers, by question."""
+"""Kinds of word problems by question: function that computes the answer, and ranges of the numbers."""

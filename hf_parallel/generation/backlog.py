@@ -1,4 +1,4 @@
-"""Backlog: forward passes that replay has skipped; and the protocols of replay and speculative decoding."""
+"""Backlog: inputs of forward passes that replay has skipped. Also the protocols of replay and speculative decoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R", bound=Row)
 
 
 class TokenReplayer(Protocol):
-    """Samples tokens from cached logits where they are known; see `hf_parallel.generation.resampling.replay`."""
+    """Samples tokens from cached logits where there are any; see `hf_parallel.generation.resampling.replay`."""
 
     @property
     def origins(self) -> dict[int, list[str]]:
@@ -26,7 +26,7 @@ class TokenReplayer(Protocol):
         """Return the rows whose next logits are cached."""
 
     def skip_pass(self, rows: Sequence[int], keys: Sequence[int]) -> bool:
-        """Move rows to the nodes of their keys. Return whether the logits of all are cached."""
+        """Move the cursors of rows to the trie nodes of `keys`. Return whether the logits of all rows are cached."""
 
     def sample(
         self, rows: Sequence[int], logits: torch.Tensor | None = None, drafted: bool = False
@@ -41,14 +41,14 @@ class SpeculativeDecoding(Protocol):
     """Appends several tokens per forward pass; see `hf_parallel.generation.resampling.speculative`."""
 
     def start(self) -> bool:
-        """Prepare for a decode loop. Return whether rows may draft."""
+        """Prepare for a decode loop. Return whether to use draft tokens."""
 
     def step(self, rows: Sequence[R]) -> list[R]:
         """Verify drafts until no row has one. Return the active rows."""
 
 
 class Backlog:
-    """Computes passes of rows, and later those that were skipped while the tokens of a group were replayed."""
+    """Runs forward passes, including those that were skipped while the tokens of a row group were replayed."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -56,7 +56,7 @@ class Backlog:
     def forward(self, rows: Sequence[Row], replayer: TokenReplayer | None) -> torch.Tensor:
         """Run one forward pass over the inputs of rows and the backlogs of their groups.
 
-        Groups whose next logits are cached are skipped. Return the logits `[n, vocabulary]` of the n other rows.
+        Groups whose next logits are cached join the backlog. Return the logits `[n, vocabulary]` of the n other rows.
         """
         inputs: PassInputs = []
         ends: list[int] = []
@@ -109,7 +109,7 @@ class Backlog:
             self.runner.prefill(list(unfilled.values()))
 
     def _run(self, passes: Sequence[PassInputs], ends: Sequence[int]) -> torch.Tensor:
-        """Compute consecutive passes in as few forward passes as the chunk size allows; return the last logits."""
+        """Compute consecutive passes in as few forward passes as the chunk size allows; return logits of the last."""
         began, runner = time.perf_counter(), self.runner
         chunk: list[PassInputs] = []
         free = runner.chunk_size

@@ -103,7 +103,7 @@ def make_call(
             f"invalidate cached keys; prompt and new tokens may have at most that many, got {longest}"
         )
     record.prompts, record.begin = prompts, input_ids.shape[1]
-    prepared["past_key_values"] = cache if isinstance(cache, BlockCache) else None  # otherwise the empty default cache
+    prepared["past_key_values"] = cache if isinstance(cache, BlockCache) else None  # else an empty DynamicCache
     ids = input_ids.to(model.device, torch.int64)
     return GenerationCall(model, capabilities, ids, prompts, tokenizer=tokenizer, record=record, **prepared)
 
@@ -114,17 +114,17 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def _unpad(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> list[np.ndarray]:
-    """Return the rows without masked tokens. Raise `ValueError` if `generate` would read them differently."""
+    """Return the rows without masked tokens. Raise `ValueError` for empty rows, right padding or other positions."""
     ids = input_ids.cpu().numpy()
     keep = np.ones(ids.shape, dtype=bool) if mask is None else mask.cpu().numpy().astype(bool)
     for row in range(len(ids)):
         if not keep[row].any():
-            raise ValueError(f"the prompt of row {row} is empty: attention_mask hides all of it")
+            raise ValueError(f"the prompt of row {row} is empty: attention_mask masks all of it")
         if not keep[row, -1]:
             raise ValueError(f"row {row} is padded on the right; use tokenizer.padding_side = 'left'")
     if positions is not None:
         given = positions.cpu().numpy()
-        given = given[np.arange(len(ids)) % len(given)]  # one row may apply to all
+        given = given[np.arange(len(ids)) % len(given)]  # a single row of positions applies to all rows
         if ((given != keep.cumsum(-1) - 1) & keep).any():
-            raise ValueError("custom position_ids are not supported: positions follow from the blocks")
+            raise ValueError("custom position_ids are not supported: they must count the unmasked tokens from 0")
     return [np.ascontiguousarray(ids[row, keep[row]], dtype=np.int64) for row in range(len(ids))]

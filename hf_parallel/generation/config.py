@@ -24,8 +24,8 @@ from hf_parallel.transcript.sections import TranscriptStyle
 class RowPlace(NamedTuple):
     """Position of a generated row.
 
-    `prompt` is the row of `input_ids`, `index` the number of the row among those of the prompt, and `column` its column
-    in a transcript (None: it spans all columns).
+    `prompt` is the index of its prompt in `input_ids`, `index` its own among the rows of that prompt, and `column` its
+    column in a transcript (None: it spans all columns).
     """
 
     prompt: int
@@ -35,7 +35,7 @@ class RowPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings that suit one model: of the mode, of `generate`, and a template for the task."""
+    """Settings that suit one model: those of the mode, those of `generate`, and a template for the task."""
 
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -75,7 +75,7 @@ class ParallelConfig:
 
     mode: ClassVar[str] = ""
     not_stored: ClassVar[tuple[str, ...]] = ()
-    """Settings whose values are objects of the running process."""
+    """Settings that `to_dict` omits, as their values exist in the running process only."""
     needs_logits_cache: ClassVar[bool] = False
     """Whether a call without `logits_cache` raises."""
     streams_text: ClassVar[bool] = False
@@ -88,7 +88,7 @@ class ParallelConfig:
     The mode's output then has `texts`, one per row, and `transcripts`, one per prompt.
     """
     rows_name: ClassVar[str] = ""
-    """Field that holds the texts of a prompt's rows in records of an interrupted call; empty: there is none."""
+    """Record field with the texts of a prompt's rows, if they are merged or the call was interrupted; empty: none."""
     presets: ClassVar[Mapping[str, Preset]] = {}
     """Settings by model; `embedded` is the model of `load_embedded_model`."""
     example_arguments: ClassVar[Mapping[str, str]] = {}
@@ -99,7 +99,7 @@ class ParallelConfig:
     _given: set[str] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
-        """Record which settings were given: one given at its default still overrides a stored one."""
+        """Store which settings were passed: one passed with its default value still overrides a stored one."""
         self = super().__new__(cls)
         self._given = {*cls.fields()[: len(args)], *settings}
         return self
@@ -120,7 +120,7 @@ class ParallelConfig:
         check_bool("cuda_graph", self.cuda_graph)
 
     def prepare(self, kwargs: dict[str, Any]) -> Any:
-        """Check and rewrite the arguments of `generate` before it sees them. Return the value of `call.prepared`."""
+        """Check and modify `kwargs`, the arguments of `generate`, in place. Return the value of `call.prepared`."""
 
     def make_run(self, call: GenerationCall) -> ModeRun:
         """Return the run of one call."""
@@ -217,7 +217,7 @@ def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) 
 
 
 def check_setting_names(cls: type[ParallelConfig], settings: Mapping[str, Any], others: Iterable[str] = ()) -> None:
-    """Raise `ValueError` if a mode lacks a setting; `others` are names that are allowed too."""
+    """Raise `ValueError` for a name that is neither a setting of the mode nor one of `others`."""
     for name, value in settings.items():
         if name in cls.fields() or name in others:
             continue

@@ -24,15 +24,15 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
     """
 
     stats: GenerationStats | None = None
-    """Its cost."""
+    """Cost of the call."""
     record: Record | None = None
-    """The source of `to_dict` and `to_html`."""
+    """Record of the call, from which `to_dict` and `to_html` make the transcript."""
 
     def to_records(self) -> list[dict[str, Any]]:
         """Return the mode's own fields and `stats` as plain data: one dictionary per answer.
 
-        An answer is a row, or all rows of a prompt in modes that merge them (`ParallelConfig.merges_rows`). Of a field
-        that is a list, each answer gets its item.
+        An answer is a row, or all rows of a prompt in modes that merge them (`ParallelConfig.merges_rows`). A field
+        that is a list is split: the i-th answer contains its i-th item.
         """
         fields = {name: getattr(self, name) for name in self._own_fields()}
         count = len(self.sequences)
@@ -44,7 +44,7 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
 
     @classmethod
     def _own_fields(cls) -> list[str]:
-        """Return the fields and properties that the outputs of other modes do not have."""
+        """Return the fields and properties that a subclass adds to `ParallelOutput`."""
         common = {field.name for field in dataclasses.fields(ParallelOutput)}
         fields = [field.name for field in dataclasses.fields(cls) if field.name not in common]
         return fields + [name for name, value in vars(cls).items() if isinstance(value, property)]

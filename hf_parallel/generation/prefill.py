@@ -13,7 +13,7 @@ from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.rows import PassInputs
 
 SUFFIX_CAPACITY = 512  # maximum initial capacity of a completion, in tokens
-BATCH_CAPACITY = 1 << 16  # of all completions of a call, unless each would have less than `MIN_CAPACITY`
+BATCH_CAPACITY = 1 << 16  # maximum of all completions together, unless each would have less than `MIN_CAPACITY`
 MIN_CAPACITY = 64
 
 
@@ -48,7 +48,7 @@ def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[
 
 
 def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> list[Node] | None:
-    """Remove leaves of one uncached token, which the rows compute in their first pass; return their parents.
+    """Remove leaves that hold one uncached token, and return their parents: the rows compute it in their first pass.
 
     Return None, and remove nothing, if a row has more than one uncached token or shares that token with another row.
     """
@@ -56,7 +56,7 @@ def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequen
     own = len(set(leaves)) == len(leaves) and all(leaf.block is None and len(leaf.tokens) == 1 for leaf in leaves)
     if not own or any(len(node.uncached) for node in ancestors):
         return None
-    parents = [leaf.parent for leaf in leaves if leaf.parent is not None]  # all: only the root has none, and no tokens
+    parents = [leaf.parent for leaf in leaves if leaf.parent is not None]  # none is dropped: the root has no token
     cache.discard_uncached()
     loop.stats.reused_tokens += sum(len(node.tokens) for node in ancestors)
     loop.stats.prefilled_tokens += len(leaves)
@@ -64,9 +64,9 @@ def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequen
 
 
 def initial_capacity(longest: int, rows: int) -> int:
-    """Return the initial capacity of each completion in tokens: the maximum length `longest`, halved until it is small.
+    """Return the initial capacity of each completion in tokens: the maximum length `longest`, halved to fit the limits.
 
-    A block that outgrows its capacity doubles it, so that the longest completions end with exactly `longest`.
+    A block that outgrows its capacity doubles it, so the capacity of the longest completions ends at about `longest`.
     """
     capacity = longest
     while capacity > SUFFIX_CAPACITY or (capacity > MIN_CAPACITY and capacity * rows > BATCH_CAPACITY):

@@ -1,4 +1,4 @@
-"""Prompt builders: a task through the model's chat template, with the instructions of a mode."""
+"""Prompt builders: apply the chat template to a task and the instructions of a mode."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build_prompt(
     task : str or list of dict
         The task, or a chat that ends with it.
     tokenizer
-        Without a chat template, instructions and task are joined by blank lines.
+        If it has no chat template, a blank line separates instructions and task.
     config : ParallelConfig, optional
         Settings of the mode. Alternatively pass them as keyword arguments.
 

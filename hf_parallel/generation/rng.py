@@ -2,7 +2,7 @@
 
 A sample therefore depends neither on the rest of its batch nor on how many of its tokens were replayed. Tokens are
 sampled by an exponential race, which is equivalent to the Gumbel-max trick: token v wins if E_v / p_v is the smallest,
-with independent E_v ~ Exp(1). The noise is counter-based, so that on the CPU only tokens that may win need any.
+with independent E_v ~ Exp(1). The noise is counter-based, so the CPU computes it only for tokens that can win.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def draw_among(tokens: torch.Tensor, probs: torch.Tensor, key: int) -> int:
-    """Sample one of `tokens`, `int64 [n]`, by an RNG key; `probs`, `float32 [n]`, are theirs up to a factor."""
+    """Sample one of `tokens`, `int64 [n]`, with an RNG key; `probs`, `float32 [n]`, need not be normalized."""
     return int(tokens[(probs / exponential_noise(tokens.new_tensor(key), tokens)).argmax()])
 
 

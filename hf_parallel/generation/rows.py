@@ -1,4 +1,4 @@
-"""Rows of a batch, groups of rows that share state, and key/value writes pending."""
+"""Rows of a batch, groups of rows that share state, and pending KV writes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def collect_inputs(rows: Iterable[Row]) -> tuple[PassInputs, list[int]]:
 
 
 class PendingWrites:
-    """KV writes pending for the next forward pass, besides the rows' own; the first row to collect them adds them."""
+    """KV writes pending for the next forward pass, besides the rows' own; the first row that calls `take` adds them."""
 
     def __init__(self) -> None:
         self._writes: list[tuple[Block, list[int]]] = []
@@ -83,7 +83,7 @@ class RowGroup:
 
     def __init__(self, key: object) -> None:
         self.backlog: list[PassInputs] = []  # inputs of skipped passes, oldest first
-        self.inserted_tokens = 0  # tokens among the inputs of the next pass that were not generated
+        self.inserted_tokens = 0  # number of inputs of the next pass that were not generated
         self._digest = _digest(b"", key)
 
     def unfilled_prompt(self) -> PassInputs:
@@ -91,12 +91,12 @@ class RowGroup:
         return []
 
     def describe(self, inputs: PassInputs) -> tuple[list[str], object]:
-        """Return a reproducible name of the block each segment is appended to, and any other change of state."""
+        """Return for each segment the name of its block, the same in every call, and any other change of state."""
         raise NotImplementedError
 
     def advance(self, inputs: PassInputs, ends: Sequence[int]) -> list[int]:
-        """Update the digest by a pass. Return the cache key of each row, whose last segments are `ends`: negative, so
-        that it differs from all tokens."""
+        """Add a pass to the digest. Return the cache key of each row, negative so that it differs from all tokens;
+        `ends` are the indices of the rows' last segments."""
         places, changed = self.describe(inputs)
         appended = [(place, *map(int, tokens)) for place, (_, tokens) in zip(places, inputs, strict=True)]
         self._digest = _digest(self._digest, (appended, changed))

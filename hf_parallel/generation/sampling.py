@@ -19,9 +19,9 @@ from hf_parallel.kernels import HostCopy
 class Sampler:
     """Samples the next token of each active row and detects rows that have ended.
 
-    Processors and criteria of Transformers receive the active rows only, so that ended rows cost nothing. Others may
-    keep state per row of the batch, so they receive the whole batch at every step, as under `generate`, unless their
-    attribute `keeps_rows` is False. Rows of unequal length are processed by length, as a helper may depend on it.
+    Processors and criteria of Transformers receive the active rows only, in groups of equal length. Others may keep
+    state per row. Unless their attribute `keeps_rows` is False, all processors (or criteria) receive the whole batch at
+    every step, as under `generate`. But criteria then receive active rows of unequal length one at a time.
     `scores` and `logits`, lists of `[rows, vocabulary]`, are as `generate` returns them; None unless requested.
     """
 
@@ -76,7 +76,7 @@ class Sampler:
         return new
 
     def add_row(self, length: int, draws: int) -> int:
-        """Append a row of the first `length` tokens of the last row, with its own RNG, that has made `draws` draws."""
+        """Append a copy of the last row, cut to `length` tokens. It has its own RNG; its `scores` begin at `draws`."""
         (row,) = self.fork(self.num_rows - 1, 1)
         self.table.truncate(row, length)
         self._draws[row] = draws
@@ -92,8 +92,8 @@ class Sampler:
         return scores.softmax(dim=-1, dtype=torch.float32) if self.do_sample else scores
 
     def distribution_ahead(self, logits: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the probabilities `[vocabulary]` for a row of `length` tokens, given logits `[vocabulary]`, if
-        processors do not depend on tokens. Thread-safe."""
+        """Return the probabilities `[vocabulary]` for a row of `length` tokens, given logits `[vocabulary]`.
+        Requires processors that do not depend on the tokens. Thread-safe."""
         ids = self.table.ids.new_zeros(1, 1).expand(1, length)
         return self._apply(ids, self._copy(logits[None]))[0].softmax(dim=-1, dtype=torch.float32)
 
@@ -162,7 +162,7 @@ class Sampler:
         return self._apply(self._whole_batch(rows), batch)[index]
 
     def _whole_batch(self, rows: Sequence[int]) -> torch.Tensor:
-        """Return all rows of the batch; ended rows are padded on the right unless they are the longest."""
+        """Return the whole batch, padded on the right if `rows` are the longest of it, else on the left."""
         longest = max(self.table.lengths)
         if all(self.table.lengths[row] == longest for row in rows):
             return self.table.ids[:, :longest]
@@ -203,7 +203,7 @@ class Sampler:
         return ended
 
     def _record(self, record: list[torch.Tensor] | None, rows: Sequence[int], values: torch.Tensor) -> None:
-        """Store values `[rows, vocabulary]` at the index of each row's draw; rows without that draw hold zeros."""
+        """Store values `[rows, vocabulary]` at index n for rows of n new tokens; rows without a value hold zeros."""
         if record is None:
             return
         draws, values = [self._draws.get(row, 0) for row in rows], values.to(self.table.ids.device)

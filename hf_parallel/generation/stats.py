@@ -13,7 +13,7 @@ class GenerationStats:
     forward_passes: int = 0
     """Forward passes of the model, prefill included."""
     prefilled_tokens: int = 0
-    """Computed tokens that were not generated (prompts, headers, inserted texts)."""
+    """Tokens computed other than in decode steps: prompts, headers, inserted texts, replayed and reencoded tokens."""
     reused_tokens: int = 0
     """Tokens that were not generated and whose keys and values were cached, counted once per row."""
     decoded_tokens: int = 0

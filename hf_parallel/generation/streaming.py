@@ -17,7 +17,7 @@ class ParallelStreamer(Protocol):
     """Interface of a streamer of many rows. Pass an object with these methods as `streamer=`.
 
     Streamers of transformers work where a call has one row. If the streamer has a method `fail(error)`, it is called
-    with the error that ends a call of `generate`, also with one about an invalid argument.
+    with the error that ends a call of `generate`, including errors about invalid arguments.
     """
 
     def put(self, value: Any) -> None:
@@ -126,7 +126,7 @@ def report_errors(streamer: Any) -> Iterator[None]:
 
 
 class FinalTokens:
-    """Passes tokens to a streamer (None: drops them) once they are final; rows without one show padding meanwhile."""
+    """Passes final tokens to a streamer, if there is one; rows without a queued token receive the padding token."""
 
     def __init__(self, streamer: Any, num_rows: int, pad_token_id: int) -> None:
         self.streamer, self.pad_token_id = streamer, pad_token_id

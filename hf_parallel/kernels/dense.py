@@ -1,8 +1,8 @@
-"""Dense attention that also returns the log-sum-exp, by the best primitive of the device.
+"""Dense attention that also returns the log-sum-exp, computed by the fastest kernel available on the device.
 
 PyTorch's fused kernels serve most calls. On a GPU, FlashAttention serves calls without a mask: the flash-attn package
-where it is installed, PyTorch's own otherwise. Calls that no fused kernel supports (soft-capping, other devices) are
-computed by plain matrix products.
+where it is installed, PyTorch's own otherwise. Calls that no fused kernel supports (for example with
+soft-capping) are computed by plain matrix products.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def _triton_unavailable(device: torch.device, interpreted: bool) -> str:
 def _flash_unavailable(device: torch.device) -> str:
     if reason := _too_old(device) if device.type == "cuda" else "flash-attn needs a CUDA device":
         return reason
-    return "" if flash_package() else "PyTorch's FlashAttention serves instead: pip install 'hf_parallel[flash-attn]'"
+    return "" if flash_package() else "PyTorch's FlashAttention is used until you pip install 'hf_parallel[flash-attn]'"
 
 
 def _too_old(device: torch.device) -> str:
@@ -128,7 +128,7 @@ def _backend(keys: Tensor, values: Tensor) -> ModuleType:
 
 
 def capturable(keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernels of a layer's storage can be captured: they read all that changes from device memory."""
+    """Whether the kernels for a layer's storage can be captured: all inputs that change are in device memory."""
     return _backend(keys, values) not in (reference, torch_attention)
 
 
@@ -155,7 +155,7 @@ def block_attention(
 
     Notes
     -----
-    Keys and values of a block are read once, regardless of how many rows see it (Hydragen, section 3.2); partial
+    Keys and values of a block are read once per tile of rows, not once per row (Hydragen, section 3.2); partial
     results are merged by their log-sum-exp (Hydragen, eq. 5).
     """
     backend = torch_attention if is_prefill(keys, values, plan, params.softcap) else _backend(keys, values)
@@ -163,7 +163,7 @@ def block_attention(
 
 
 def is_prefill(keys: Tensor, values: Tensor, plan: AttentionPlan, softcap: float | None) -> bool:
-    """Whether FlashAttention is faster for a pass than kernels for few queries, and no backend was selected."""
+    """Whether a GPU pass has a run of new tokens so long that FlashAttention is faster; False if a backend is set."""
     if not keys.is_cuda or os.environ.get(BACKEND_VARIABLE) or softcap is not None or keys.shape != values.shape:
         return False
     return plan.cached("longest run", lambda: longest_run(plan)) > SCHEDULED_RUN

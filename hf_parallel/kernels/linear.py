@@ -1,7 +1,7 @@
 """Linear layers on a CPU in float32: a compiled kernel for few tokens, oneDNN for more.
 
-A decode step is bound by reading the weights, so a few rows, or a draft, should cost little more than one token. MKL,
-which PyTorch uses for these products, took up to twice as long as that on the CPUs it was measured on (docs/cpu.md).
+A decode step is bound by reading the weights, so a few rows, or a draft, should cost little more than one token. With
+MKL, which PyTorch uses, passes of two to eight tokens took up to twice as long as passes of one (docs/cpu.md).
 `HF_PARALLEL_LINEAR=torch` leaves the layers to PyTorch.
 """
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hf_parallel.kernels import native
 
 LINEAR_VARIABLE = "HF_PARALLEL_LINEAR"
-LEAST_WEIGHTS = 1 << 16  # of a layer, below which the choice of library does not matter
+LEAST_WEIGHTS = 1 << 16  # smaller layers are left to PyTorch: the library makes no difference
 
 _PASSES: dict[str, dict[int, float]] = {
     "native": {1: 1.0, 8: 1.0, 16: 1.68, 32: 2.3, 128: 5.6},
@@ -29,7 +29,7 @@ _PASSES: dict[str, dict[int, float]] = {
     "torch": {1: 1.0, 2: 1.5, 8: 1.5, 16: 1.77, 32: 2.2, 128: 5.3},
 }
 """Duration of a forward pass by its number of tokens, relative to a pass of one token, for each library: measured in
-float32 on an AMD EPYC (docs/cpu.md). Up to eight tokens of the native kernel, measured as 1.1, are set to 1."""
+float32 on an AMD EPYC (docs/cpu.md). Native passes of up to eight tokens took up to 1.1; the table says 1."""
 _PLAIN = nn.Linear.forward
 
 
@@ -37,9 +37,9 @@ _PLAIN = nn.Linear.forward
 def linear_layers(model: nn.Module) -> Iterator[None]:
     """Compute a model's large float32 linear layers on the CPU with the compiled kernel and oneDNN.
 
-    Results differ from PyTorch's in the last bits, as they do between batch sizes. Layers whose `forward` was replaced
-    are left unchanged; calls that need gradients or run under autocast use PyTorch. Other threads that use the model
-    use the same layers. Raises `ValueError` if `HF_PARALLEL_LINEAR` names no library, or one that is not available.
+    Results differ from PyTorch's in the last bits, as they do between batch sizes. Layers whose `forward` was already
+    replaced are left unchanged; calls that need gradients or run under autocast use PyTorch. Other threads also see the
+    replacement. Raises `ValueError` if `HF_PARALLEL_LINEAR` names no library, or one that is not available.
     """
     forward = _replacement()
     replaced = [] if forward is None else [(m, MethodType(forward, m)) for m in model.modules() if _is_large_linear(m)]
@@ -56,7 +56,7 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
 def linear_backend(model: PreTrainedModel) -> str:
     """Return the library whose costs `pass_cost` uses for a model: `native`, `onednn` or `torch`.
 
-    They were measured in float32 only: other dtypes use those of `torch`.
+    Costs were measured on a CPU in float32: other dtypes and devices use those of `torch`.
     """
     forward = _replacement()
     if forward is None or model.dtype != torch.float32 or model.device.type != "cpu":
@@ -87,7 +87,7 @@ def _library(name: str) -> str:
         raise ValueError(f"{LINEAR_VARIABLE}={name} cannot be used: this PyTorch was built without oneDNN")
     if name == "native" and (reason := native.unavailable_reason()):
         raise ValueError(f"{LINEAR_VARIABLE}=native cannot be used: {reason}")
-    # Without MKL (on ARM), PyTorch's own choice was not measured.
+    # Without MKL (on ARM), nothing was measured: PyTorch computes the layers.
     return name or ("native" if has_onednn and torch.backends.mkl.is_available() else "torch")
 
 
@@ -119,6 +119,6 @@ def _forward_by_onednn(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  #
 def _is_supported(layer: nn.Linear, x: torch.Tensor) -> bool:
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return False
-    if layer.bias is not None and layer.bias.shape != layer.weight.shape[:1]:  # PyTorch broadcasts one element
+    if layer.bias is not None and layer.bias.shape != layer.weight.shape[:1]:  # PyTorch would broadcast it
         return False
     return type(x) is torch.Tensor and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0

@@ -24,8 +24,8 @@ from transformers.utils import logging
 from hf_parallel.files import cache_folder
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
-MAX_ROWS = 1024  # query rows per KV head up to which the attention kernel was measured to be faster
-MAX_TOKENS = 16  # up to which the kernel of linear layers was measured to be faster than oneDNN (docs/cpu.md)
+MAX_ROWS = 1024  # query rows per KV head up to which the attention kernel was measured to be faster than PyTorch
+MAX_TOKENS = 16  # tokens up to which the kernel of linear layers was measured to be faster than oneDNN (docs/cpu.md)
 
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.c", "cpu_linear.c"))
@@ -56,7 +56,7 @@ class _Layer(ctypes.Structure):
 class NativeCalls:
     """Calls of a schedule as an array of C structs, shared by all layers of one shape.
 
-    Each call gives `_Call`'s fields: integers, or contiguous tensors for pointers (absent: NULL).
+    Each call maps fields of `_Call` to integers or, for pointers, contiguous tensors; missing fields are 0 or NULL.
     """
 
     def __init__(self, calls: Sequence[Mapping[str, Any]]) -> None:
@@ -92,12 +92,12 @@ def attend(
     sink_pointer = None if sinks is None else sinks.data_ptr()
     call_array = calls.array, len(calls.array)
     if library.attend(ctypes.byref(layer), sink_pointer, tokens, *call_array, torch.get_num_threads()):
-        raise MemoryError(f"attention of {tokens} tokens x {heads} heads found no memory for its partial sums")
+        raise MemoryError(f"attention of {tokens} tokens x {heads} heads cannot allocate its partial sums")
     return out, lse
 
 
 def supports_linear(tokens: int) -> bool:
-    """Whether the kernel of linear layers supports so many tokens."""
+    """Whether the kernel of linear layers supports an input of `tokens` tokens."""
     return tokens <= MAX_TOKENS and _library() is not None
 
 
@@ -124,10 +124,10 @@ def unavailable_reason() -> str:
 
 @lru_cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None with a warning on first use."""
+    """The compiled kernels; None if they are disabled or, after one warning, not available."""
     library, reason = _load()
     if library is None and os.environ.get(NATIVE_VARIABLE) != "0":
-        _logger.warning(f"attention and linear layers on the CPU use other kernels, as compiling failed: {reason}")
+        _logger.warning(f"CPU attention and linear layers are slower, as the C kernels could not be compiled: {reason}")
     return library
 
 
@@ -148,7 +148,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _compile() -> Path:
-    """Path of the shared library, compiled unless these sources were compiled for this processor before."""
+    """Path of the shared library. Compiles it unless it is cached for these sources, compiler and processor."""
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
         raise RuntimeError("no C compiler was found (set CC)")
@@ -168,7 +168,7 @@ def _compile() -> Path:
 
 
 def _processor() -> str:
-    """Identifies processors with the same instruction set."""
+    """String that is equal for processors with the same instruction set."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -59,13 +59,13 @@ class DeviceBuffers(Derived):
 class Increments:
     """Difference between the plan of a decode step and that of the next step of the same rows: int64 `[P]` each.
 
-    Constant from step to step: each block grows by one token or not at all. Every `write_index` grows by one.
+    Constant from step to step, except `lo`: a block grows by one token or not at all, every `write_index` by one.
     """
 
     delta: np.ndarray  # added to pair_delta
     position: np.ndarray  # added to pair_position
     hi: np.ndarray  # added to pair_hi
-    lo: np.ndarray | None = None  # added to pair_lo by the next step only, if the start of a window enters a block
+    lo: np.ndarray | None = None  # added to pair_lo, under a sliding window only; not constant: it holds for one step
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class AttentionPlan:
     pair_delta: np.ndarray
     """`[P]`. Positions by which the query is rotated before it attends to the block."""
     pair_position: np.ndarray
-    """`[P]`. True position of the query relative to the start of the block: `p - start`."""
+    """`[P]`. Position of the query in the row's view, counted from the start of the block."""
     pair_lo: np.ndarray
     pair_hi: np.ndarray
     """`[P]`. The query sees keys `lo <= j < hi` of the block."""
@@ -132,7 +132,7 @@ class AttentionPlan:
         return self.derived[key]
 
     def count_by_query(self, queries: np.ndarray) -> np.ndarray:
-        """Return how often each query occurs in `queries`; raises ValueError if one does not, as it sees no key."""
+        """Return how often each query occurs in `queries`; raises ValueError if one is absent: it sees no key."""
         counts = np.bincount(queries, minlength=self.num_queries)
         if self.num_queries and counts.min() == 0:
             raise ValueError(f"query {int(counts.argmin())} of the pass sees no key")
@@ -142,7 +142,7 @@ class AttentionPlan:
         """Return the plan of the next decode step over the same blocks, with derived objects carried over."""
         step = self.increments
         assert step is not None, "only a decode step has a next step"
-        assert step.lo is None, "a plan under a window is narrowed from the next step's plan"
+        assert step.lo is None, "take the next step of the plan without a window, then call windowed()"
         plan = replace(
             self,
             pair_delta=self.pair_delta + step.delta,
@@ -185,7 +185,7 @@ class AttentionPlan:
     def write_view(self, num_kv_heads: int) -> tuple[int, int, int] | None:
         """First row, token stride and head stride (in rows) of the new tokens; None if they are not evenly spaced.
 
-        They are in a prefill and in a decode step over blocks allocated together. Otherwise see `write_rows`.
+        New tokens of one row, and of a decode step over blocks allocated together, are evenly spaced.
         """
 
         def make() -> tuple[int, int, int] | None:

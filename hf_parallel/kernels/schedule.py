@@ -1,8 +1,8 @@
 """Schedule: the few dense attention calls that compute an AttentionPlan (Hydragen, sections 3.1 to 3.3).
 
 All queries that see a block attend to it in one call. Blocks of equal shape that are evenly spaced in the arena, such
-as the suffixes of many completions, share one batched call. A long run of new tokens is split into a full part and a
-plain causal part, so that no mask is built for it.
+as the suffixes of many completions, share one batched call. A long run of new tokens is split into a call over the
+keys before it and a causal call, so that no mask is built for it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from hf_parallel.kernels.plan import AttentionPlan, Derived, Increments
 
 CAUSAL_RUN = 16  # new tokens of one row from which a causal call of its own is cheaper than a mask
-MASK_TILE = 256  # queries per masked call: a sliding window then touches a band of keys, not all of them
-PADDED_KEYS = 4096  # keys that a batched call may read without use, in addition to as many as it uses
+MASK_TILE = 256  # queries per masked call, so that under a sliding window a call reads a band of keys, not all
+PADDED_KEYS = 4096  # unused keys read by a batched call: at most this many more than used ones
 
 MergeIndex = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -40,7 +40,7 @@ class Call:
     causal: bool = False
     lo: np.ndarray | None = None  # int64 [N, M]
     hi: np.ndarray | None = None
-    increments: tuple[int, int] | None = None  # of start and end per decode step; None if blocks differ
+    increments: tuple[int, int] | None = None  # of the key range's start and end per decode step; None if pairs differ
 
     @property
     def num_queries(self) -> int:
@@ -48,7 +48,7 @@ class Call:
         return len(self.pairs) // self.num_blocks
 
     def next_step(self) -> Call | None:
-        """Return the call of the next decode step; None if a query would see no key or blocks move differently."""
+        """Return the call of the next decode step; None if a query would see no key or ranges change unequally."""
         if self.increments is None:
             return None
         start, end = self.increments
@@ -66,13 +66,13 @@ class Schedule(Derived):
     """The calls of a plan and how their results are merged."""
 
     calls: list[Call]
-    merge: np.ndarray  # int64 [K, T], each query's partial results in the concatenated ones, padded with -1
-    in_order: bool  # whether `merge` is 0, 1, 2, ...: each call holds all queries in order
+    merge: np.ndarray  # int64 [K, T], index of each query's partial results in all calls' results, padded with -1
+    in_order: bool  # whether `merge` is 0, 1, 2, ...: the results are K times all queries in order
     increments: Increments | None = None  # the plan's, from which those of the calls were computed
     merge_indices: dict[torch.device, MergeIndex] = field(default_factory=dict, repr=False)  # shared by following steps
 
     def next_step(self, plan: AttentionPlan) -> Schedule | None:
-        """Return the schedule of the next decode step's plan: the same calls over shifted keys."""
+        """Return the schedule of the next decode step: the same calls over its key ranges; None if a call has none."""
         calls = [following for call in self.calls if (following := call.next_step()) is not None]
         if len(calls) < len(self.calls):
             return None
@@ -174,14 +174,14 @@ def _batch(calls: list[Call]) -> list[Call]:
 def _evenly_spaced(origins: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[int, int]:
     """Return the number of leading calls that one batched call can replace, and their spacing.
 
-    Takes the extents' origins, ascending, and the range of each that its call reads: int64 `[calls]`. Gaps in the
-    spacing are bridged as long as they are fewer than the extents present and few unused keys are read (`PADDED_KEYS`).
+    Takes the extents' origins, ascending, and the range of each that its call reads: int64 `[calls]`. The batch
+    may contain gaps, at most as many as extents, and may read a limited number of unused keys (`PADDED_KEYS`).
     """
     gaps = np.diff(origins)
     if not len(gaps) or gaps[0] <= 0:  # a single call, or two calls over one extent
         return 1, 0
     spacing = int(gaps[0])
-    slots = np.cumsum(gaps // spacing) + 1  # of the first two calls, the first three, ...
+    slots = np.cumsum(gaps // spacing) + 1  # extents and gaps of the first two calls, the first three, ...
     even = (gaps % spacing == 0) & (gaps > 0) & (slots <= 2 * np.arange(2, len(origins) + 1))
     longest = np.maximum.accumulate(ends)[1:] - np.minimum.accumulate(starts)[1:]
     fits = longest * slots <= 2 * np.cumsum(ends - starts)[1:] + PADDED_KEYS
@@ -208,7 +208,7 @@ def _join(calls: list[Call], spacing: int) -> Call:
 
 
 def _with_increments(plan: AttentionPlan, call: Call) -> Call:
-    """Add the number of keys by which the call's blocks move in the next decode step."""
+    """Add the increments of the call's key range; None if they differ between its pairs."""
     step = plan.increments
     if step is None or call.causal:
         return call

@@ -1,8 +1,8 @@
 """Block attention with PyTorch's own kernels, on any device.
 
 Each call of the schedule is one dense attention call that also returns the log-sum-exp; partial results are merged
-exactly (Hydragen, eq. 5). On a CPU, decode steps and short appends are computed by the compiled kernel of `native.py`,
-which reads each block once for all heads and rows.
+exactly (Hydragen, eq. 5). On a CPU in float32, the compiled kernel of `native.py` computes decode steps and short
+appends; it reads each block once for all heads and rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by, table_dtype
 from hf_parallel.kernels.schedule import Call, Schedule, make_schedule
 from hf_parallel.kernels.storage import LayerStorage, TokenRange, storage_row
 
-UNPACKED_QUERIES = 32  # per block, from which packing grouped heads gains nothing over one product per head
+UNPACKED_QUERIES = 32  # queries per block from which packing grouped heads is not faster than one product per head
 NATIVE_RUN = 32  # queries of a block up to which the compiled kernel serves calls with a mask
-MASK_ALIGNMENT = 16  # of the rows of a mask: PyTorch's memory-efficient attention requires it on a GPU
+MASK_ALIGNMENT = 16  # elements; alignment of a mask's rows that PyTorch's memory-efficient attention requires on a GPU
 
 StridedView = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides and offset for `torch.as_strided`
 
@@ -154,7 +154,7 @@ def _attend(
     """One dense call of queries `[N * M, heads, head_dim]` to keys and values `[N, kv_heads, L, head_dim]`.
 
     Heads that share a KV head are packed with the queries into one row dimension, so that keys are read once per KV
-    head. They are not packed under a causal mask, or if there are enough queries without it. Returns the output
+    head. They are not packed in a causal call, or from `UNPACKED_QUERIES` queries per block. Returns the output
     `[N * M, heads, head_dim]` and the log-sum-exp `[N * M, heads]`.
     """
     n, m, kv_heads, causal, mask = len(k), len(q) // len(k), k.shape[1], call.call.causal, call.mask
@@ -173,7 +173,7 @@ def _attend(
 
 
 def _merge(outs: list[Tensor], lses: list[Tensor], schedule: Schedule, sinks: Tensor | None, query: Tensor) -> Tensor:
-    """Merge partial results by their log-sum-exp (Hydragen, eq. 5); a sink is one more partial result of zeros."""
+    """Merge partial results by their log-sum-exp (Hydragen, eq. 5); a sink is one more result, whose output is zero."""
     count = len(schedule.merge)
     if count == 1 and sinks is None and schedule.in_order:
         return outs[0] if len(outs) == 1 else torch.cat(outs)

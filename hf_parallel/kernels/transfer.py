@@ -1,4 +1,4 @@
-"""Copies of integers between the CPU and a device that do not wait for queued GPU work."""
+"""Asynchronous copies between the CPU and a device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 def to_device(numbers: np.ndarray | Sequence[int], device: torch.device) -> torch.Tensor:
     """Return integers as `int64 [n]` on a device, without waiting for queued GPU work.
 
-    The copy goes through pinned memory: a copy from pageable memory would block until the GPU reaches it.
+    The copy goes through pinned memory: a copy from pageable memory would wait for all GPU work queued before it.
     """
     tensor = torch.as_tensor(numbers, dtype=torch.int64)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class HostCopy:
-    """Asynchronous copy of a tensor to host memory. Reading it waits for the GPU work queued before the copy only.
+    """Asynchronous copy of a tensor to host memory. Reading it waits only for GPU work queued before the copy.
 
     The source, of any shape and dtype, must not be written to before the copy has been read.
     """

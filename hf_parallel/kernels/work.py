@@ -1,4 +1,4 @@
-"""Partition of a plan's attention into equal work items for the programs of a GPU (stream-K).
+"""Partition of a plan's attention into work items, in equal parts for the programs of a GPU (stream-K).
 
 Work is split by keys, not by blocks (Hogwild! Inference, appendix B). The keys that each tile of rows reads are laid
 out one tile after another, and this sequence is cut into equal parts, one per program. A tile that is cut becomes two
@@ -16,7 +16,7 @@ from hf_parallel.kernels.plan import AttentionPlan
 
 ITEM_FIELDS = ("origin", "capacity", "first", "start", "stop", "first_pair", "num_pairs", "first_slot", "rotated")
 ITEM_COST = 1  # of starting a tile (reading and rotating its queries, writing its results), in steps over keys
-MIN_STEPS = 2  # over keys, below which a program is not worth starting: its partial results have to be merged
+MIN_STEPS = 2  # minimum steps over keys per program; with fewer, merging its results costs more than it saves
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Work:
     """Work items of a plan's attention.
 
     An item (`ITEM_FIELDS`) consists of the block's extent and first index in it, the keys `start <= j < stop` of the
-    block, the pairs (from index `first_pair` of `pairs`), the first slot for its results, and whether any is rotated.
-    Program `i` of a partition has the items `offsets[i] : offsets[i + 1]`.
+    block, the pairs (from index `first_pair` of `pairs`), the first slot of its results, whether any pair is rotated.
+    Program `i` of partition `p` computes the items `item_offsets[p][i] : item_offsets[p][i + 1]`.
     """
 
     items: np.ndarray  # int32 [W, 9]
     item_offsets: list[np.ndarray]  # int32 [max_programs + 1] per partition
-    pairs: np.ndarray  # int64 [P], the plan's pairs that see any key, in its order
+    pairs: np.ndarray  # int64 [P], indices of the plan's pairs that see any key within the horizon, ascending
     merge_start: np.ndarray  # int32 [T + 1], offsets into merge_slot
     merge_slot: np.ndarray  # int32 [S], slots of the partial results of each query
-    max_items: int  # upper bounds of W and S for blocks of any length with as many rows
+    max_items: int  # upper bounds of W and S for the same pairs over blocks of any length
     max_slots: int
 
 
@@ -112,7 +112,7 @@ def _visible_pairs(plan: AttentionPlan, window: int | None, horizon: int) -> tup
     plan.count_by_query(plan.pair_query[start < stop])
     if horizon:
         assert plan.increments is not None, "only a decode step has a horizon"
-        stop = stop + horizon * plan.increments.hi  # the start of a window only moves forward
+        stop = stop + horizon * plan.increments.hi  # start needs no change: under a window it only grows
     pairs = np.flatnonzero(start < stop)
     return pairs, start[pairs], stop[pairs]
 
@@ -122,7 +122,7 @@ def _split_evenly(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Split tiles over keys `start <= j < stop` evenly among programs.
 
-    Returns the tile, first and last key of each item `[W]`, and the items' offsets by program `[max_programs + 1]`.
+    Returns the tile, start and stop of each item `[W]`, and the items' offsets by program `[max_programs + 1]`.
     """
     steps = -(-(stop - start) // partition.block_n)
     cost = steps + ITEM_COST

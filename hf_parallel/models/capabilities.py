@@ -31,8 +31,8 @@ from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelErro
 PROBE_POSITIONS = (1, 7)  # the queries of one token at these positions are compared with those at position 0
 CHECK_SHARED, CHECK_TAILS = 5, (2, 3)  # numbers of shared tokens and of each row's own in the comparison of logits
 
-# Relative errors allowed in float32 and in half precision. Unrelated logits have 1.4; half precision may route to
-# other experts.
+# Relative errors allowed in float32 and in half precision, in which a token may be routed to other experts. The
+# relative error of unrelated logits is 1.4.
 QUERY_TOLERANCE = (1e-4, 3e-2)
 LOGITS_TOLERANCE = (1e-2, 0.7)
 
@@ -73,7 +73,7 @@ class Capabilities:
 
 
 def probe_capabilities(model: PreTrainedModel) -> Capabilities:
-    """Probe a model in a few forward passes over single tokens, and two over ten tokens.
+    """Probe a model in a few forward passes over single tokens, and two over at most ten tokens.
 
     Raises `UnsupportedModelError` with the reason if the model cannot run under block attention.
     """
@@ -83,7 +83,7 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
         queries: dict[int, Queries] = {}
         far = [_position_limit(model) - 1] if _frequencies(model) else []
         with block_attention_enabled(model, recorder):
-            # The far position comes first: where frequencies follow the position, the near ones restore them.
+            # The far position comes first: if it changes the RoPE frequencies (dynamic), the near ones restore them.
             for position in (*far, 0, *PROBE_POSITIONS):
                 _run_one_token(model, recorder, position)
                 queries[position], recorder.queries = recorder.queries, {}
@@ -94,7 +94,7 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
 
 
 def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
-    """Return the capabilities of a model that `load_embedded_model` has just returned; probe it once per version.
+    """Return the capabilities of a model that `load_embedded_model` has just returned; probe it unless they are saved.
 
     The saved file is keyed by the model's config and dtype, the versions of torch and transformers, and the source of
     the probing code. Any other model may have been modified and must be probed.

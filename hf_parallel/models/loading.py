@@ -32,7 +32,7 @@ def load_model(
 
 
 def _check_hub(name: str) -> None:
-    """Fail at once for a model that cannot be found; `from_pretrained` would retry for a minute."""
+    """Raise `ValueError` at once if the Hub cannot be reached; `from_pretrained` would retry for a minute."""
     if try_to_load_from_cache(name, "config.json") is not None:
         return
     try:
@@ -41,5 +41,5 @@ def _check_hub(name: str) -> None:
         return
     except (HTTPError, OfflineModeIsEnabled) as error:
         raise ValueError(
-            f"there is no folder {name!r}, nothing of it is in the Hub's cache, and the Hub is out of reach: {error}"
+            f"there is no folder {name!r}, nothing of it is in the Hub's cache, and the Hub cannot be reached: {error}"
         ) from error

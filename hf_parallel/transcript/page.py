@@ -77,7 +77,7 @@ def _facts(passes: int, stats: Mapping[str, Any]) -> list[tuple[Any, str]]:
 
 
 def _section(section: Mapping[str, Any], style: Mapping[str, str]) -> dict[str, Any]:
-    """Return a section as the template needs it: grid rows, cards with their places, and the rest unchanged."""
+    """Return a section as the template needs it, with grid rows and the positions of the cards."""
     cards = section["cards"]
     intervals = _intervals(cards)
     heights = [min(max(16, 3 * (end - begin)), 240) for begin, end in intervals]  # pixels
@@ -93,7 +93,7 @@ def _section(section: Mapping[str, Any], style: Mapping[str, str]) -> dict[str, 
 
 
 def _intervals(cards: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Return the rows of the grid: intervals of passes in which no card begins, ends or goes.
+    """Return the rows of the grid: intervals of passes in which no card begins, ends or is removed.
 
     Cards without a pass, such as given text, have a row of their own. The last row follows the last pass.
     """

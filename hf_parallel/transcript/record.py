@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 COMPUTED, DRAFTED, REPLAYED, HOTSPOT = "m", "d", "r", "h"
-"""Origins of a token: a forward pass of its own; the forward pass of an earlier token, as an accepted draft token;
-replayed from cached logits; replayed and sampled again at a hotspot."""
+"""Origins of a token, in this order: computed in a forward pass of its own; accepted as a draft token in the pass of an
+earlier token; replayed from cached logits; sampled again from cached logits at a hotspot."""
 
 
 class Event(NamedTuple):
@@ -46,7 +46,7 @@ class Record:
         return "" if self.config is None else self.config.mode
 
     def place(self, row: int) -> tuple[int, int | None]:
-        """Return the prompt of a row and its column (None: the row spans all columns)."""
+        """Return the index of a row's prompt, and the row's column (None: it spans all columns)."""
         place = self.config.place(row, len(self.prompts))
         return place.prompt, place.column
 

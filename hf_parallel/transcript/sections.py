@@ -1,7 +1,7 @@
 """Transcript of a call as plain data, for JSON and the HTML page.
 
 A transcript has one section per prompt, a section has columns (workers, branches, completions), and a column has cards:
-pieces of text that a row wrote without interruption, such as a step.
+consecutive text of one row, such as a step or a completion.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GIVEN = "g"
 
 @dataclass
 class Card:
-    """Text that a row wrote without interruption, such as a step."""
+    """Consecutive text of one row, such as a step or a completion."""
 
     column: int | None  # None: it spans all columns
     begin: int  # decode pass after which it began
@@ -63,7 +63,7 @@ class Section:
 
 def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
     """Return the cards of each prompt from the events of a call."""
-    keep_steps = bool(record.config.transcript_style.history)  # finished steps outlive their worker in the history
+    keep_steps = bool(record.config.transcript_style.history)  # the history keeps the finished steps of removed workers
     origins = {row: iter(letters) for row, letters in record.origins.items()}
     found: dict[int, list[Card]] = {}
     open_cards: dict[int, Card] = {}
@@ -181,7 +181,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_run(run: Any) -> Mapping[str, Any]:
-    """Return a transcript that was read from a file; raise `ValueError` if it is none, or of another version."""
+    """Return a transcript that was read from a file; raise `ValueError` if it is invalid or of another version."""
     if not isinstance(run, Mapping) or run.get("format") != FORMAT:
         raise ValueError(f"not a transcript: it must be a JSON object whose 'format' is {FORMAT!r}")
     if run.get("version") != VERSION:

@@ -1,7 +1,7 @@
 """The generation modes. Each is one module or package with its settings, rows, prompts, output and presets.
 
-All modules in this folder are imported, which registers the modes among them. Names listed here are public in
-`hf_parallel`.
+Importing this package imports all modules in its folder, which registers their modes. The names in `__all__` are
+public in `hf_parallel`.
 """
 
 from importlib import import_module

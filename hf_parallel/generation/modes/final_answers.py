@@ -25,7 +25,7 @@ def check_pattern(name: str, pattern: Any) -> None:
 
 
 def find_answer(pattern: str, text: str) -> str | None:
-    """Return the last final answer in a text that is not blank, or None.
+    """Return the last non-blank final answer in a text, or None.
 
     An answer is the first group of `pattern`, if it has one, else the whole match. An empty pattern matches nothing.
     """
@@ -36,13 +36,13 @@ def find_answer(pattern: str, text: str) -> str | None:
 
 
 def normal_form(answer: str) -> str:
-    r"""Return the same string for answers that mean the same.
+    r"""Normalize an answer, so that equivalent answers give the same string.
 
     Ignores case, surrounding and repeated whitespace, a full stop at the end, surrounding dollar signs and `\text{}`.
     Numbers are compared by value: `1,000.0` becomes `1000`.
 
-    Votes need one key per answer, for text as well as for numbers. `math_verify` compares a pair of formulas, and its
-    comparison is not symmetric, so it cannot count votes.
+    Votes are counted by this string. `math_verify` cannot replace it: it compares two formulas instead of returning a
+    key, and its comparison is not symmetric.
     """
     plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", answer)
     plain = " ".join(plain.split()).strip("$ ").removesuffix(".").strip("$ ").casefold()
@@ -55,10 +55,10 @@ def normal_form(answer: str) -> str:
 
 
 def majority(answers: Sequence[str | None]) -> tuple[int, dict[str, int]]:
-    """Count votes; of several winners the first wins (Wang et al., Self-Consistency, 2022).
+    """Count votes; a tie goes to the answer that occurs first (Wang et al., Self-Consistency, 2022).
 
     Return the index of the first answer that equals the winner (0 without votes), and the votes by normal form in order
-    of first occurrence. None does not vote.
+    of first occurrence. None is not counted.
     """
     forms = [None if answer is None else normal_form(answer) for answer in answers]
     votes = Counter(form for form in forms if form is not None)

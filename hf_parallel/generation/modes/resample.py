@@ -33,5 +33,5 @@ class ResampleConfig(SharedPrefixConfig):
     def prepare(self, kwargs: dict[str, Any]) -> Any:
         """Check that there is a LogitsCache; see `SharedPrefixConfig.prepare`."""
         if self.logits_cache is None:
-            raise ValueError("generation_mode='resample' needs logits_cache=hf_parallel.LogitsCache(), kept by you")
+            raise ValueError("resample needs a logits_cache: pass one hf_parallel.LogitsCache() to all calls")
         return super().prepare(kwargs)

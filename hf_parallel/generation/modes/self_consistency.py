@@ -35,16 +35,16 @@ class SelfConsistencyConfig(ReplayConfig):
     num_answers : int
         Answers per prompt. More than one need `do_sample=True`.
     vote : str
-        `majority`: returns the first answer whose final answer has most votes, as `generate` would have returned it.
+        `majority`: returns the first answer whose final answer has the most votes, as `generate` would return it.
         `final`: appends all answers to the prompt, one after the other, and lets the model continue after
         `conclusion_prompt`.
     answer_pattern : str
         Regular expression of a final answer: its first group, if it has one, else the whole match. The last match in a
         text counts. Empty: no final answers are extracted, which only `final` allows.
     answer_header : str
-        Precedes each answer that the model reads; `{number}` is filled in.
+        With `vote="final"`, precedes each answer; `{number}` is filled in.
     conclusion_prompt : str
-        Follows the last of these answers.
+        With `vote="final"`, follows the last answer; the conclusion continues it.
     conclusion_tokens : int
         Token budget of the conclusion, which stops at its final answer.
 
@@ -123,7 +123,7 @@ class SelfConsistencyRun(StagedRun):
         """Generate all answers, then choose or conclude."""
         config, call, n = self.config, self.call, self.config.num_answers
         answers = [[self.completion(prompt, prompt * n + i) for i in range(n)] for prompt in range(call.num_rows)]
-        ids = call.input_ids.repeat_interleave(n, dim=0)  # as processors see them
+        ids = call.input_ids.repeat_interleave(n, dim=0)  # the prompts that processors receive
         loop = self.run_stage(answers, input_ids=ids, seed=config.seed)
         texts = [[answer.text for answer in rows] for rows in answers]
         found = [[find_answer(config.answer_pattern, text) for text in of_prompt] for of_prompt in texts]
@@ -153,7 +153,7 @@ class SelfConsistencyRun(StagedRun):
             )
             for prompt, tokens in enumerate(read)
         ]
-        rngs = loop.sampler.rngs  # a conclusion continues the randomness of its prompt's first answer
+        rngs = loop.sampler.rngs  # a conclusion continues the RNG of its prompt's first answer
         loop = self.run_stage([conclusions], seed=None if rngs is None else rngs[:: config.num_answers])
         final = [self._final_answer(row.text) for row in conclusions]
         fields |= {"answers": final, "conclusions": [row.prefix + row.text for row in conclusions]}
@@ -194,8 +194,8 @@ class SelfConsistencyOutput(ParallelOutput):
     Attributes
     ----------
     sequences : int64 [batch, length]
-        `majority`: each prompt with the chosen answer. `final`: each prompt with all that the model read after it, and
-        the conclusion.
+        `majority`: each prompt with the chosen answer. `final`: each prompt with all answers and their headers,
+        `conclusion_prompt` and the conclusion.
     scores, logits : tuple of [batch, vocabulary], optional
         Of the chosen answer, or of the tokens after `conclusion_prompt`.
     """
@@ -212,7 +212,7 @@ class SelfConsistencyOutput(ParallelOutput):
     answers: list[str | None] | None = None
     """Per prompt the final answer."""
     conclusions: list[str] | None = None
-    """Per prompt the conclusion, its prompt included; empty for `majority`."""
+    """Per prompt the conclusion, `conclusion_prompt` included; empty for `majority`."""
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """Return the votes and the chosen answer."""

@@ -40,11 +40,11 @@ class SharedPrefixConfig(ReplayConfig):
         alone. Tokens are a list of ints, a 1-D tensor, or a string if a `tokenizer` is given. A tuple lists several
         roots. There is one row per leaf, depth first. Default: the shared prefixes of the rows of `input_ids`.
     keep_completions : bool
-        Whether a cache that outlives the call keeps the completions too, so that they can be continued.
+        Whether the cache keeps the completions after the call, so that later calls can continue them.
     draft_tokens : int, optional
         With a `logits_cache`, the maximum number of draft tokens that a row verifies per forward pass (speculative
         decoding by n-gram lookup in the prompt and in its earlier samples). Does not change samples, and is skipped
-        where it does not pay. 0: no drafts. Default: 15 where the model runs on the CPU, else 0.
+        where it is not expected to save time. 0: no drafts. Default: 15 where the model runs on the CPU, else 0.
     """
 
     mode: ClassVar[str] = "shared_prefix"
@@ -117,7 +117,7 @@ class SharedPrefixRun:
         return output
 
     def _leaf(self, row: int) -> Node:
-        """Return the leaf of a prompt, sharing prefixes with other prompts or as `levels` says."""
+        """Insert a prompt into the cache, node by node if given as `levels`. Return its leaf."""
         node = self.cache.root
         for tokens in self.call.prepared[row] if self.call.prepared else [self.call.prompts[row]]:
             node = self.cache.insert(tokens, root=node)
@@ -188,5 +188,5 @@ def _as_tokens(tokens: Any, tokenizer: Any) -> np.ndarray:
     elif isinstance(tokens, np.ndarray) or (isinstance(tokens, torch.Tensor) and not tokens.is_meta):
         tokens = tokens.tolist()
     if not isinstance(tokens, list) or not tokens or not all(is_int(t) and abs(t) < 2**63 for t in tokens):
-        raise ValueError(f"tokens of a node in levels must be non-empty ints, a 1-D tensor or text, got {given!r}")
+        raise ValueError(f"node tokens in levels must be a non-empty list of ints, 1-D tensor or text, got {given!r}")
     return np.array(tokens, dtype=np.int64)

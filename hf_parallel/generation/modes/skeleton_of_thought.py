@@ -30,11 +30,11 @@ from hf_parallel.transcript.sections import TranscriptStyle
 
 @dataclass
 class SkeletonOfThoughtConfig(ReplayConfig):
-    r"""An outline whose points are generated in parallel. `max_new_tokens` is the budget of each text, not of all.
+    r"""An outline whose points are generated in parallel. `max_new_tokens` is the budget of each part.
 
     The outline follows the prompt and `outline_prompt`. Each point follows the prompt, `point_prompt` and
-    `point_heading`. The conclusion follows the prompt, all headings and points, and `conclusion_prompt`. The answer is
-    all that follows the prompt in the end. If the outline has fewer than `min_points` points, the answer is generated
+    `point_heading`. The conclusion follows the prompt, all headings and points, and `conclusion_prompt`; together, the
+    texts after the prompt are the answer. If the outline has fewer than `min_points` points, the answer is generated
     without an outline, as plain `generate` would, and the output gives the reason in `fallback`.
 
     Parameters
@@ -46,17 +46,17 @@ class SkeletonOfThoughtConfig(ReplayConfig):
     point_pattern : str
         Regular expression of a line of the outline that is a point; its first group is the point.
     min_points, max_points : int
-        Points of an outline. Further points are dropped, and so are repeated ones.
+        Limits of the number of points. Points beyond the maximum and repeated points are dropped.
     point_prompt : str
         Asks for one point; `{skeleton}` (all points, numbered), `{number}` and `{point}` are filled in.
     point_heading : str
-        First text of a point, there and in the answer; `{number}` and `{point}` are filled in.
+        First text of a point, both after `point_prompt` and in the answer; `{number}` and `{point}` are filled in.
     point_end : str
-        Ends a point, where it follows other text. Empty: a point ends as any text does.
+        Text that ends a point if it follows other text than whitespace. Empty: points end as in plain `generate`.
     point_gap : str
-        Text between points, and between the last one and the conclusion. What a point ends with is not repeated.
+        Text between points, and before the conclusion. If a point ends with its beginning, only the rest is added.
     point_workers : int, optional
-        Points of a prompt that are generated at the same time. Default: all of them.
+        Maximum number of points of a prompt that are generated at the same time. Default: all of them.
     conclusion_prompt : str
         Asks for the conclusion, or begins it.
     outline_tokens, point_tokens, conclusion_tokens : int, optional
@@ -111,7 +111,7 @@ class SkeletonOfThoughtConfig(ReplayConfig):
                 check_int(name, getattr(self, name), at_least=least)
 
     def prepare(self, kwargs: dict[str, Any]) -> None:
-        """Check the tokenizer, and that no argument depends on row numbers."""
+        """Check that a tokenizer is given, and no `prefix_allowed_tokens_fn`."""
         check_tokenizer_given(kwargs, self.mode)
         if kwargs.get("prefix_allowed_tokens_fn") is not None:
             raise ValueError(f"prefix_allowed_tokens_fn cannot be honoured by {self.mode}: its rows are not prompts")
@@ -130,7 +130,7 @@ class SkeletonOfThoughtConfig(ReplayConfig):
         return f"Point {index}" if index else "Outline"
 
     def step_name(self, index: int, step: int, text: str) -> str:
-        """Return the name of a text: an outline's row also generates the conclusion, or the answer without points."""
+        """Return the name of a text; the outline's row also generates the conclusion or an answer without points."""
         if step == 1:
             return self.row_name(index)
         return "Conclusion" if text else "Answer"
@@ -215,7 +215,7 @@ class SkeletonAnswer:
         self.run, self.config, self.prompt, self.rng = run, run.config, prompt, rng
         self.fallback: str | None = None
         self.titles: list[str] = []
-        self.pieces: list[tuple[str, list[int]]] = []  # text and tokens of the answer before its last row
+        self.pieces: list[tuple[str, list[int]]] = []  # text and tokens of the answer before those of `last`
         self.point_completions: list[CompletionRow] = []
         self.last: CompletionRow | None = None  # the conclusion, or an answer without outline
 
@@ -280,7 +280,7 @@ class SkeletonAnswer:
 
     @property
     def conclusion(self) -> str:
-        """Conclusion, its prompt included; empty if there is none."""
+        """Conclusion, `conclusion_prompt` included; empty if there is none."""
         return "" if self.last is None or self.fallback is not None else self.last.prefix + self.last.text
 
     @property
@@ -292,10 +292,10 @@ class SkeletonAnswer:
         ]
 
     def fork_rngs(self, count: int) -> list[RowRNG]:
-        """Return independent randomness for `count` rows of the next stage; empty without a seed."""
+        """Return independent RNGs for `count` rows of the next stage; empty without a seed."""
         if self.rng is None:
             return []
-        self.rng.skip()  # so that two stages have different randomness
+        self.rng.skip()  # so that two stages have different random numbers
         return self.rng.fork(count)
 
     def _heading(self, number: int) -> str:
@@ -323,7 +323,7 @@ def _missing_end(text: str, end: str) -> str:
 class SkeletonPoint:
     """A point of an outline and its text.
 
-    `prompt` holds all tokens before those of the point, `tokens` all generated ones, an end-of-text token included.
+    `prompt` holds all tokens before those of the point, `tokens` all generated ones, an end-of-sequence token included.
     """
 
     number: int

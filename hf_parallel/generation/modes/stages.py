@@ -1,7 +1,7 @@
-"""Stage engine: completions over prompts of their own, all generated in the same forward passes.
+"""Stages of a mode: all completions of a stage, each with its own prompt, decode in the same forward passes.
 
 Modes of several stages (self-consistency, Skeleton-of-Thought) derive their run from `StagedRun`. The prompts of all
-stages share prefixes in one tree (Hydragen, section 3.3), also with the completions of earlier stages.
+stages share prefixes with each other and with earlier completions in one tree (Hydragen, section 3.3).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PROMPT_RELATIVE = (
 class CompletionRow(Row):
     """One completion over its own prompt, int64 `[length]`.
 
-    `output_row` is its number for a `ParallelStreamer`, `prefix` the end of the prompt that is streamed with the text.
+    `output_row` is its row in a `ParallelStreamer`, `prefix` the end of the prompt, which is streamed with the text.
     `is_complete` is called with the text after each token; True ends the row. `truncated`: `max_new_tokens` ended it.
     """
 
@@ -70,7 +70,7 @@ class CompletionRow(Row):
 
     @property
     def text(self) -> str:
-        """Generated text, without a token of `eos_token_id`."""
+        """Generated text, without an end-of-sequence token."""
         return self._detokenizer.text
 
     @property
@@ -228,7 +228,7 @@ class StagedRun:
 
         At most `max_active` rows of a group (default: all) decode at the same time; when one ends, the next one starts.
         `input_ids`, int64 `[rows, length]`, are the prompts as logits processors see them (default: left-padded prompts
-        of the rows). Raises `UnsupportedModelError` if a row may exceed the length of the model's RoPE frequencies.
+        of the rows). Raises `UnsupportedModelError` if a row may exceed the length at which RoPE frequencies change.
         """
         _check_lengths(self.call, [row for group in groups for row in group])
         return _Stage(self, groups, max_active, input_ids, seed).run(self._replay_config)
@@ -260,7 +260,7 @@ def _left_padded(call: GenerationCall, rows: Sequence[CompletionRow]) -> torch.T
 
 
 def _with_padding(call: GenerationCall, padding: torch.Tensor) -> GenerationCall:
-    """Return the call with a repetition penalty that ignores other padding, `int64 [rows]`."""
+    """Return the call with a repetition penalty that ignores the padding, whose length per row is int64 `[rows]`."""
     processors = LogitsProcessorList()
     for processor in call.logits_processor:
         plain = type(processor) is RepetitionPenaltyLogitsProcessor
@@ -288,7 +288,7 @@ def check_vocabulary(call: GenerationCall, texts: Sequence[str]) -> None:
 
 
 def check_no_prompt_relative_settings(call: GenerationCall, mode: str) -> None:
-    """Raise a `ValueError` for settings that completions over other prompts than the call's cannot honour."""
+    """Raise a `ValueError` for settings that depend on the call's prompts, as the completions have other prompts."""
     for name in _PROMPT_RELATIVE:
         value = getattr(call.generation_config, name, None)
         if value not in (None, 0):

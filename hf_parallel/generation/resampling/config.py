@@ -24,14 +24,14 @@ class ReplayConfig(ParallelConfig):
     Parameters
     ----------
     logits_cache : LogitsCache, optional
-        Stores the logits that the model computes. Later calls replay them without running the model, as far as their
+        Stores the logits that the model computes. Later calls replay them without running the model, as long as their
         samples agree (see `ResampleConfig`).
     replay : str or ReplayPolicy
         Which replayed tokens are sampled again: `stepwise` all of them, `hotspot` the uncertain ones.
     prefetch : bool, optional
-        Whether the sampling distributions of later replays (`top_p` and the like, the uncertainty of hotspots) are
-        computed in the background while the model decodes. Samples do not change. Default: if the model is not on the
-        CPU.
+        Whether a background thread computes the sampling distributions of later replays (`top_p` and the like) and the
+        uncertainty that finds hotspots while the model decodes. Samples do not change. Default: True unless the model
+        is on the CPU.
     """
 
     not_stored: ClassVar[tuple[str, ...]] = ("logits_cache",)

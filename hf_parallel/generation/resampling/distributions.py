@@ -18,9 +18,9 @@ from hf_parallel.generation.sampling import Sampler
 HOST = ("cpu",)
 """Device types from which a distribution is cached at once; on others this would wait for a copy at every step."""
 _TRUNCATING = ("EpsilonLogitsWarper", "MinPLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")
-"""Processors of Transformers that leave few tokens, and cost more than the draw.
+"""Processors of Transformers that leave few tokens and cost more than sampling one.
 
-Others (`eta_cutoff`, `typical_p`) sum over the vocabulary, in an order that depends on the number of rows.
+Not `eta_cutoff` and `typical_p`: they sum over the vocabulary, and rounding depends on the number of rows.
 """
 
 _PURE = (
@@ -34,9 +34,9 @@ _PURE = (
 class DistributionCache:
     """Sampling distributions of one call, computed once and then stored in the trie for later replays.
 
-    Stored are distributions over few tokens (`top_k`, `top_p` and the like), if the call's processors depend on logits
-    and length alone. A softmax over all tokens costs less than the draw and as much memory as the logits. `settings`
-    is what distributions depend on besides the logits: the device, and the processors with their settings.
+    Stores distributions over few tokens (`top_k`, `top_p` and the like), if the call's processors depend on logits and
+    length alone. Others are not worth storing: a softmax takes less time than sampling, and its result as much memory
+    as the logits. `settings` describes all else that distributions depend on: the device and the processors.
     """
 
     def __init__(self, cache: LogitsCache, sampler: Sampler) -> None:
@@ -88,12 +88,12 @@ class DistributionCache:
         return cached if cached is not None and cached.settings == self._key(length) else None
 
     def find_any_length(self, node: TrieNode) -> CachedDistribution | None:
-        """Return the distribution of a node for a row of some length; they differ at most in end-of-sequence tokens."""
+        """Return the distribution of a node for any row length, which only decides whether the row may end."""
         cached = node.distribution if self.enabled else None
         return cached if cached is not None and cached.settings in self._keys.values() else None
 
     def store(self, node: TrieNode, length: int, probs: torch.Tensor) -> CachedDistribution | None:
-        """Store probabilities `[vocabulary]` at a node, if few are non-zero and memory suffices; return them if few."""
+        """Store probabilities `[vocabulary]` if memory suffices and return them; None if many are non-zero."""
         distribution = CachedDistribution.from_probs(probs, self._key(length)) if self.enabled else None
         if distribution is not None:
             self.cache.store_distribution(node, distribution)
@@ -105,12 +105,12 @@ class DistributionCache:
         return found or self.store(node, length, self.sampler.distribution_ahead(logits.to_dense(), length))
 
     def note_token(self, node: TrieNode, length: int) -> None:
-        """Store under which settings a row of `length` tokens has appended the last token of a node."""
+        """Store that a row of `length` tokens has appended the last token of a node under the call's settings."""
         if self._is_pure:
             node.sampled_with = self._key(length)
 
     def is_possible(self, node: TrieNode | None, length: int) -> bool:
-        """Whether a row has appended the last token of a node under the settings of a row of `length` tokens."""
+        """Whether the last token of a node is known to be possible: a row has appended it under the same settings."""
         return self._is_pure and node is not None and node.sampled_with == self._key(length)
 
     def _key(self, length: int) -> str:
@@ -124,14 +124,14 @@ def dense(node: TrieNode) -> torch.Tensor:
 
 
 def _name(processor: LogitsProcessor) -> str:
-    """Return the class name of a processor of Transformers or a `MinLengthProcessor`; of others an empty string."""
+    """Return the class name of a processor of Transformers or a `MinLengthProcessor`; for others an empty string."""
     kind = type(processor)
     known = kind is MinLengthProcessor or kind.__module__ == "transformers.generation.logits_process"
     return kind.__name__ if known else ""
 
 
 def _describe(processor: LogitsProcessor) -> tuple[Any, ...]:
-    """Return a processor's class and settings; of an unknown class the class alone."""
+    """Return a processor's class and settings; for an unknown class the class alone."""
     name = _name(processor)
     if not name:
         return (type(processor).__module__, type(processor).__qualname__)

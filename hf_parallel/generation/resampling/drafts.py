@@ -1,8 +1,8 @@
 """NgramDrafter: draft tokens by n-gram lookup in the logits trie, for speculative decoding.
 
 After a row has left the cached continuations, it often repeats n-grams of other samples, of the prompt or of itself.
-The tokens that followed the n-gram there are its draft: those that were sampled, or those that `DraftSampler` samples
-from the cached logits with the RNG of the row. The length of a draft follows from the measured acceptance rates.
+Each draft token is the one that followed there, or one that `DraftSampler` samples from the logits cached there with
+the RNG of the row. The length of a draft follows from the measured acceptance rates.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ MAX_DRAFT_TOKENS = 15
 INITIAL_RATES = {8: 0.8, 5: 0.7, 3: 0.6, 2: 0.5, 1: 0.3}
 """Lengths of the n-grams that are looked up, longest first, and the initial acceptance rate of each."""
 NGRAMS = tuple(INITIAL_RATES)
-INITIAL_RATE_OF_TWO = 0.25  # of each of two different proposals
-MAX_NODES = 4096  # indexed below a prompt, the most recently used ones
-MIN_GAIN = 0.1  # of a draft, in passes of one token, as acceptance rates are estimates
+INITIAL_RATE_OF_TWO = 0.25  # initial acceptance rate of each of two different proposals
+MAX_NODES = 4096  # maximum number of nodes indexed below a prompt, the most recently used ones
+MIN_GAIN = 0.1  # minimum time that a draft must save, in passes of one token, as acceptance rates are estimates
 MIN_PROBABILITY = 0.05  # a draft ends before a token that is reached with a lower probability
-MAX_SAMPLING_ROWS = 4  # of a pass for which draft tokens are sampled: each token takes about 0.1 ms
-MAX_SETTINGS = 64  # per cache whose acceptance rates are kept, the most recently used ones
+MAX_SAMPLING_ROWS = 4  # passes of more rows do not sample draft tokens: each token takes about 0.1 ms
+MAX_SETTINGS = 64  # settings per cache for which acceptance rates are kept, the most recently used ones
 _DECAY = 0.95
 
 CACHED, SAMPLED, AGREED, ONLY_CACHED = "cached", "sampled", "agreed", "only cached"
-"""Sources of a proposal: the cached token and the sampled one, if they differ; both; or the cached one, with none
-sampled."""
+"""Sources of a proposed token: `CACHED` and `SAMPLED` if the cached and the sampled token differ, `AGREED` if they are
+equal, `ONLY_CACHED` if none was sampled; `SAMPLED` also if none is cached."""
 
 PredictToken = Callable[[int, TrieNode, int], int | None]
 """(row, node, ahead): the token that a row would sample `ahead` tokens from now, given the logits of a node."""
@@ -52,8 +52,7 @@ class AcceptanceRate:
 
     @classmethod
     def initial(cls, ngram: int, source: str) -> AcceptanceRate:
-        # With the weight of four observations.
-        """Return the prior rate."""
+        """Return the initial rate, which has the weight of four observations."""
         return cls(4.0, 4.0 * (INITIAL_RATE_OF_TWO if source in (CACHED, SAMPLED) else INITIAL_RATES[ngram]))
 
     def update(self, accepted: bool) -> None:
@@ -69,7 +68,7 @@ class AcceptanceRate:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """Next token by source, after a match of `ngram` tokens; the draft takes that of `source`."""
+    """Proposed next tokens by source, after a match of `ngram` tokens. `source` is that of the draft token."""
 
     ngram: int
     tokens: dict[str, int]
@@ -139,7 +138,7 @@ class NgramDrafter:
                 self.ngrams[tokens[-ngram:]] = node
 
     def draft(self, row: int, node: TrieNode, num_rows: int, capacity: int) -> list[int]:
-        """Return at most `capacity` draft tokens of a row on `node`, if verifying them in a pass of `num_rows` pays."""
+        """Return at most `capacity` draft tokens of a row at `node`, if verifying them with `num_rows` saves time."""
         predict = self.predict if num_rows <= MAX_SAMPLING_ROWS else None
         self._proposals[row] = proposals = self._propose(row, node, min(self.max_tokens, capacity), predict)
         rates = [self._rate(proposal.ngram, proposal.source).value for proposal in proposals]

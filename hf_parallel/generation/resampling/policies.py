@@ -73,7 +73,7 @@ class Hotspot(ReplayPolicy):
     Raises
     ------
     ValueError
-        Naming the parameter.
+        If a parameter is out of range.
     """
 
     name: ClassVar[str] = "hotspot"

@@ -1,7 +1,7 @@
 """Prefetcher: computes the sampling distributions of later replays while the model decodes (Hive, section 6.3).
 
-Hive samples the tokens of the next visit in advance. Here the noise of a sample follows from its seed, known only at
-the next visit, so the distributions are computed in advance, and the uncertainty that replay policies need.
+Hive samples the tokens of the next replay in advance. Here their random noise depends on the seed of that replay, which
+is not known yet. So only the distributions, and the uncertainty that replay policies need, are computed in advance.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_parallel.cache.logits_trie import CachedDistribution, TrieNode
 from hf_parallel.generation.resampling.distributions import DistributionCache
 from hf_parallel.generation.resampling.policies import uncertainty_at
 
-MAX_NODES = 4096  # precomputed by one call
+MAX_NODES = 4096  # maximum number that one call precomputes
 _logger = logging.getLogger(__name__)
 
 
@@ -43,7 +43,7 @@ class Prefetcher:
 
     @contextmanager
     def open(self, roots: dict[TrieNode, int]) -> Iterator[None]:
-        """Prepare to `start` at nodes, given the length of their rows; join the thread on exit."""
+        """Set the nodes at which `start` begins, with the length of their rows; join the thread on exit."""
         self._roots = roots
         for node in roots:
             self._push(node, 0.0, roots[node])

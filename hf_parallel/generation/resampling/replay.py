@@ -34,7 +34,7 @@ class _CachedPath:
 
     @property
     def step(self) -> tuple[int | None, bool]:
-        """The cached token at the present position, if any, and whether a token is sampled here."""
+        """The cached token at the current position, if any, and whether a token is sampled here."""
         has_token = self.position < len(self.tokens)
         return (self.tokens[self.position], self.draws[self.position]) if has_token else (None, True)
 
@@ -76,13 +76,13 @@ class Replayer:
         return self._cursors.node(row)
 
     def replayable(self, rows: Sequence[int]) -> list[int]:
-        """Return the rows whose next logits are cached; with stateful helpers all rows or none."""
+        """Return the rows whose next logits are cached; with stateful processors or criteria all or none."""
         if self.sampler.is_stateful:
             return list(rows) if rows and self._lookup(rows) else []
         return [row for row in rows if self._lookup([row])]
 
     def skip_pass(self, rows: Sequence[int], keys: Sequence[int]) -> bool:
-        """Move rows to the nodes of the keys from `RowGroup.advance`. Return whether the logits of all are cached."""
+        """Advance cursors of rows by the keys from `RowGroup.advance`. Return whether the logits of all are cached."""
         for row, key in zip(rows, keys, strict=True):
             if row in self._tracked:
                 self._cursors.advance(row, key)
@@ -101,7 +101,7 @@ class Replayer:
     ) -> tuple[list[int], list[bool]]:
         """Append the next token of each row (ascending), and cache new logits. Return tokens, and whether rows ended.
 
-        `logits`, `[n, vocabulary]`, are those of the n rows without cached ones; `drafted`: of the same pass as before.
+        `logits`, `[n, vocabulary]`, are those of the n rows without cached ones; `drafted`: they follow draft tokens.
         """
         computed = [row for row in rows if row not in self._cached]
         if computed:
@@ -131,7 +131,7 @@ class Replayer:
         return [sampled[row][0] for row in rows], [sampled[row][1] for row in rows]
 
     def _lookup(self, rows: Sequence[int]) -> bool:
-        """Whether the next logits of all rows are cached; if so their next tokens are sampled from these."""
+        """Whether the next logits of all rows are cached; if so, their next tokens are sampled from these."""
         found = [self._cursors.lookup(row, *self._required) for row in rows]
         if all(found):
             self._cached.update(rows)
@@ -223,7 +223,7 @@ def last_continuation(cache: LogitsCache, node: TrieNode) -> tuple[list[TrieNode
 
 
 def _required_logits(cache: LogitsCache, call: GenerationCall) -> tuple[int, float]:
-    """Return how many of the highest logits the settings need, and the log of the maximum probability of all others."""
+    """Return the number of highest logits that the settings need, and the maximum `log_tail`, see `CachedLogits`."""
     config, processors = call.generation_config, call.logits_processor
     if cache.top_k is None:
         return 0, np.inf

@@ -1,7 +1,7 @@
 """SpeculativeDecoder: verifies draft tokens in one forward pass (speculative decoding).
 
-Each token is sampled from the model's logits with the row's own RNG, as without drafts. A draft token is accepted if
-it is the token that was sampled, so samples do not change.
+Each token is sampled from the model's logits with the same random noise as without drafts. A draft token is accepted
+if it equals the sampled token, so samples do not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ R = TypeVar("R", bound=Row)
 
 
 class SpeculativeDecoder:
-    """Appends several tokens per forward pass. `max_tokens` of a draft default to 15 on the CPU, else 0."""
+    """Appends several tokens per forward pass. The default of `max_tokens`, per draft, is 15 on the CPU, else 0."""
 
     def __init__(self, loop: DecodeLoop, replayer: Replayer, max_tokens: int | None = None) -> None:
         self.loop, self.replayer = loop, replayer
@@ -41,7 +41,7 @@ class SpeculativeDecoder:
             temperature = loop.call.generation_config.temperature
             predict = DraftSampler(loop.sampler, replayer.distributions, 1.0 if temperature is None else temperature)
         eos = frozenset(loop.call.eos_token_ids)
-        # On a GPU passes are bound by loading weights, as with the native kernels; its costs were not measured.
+        # GPU costs were not measured; a GPU pass is bound by loading weights, like one with the native CPU kernels.
         backend = linear_backend(loop.call.model) if self._on_cpu else "native"
         self._drafter = NgramDrafter(replayer.cache, self.max_tokens, settings, predict, eos, backend)
         for prompt in replayer.prompts:

@@ -1,4 +1,4 @@
-"""Triton backend of block attention: one kernel over equal work items, one that merges their results.
+"""Triton backend of block attention: one kernel that computes work items, one that merges their results.
 
 Also launches the kernels that store and move keys and values. The inputs of a pass are prepared once, in a `Launch`,
 for all layers of one shape. docs/kernels.md explains the kernels and their constants.
@@ -35,11 +35,11 @@ PARTS_PER_STEP = 16  # partial results merged at once
 def unsupported_reason(keys: Tensor, values: Tensor) -> str:
     """Return why the kernels do not support a layer's storage; empty if they do."""
     if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"its kernels compute in float16, bfloat16 and float32, not {keys.dtype}"
+        return f"Triton kernels support float16, bfloat16 and float32, got {keys.dtype}"
     if keys.dtype == torch.bfloat16 and knobs.runtime.interpret:
-        return "its interpreter multiplies bfloat16 as if it were integers"
+        return "Triton's interpreter multiplies bfloat16 as integers"
     if max(keys.shape[-1], values.shape[-1]) > MAX_DIM:
-        return f"its kernels take heads of up to {MAX_DIM}, got {keys.shape[-1]} and {values.shape[-1]}"
+        return f"Triton kernels support head sizes of up to {MAX_DIM}, got {keys.shape[-1]} and {values.shape[-1]}"
     return ""
 
 

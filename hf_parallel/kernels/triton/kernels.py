@@ -42,8 +42,8 @@ def _partners(d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 def _visible_tiles(start, stop, live, lo, hi, BLOCK_N: tl.constexpr):
     """Keys of an item that some row sees, and the tiles that all rows see completely, which need no mask.
 
-    Returns the start and end of these keys, the number of tiles, and the index of the first and the number of complete
-    tiles.
+    Returns `(begin, end, num_tiles, first_full, num_full)`: the range of these keys, its number of tiles, the index of
+    the first complete tile and the number of complete tiles.
     """
     begin = tl.maximum(start, tl.min(tl.where(live, lo, FAR), 0))
     end = tl.minimum(stop, tl.max(tl.where(live, hi, 0), 0))
@@ -95,9 +95,9 @@ def _fold_tile(
     end,  # end of the visible keys
     lo,  # int32 [BLOCK_M]
     hi,  # int32 [BLOCK_M]
-    best,  # [BLOCK_M], in units of log2
-    total,  # [BLOCK_M]
-    acc,  # [BLOCK_M, BLOCK_V]
+    best,  # [BLOCK_M], running maximum of the scores times log2(e)
+    total,  # [BLOCK_M], running sum of the weights
+    acc,  # [BLOCK_M, BLOCK_V], running sum of the weighted values
     scale, softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -163,8 +163,8 @@ def attend_kernel(
 ):  # fmt: skip
     """Attention of work items for one KV head: each key and value of an item is read once, for all rows of its tile.
 
-    A program computes its items one after another; all programs have equal numbers of keys. Rows of a tile are (pair,
-    head of the group), `GROUP_TILE` heads of a group at a time. Memory traffic of an item: its keys times
+    A program computes its items one after another; the programs have about equal numbers of keys. Rows of a tile are
+    (pair, head of the group), `GROUP_TILE` heads of a group at a time. Memory traffic of an item: its keys times
     `DIM + DIM_V` elements of storage, and `BLOCK_M` rows of queries and of partial results.
     """
     HEAD_TILES: tl.constexpr = (GROUPS + GROUP_TILE - 1) // GROUP_TILE
@@ -197,7 +197,7 @@ def attend_kernel(
         begin, end, num_tiles, first_full, num_full = _visible_tiles(start, stop, live, lo, hi, BLOCK_N)
         token = tl.load(pair_query + pair, mask=live, other=0).to(tl.int64)
         q_at = query + token[:, None] * query_stride_token + head[:, None].to(tl.int64) * query_stride_head
-        load_mask = (live & (m < (end - begin) * BLOCK_M))[:, None]  # empty if no row sees the item
+        load_mask = (live & (m < (end - begin) * BLOCK_M))[:, None]  # all False if no row sees the item
         q = _rotated_query(q_at, load_mask, pair, rotated, cos, sin, DIM, BLOCK_M, BLOCK_D, HALF, INTERLEAVED)
 
         block = _storage_row(origin, capacity, block_first, num_kv_heads, kv_head)
@@ -238,7 +238,7 @@ def merge_kernel(
     heads,
     DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge one query's partial results by their log-sum-exp (Hydragen, eq. 5); a sink is one more part of zeros.
+    """Merge one query's partial results by their log-sum-exp (Hydragen, eq. 5); a sink is a result with output zero.
 
     Reads each partial result once, `BLOCK_S` of them at a time. Padded queries have none, and their output is zero.
     """

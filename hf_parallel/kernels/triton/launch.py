@@ -1,8 +1,8 @@
 """Launch: the integers of a plan in persistent device buffers.
 
-A launch holds the plan of a decode step and serves the following steps by one number, `step`, which its kernels read
-from the device. Another plan that fits its buffers can be loaded into it, so kernels captured over them in a CUDA graph
-stay valid. A launch is owned by the plans that cache it and by the graphs captured over it.
+A launch that holds the plan of a decode step serves the following steps too: only `step`, a number that its kernels
+read from the device, changes. Another plan that fits the buffers can be loaded into them, so CUDA graphs captured over
+them stay valid. A launch is owned by the plans that cache it and by the graphs captured over it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hf_parallel.kernels.rope import RotarySpec
 from hf_parallel.kernels.triton.kernels import advance_kernel
 from hf_parallel.kernels.work import ITEM_FIELDS, Partition, Work, make_work
 
-HORIZON = 64  # decode steps that work items are made for. Longer: they become unequal; shorter: more work on the CPU
+HORIZON = 64  # decode steps for which work items are made. More: programs' work becomes unequal; fewer: more CPU work
 _ALIGNMENT = 32  # of buffers, in int32: Triton compiles a kernel again for pointers of another alignment
-_PAIRS_PER_PROGRAM = 16  # for which one program computes rotation tables; divides every bucket
+_PAIRS_PER_PROGRAM = 16  # pairs for which one program computes rotation tables; divides every size of `bucket`
 
 AnyLaunch = TypeVar("AnyLaunch", bound="Launch")
 
@@ -103,7 +103,7 @@ class Launch(DeviceBuffers):
 
     @abstractmethod
     def _arrays(self, plan: AttentionPlan) -> dict[str, np.ndarray] | None:
-        """Contents of the buffers for a plan; None if the launch cannot serve it at any size."""
+        """Contents of the buffers for a plan; None if the launch cannot serve it, whatever its buffers' sizes."""
 
     @abstractmethod
     def _advance(self, step: int) -> None:
@@ -111,7 +111,7 @@ class Launch(DeviceBuffers):
 
 
 def launch_for(plan: AttentionPlan, key: Hashable, make: Callable[[], AnyLaunch]) -> AnyLaunch:
-    """Return the launch that a plan caches under `key`, holding that plan; a new one if it does not fit."""
+    """Return the launch cached under `key`, updated to the plan; if the plan does not fit, replace the launch."""
     launch = plan.cached(key, make)
     if not launch.update(plan):
         launch = plan.derived[key] = make()
@@ -155,9 +155,9 @@ class WriteLaunch(Launch):
 class AttendLaunch(Launch):
     """Work items of a plan's attention for layers of one shape, and scratch memory for their partial results.
 
-    A pass has at most `max_tokens` queries; those after the plan's own are padding without visible keys. `calls` launch
-    the attention kernel, one per tiling, `part_out` and `part_lse` are its results: float32 `[S, heads, value_dim]` and
-    `[S, heads]`. `cos` and `sin`, float32 `[P, rotary_dim / 2]`, rotate the pairs at this step.
+    A pass has at most `max_tokens` queries; those after the plan's own are padding without visible keys. `calls` are
+    the launches of the attention kernel, one per tiling. It writes `part_out` and `part_lse`: float32 `[S, heads,
+    value_dim]` and `[S, heads]`. `cos` and `sin`, float32 `[P, rotary_dim / 2]`, rotate the pairs at this step.
     """
 
     horizon = HORIZON
@@ -204,7 +204,7 @@ class AttendLaunch(Launch):
         return max(1, tiling.programs * num_processors(self.shape.device) // self._head_tiles(tiling))
 
     def _select(self, plan: AttentionPlan) -> tuple[Tiling, ...]:
-        """One tiling for blocks with few rows, one for blocks with many, as far as the plan has both."""
+        """One tiling for blocks with few rows and one for blocks with many; only one if the plan has only one kind."""
         shape = self.shape
         smallest, *wider = select_tilings(max(shape.head_dim, shape.value_dim), shape.dtype, _capability(shape.device))
         rows = np.diff(plan.block_pairs) * shape.groups

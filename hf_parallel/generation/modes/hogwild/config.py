@@ -25,7 +25,7 @@ from hf_parallel.transcript.sections import TranscriptStyle
 NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
 """Default names of the first workers."""
 LATE_STEP = 1234567890
-"""A step number with every digit, longer than that of any step: its prefix bounds the length of all prefixes."""
+"""Step number with every digit and more digits than any real one, to check the tokens and length of step prefixes."""
 
 
 def default_name(index: int) -> str:
@@ -35,7 +35,7 @@ def default_name(index: int) -> str:
 
 @dataclass
 class HogwildConfig(ReplayConfig):
-    r"""Workers over one shared memory. `max_new_tokens` counts forward passes, each of which adds a token per worker.
+    r"""Workers over one shared KV cache. `max_new_tokens` counts forward passes, each of which adds a token per worker.
 
     Parameters
     ----------
@@ -58,17 +58,17 @@ class HogwildConfig(ReplayConfig):
     code_fence : str
         Marks code blocks. Empty: code blocks are not recognised.
     redundancy_prompt : str
-        Begins the next step after every `redundancy_interval` generated tokens of a prompt. Empty: never.
+        Follows the next `step_prefix` after every `redundancy_interval` tokens of a prompt's workers. Empty: never.
     redundancy_interval : int
         See `redundancy_prompt`.
     answer_pattern : str
-        Regular expression of a final answer; its first group, if any, is the answer. Empty: no answers are searched.
+        Regular expression of a final answer; its first group, if any, is the answer. Empty: nothing is searched for.
     stop_on_answer : str
         `any`: all workers of a prompt stop when one has answered; `all`: each stops when it has answered; `never`.
     finisher_prompt : str
-        If the budget ends without an answer, an early finisher reads all steps and continues this text.
+        If all workers stop without an answer, an early finisher reads all steps and continues this text.
     finisher_tokens : int
-        Most tokens of the early finisher. 0: there is none.
+        Token budget of the early finisher. 0: there is none.
     collaboration_prompt : str
         System prompt of `hogwild_prompt`; may contain `{names}` and `{count}`.
 
@@ -160,7 +160,7 @@ class HogwildConfig(ReplayConfig):
         return self.num_workers
 
     def place(self, row: int, num_prompts: int) -> RowPlace:
-        """See `ParallelConfig.place`. Row -1 is the common history; a session may have more rows than workers here."""
+        """See `ParallelConfig.place`. Row -1 is the common history; a session may have more rows than `num_workers`."""
         if row < 0:
             return RowPlace(0, row, None)
         return RowPlace(0, row, row) if num_prompts == 1 else super().place(row, num_prompts)
@@ -177,7 +177,7 @@ class HogwildConfig(ReplayConfig):
 
     @property
     def transcript_style(self) -> TranscriptStyle:
-        """Columns of steps that see each other, all of them or finished ones only."""
+        """Columns of steps; a worker sees all steps of the others, or finished ones only."""
         past = "" if self.layout == "contiguous" else "history"
         return TranscriptStyle("step", COMMON, "ended" if self.layout == "interleaved" else "live", "step", past)
 

@@ -24,7 +24,7 @@ logger = logging.get_logger(__name__)
 
 
 class WorkerGroup(RowGroup):
-    """Memory of the workers of one prompt (row `index` of the batch): blocks, steps and answer.
+    """State that the workers of prompt `index` of the batch share: blocks, steps and answer.
 
     `history` lists the finished steps in the order in which they ended, and the unfinished steps of stopped workers.
     """
@@ -48,7 +48,7 @@ class WorkerGroup(RowGroup):
         self._appended_headers: set[Block] = set()
         self.append_headers()
         limit = max_positions(self.call.model)
-        # A caller who asks for longer rows than the model is made for gets them, as from `generate`.
+        # If the prompt and `max_new_tokens` alone exceed the positions, there is no limit, as in `generate`.
         unlimited = limit is None or len(prompt) + self.call.max_new_tokens > limit
         self._max_positions = None if unlimited else limit
         longest = max(len(self.encode(config.step_prefix_of(name))) for name in config.names)
@@ -65,11 +65,11 @@ class WorkerGroup(RowGroup):
         return [(Segment(self.cache.view(node), len(node.uncached)), node.uncached.tolist()) for node in nodes]
 
     def describe(self, inputs: PassInputs) -> tuple[list[str], object]:
-        """Return names of blocks that do not change when blocks move, and the authors of ended steps."""
+        """Return the blocks' names, which do not depend on their positions, and the authors of ended steps."""
         return [self.space.block_name(segment.view[-1]) for segment, _ in inputs], self.space.step_workers
 
     def pending_segments(self) -> PassInputs:
-        """Return the pending writes, once, for the next forward pass."""
+        """Return the pending writes for the next forward pass, and clear them."""
         return self.writes.take(self.space.view_of)
 
     def move_ended_steps(self) -> None:
@@ -95,7 +95,7 @@ class WorkerGroup(RowGroup):
                 self.inserted_tokens += len(tokens)
 
     def inject_step(self, text: str, tokens: list[int], passes: int) -> None:
-        """Append a step that no worker wrote to the history, after `passes` decode passes."""
+        """Append an injected step to the history; `passes` is the number of decode passes so far."""
         number = 1 + sum(step.worker < 0 for step in self.history)
         self.history.append(Step(-1, COMMON, number, text, tokens, passes))
         self.call.show(-1, text, "inject")
@@ -105,7 +105,7 @@ class WorkerGroup(RowGroup):
         self.writes.add(self.cache.add_step(self.space, len(tokens)), tokens)
 
     def remove_step(self, index: int) -> None:
-        """Remove a finished step from memory, by its index in `finished`."""
+        """Remove a finished step from the cache and `history`, by its index in `finished`."""
         removed, held = self.finished[index], len(self.space.step_lengths)
         self._drop(lambda step: step is removed)
         if index >= held:
@@ -137,7 +137,7 @@ class WorkerGroup(RowGroup):
         return found is not None
 
     def is_full(self) -> bool:
-        """Return whether one more step of each worker may exceed the model's positions; warns once."""
+        """Return whether a token and step prefix per worker, and the finisher, may exceed the positions; warns once."""
         reserved = len(self.space.workers) * self._reserved_per_worker + self._reserved
         if self._max_positions is None or self.num_tokens + reserved <= self._max_positions:
             return False
@@ -154,7 +154,7 @@ class WorkerGroup(RowGroup):
             )
 
     def timed_out(self) -> bool:
-        """Return whether `max_time` is over."""
+        """Return whether `max_time` has passed."""
         limits = [criterion for criterion in self.loop.sampler.criteria if isinstance(criterion, MaxTimeCriteria)]
         return any(time.time() - limit.initial_timestamp > limit.max_time for limit in limits)
 
@@ -170,7 +170,7 @@ class Finisher(Row):
 
     @property
     def group(self) -> WorkerGroup:
-        """The workers whose text it reads."""
+        """The workers whose steps it reads."""
         return self._group
 
     def segments(self) -> PassInputs:

@@ -42,7 +42,7 @@ _LENGTH_PROCESSORS = (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
 )
-"""Processors of transformers that read nothing of a row but its length."""
+"""Processors of Transformers that depend only on the length of a row."""
 
 
 class HogwildRun:
@@ -65,7 +65,7 @@ class HogwildRun:
         call = _adapt_processors(call, self.workers)
         capacity = min(2 * call.max_new_tokens, TABLE_CAPACITY)
         table = TokenTable(call.input_ids.repeat_interleave(config.num_workers, dim=0), call.pad_token_id, capacity)
-        # The budget is counted in forward passes; a length in tokens would count headers too.
+        # The budget is counted in forward passes; a length in tokens would count step prefixes too.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         self.loop = DecodeLoop(call, self.cache, table, criteria, config.seed)
         leaves = [self.cache.insert(prompt) for prompt in call.prompts]
@@ -136,7 +136,7 @@ class HogwildRun:
 
 
 class _PassCountingProcessor(LogitsProcessor):
-    """Shows a processor rows as long as the prompt and the generated tokens, without headers and step prefixes."""
+    """Calls a processor with rows whose length counts prompt and generated tokens, but not inserted ones."""
 
     keeps_rows = False
 
@@ -145,7 +145,7 @@ class _PassCountingProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores `[rows, vocabulary]`."""
-        length = self.prompt_length + max(worker.passes for worker in self.workers)  # those still active have most
+        length = self.prompt_length + max(worker.passes for worker in self.workers)  # active ones have the most
         return self.processor(input_ids[:, :1].expand(-1, length), scores)
 
 

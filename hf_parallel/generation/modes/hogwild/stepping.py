@@ -1,6 +1,6 @@
 """SteppedRun: a Hogwild! run that is advanced pass by pass, changed in between, saved and restored.
 
-Its journal holds the tokens of every pass and every change, in order: all that is needed to restore the run.
+Its journal lists the tokens of every pass and every change, in order; `restore` repeats them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SteppedRun(HogwildRun):
         """Run one forward pass. Return the text added by each active worker, by name."""
         stats = self.loop.stats
         began, prefilling = time.perf_counter(), stats.prefill_seconds
-        self.group.move_ended_steps()  # changes nothing that can be seen; a checkpoint could not undo it
+        self.group.move_ended_steps()  # before the transaction, which cannot undo it; affects no output
         with self.transaction():
             before = [(worker, len(worker.text)) for worker in self.active]
             sampled: list[list[int]] = []
@@ -101,7 +101,7 @@ class SteppedRun(HogwildRun):
     def apply(self, change: dict[str, Any]) -> None:
         """Apply a change between two passes, and append it to the journal.
 
-        It is `{"tell": number of a worker or None for the history, "text": ..., "tokens": ...}`, `{"add": name}`,
+        A change is `{"tell": number of a worker or None for the history, "text": ..., "tokens": ...}`, `{"add": name}`,
         `{"remove": number of a worker}` or `{"forget": index of a finished step}`.
         """
         self.journal.append(change)
@@ -129,7 +129,7 @@ class SteppedRun(HogwildRun):
             group.remove_step(change["forget"])
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Undo everything if the body raises."""
+        """Restore the state of the run if the body raises."""
         loop, group = self.loop, self.group
         objects = [self, group, group.space, group.writes, loop.sampler, loop.stats, loop.call.record]
         objects += [item for worker in self.workers for item in (worker, worker.current)]
@@ -166,7 +166,7 @@ class SteppedRun(HogwildRun):
         """Repeat the journal of another run with the same model, prompt and settings.
 
         Nothing is sampled; keys and values are computed in as few forward passes as possible. Raises `ValueError` if
-        the processors, the criteria or the tokenizer are others.
+        the processors, the criteria or the tokenizer differ.
         """
         if self._helpers != state["helpers"]:
             raise ValueError(f"it had the processors and criteria {state['helpers']}, this session has {self._helpers}")
@@ -279,7 +279,7 @@ def _prompt_arguments(prompt: Any, tokenizer: Any, config: HogwildConfig) -> dic
 
 
 def _set_default_length(model: Any, settings: dict[str, Any]) -> None:
-    """Set `max_new_tokens` to all positions of the model, unless a length is given."""
+    """Set `max_new_tokens` to the positions that the prompt leaves, unless a length is given."""
     given = settings.get("generation_config")
     sources = [settings, *(vars(config) for config in (given, model.generation_config) if config is not None)]
     if any(source.get(name) is not None for source in sources for name in _LENGTHS):

@@ -30,7 +30,7 @@ from hf_parallel.transcript.sections import TranscriptStyle
 class PDOSConfig(BlockFormat, ParallelConfig):
     """Answers whose independent parts are generated in parallel.
 
-    `max_new_tokens` is the budget of the returned answer, branches joined; a skeleton counts while it is generated.
+    `max_new_tokens` is the budget of the returned answer, branches joined; a skeleton counts until its branches start.
     The branches of a block share the rest of the budget: each pass takes one token per branch, and if too few are left,
     later branches end.
 
@@ -40,7 +40,7 @@ class PDOSConfig(BlockFormat, ParallelConfig):
         See `BlockFormat`, also for the bounds of branches and titles.
     join : str
         `reencode`: joined branches are prefilled again, so that each sees those before it (as in the paper). `rotate`:
-        keys of the branches are rotated to their final positions, and nothing is computed again.
+        keys of the branches are rotated to their final positions instead.
     parallel_hint : bool
         Whether `pdos_prompt` asks for blocks, and logits processors force the format once a block has opened. If False,
         nothing is forced, and an answer without a well-formed block equals that of `generate`.
@@ -52,10 +52,10 @@ class PDOSConfig(BlockFormat, ParallelConfig):
     branch_max_new_tokens : int, optional
         Token budget of each branch. Default: that of the answer.
     branch_stops : list of str
-        Texts that end a branch besides the branch marker, the terminator and an end-of-text token, such as a newline.
-        They stay in the answer. A stop with only whitespace before it is ignored.
+        Texts that end a branch, such as a newline. The branch marker, the terminator and an end-of-sequence token do
+        so too. Stops stay in the answer. A stop with only whitespace before it is ignored.
     branch_separator : str
-        Appended to each branch that does not end with it. Empty: nothing is.
+        Appended to each branch that does not end with it. Empty: nothing is appended.
     opening : str
         First text of every answer, such as `"I check each of them.\n####"`, for models that do not open a block. Counts
         as part of the answer. If it contains a whole block, its branches start at once.
@@ -126,7 +126,7 @@ class PDOSConfig(BlockFormat, ParallelConfig):
         check_template("format_prompt", self.format_prompt, **self.markers)
 
     def prepare(self, kwargs: dict[str, Any]) -> TrunkFormatProcessor:
-        """Check the tokenizer, and append the processor that forces the format to the caller's."""
+        """Check the tokenizer, and add a processor that forces the format after the caller's processors."""
         check_tokenizer_given(kwargs, self.mode, "reads text to find blocks and branches")
         processor, given = TrunkFormatProcessor(), kwargs.get("logits_processor")
         if self.parallel_hint and (given is None or isinstance(given, list | tuple)):
@@ -148,7 +148,7 @@ class PDOSConfig(BlockFormat, ParallelConfig):
 
     @property
     def transcript_style(self) -> TranscriptStyle:
-        """Branches see the trunk and themselves."""
+        """A branch sees the trunk and itself."""
         return TranscriptStyle("branch", "trunk")
 
     def system_prompt(self) -> str:

@@ -69,7 +69,7 @@ class BlockMask:
             return None
         if not parser.expected:
             return self._allowed_in_title(parser)
-        title = parser.title if parser.phase == TITLE else b""  # complete titles do not matter
+        title = parser.title if parser.phase == TITLE else b""  # a complete title does not affect the mask
         key = (parser.phase, parser.matched, title, parser.spaced, parser.may_branch, parser.may_close)
         if key not in self._cached:
             first = {text[0] for text in parser.expected}
@@ -136,7 +136,7 @@ class BlockMask:
             adds_text = bool(after.titles[-1].encode()[len(parser.title) :].strip())
             if parser.title_tokens + adds_text < parser.format.min_title_tokens:
                 return False
-        if not after.expected:  # any text may follow, unless in a marker that may not occur here
+        if not after.expected:  # any text may follow; in another phase, a marker begins that may not occur
             return after.phase in (TITLE, DONE)
         return any(self.vocabulary.encode(rest) for rest in after.expected)
 
@@ -156,7 +156,7 @@ def get_block_mask(fmt: BlockFormat, vocabulary: Vocabulary, banned: Iterable[in
 class ParallelBlockLogitsProcessor(LogitsProcessor):
     """Forces parallel blocks that a model opens to be well-formed, under plain `generate`.
 
-    Active from the first branch marker that a row generates to the terminator; other text is unchanged. A processor
+    Active from the branch marker that opens a block to its terminator; other text is unchanged. A processor
     serves one call of `generate`.
 
     Parameters
@@ -215,9 +215,9 @@ class ParallelBlockLogitsProcessor(LogitsProcessor):
 
 
 def force(scores: torch.Tensor, allowed: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Forbid in scores `[rows, vocabulary]` all tokens that are not in a row's mask, bool `[vocabulary]` (None: none).
+    """Forbid tokens in scores `[rows, vocabulary]` that the row's mask, bool `[vocabulary]`, lacks; None forbids none.
 
-    If all allowed tokens of a row were at minus infinity, they get equal scores.
+    If all allowed tokens of a row are at minus infinity, they get equal scores.
     """
     forced = scores.clone()
     for row, mask in enumerate(allowed):
@@ -252,14 +252,12 @@ def _is_unambiguous(parser: SkeletonParser, after: SkeletonParser, text: bytes) 
 
 
 def _is_utf8_prefix(text: bytes) -> bool:
-    """Whether bytes are UTF-8 but for the end of the last character."""
+    """Whether bytes are valid UTF-8, of which only the last character may be incomplete."""
     try:
         _, length = codecs.utf_8_decode(text, "strict", False)
     except UnicodeDecodeError:
         return False
-    return not (
-        text[length : length + 1] == b"\xed" and text[length + 1 : length + 2] >= b"\xa0"
-    )  # half of a surrogate
+    return not (text[length : length + 1] == b"\xed" and text[length + 1 : length + 2] >= b"\xa0")  # begins a surrogate
 
 
 def _incomplete_character(text: bytes) -> bytes:

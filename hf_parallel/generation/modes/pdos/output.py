@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hf_parallel.generation.outputs import ParallelOutput
 
 SKELETON, BRANCHES, CONTINUATION = STAGES = ("skeleton", "branches", "continuation")
-"""The stages: sequential text up to the end of a skeleton, its branches, their joining and the text that follows."""
+"""Stages: sequential text up to the end of a skeleton; its branches; joining them, and the text after them."""
 
 
 @dataclass
@@ -18,9 +18,9 @@ class Branch:
     prefix: list[int]
     """Tokens of its branch marker, title and title end."""
     text: str
-    """Generated text, without what ended it."""
+    """Generated text, without a marker or an end-of-sequence token that ended it; a stop is part of it."""
     tokens: list[int]
-    """All generated tokens, what ended it included."""
+    """All generated tokens, those that ended it included."""
     ended_by: str
     """`marker` (a branch marker or the terminator), `stop` (one of `branch_stops`), `eos`, `criterion` or `budget`."""
 
@@ -33,7 +33,7 @@ class ParallelBlock:
     """Its text as the model generated it."""
     start: int
     end: int
-    """Its tokens in the answer, branches joined."""
+    """Slice of its tokens in the answer, branches joined."""
     branches: list[Branch]
 
 
@@ -42,7 +42,7 @@ class StageStats:
     """Cost of a stage, over all prompts of the call."""
 
     forward_passes: int = 0
-    """Forward passes with a prompt in this stage; a pass may serve several stages."""
+    """Forward passes with rows in this stage; a pass may serve several stages."""
     decoded_tokens: int = 0
     """Generated tokens."""
     computed_again: int = 0

@@ -23,7 +23,7 @@ class TrunkRow(Row):
         self.blocks: list[ParallelBlock] = []
         self.branches: list[BranchRow] = []  # those of the open block, during which the trunk pauses
         self.branch_budget = 0  # tokens that the branches may still generate in all
-        self.parser, self.parsed_from = SkeletonParser(fmt), 0  # first token that the parser has parsed
+        self.parser, self.parsed_from = SkeletonParser(fmt), 0  # index of the first token that the parser has parsed
         self.num_samples = 0
         self.num_streamed = 0
         self.skeleton = ""  # generated text of the open block
@@ -73,7 +73,7 @@ class BranchRow(Row):
         return self.joined[self.num_cached :]
 
     def find_end(self, ends: Sequence[tuple[bytes, int, str]], known: int) -> tuple[int | None, str]:
-        """Return the length of the text and what ends it, if the bytes from `known` on complete an end.
+        """Return the number of bytes to keep, and what ended the text; None if no end is complete after `known` bytes.
 
         `ends` holds for each marker or stop its bytes, the number of these that are kept, and its name in `ended_by`.
         """

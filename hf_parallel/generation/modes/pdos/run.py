@@ -59,7 +59,7 @@ _BATCH_DEPENDENT = {
     "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
     "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
 }
-"""Processors that index the prompts of a call by row, with the arguments that make them."""
+"""Processors that index the prompts of a call by row, with the arguments of `generate` that create them."""
 
 
 class PDOSRun:
@@ -265,7 +265,7 @@ class PDOSRun:
     # Branches
 
     def _open_branches(self, trunk: TrunkRow) -> bool:
-        """Start the branches of a block that has closed. False: none has, or the budget is too small for them."""
+        """Start the branches of a closed block. False: none has closed, or they cannot start (see `fallback`)."""
         if not self._is_parsing(trunk) or trunk.parser.phase != DONE:
             return False
         parser, vocabulary, block = trunk.parser, self.vocabulary, trunk.tokens[trunk.parsed_from :]
@@ -339,7 +339,7 @@ class PDOSRun:
     # Joining
 
     def _join(self, trunk: TrunkRow) -> None:
-        """Join the branches: some with their keys and values, the others as tokens that the trunk reads again."""
+        """Join the branches: some with their keys and values, the others as tokens, which are prefilled again."""
         branches, start = trunk.branches, len(trunk.tokens)
         kept = branches if self.config.join == "rotate" else branches[:1]
         reencoded = [token for branch in branches[len(kept) :] for token in branch.joined] + trunk.terminator
@@ -392,7 +392,7 @@ class PDOSRun:
         self.call.show(row.output_row, row.decoder.decode(text, event != "token"), event)
 
     def _release(self, trunk: TrunkRow) -> None:
-        """Pass tokens to the streamer that will not change any more."""
+        """Pass tokens that will not change any more to the streamer."""
         may_change = self._is_parsing(trunk) and (trunk.parser.phase != OUTSIDE or trunk.parser.matched)
         if trunk.finished or not may_change:
             self.stream.put(trunk.index, ids(trunk.tokens[trunk.num_streamed :]))
@@ -404,7 +404,7 @@ class PDOSRun:
 
 
 class TrunkFormatProcessor(LogitsProcessor):
-    """Forces the trunks of a run to complete the blocks that they have opened."""
+    """Forces blocks that the trunks of a run open to be well-formed."""
 
     keeps_rows = False
     run: PDOSRun
