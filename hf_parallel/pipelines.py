@@ -1,7 +1,7 @@
-"""`pipeline("parallel-text-generation")`: generates from strings and chats in a mode, and returns dictionaries.
+"""`pipeline("parallel-text-generation")`: generates text with a `generation_mode` from strings or chats.
 
-A subclass of transformers' text-generation pipeline, which handles templates, tokens, batches and datasets. It adds the
-mode, its prompt builder, and the mode's own output fields. `import hf_parallel` registers it.
+A subclass of transformers' text-generation pipeline, which handles chat templates, tokenization, batching and datasets.
+It adds the mode, its prompt builder, and the mode's own output fields. `import hf_parallel` registers it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_parallel.generation.validation import check_bool
 
 
 class ParallelTextGenerationPipeline(TextGenerationPipeline):
-    """Text generation in a mode. Results contain the mode's own output fields besides the text.
+    """Text generation with a `generation_mode`. Results contain the text and the mode's own output fields.
 
     Parameters
     ----------
@@ -38,12 +38,12 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         Name of the mode. Default: `generation_config.generation_mode` of the model, or plain generation.
     prompt_helper : bool
         Whether the mode's instructions (`ParallelConfig.system_prompt`) are added to prompts, as `build_prompt` does.
-        Otherwise, and in modes without instructions, strings are used unchanged and chats go through the chat template
-        alone. Default: True.
+        If False, and in modes without instructions, strings are used unchanged, and chats are formatted with the chat
+        template only. Default: True.
     **kwargs
         Settings of the mode, arguments of `generate`, and those of transformers' text-generation pipeline. Each may
         also be given per call. A call that names another mode or passes a `parallel_config` ignores the settings of the
-        pipeline. In modes without a setting `num_workers`, it is the argument of the `DataLoader`.
+        pipeline. In modes that have no setting `num_workers`, that argument is passed to the `DataLoader`.
 
     Notes
     -----
@@ -51,11 +51,11 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
     Items of datasets, columns and generators are processed one at a time unless `batch_size` is given. Defaults: as in
     `generate`, except `max_new_tokens`: 256 if neither the caller nor the model sets it.
 
-    The result of a prompt is a list of dictionaries of plain data, which `json` can write: one for each returned
-    sequence, with `generated_text` (or `generated_token_ids` with `return_tensors=True`), the fields of the mode's
-    output (`answers`, `titles`, `blocks`, ...), and `stats` of the call. A mode that merges the rows of a prompt, such
-    as hogwild, returns one dictionary: `generated_text` is the prompt and the transcript (the transcript alone with
-    `return_full_text=False`), and `workers` the text of each row (`generated_token_ids` is a list per row).
+    The result of a prompt is a list of JSON-serializable dictionaries, one per returned sequence. Each contains
+    `generated_text` (or `generated_token_ids` with `return_tensors=True`), the fields of the mode's output (`answers`,
+    `titles`, `blocks`, ...), and `stats` of the call. A mode that merges the rows of a prompt, such as hogwild, returns
+    one dictionary: `generated_text` is the prompt and the transcript (the transcript alone with
+    `return_full_text=False`), `workers` has the text and `generated_token_ids` the token ids of each row.
 
     Examples
     --------
@@ -96,7 +96,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         return super().__call__(text_inputs, parallel_config=config, **kwargs)
 
     def _take_config(self, kwargs: dict[str, Any]) -> ParallelConfig | None:
-        """Return the config of a call from its settings, which are removed from `kwargs`, and the pipeline's."""
+        """Remove the mode and its settings from `kwargs`. Return the config; the pipeline's settings are defaults."""
         stored = getattr(kwargs.get("generation_config"), "generation_mode", None)
         mode = kwargs.get("generation_mode", stored or self._mode)
         replaced = "parallel_config" in kwargs or mode != self._mode

@@ -45,9 +45,9 @@ TOPICS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt with its answer, and the score of a generated text.
+    """A prompt with its answer. `score` rates a generated text.
 
-    `answer_pattern` is the regular expression of a final answer, a setting of several modes; empty: no final answer.
+    `answer_pattern` is a regular expression for the final answer, a setting of several modes; empty: no final answer.
     Each task has a class method `make(seed, ...)`, which returns equal problems for equal seeds.
     """
 
@@ -84,7 +84,7 @@ class Student:
 
 @dataclass(frozen=True)
 class RetrievalProblem(Problem):
-    """Find the full name of the only student whose GPA lies in a range; no student's GPA is `low` or `high` itself."""
+    """Find the full name of the only student whose GPA lies in a range. No student's GPA equals `low` or `high`."""
 
     name: ClassVar[str] = "retrieval"
     answer_pattern: ClassVar[str] = r"(?i)\bname\**:[ \t*]*([^\n*]+)"
@@ -100,7 +100,7 @@ class RetrievalProblem(Problem):
         draw = random.Random(f"{cls.name} {seed}")
         everyone = [f"{first} {last}" for first in FIRST_NAMES.split() for last in LAST_NAMES.split()]
         names = draw.sample(everyone, num_students)
-        hundredths = draw.sample(range(150, 480, 3), num_students)  # 0.03 apart, so that bounds fit between two
+        hundredths = draw.sample(range(150, 480, 3), num_students)  # 0.03 apart or more, so that bounds fit between
         students = tuple(_student(draw, name, gpa / 100) for name, gpa in zip(names, hundredths, strict=True))
         name, wanted = draw.choice(list(zip(names, hundredths, strict=True)))
         below = max((gpa for gpa in hundredths if gpa < wanted), default=wanted - 30)
@@ -116,7 +116,7 @@ class RetrievalProblem(Problem):
         return cls(prompt, name, students, low, high)
 
     def score(self, text: str) -> float:
-        """Return 1.0 if only the student's full name follows the last `Name:` in its line, otherwise 0.0.
+        """Return 1.0 if the rest of the line after the last `Name:` is the student's full name, otherwise 0.0.
 
         Case, bold type, quotes and final punctuation are ignored.
         """
@@ -155,8 +155,8 @@ class ArithmeticProblem(Problem):
     def score(self, text: str) -> float:
         r"""Return the fraction of correct answers, compared by position (as in Hogwild! Inference, section 4.1).
 
-        If the last `\boxed{}` holds a list, only this list is compared, and too many answers score 0.0. Otherwise the
-        last boxes that hold one answer are compared, one per question.
+        If the last `\boxed{}` contains several answers, only these are scored; more answers than questions score 0.0.
+        Otherwise the last boxes with a single answer are scored, one box per question.
         """
         boxes = [match.group(1).split(",") for match in re.finditer(BOXED, text)]
         single = [box[0] for box in boxes if len(box) == 1]

@@ -56,7 +56,7 @@ class Backlog:
     def forward(self, rows: Sequence[Row], replayer: TokenReplayer | None) -> torch.Tensor:
         """Run one forward pass over the inputs of rows and the backlogs of their groups.
 
-        Groups whose next logits are cached join the backlog. Return the logits `[n, vocabulary]` of the n other rows.
+        Inputs whose next logits are cached join the backlog. Return the logits `[n, vocabulary]` of the n other rows.
         """
         inputs: PassInputs = []
         ends: list[int] = []
@@ -92,7 +92,7 @@ class Backlog:
         group.backlog.append(collect_inputs(rows)[0])
 
     def compute(self, groups: Sequence[RowGroup]) -> None:
-        """Compute the backlogs of groups."""
+        """Run the forward passes in the backlogs of groups."""
         backlog = [skipped for group in groups for skipped in group.backlog]
         if backlog:
             self._fill_prompts(groups)

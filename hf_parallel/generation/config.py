@@ -29,7 +29,7 @@ class RowPlace(NamedTuple):
     """
 
     prompt: int
-    index: int  # type: ignore[assignment] # not the method of tuple
+    index: int  # type: ignore[assignment] # shadows `tuple.index`
     column: int | None
 
 
@@ -88,7 +88,7 @@ class ParallelConfig:
     The mode's output then has `texts`, one per row, and `transcripts`, one per prompt.
     """
     rows_name: ClassVar[str] = ""
-    """Record field with the texts of a prompt's rows, if they are merged or the call was interrupted; empty: none."""
+    """Record field for the texts of a prompt's rows, in merged or interrupted calls. Empty: none."""
     presets: ClassVar[Mapping[str, Preset]] = {}
     """Settings by model; `embedded` is the model of `load_embedded_model`."""
     example_arguments: ClassVar[Mapping[str, str]] = {}
@@ -181,7 +181,7 @@ class ParallelConfig:
         return {name: value for name, value in self.given().items() if name not in self.not_stored}
 
     def stored(self) -> dict[str, Any]:
-        """Return `to_dict()` as JSON restores it; raise `ValueError` for a setting that JSON cannot hold."""
+        """Return `to_dict()` after a JSON round trip; raise `ValueError` if a setting is not JSON-serializable."""
         texts = {f.name for f in dataclasses.fields(self) if "Sequence[str]" in str(f.type)}  # tuples become lists
         settings = {name: list(v) if name in texts and v is not None else v for name, v in self.to_dict().items()}
         for name, value in settings.items():

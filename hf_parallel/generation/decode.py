@@ -1,6 +1,6 @@
 """The decode loop: one forward pass for all rows, then one token for each, until no row is active.
 
-A mode says which tokens its rows pass to the model; the loop runs passes, samples, detects ends, streams and counts.
+A mode provides the input tokens of its rows; the loop runs forward passes, samples, checks stopping criteria, streams.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DecodeLoop:
         """Generate until no row is active. Rows are ascending by index.
 
         `logits`, as returned by `step`, are those of the rows' next tokens. None: they are computed from `row.pending`
-        first. By default `on_token` keeps the token pending until the row has ended.
+        first. The default `on_token` makes the token pending, until the row ends.
         `after_pass` is called after every forward pass. `schedule` receives the active rows and returns those of the
         next pass; it may admit others.
         """
@@ -162,11 +162,11 @@ class DecodeLoop:
         return [active[index] for index in sorted(active)]
 
     def num_tokens_left(self, row: Row) -> int:
-        """Return how many tokens may be appended to a row."""
+        """Return the number of tokens that may still be appended to a row."""
         return self.call.max_length - self.table.lengths[row.index]
 
     def _can_overlap(self, rows: Sequence[Row]) -> bool:
-        """Whether the next pass may start before its tokens are known on the host."""
+        """Whether the next pass may be queued before its tokens have been copied to the CPU."""
         asynchronous = self.runner.device.type in ASYNC_DEVICES and self.sampler.stays_on_device
         return asynchronous and any(self.num_tokens_left(row) > 1 for row in rows)
 
@@ -174,7 +174,7 @@ class DecodeLoop:
         """Sample, and queue the next pass of all rows before the tokens are read; then drop rows that have ended."""
         indices = [row.index for row in rows]
         tokens, ended = self.sampler.draw(indices, self.sampler.distribution(indices, logits))
-        fetched = self.sampler.fetch(tokens, ended)  # queued before the pass, so that it does not wait for it
+        fetched = self.sampler.fetch(tokens, ended)  # queued first, so that the copy does not wait for the pass
         logits = self.runner.run([[Segment(row.view, 1) for row in rows]], tokens, range(len(rows)))
         active = self.append(rows, *self.sampler.read(fetched))
         if len(active) == len(rows):
@@ -187,7 +187,7 @@ class DecodeLoop:
         return active, logits.index_select(0, to_device(kept, logits.device))
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
-        """Append tokens that were not sampled, such as a header, to a row; a streamer of one row receives them too."""
+        """Append tokens that were not sampled, such as a header; in a call of one row, the streamer receives them."""
         self.table.extend(row, tokens)
         if self.streamer is not None and len(self.table.lengths) == 1 and not hasattr(self.streamer, "write_row"):
             self.streamer.put(torch.tensor(tokens))

@@ -1,4 +1,4 @@
-"""`generation_mode="hogwild"`: workers that write at the same time over one shared KV cache (Hogwild! Inference)."""
+"""`generation_mode="hogwild"`: workers that generate concurrently over one KV cache (Hogwild! Inference)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hf_parallel.transcript.sections import TranscriptStyle
 NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
 """Default names of the first workers."""
 LATE_STEP = 1234567890
-"""Step number with every digit and more digits than any real one, to check the tokens and length of step prefixes."""
+"""Step number for checks of step prefixes: it has every digit, and more digits than any step of a call."""
 
 
 def default_name(index: int) -> str:
