@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import glob
 import logging
 import os
+import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,15 +30,42 @@ def cache_folder() -> Path:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, whose folder must exist; it replaces `path`, or is deleted on failure."""
+    """Yield a temporary path in a folder beside `path`; the file replaces `path`, or is deleted on failure.
+
+    Follows a symbolic link and keeps the permissions of an existing file. Deletes what a killed process left of an
+    earlier try. Raises `FileNotFoundError` if the folder of `path` does not exist, and `OSError` if `path` exists and
+    is no regular file.
+    """
+    path = path.resolve()
     if not path.parent.is_dir():  # otherwise the error would name the temporary file
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    temporary = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")  # unique among concurrent writers
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    _delete_unfinished(path)
+    writer = f"{socket.gethostname()}.{os.getpid()}.{uuid4().hex}"  # unique among concurrent writers
+    folder = path.with_name(f"{path.name}.{writer}.unfinished")
+    folder.mkdir()
     try:
+        temporary = folder / path.name
+        temporary.touch()
+        mode = (path if path.exists() else temporary).stat().st_mode
         yield temporary
+        temporary.chmod(mode)
         temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _delete_unfinished(path: Path) -> None:
+    """Delete temporary folders for `path` of processes of this machine that no longer run."""
+    for folder in path.parent.glob(f"{glob.escape(path.name)}.{glob.escape(socket.gethostname())}.*.unfinished"):
+        pid = folder.name.split(".")[-3]
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except (PermissionError, ValueError):
+            continue
 
 
 def write_atomically(path: str | Path, text: str) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 import tracemalloc
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_parallel import LogitsCache
-from hf_parallel.cache.logits import Cursors
+from hf_parallel.cache.logits import Cursors, _digest
 from hf_parallel.cache.logits_trie import NODE_BYTES, TENSOR_BYTES, CachedDistribution
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -222,6 +223,12 @@ DAMAGES: dict[str, tuple[str, Any]] = {
 }
 
 
+def sealed(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Return the metadata with a digest that matches, as a forger would write it."""
+    metadata = {name: value for name, value in metadata.items() if name != "digest"}
+    return metadata | {"digest": _digest(metadata, tensors)}
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("top_k", [None, 8])
 def test_inconsistent_arrays_raise(tmp_path: Path, damage: str, top_k: int | None) -> None:
@@ -234,9 +241,23 @@ def test_inconsistent_arrays_raise(tmp_path: Path, damage: str, top_k: int | Non
     tensors[f"0.{array}"] = change(tensors[f"0.{array}"])
     if top_k is not None and damage == "another vocabulary":
         tensors["0.vocabulary"] = tensors["0.ids"].max().long()
-    save_file(tensors, path, metadata)
+    save_file(tensors, path, sealed(metadata, tensors))
     with pytest.raises(ValueError, match=f"{path} is not a readable LogitsCache"):
         LogitsCache.load(path)
+
+
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_any_changed_byte_raises(tmp_path: Path, top_k: int | None) -> None:
+    write(cache := LogitsCache(top_k=top_k), [1, 2], 5, 6, 7)
+    cache.save(path := tmp_path / "cache")
+    whole = path.read_bytes()
+    random = Random(0)
+    for place in [*range(min(len(whole), 400)), *(random.randrange(len(whole)) for _ in range(400))]:
+        changed = bytearray(whole)
+        changed[place] ^= 1 << random.randrange(8)
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match="is not a readable LogitsCache"):
+            LogitsCache.load(path)
 
 
 def test_a_truncated_file_raises(tmp_path: Path) -> None:
@@ -259,7 +280,7 @@ def test_a_file_with_invalid_metadata_raises(tmp_path: Path, name: str, value: s
     cache.save(path := tmp_path / "cache")
     with safe_open(path, "pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-    save_file(tensors, path, metadata | {name: value})
+    save_file(tensors, path, sealed(metadata | {name: value}, tensors))
     with pytest.raises(ValueError, match="is not a readable LogitsCache"):
         LogitsCache.load(path)
 

@@ -7,8 +7,10 @@ follow any continuation that was sampled before. The least recently used leaves 
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import json
+import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -26,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hf_parallel.cache.logits_trie import CachedDistribution, CachedLogits, TrieNode
 from hf_parallel.files import atomic_file, warn_on_other_version
 
-_FORMAT = "hf_parallel.LogitsCache/1"
+_FORMAT = "hf_parallel.LogitsCache/2"
 
 
 class LogitsCache:
@@ -144,6 +146,7 @@ class LogitsCache:
             tensors = {f"{i}.{name}": tensor for i, root in roots for name, tensor in _to_arrays(root).items()}
             metadata = {"format": _FORMAT, "transformers": transformers.__version__}
             metadata |= {"keys": json.dumps(list(self._roots)), "top_k": json.dumps(self.top_k)}
+        metadata["digest"] = _digest(metadata, tensors)
         with atomic_file(Path(path)) as temporary:
             save_file(tensors, temporary, metadata)
 
@@ -164,6 +167,8 @@ class LogitsCache:
                     raise ValueError(f"its format is {metadata.get('format')!r}")
                 warn_on_other_version(path, metadata["transformers"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if metadata.pop("digest") != _digest(metadata, tensors):
+                raise ValueError("its content does not match its digest")
             cache.top_k = cls(max_bytes, json.loads(metadata["top_k"])).top_k
             for number, key in enumerate(json.loads(metadata["keys"])):
                 arrays = {name.split(".")[1]: t for name, t in tensors.items() if name.startswith(f"{number}.")}
@@ -257,10 +262,13 @@ class Cursors:
         return self._nodes[row].logits is not None
 
     def store(self, row: Any, logits: torch.Tensor) -> bool:
-        """Store logits `[vocabulary]` at the row's node if they fit the budget; returns whether the node has logits."""
+        """Store logits `[vocabulary]` at the row's node if they fit the budget; returns whether the node has logits.
+
+        Logits of which the highest is NaN or infinite are not stored: they come from a transient error of the model.
+        """
         cache, node = self._cache, self._nodes[row]
         with cache._lock:
-            if node.logits is None and node.alive:
+            if node.logits is None and node.alive and math.isfinite(logits.max()):
                 cached = CachedLogits.from_logits(logits, cache.top_k)
                 if cache._evict(cached.num_bytes):
                     node.logits = cached
@@ -325,8 +333,19 @@ def _logits_at(arrays: dict[str, torch.Tensor], index: int) -> CachedLogits:
     return CachedLogits(values, ids, int(arrays["vocabulary"]), float(arrays["rest"][index]))
 
 
+def _digest(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def _check(arrays: dict[str, torch.Tensor]) -> None:
     """Raise `ValueError` unless the arrays are consistent."""
+    integers = ("tokens", "parents", "used", "places", "vocabulary")
+    if any(arrays[name].dtype != torch.int64 for name in integers) or not arrays["rest"].is_floating_point():
+        raise ValueError("its arrays have other dtypes")
     parents, places, rest = arrays["parents"], arrays["places"], arrays["rest"]
     values = arrays["values"] if "values" in arrays else torch.empty(0, int(arrays["vocabulary"]))
     ids, vocabulary, count = arrays.get("ids"), int(arrays["vocabulary"]), len(arrays["tokens"])

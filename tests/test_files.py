@@ -1,0 +1,74 @@
+"""Files that are written completely or not at all: links, permissions, special files, and what killed writers leave."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_parallel import LogitsCache
+from hf_parallel.files import atomic_file, write_atomically
+
+
+def filled() -> LogitsCache:
+    cache = LogitsCache()
+    with cache.cursors() as cursors:
+        cursors.start(0, "model", [1, 2])
+        cursors.store(0, torch.randn(64))
+    return cache
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_the_permissions_of_an_existing_file_are_kept(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    path.chmod(mode)
+    write_atomically(path, "text")
+    filled().save(path)
+    assert path.stat().st_mode & 0o777 == mode
+
+
+def test_a_new_file_has_the_permissions_of_other_new_files(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    filled().save(tmp_path / "logits")
+    write_atomically(tmp_path / "text", "text")
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "other").stat().st_mode}
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    filled().save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert len(LogitsCache.load(tmp_path / "target")) == len(filled())
+
+
+def test_logits_are_saved_to_regular_files_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        filled().save(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_later_write_deletes_what_a_killed_one_left(tmp_path: Path) -> None:
+    path, other = tmp_path / "logits", tmp_path / "logits.others.file"
+    other.write_text("kept")
+    code = "import os, pathlib, sys; sys.path[:0] = [sys.argv[2]]\n"
+    code += "from hf_parallel.files import atomic_file\n"
+    code += "with atomic_file(pathlib.Path(sys.argv[1])) as file: file.write_text('half'); os._exit(9)"
+    root = str(Path(__file__).parent.parent)
+    assert subprocess.run([sys.executable, "-c", code, str(path), root], check=False).returncode == 9
+    (left,) = set(tmp_path.iterdir()) - {other}
+    assert left.name.endswith(".unfinished")
+    elsewhere = tmp_path / left.name.replace(socket.gethostname(), "elsewhere")  # its process may still run
+    elsewhere.mkdir()
+    with atomic_file(path) as first:
+        first.write_text("first")
+        filled().save(path)  # leaves the folder of a writer that still runs
+        assert first.exists()
+    assert set(tmp_path.iterdir()) == {other, path, elsewhere}
+    assert path.read_text() == "first"
