@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from hf_parallel import (
     SharedPrefixCache,
     UnsupportedModelError,
 )
+from hf_parallel.generation.modes import final_answers
 from hf_parallel.generation.modes.final_answers import BOXED, find_answer, majority, normal_form
 from hf_parallel.models.capabilities import probe_capabilities
 
@@ -162,6 +164,24 @@ def test_a_custom_answer_pattern() -> None:
 def test_normal_form(answer: str, form: str) -> None:
     assert normal_form(answer) == form
     assert normal_form(form) == form
+
+
+@pytest.mark.parametrize(
+    "answer", ["0" * 30_000 + "." + "0" * 30_000 + "x", "1," * 30_000, "\\text{" * 9_000, " $." * 20_000, "1" * 60_000]
+)
+def test_normal_form_takes_linear_time(answer: str) -> None:
+    began = time.perf_counter()
+    normal_form(answer)
+    assert time.perf_counter() - began < 0.5
+
+
+def test_a_catastrophic_pattern_is_stopped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(final_answers, "PATTERN_SECONDS", 0.05)
+    began = time.perf_counter()
+    assert find_answer(r"(a|aa)+$", "a" * 60 + "b") is None
+    assert find_answer(r"7|(a|aa)+$", "7" + "a" * 60 + "b") is None  # the last of all matches is not known
+    assert time.perf_counter() - began < 2
+    assert "was stopped after 0.05 s" in caplog.text
 
 
 @pytest.mark.parametrize(

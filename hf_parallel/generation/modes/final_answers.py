@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+
+import regex
 
 from hf_parallel.generation.validation import check_text
 
 _BRACED = r"(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*"
 BOXED = rf"\\boxed\{{({_BRACED})\}}"
 """`\\boxed{answer}`, with balanced braces in the answer up to three deep."""
-_NUMBER = re.compile(r"\+?(-?)0*(\d+|\d{1,3}(?:,\d{3})+)(?:\.(\d*?)0*)?")
+PATTERN_SECONDS = 1.0
+"""Time limit for a regular expression on one text."""
+_NUMBER = re.compile(r"\+?(-?)(\d+|\d{1,3}(?:,\d{3})+)(?:\.(\d*))?")
+_logger = logging.getLogger(__name__)
 
 
 def check_pattern(name: str, pattern: Any) -> None:
     """Raise a `ValueError` unless `pattern` is a string that is a regular expression."""
     check_text(name, pattern)
     try:
-        re.compile(pattern)
-    except re.error as error:
+        regex.compile(pattern)
+    except regex.error as error:
         raise ValueError(f"{name} must be a regular expression, got {pattern!r} ({error})") from error
+
+
+def find_matches(pattern: str, text: str) -> list[Any]:
+    """Return all matches of a regular expression in a text; none, with a warning, after `PATTERN_SECONDS`."""
+    try:
+        return list(regex.finditer(pattern, text, timeout=PATTERN_SECONDS))
+    except TimeoutError:
+        _logger.warning("the regular expression %r was stopped after %s s on one text", pattern, PATTERN_SECONDS)
+        return []
 
 
 def find_answer(pattern: str, text: str) -> str | None:
@@ -31,7 +46,7 @@ def find_answer(pattern: str, text: str) -> str | None:
     """
     if not pattern:
         return None
-    answers = [match.group(1 if match.re.groups else 0) for match in re.finditer(pattern, text)]
+    answers = [match.group(1 if match.re.groups else 0) for match in find_matches(pattern, text)]
     return next((answer for answer in reversed(answers) if answer and answer.strip()), None)
 
 
@@ -50,7 +65,8 @@ def normal_form(answer: str) -> str:
     if number is None:
         return plain
     sign, whole, fraction = number.groups(default="")
-    value = whole.replace(",", "") + f".{fraction}" * bool(fraction)
+    whole, fraction = whole.replace(",", "").lstrip("0") or "0", fraction.rstrip("0")
+    value = whole + f".{fraction}" * bool(fraction)
     return value if value == "0" else sign + value
 
 

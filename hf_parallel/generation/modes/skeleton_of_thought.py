@@ -6,15 +6,16 @@ The limited number of workers and the conclusion follow Hogwild! Inference, sect
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import regex
+
 from hf_parallel.generation.arguments import check_tokenizer_given, encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import RowPlace
-from hf_parallel.generation.modes.final_answers import check_pattern
+from hf_parallel.generation.modes.final_answers import check_pattern, find_matches
 from hf_parallel.generation.modes.stages import (
     CompletionRow,
     StagedRun,
@@ -26,6 +27,9 @@ from hf_parallel.generation.resampling.config import ReplayConfig
 from hf_parallel.generation.rng import RowRNG, make_rngs
 from hf_parallel.generation.validation import check_int, check_template, check_text
 from hf_parallel.transcript.sections import TranscriptStyle
+
+POINT_LENGTH = 1000
+"""Characters of a line of an outline in which a point is looked for."""
 
 
 @dataclass
@@ -102,7 +106,7 @@ class SkeletonOfThoughtConfig(ReplayConfig):
         check_template("point_prompt", self.point_prompt, skeleton="1. a", number=1, point="a")
         check_template("point_heading", self.point_heading, number=1, point="a")
         check_pattern("point_pattern", self.point_pattern)
-        if not re.compile(self.point_pattern).groups:
+        if not regex.compile(self.point_pattern).groups:
             raise ValueError(f"point_pattern must have a group, which is the point, got {self.point_pattern!r}")
         check_int("min_points", self.min_points, at_least=1)
         check_int("max_points", self.max_points, at_least=self.min_points)
@@ -160,8 +164,8 @@ class SkeletonOfThoughtConfig(ReplayConfig):
 
     def _point(self, line: str) -> str:
         """Return the point in a line of an outline, or an empty string."""
-        match = re.match(self.point_pattern, line)
-        return (match.group(1) or "").strip() if match else ""
+        matches = find_matches(self.point_pattern, line[:POINT_LENGTH])
+        return (matches[0].group(1) or "").strip() if matches and matches[0].start() == 0 else ""
 
 
 class SkeletonRun(StagedRun):
