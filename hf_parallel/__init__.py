@@ -17,6 +17,7 @@ from hf_parallel.generation import (
     chain_of_draft_prompt,
     disable,
     enable,
+    is_enabled,
     modes,
 )
 from hf_parallel.generation.modes import *  # noqa: F403
@@ -51,6 +52,7 @@ __all__ = [
     "chain_of_draft_prompt",
     "disable",
     "enable",
+    "is_enabled",
     "hub",
     "load_embedded_model",
 ]

@@ -219,7 +219,9 @@ REFUSED_ARGUMENTS = [
     shared("an offloaded cache", ValueError, "cache_implementation", cache_implementation="offloaded"),
     shared("a paged cache", ValueError, "cache_implementation", cache_implementation="paged"),
     shared("an unknown cache", ValueError, "cache_implementation", cache_implementation="magic"),
-    *both("no cache", ValueError, "use_cache", use_cache=False),
+    *both("no cache", use_cache=False),
+    shared("logits_to_keep by default", logits_to_keep=0),
+    shared("processors by position", args=(ONE, None, []), input_ids=DROP),
     *both("attentions", ValueError, "output_attentions", output_attentions=True, return_dict_in_generate=True),
     shared("hidden states", ValueError, "output_hidden_states", output_hidden_states=True),
     shared("multi-token prediction", ValueError, "use_mtp", use_mtp=True),
@@ -232,7 +234,7 @@ REFUSED_ARGUMENTS = [
     shared("logits_to_keep", ValueError, "logits_to_keep", logits_to_keep=3),
     shared("encoder outputs", ValueError, "encoder_outputs", encoder_outputs=(torch.zeros(1, 7, 64),)),
     shared("token types", ValueError, "token_type_ids", token_type_ids=ONES),
-    shared("processors by position", ValueError, "by name", args=(ONE, None, []), input_ids=DROP),
+    shared("synced_gpus by position", ValueError, "by name", args=(ONE, None, [], [], None, False), input_ids=DROP),
     shared("beams in the generation config", ValueError, "num_beams", generation_config=GenerationConfig(num_beams=3)),
 ]
 

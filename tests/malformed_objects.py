@@ -71,7 +71,7 @@ def _cache(name: str, error: Errors, says: str, call: Callable[[Any], Any]) -> C
 
 
 CACHES = [
-    *both("an empty DynamicCache", ValueError, "past_key_values", past_key_values=DynamicCache()),
+    _cache("an empty DynamicCache", None, "", _with_cache(lambda model: DynamicCache())),
     _cache("a filled DynamicCache", ValueError, "DynamicCache", _with_cache(_plain_cache)),
     _cache("a StaticCache", ValueError, "StaticCache",
            _with_cache(lambda model: StaticCache(config=model.config, max_cache_len=32))),
@@ -82,7 +82,7 @@ CACHES = [
     _cache("of a model of the same shape", ValueError, "another model", _with_cache(lambda _: _filled(_copy(seed=1)))),
     _cache("of a model of another shape", ValueError, "another model", _with_cache(lambda _: _filled(_copy("gemma")))),
     _cache("returned by another model", ValueError, "another model", _with_cache(_returned_by_another)),
-    _cache("of the model before it became bfloat16", ValueError, "float32", _cast_after_filling),
+    _cache("of the model before it became bfloat16", ValueError, "weights changed", _cast_after_filling),
     _cache("any cache for hogwild", ValueError, "past_key_values", _with_cache(_filled, "hogwild")),
     *[_cache(f"max_bytes={value!r}", ValueError, "max_bytes must be", lambda _, n=value: SharedPrefixCache(max_bytes=n))
       for value in (0, -1, 2.5, "1 GB", True)],
@@ -206,8 +206,8 @@ CALLBACKS = [
     shared("a processor that returns a token", ValueError, "logits_processor", logits_processor=[_choice]),
     *both("a processor that returns nothing", ValueError, "logits_processor", logits_processor=[_nothing]),
     Case("a processor that generates in parallel", _again("shared_prefix"), RuntimeError, "already"),
-    Case("a processor that generates", _again(None), RuntimeError, "already"),
-    Case("a processor that calls the model", _forward_again, RuntimeError, "forward pass"),
+    Case("a processor that generates", _again(None), None, "", DEFAULTS["plain"]),
+    Case("a processor that calls the model", _forward_again, None, "", DEFAULTS["plain"]),
     *both("a function for stopping_criteria", TypeError, "stopping_criteria", stopping_criteria=_not_done),
     shared("text among the criteria", TypeError, "stopping_criteria", stopping_criteria=["stop"]),
     *both("a criterion that returns nothing", ValueError, "stopping_criteria", stopping_criteria=[_nothing]),

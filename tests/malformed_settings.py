@@ -57,8 +57,8 @@ MODES = [
     shared("a bad stored value", ValueError, "keep_completions",
            generation_config=_config(generation_mode="shared_prefix", parallel_config={"keep_completions": 2}),
            **IN_CONFIG),
-    hogwild("a setting at the top of the generation config", ValueError, "parallel_config",
-            generation_config=_config(num_workers=3), max_new_tokens=DROP, do_sample=DROP),
+    hogwild("a wrong setting at the top of the generation config", ValueError, "num_workers",
+            generation_config=_config(num_workers=0), max_new_tokens=DROP, do_sample=DROP),
 ]  # fmt: skip
 
 SETTINGS = [

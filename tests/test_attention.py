@@ -332,7 +332,7 @@ def test_submodels_keep_their_attention_implementation() -> None:
 def test_block_attention_outside_a_mode_raises() -> None:
     model = a_copy("llama")
     model.set_attn_implementation(IMPLEMENTATION)
-    with pytest.raises(RuntimeError, match="runs only inside a parallel generation mode"):
+    with pytest.raises(RuntimeError, match="cannot be chosen: parallel generation modes set it"):
         model(INPUT_IDS)
 
 

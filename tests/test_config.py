@@ -16,6 +16,7 @@ import torch
 from mode_cases import BUILT_IN, every_setting
 from tiny import build, make_prompts
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging
 
 import hf_parallel
 from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, SharedPrefixConfig
@@ -186,12 +187,37 @@ def test_mode_is_taken_from_keyword_then_object_then_generation_configs(echo: ty
     assert torch.equal(model.generate(IDS, generation_config=named, generation_mode=None), plain)
 
 
+def test_enabling_says_that_a_config_names_a_mode(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plain = hf_parallel.disable(copy.deepcopy(model))
+    plain.generation_config.generation_mode = "shared_prefix"
+    assert not hf_parallel.is_enabled(plain)
+    logging.warning_once.cache_clear()
+    assert hf_parallel.is_enabled(hf_parallel.enable(plain))
+    assert "generate uses generation_mode='shared_prefix'" in caplog.text
+
+
+def test_compiled_models_raise(model: Any) -> None:
+    model = copy.deepcopy(model)
+    whole, part, replaced = (copy.deepcopy(model) for _ in range(3))
+    whole.compile()
+    part.model.layers[1].compile()
+    replaced.forward = torch.compile(replaced.forward)
+    for compiled, name in (
+        (whole, "the model"),
+        (part, "its module 'model.layers.1'"),
+        (replaced, "the model"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} was compiled with torch.compile"):
+            compiled.generate(IDS, generation_mode="shared_prefix", max_new_tokens=2)
+
+
 @pytest.mark.parametrize("where", ["call", "model"])
-def test_a_setting_outside_parallel_config_raises(where: str, echo: type[ParallelConfig], model: Any) -> None:
+def test_settings_may_stand_beside_the_mode(where: str, echo: type[ParallelConfig], model: Any) -> None:
     config = GenerationConfig(max_new_tokens=4) if where == "call" else model.generation_config
     config.times = 3
-    with pytest.raises(ValueError, match="times is in generation_config itself"):
-        model.generate(IDS, generation_mode="echo", generation_config=config if where == "call" else None)
+    given = config if where == "call" else None
+    assert torch.equal(model.generate(IDS, generation_mode="echo", generation_config=given), repeated(3))
+    assert torch.equal(model.generate(IDS, generation_mode="echo", generation_config=given, times=2), repeated(2))
     assert model.generate(IDS, generation_mode="shared_prefix", max_new_tokens=4).shape[1] == IDS.shape[1] + 4
 
 

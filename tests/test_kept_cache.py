@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import sys
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from test_fingerprint import SWITCHES, LowRank
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
-from hf_parallel import SharedPrefixCache
+from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.cache.arena import Arena
 from hf_parallel.kernels.storage import LayerStorage
 
@@ -166,3 +169,83 @@ def test_completions_with_a_common_start_are_distinguished() -> None:
     assert [node.tokens.tolist() for node in longer.path] == [[0, 1, 2, 3, 4], [7, 8, 9], [1]]
     cache.discard_uncached()
     assert list(cache.nodes()) == []
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_cache_filled_by_another_adapter_raises(switch: str) -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    attention = model.model.layers[0].self_attn
+    attention.v_proj = layer = LowRank(attention.v_proj)
+    hf_parallel.enable(model)
+    cache, first = SharedPrefixCache(), dict(vars(layer))
+    before = generate(model, cache)
+    for name, value in SWITCHES[switch].items():
+        setattr(layer, name, value)
+    with pytest.raises(ValueError, match="weights changed"):
+        generate(model, cache)
+    for name in SWITCHES[switch]:
+        setattr(layer, name, first[name])
+    assert torch.equal(generate(model, cache).sequences, before.sequences)
+
+
+def test_weights_written_through_data_are_noticed(model: PreTrainedModel, cache: SharedPrefixCache) -> None:
+    for parameter in model.parameters():
+        parameter.data *= 1.5
+    with pytest.raises(ValueError, match="weights changed"):
+        generate(model, cache)
+
+
+def test_a_cache_serves_one_call_at_a_time(model: PreTrainedModel) -> None:
+    """Also of two models, which do not exclude each other."""
+    cache, other = SharedPrefixCache(), hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+    errors = []
+
+    class Streamer(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            if value.ndim > 1:
+                return  # the prompt: the call has not begun yet
+            with pytest.raises(RuntimeError, match="in use by another call") as raised:
+                generate(other, cache)
+            errors.append(raised)
+
+        def end(self) -> None:
+            pass
+
+    expected = generate(model, None).sequences
+    assert torch.equal(generate(model, cache, streamer=Streamer()).sequences, expected)
+    assert len(errors) > 3
+    assert torch.equal(generate(model, cache).sequences, expected)
+    cache.reset()
+    assert torch.equal(generate(other, cache).sequences, expected)
+
+
+@pytest.mark.parametrize("module", ["lm_head", "model.layers.0.mlp", "model.layers.1.self_attn.k_proj"])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_what_a_transient_nan_computed_is_not_kept(
+    model: PreTrainedModel, module: str, do_sample: bool, at: int
+) -> None:
+    """Neither keys and values nor logits, whether the call raises or not."""
+    settings: dict[str, Any] = {"do_sample": do_sample, "seed": 3}
+    expected = generate(model, None, **settings).sequences
+    cache, logits, passes = SharedPrefixCache(), LogitsCache(), 0
+
+    def fail(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        nonlocal passes
+        passes += 1
+        return torch.full_like(output, torch.nan) if passes == at + 1 else None
+
+    handle = model.get_submodule(module).register_forward_hook(fail)
+    with contextlib.suppress(RuntimeError):
+        generate(model, cache, logits_cache=logits, **settings)
+    handle.remove()
+    assert torch.equal(generate(model, cache, **settings).sequences, expected)
+    assert torch.equal(generate(model, None, logits_cache=logits, **settings).sequences, expected)
+
+
+def test_a_plain_forward_pass_over_the_cache_of_a_mode_raises(model: PreTrainedModel) -> None:
+    out = generate(model, None)
+    with pytest.raises(ValueError, match="pass it to generate with the mode"):
+        model(out.sequences[:, -1:], past_key_values=out.past_key_values)
+    again = generate(model, out.past_key_values)
+    assert torch.equal(again.sequences, out.sequences)

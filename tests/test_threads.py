@@ -15,6 +15,7 @@ import torch
 import hf_parallel
 from hf_parallel import HogwildConfig
 from hf_parallel.cache import BlockCache
+from hf_parallel.generation.mixin import Claim
 from hf_parallel.models.attention import IMPLEMENTATION, block_attention_enabled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,6 +84,24 @@ def test_of_two_calls_that_start_together_one_raises(model: Any) -> None:
     assert torch.equal(generate(model, PROMPTS[0]), expected[0])
 
 
+def test_calls_of_a_model_that_waits_follow_each_other(model: Any) -> None:
+    hf_parallel.enable(model, wait=True)
+    hf_parallel.enable(model)  # leaves it unchanged
+    expected = [generate(model, prompt) for prompt in PROMPTS]
+    mode = {"generation_mode": "shared_prefix"}
+    calls = [lambda p=prompt: [generate(model, p, **mode) for _ in range(10)] for prompt in PROMPTS * 2]
+    for outcome, tokens in zip(in_threads(*calls), expected * 2, strict=True):
+        assert isinstance(outcome, list), outcome
+        assert all(torch.equal(one, tokens) for one in outcome)
+
+    def again(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(RuntimeError, match="already generating"):  # it would wait for itself
+            generate(model, PROMPTS[0], **mode)
+        return scores
+
+    assert torch.equal(generate(model, PROMPTS[0], logits_processor=[again], **mode), expected[0])
+
+
 def test_plain_generate_that_began_earlier_stays_plain(model: Any) -> None:
     """A mode claims the model in another thread after plain `generate` has begun."""
     expected = generate(model, PROMPTS[0])
@@ -99,14 +118,64 @@ def test_plain_generate_that_began_earlier_stays_plain(model: Any) -> None:
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(generate, model, PROMPTS[0], streamer=Streamer())
         assert began.wait(20)
-        with model.claimed(HogwildConfig()):
+        with model.claimed(Claim(HogwildConfig())):
             claimed.set()
             assert torch.equal(future.result(), expected)
 
 
-def test_block_attention_cannot_be_enabled_twice(model: Any) -> None:
+def test_plain_calls_beside_modes_are_those_of_the_model_alone(model: Any) -> None:
+    """Modes begin and end at any time during forward passes and calls of `generate` in other threads."""
+    ids, mask = tiny.left_pad([prompt[0] for prompt in PROMPTS])
+    ended = threading.Event()
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=ids, attention_mask=mask).logits
+
+    expected, texts = forward(), generate(model, ids, attention_mask=mask)
+
+    def forwards() -> list[bool]:
+        equal = []
+        while not ended.is_set():
+            equal.append(torch.equal(forward(), expected))
+        return equal
+
+    def calls() -> list[bool]:
+        equal = []
+        while not ended.is_set():
+            equal.append(torch.equal(generate(model, ids, attention_mask=mask), texts))
+        return equal
+
+    def modes() -> list[bool]:
+        settings = {"generation_mode": "shared_prefix", "max_new_tokens": 2, "attention_mask": mask}
+        try:
+            return [torch.equal(generate(model, ids, **settings), texts[:, : ids.shape[1] + 2]) for _ in range(60)]
+        finally:
+            ended.set()
+
+    for outcome in in_threads(forwards, calls, modes):
+        assert isinstance(outcome, list), outcome
+        assert all(outcome)
+        assert len(outcome) > 3
+    assert type(model.config) is type(tiny.build("llama").config)
+
+
+def test_a_processor_may_run_the_model_itself(model: Any) -> None:
+    """A forward pass in the thread of a mode, between its own passes, is a plain one."""
+    with torch.no_grad():
+        expected = model(PROMPTS[1]).logits
+
+    def check(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(model(PROMPTS[1]).logits, expected)
+        assert model.config._attn_implementation == "sdpa"
+        return scores
+
+    plain = generate(model, PROMPTS[0])
+    assert torch.equal(generate(model, PROMPTS[0], generation_mode="shared_prefix", logits_processor=[check]), plain)
+
+
+def test_block_attention_is_that_of_its_thread(model: Any) -> None:
     with block_attention_enabled(model, BlockCache()):
-        with pytest.raises(RuntimeError, match="already"), block_attention_enabled(model, BlockCache()):
-            pass
         assert model.config._attn_implementation == IMPLEMENTATION
+        assert in_threads(lambda: model.config._attn_implementation) == ["sdpa"]
     assert model.config._attn_implementation == "sdpa"

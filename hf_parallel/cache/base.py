@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,18 @@ from hf_parallel.cache.layout import Block, ForwardPass, Segment, View, plan_pas
 from hf_parallel.kernels import AttentionPlan, LayerStorage, RotarySpec, rotate_by
 
 
+@dataclass(eq=False)
+class ActiveAttention:
+    """Block attention over one cache, of the model with these configs."""
+
+    cache: Any
+    configs: Sequence[Any]
+
+
+active_attention: ContextVar[ActiveAttention | None] = ContextVar("hf_parallel_active_attention", default=None)
+"""Block attention that is enabled in the running thread."""
+
+
 class BlockCache(Cache):
     """Keys and values in blocks of one arena, each stored once, however many rows see it.
 
@@ -29,7 +43,8 @@ class BlockCache(Cache):
         Rotary embedding by layer index (None: the layer has none). Needed only if blocks are moved or seen at
         positions other than those that they were written for.
     device : torch.device, optional
-        Device of position ids; the storage is on the device of the model's keys.
+        Device of position ids; the storage is on the device of the model's keys. Default: the CPU, and in the modes
+        the device of the model.
     """
 
     def __init__(
@@ -37,8 +52,7 @@ class BlockCache(Cache):
     ) -> None:
         super().__init__(layers=[])
         self.rotary = dict(rotary) if rotary is not None else None
-        self.device = torch.device(device or "cpu")
-        self.block_attention = False  # whether the model runs under block attention
+        self.device, self._has_device = torch.device(device or "cpu"), device is not None
         self.reset()
 
     def reset(self) -> None:
@@ -251,7 +265,8 @@ class BlockCache(Cache):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
-        if self.block_attention:
+        active = active_attention.get()
+        if active is not None and active.cache is self:
             self.arena.write(layer_idx, key_states[0], value_states[0], self.plan)
             return key_states, value_states
         if self._pass is None or layer_idx in self._updated:  # the caller did not prepare this pass
@@ -268,6 +283,11 @@ class BlockCache(Cache):
         """Prepare a pass that appends the new tokens of each row of the batch to the same row of `rows`."""
         batch, _, length, _ = key_states.shape
         if not self.rows:
+            if self.blocks:
+                raise ValueError(
+                    f"a plain forward pass cannot continue the rows of this {type(self).__name__}: pass it to generate "
+                    "with the mode that filled it"
+                )
             self.rows = [[block] for block in self.new_blocks(batch, length)]
         if len(self.rows) != batch:
             raise ValueError(f"this cache has {len(self.rows)} rows, the batch has {batch}")

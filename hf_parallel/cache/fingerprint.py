@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 SAMPLES = 8
@@ -25,7 +26,7 @@ def fingerprint(model: PreTrainedModel, caller: str = "logits_cache") -> str:
     config.pop("transformers_version", None)
     kind = model.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    settings = [type(model).__name__, config, autocast, _adapters(model)]
+    settings = [type(model).__name__, config, autocast, active_adapters(model)]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     names = []
@@ -49,10 +50,20 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)[::step][:SAMPLES]
 
 
-def _adapters(model: PreTrainedModel) -> list[Any]:
-    """Return the active adapters of each PEFT layer and their scales; switching them changes no weight."""
+def sampled_values(model: nn.Module) -> dict[torch.device, torch.Tensor]:
+    """Return some values of every floating-point parameter that is not offloaded, as float32, by device."""
+    samples: dict[torch.device, list[torch.Tensor]] = {}
+    for parameter in model.parameters():
+        if not parameter.is_meta and parameter.is_floating_point():
+            samples.setdefault(parameter.device, []).append(_sample(parameter.detach()).float().nan_to_num())
+    return {device: torch.cat(values) for device, values in samples.items()}
+
+
+def active_adapters(model: nn.Module) -> list[Any]:
+    """Return the active and merged adapters of each PEFT layer and their scales; switching them changes no weight."""
     layers: list[Any] = []
     for module in model.modules():  # `hasattr(module, ...)` is slow for most modules
         if "active_adapters" in vars(module) or hasattr(type(module), "active_adapters"):
             layers += [module] if hasattr(module, "merged_adapters") else []
-    return [(layer.active_adapters, layer.disable_adapters, getattr(layer, "scaling", None)) for layer in layers]
+    names = ("active_adapters", "disable_adapters", "scaling", "merged_adapters")
+    return [tuple(getattr(layer, name, None) for name in names) for layer in layers]

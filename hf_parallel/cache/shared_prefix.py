@@ -6,6 +6,7 @@ leaf. Keys are stored at their true positions, so nothing is ever rotated.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +17,11 @@ import torch
 from torch import nn
 
 from hf_parallel.cache.base import BlockCache
+from hf_parallel.cache.fingerprint import active_adapters, sampled_values
 from hf_parallel.cache.layout import Block
 from hf_parallel.kernels import RotarySpec
+
+_lock = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -29,6 +33,7 @@ class Node:
     block: Block | None = None  # keys and values of `tokens`, as far as they have been prefilled
     children: dict[int, list[Node]] = field(default_factory=dict)  # by first token, which several may share
     last_used: int = 0  # index of the last call that used the node or a descendant
+    is_finite: bool = False  # whether keys and values were found to be finite
 
     @property
     def siblings(self) -> list[Node]:
@@ -65,20 +70,26 @@ class _WeightsVersion:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._versions = self._read(model)
+        self._versions, self._values = self._read(model), sampled_values(model)
 
     def check(self, model: nn.Module) -> None:
-        """Raise `ValueError` for another model, or if a parameter was replaced or modified (except through `.data`)."""
+        """Raise `ValueError` for another model, or if its parameters, adapters or sampled weights have changed."""
         if self._model() is not model:
             raise ValueError("past_key_values was filled by another model: reset() it first, or pass a new cache")
-        if self._read(model) != self._versions:
+        values = sampled_values(model)
+        equal = values.keys() == self._values.keys() and all(map(torch.equal, values.values(), self._values.values()))
+        if not equal or self._read(model) != self._versions:
             raise ValueError("past_key_values was filled before the model's weights changed: reset() it first")
 
     @staticmethod
-    def _read(model: nn.Module) -> list[tuple[int, int]]:
-        """Object id and version counter of each parameter, except offloaded ones, which are replaced at each use."""
+    def _read(model: nn.Module) -> list[Any]:
+        """Active adapters, and object id and version counter of each parameter.
+
+        Offloaded parameters are left out: they are replaced at each use.
+        """
         present = (parameter for parameter in model.parameters() if not parameter.is_meta)
-        return [(id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in present]
+        versions = [(id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in present]
+        return [str(active_adapters(model)), *versions]
 
     def __deepcopy__(self, memo: Any) -> _WeightsVersion:
         return self
@@ -120,15 +131,26 @@ class SharedPrefixCache(BlockCache):
         self.max_bytes = max_bytes
         self._calls = 0
         self._filled_by: _WeightsVersion | None = None
+        self._user: Any = None  # the call that claimed the cache last
 
-    def claim(self, model: nn.Module) -> None:
+    def claim(self, model: nn.Module, user: Any = None) -> None:
         """Start a call of `model`: check that the cache was filled by it, and evict down to `max_bytes`.
+
+        `user` represents the call: while its `active` is true, no other call can claim the cache.
 
         Raises
         ------
         ValueError
-            If the cache was filled by another model, or before the model's weights changed.
+            If the cache was filled by another model, or before the model's weights or adapters changed.
+        RuntimeError
+            If another call uses the cache.
         """
+        with _lock:
+            if self._user is not None and self._user.active and self._user is not user:
+                raise RuntimeError("past_key_values is in use by another call: give each of them a cache of its own")
+            self._user = user
+        if not self.blocks and not self._has_device:
+            self.device = next((p.device for p in model.parameters() if not p.is_meta), self.device)
         if self.blocks and self._filled_by is not None:
             self._filled_by.check(model)
         else:
@@ -159,6 +181,22 @@ class SharedPrefixCache(BlockCache):
         node = Node(np.asarray(held, np.int64), parent, block, last_used=self._calls)
         parent.children.setdefault(int(node.tokens[0]), []).append(node)
         return node
+
+    def discard_nonfinite(self) -> None:
+        """Remove nodes with keys or values that are not finite, as a transient error of the model leaves them.
+
+        Reads the last layer only, which a NaN or infinity in any earlier layer reaches.
+        """
+        layer = self.arena.layers.get(max(self.arena.layers, default=-1))
+        nodes = [node for node in self.nodes() if node.block is not None and node.block.length and not node.is_finite]
+        if layer is None or not nodes:
+            return
+        rows = [layer.rows(node.block.tokens) for node in nodes if node.block is not None]
+        finite = [layer.keys[held].isfinite().all() & layer.values[held].isfinite().all() for held in rows]
+        for node, is_finite in zip(nodes, torch.stack(finite).tolist(), strict=True):
+            node.is_finite = is_finite
+            if not is_finite and node in node.siblings:
+                self._remove(node)
 
     def view(self, node: Node) -> list[Block]:
         """Return the blocks that a row at `node` sees."""
@@ -197,6 +235,9 @@ class SharedPrefixCache(BlockCache):
         super().reset()
         self.root = Node(np.empty(0, np.int64))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_user": None}
+
     def _evict(self) -> None:
         """Remove the least recently used nodes, leaves first, until at most `max_bytes` are held."""
         if self.max_bytes is None:
@@ -226,7 +267,7 @@ class SharedPrefixCache(BlockCache):
         """Split a node in two without copying. The node keeps the tail, as it is the leaf of rows; returns the head."""
         parent = node.parent
         assert parent is not None, "the root has no tokens to split"
-        head = Node(node.tokens[:at], parent, children={int(node.tokens[at]): [node]})
+        head = Node(node.tokens[:at], parent, children={int(node.tokens[at]): [node]}, is_finite=node.is_finite)
         node.siblings[node.siblings.index(node)] = head
         if node.block is not None:
             head.block = node.block

@@ -1,7 +1,7 @@
 """Generation of several rows per forward pass: the decode loop, and the mixin that extends `model.generate`."""
 
 from hf_parallel.generation.config import ParallelConfig, Preset, RowPlace
-from hf_parallel.generation.mixin import ParallelGenerationMixin, disable, enable
+from hf_parallel.generation.mixin import ParallelGenerationMixin, disable, enable, is_enabled
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prompts import CHAIN_OF_DRAFT, build_prompt, chain_of_draft_prompt
 from hf_parallel.generation.registry import MODES
@@ -23,4 +23,5 @@ __all__ = [
     "chain_of_draft_prompt",
     "disable",
     "enable",
+    "is_enabled",
 ]

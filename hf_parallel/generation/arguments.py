@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
+from torch import nn
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation import GenerationMode
 
 from hf_parallel.cache import BlockCache
@@ -38,7 +39,6 @@ _UNSUPPORTED_SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (None, 1)),
     "penalty_alpha": (None, 0),
     "cache_implementation": (None, "dynamic"),
-    "use_cache": (None, True),
 }
 """Settings of `GenerationConfig` that no mode supports, with the values that disable them."""
 _SUPPORTED_STRATEGIES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -82,8 +82,18 @@ _TYPES: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
 def check_supported_arguments(mode: str, kwargs: Mapping[str, Any]) -> None:
     """Raise `ValueError` for an argument of `generate` that no mode supports."""
     for name in _UNSUPPORTED_ARGUMENTS:
-        if kwargs.get(name) is not None and kwargs[name] is not False:
+        value = kwargs.get(name)
+        if value is not None and value is not False and not (name == "logits_to_keep" and is_int(value) and value == 0):
             raise ValueError(f"{name} is not supported by generation_mode={mode!r}")
+
+
+def check_not_compiled(model: nn.Module) -> None:
+    """Raise `ValueError` if a model, or a part of it, was compiled: a compiled graph cannot read blocks."""
+    for name, module in model.named_modules():
+        forward = vars(module).get("forward")
+        if module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
+            part = f"its module {name!r} was" if name else "the model was"
+            raise ValueError(f"generation modes run uncompiled models, but {part} compiled with torch.compile")
 
 
 def check_supported_settings(mode: str, config: GenerationConfig) -> None:
@@ -133,7 +143,8 @@ def check_objects(kwargs: Mapping[str, Any]) -> None:
     if function is not None and not callable(function):
         raise TypeError(f"prefix_allowed_tokens_fn must be a function, got {function!r}")
     cache = kwargs.get("past_key_values")
-    if cache is not None and not isinstance(cache, BlockCache):
+    empty = isinstance(cache, DynamicCache) and not cache.get_seq_length()
+    if cache is not None and not empty and not isinstance(cache, BlockCache):
         got = _kind(cache)
         raise ValueError(f"past_key_values must be a cache of hf_parallel, such as SharedPrefixCache, got {got}")
 

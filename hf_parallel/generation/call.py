@@ -23,8 +23,9 @@ class GenerationCall:
     """A prepared call.
 
     `input_ids`, `int64 [rows, length]`, are the left-padded prompts, each repeated `num_return_sequences` times;
-    `prompts` (int64) the same without padding. `record` collects what the transcript shows, and `prepared` is the
-    return value of `ParallelConfig.prepare`. Other fields are arguments of `generate`, as transformers prepared them.
+    `prompts` (int64) the same without padding. `record` collects what the transcript shows, `prepared` is the return
+    value of `ParallelConfig.prepare`, and `claim` is active until the call ends. Other fields are arguments of
+    `generate`, as transformers prepared them.
     """
 
     model: PreTrainedModel
@@ -40,6 +41,7 @@ class GenerationCall:
     cuda_graph: bool = True
     record: Record = field(default_factory=Record)
     prepared: Any = None
+    claim: Any = None
 
     @property
     def num_rows(self) -> int:

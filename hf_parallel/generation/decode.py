@@ -14,6 +14,7 @@ import torch
 from transformers import StoppingCriteriaList
 
 from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.backlog import Backlog, SpeculativeDecoding, TokenReplayer
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.outputs import ParallelOutput
@@ -24,7 +25,6 @@ from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.kernels import to_device
 from hf_parallel.kernels.linear import linear_layers
-from hf_parallel.models.attention import block_attention_enabled
 
 ASYNC_DEVICES = ("cuda",)
 """Device types that run asynchronously, so that the next pass can be queued before the sampled tokens are read."""
@@ -62,9 +62,13 @@ class DecodeLoop:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Enable block attention and fast linear layers, and record memory statistics at the end."""
-        with block_attention_enabled(self.call.model, self.cache), linear_layers(self.call.model):
-            yield
+        """Enable fast linear layers, and record memory statistics at the end."""
+        try:
+            with linear_layers(self.call.model):
+                yield
+        finally:
+            if self.call.past_key_values is not None and isinstance(self.cache, SharedPrefixCache):
+                self.cache.discard_nonfinite()
         self.stats.kv_bytes = self.cache.kv_bytes
         self.stats.reserved_bytes = self.cache.arena.reserved_bytes
         self.stats.graph_bytes = self.runner.graphs.num_bytes if self.runner.graphs is not None else 0

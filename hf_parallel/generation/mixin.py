@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.utils import logging
 
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import GenerationCall, make_call
@@ -25,16 +27,35 @@ from hf_parallel.generation.streaming import report_errors
 from hf_parallel.models.capabilities import Capabilities, probe_capabilities
 from hf_parallel.transcript.record import Record
 
-_POSITIONAL = ("inputs", "generation_config")  # arguments of `generate` that may be positional in a mode
+_logger: Any = logging.get_logger(__name__)
+_POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+"""Arguments of `generate` that may be positional in a mode."""
 _CLAIM_LOCK = threading.Lock()
+POLL_SECONDS = 0.001
+"""Interval at which a waiting thread checks whether the model is free."""
+
+
+class Claim:
+    """Hold of a thread on a model for one call of a mode.
+
+    `active = False` in a `finally` releases it: a single store, before which no Ctrl-C can be raised, unlike before a
+    function or a context manager of Python.
+    """
+
+    def __init__(self, config: ParallelConfig) -> None:
+        self.config, self.thread = config, threading.get_ident()
+        self.active = self.preparing = False
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the model is free
 
 
 class ParallelGenerationMixin:
     """`generate` with a `generation_mode`. `hf_parallel.enable` adds it to a model's class."""
 
     _parallel_capabilities: Capabilities
-    _parallel_config: ParallelConfig | None = None
-    _parallel_thread: int | None = None
+    _parallel_claim: Claim | None = None
+    _parallel_waits: bool = False
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +79,6 @@ class ParallelGenerationMixin:
             For unknown or contradictory settings, and for arguments that the mode does not support.
         """
         with report_errors(kwargs.get("streamer")):
-            self._check_free()
             for name, value in zip(_POSITIONAL, args, strict=False):
                 if name in kwargs:
                     raise TypeError(f"generate() got {name} both by position and by name")
@@ -68,37 +88,55 @@ class ParallelGenerationMixin:
             if config is None:
                 return self._generate(kwargs, args)
             if args:
-                raise ValueError("with a generation_mode, pass arguments after generation_config by name")
-            with self.prepared_call(config, kwargs) as call:
-                return config.make_run(call).generate()
+                raise ValueError("with a generation_mode, pass arguments after prefix_allowed_tokens_fn by name")
+            claim = Claim(config)
+            try:
+                with self.prepared_call(config, kwargs, claim) as call:
+                    return config.make_run(call).generate()
+            finally:
+                claim.active = False
 
     @contextmanager
-    def prepared_call(self, config: ParallelConfig, kwargs: dict[str, Any]) -> Iterator[GenerationCall]:
+    def prepared_call(
+        self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim | None = None
+    ) -> Iterator[GenerationCall]:
         """Let transformers prepare a call, and hold the model while the context is open; `kwargs` is modified."""
         with torch.no_grad(), _cpu_as_default():
             prepared = config.prepare(kwargs)
             self._check_arguments(config, kwargs)
-            with self.claimed(config):
+            claim = claim or Claim(config)
+            with self.claimed(claim):
+                claim.preparing = True
                 call = self._generate(kwargs, ())
                 yield dataclasses.replace(call, prepared=prepared)
 
     @contextmanager
-    def claimed(self, config: ParallelConfig) -> Iterator[None]:
-        """Hold the model for one call of a mode. Raise `RuntimeError` if another call holds it."""
-        with _CLAIM_LOCK:
-            self._check_free()
-            self._parallel_config, self._parallel_thread = config, threading.get_ident()
+    def claimed(self, claim: Claim) -> Iterator[None]:
+        """Hold the model for one call of a mode. While another call holds it, wait or raise; see `enable`."""
         try:
+            while not self._claim(claim):
+                time.sleep(POLL_SECONDS)
             yield
         finally:
-            del self._parallel_config, self._parallel_thread
+            claim.active = False
 
-    def _check_free(self) -> None:
-        if self._parallel_config is not None:
-            raise RuntimeError(
-                "this model is already generating in parallel: generate was called again from a processor, a streamer "
-                "or another thread"
-            )
+    def _claim(self, claim: Claim) -> bool:
+        with _CLAIM_LOCK:
+            other = self._active_claim()
+            if other is None:
+                claim.active = True
+                self._parallel_claim = claim
+                return True
+        if self._parallel_waits and other.thread != claim.thread:
+            return False
+        raise RuntimeError(
+            "this model is already generating in parallel: generate was called again from a processor, a streamer or "
+            "another thread; enable(model, wait=True) lets threads wait for each other"
+        )
+
+    def _active_claim(self) -> Claim | None:
+        claim = self._parallel_claim
+        return claim if claim is not None and claim.active else None
 
     def _generate(self, kwargs: dict[str, Any], args: tuple[Any, ...]) -> Any:
         positional = [kwargs.pop(name, None) for name in _POSITIONAL]
@@ -114,27 +152,30 @@ class ParallelGenerationMixin:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Return the prepared call of the mode that holds the model; without one, sample as transformers does."""
-        config = self._parallel_config
-        if config is None or self._parallel_thread != threading.get_ident():  # plain `generate`, maybe beside a mode
+        """Return the prepared call if a mode prepares one in this thread; otherwise sample as transformers does."""
+        claim = self._active_claim()
+        if claim is None or not claim.preparing or claim.thread != threading.get_ident():
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
+        claim.preparing = False
         return make_call(
             self,
             input_ids,
             {**model_kwargs, "synced_gpus": synced_gpus},
-            Record(config, config.to_dict()),
+            Record(claim.config, claim.config.to_dict()),
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
             streamer=streamer,
-            cuda_graph=config.cuda_graph,
+            cuda_graph=claim.config.cuda_graph,
+            claim=claim,
         )
 
     def _check_arguments(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:
         """Raise an error for invalid or unsupported arguments, before anything is prepared."""
         arguments.check_supported_arguments(config.mode, kwargs)
+        arguments.check_not_compiled(self)  # type: ignore[arg-type]
         arguments.check_inputs(kwargs)
         arguments.check_objects(kwargs)
         settings = set(vars(GenerationConfig()))
@@ -184,14 +225,11 @@ def take_parallel_config(own: GenerationConfig, kwargs: dict[str, Any]) -> Paral
         return None
     fields = MODES[mode].fields() if isinstance(mode, str) and mode in MODES else ()
     settings = {name: kwargs.pop(name) for name in fields if name in kwargs}
-    for name in fields:
-        if any(hasattr(source, name) for source in stored):
-            raise ValueError(f"{name} is in generation_config itself; put it in generation_config.parallel_config")
-    saved = [
-        source.parallel_config
-        for source in stored
-        if getattr(source, "parallel_config", None) and getattr(source, "generation_mode", mode) in (mode, None)
-    ]
+    saved: list[Any] = []
+    for source in stored:
+        if getattr(source, "generation_mode", mode) in (mode, None):
+            saved.append({name: getattr(source, name) for name in fields if hasattr(source, name)})
+            saved.append(getattr(source, "parallel_config", None))
     return make_config(mode, settings, config, *saved)
 
 
@@ -203,7 +241,7 @@ def keep_mode(config: Any) -> None:
     config._from_model_config = False  # otherwise transformers drops attributes that it does not define
 
 
-def enable(model: PreTrainedModel, known: Capabilities | None = None) -> PreTrainedModel:
+def enable(model: PreTrainedModel, known: Capabilities | None = None, wait: bool | None = None) -> PreTrainedModel:
     """Give one model the `generation_mode` argument.
 
     Probes with short forward passes how block attention can serve the model. Idempotent; nothing global is changed.
@@ -215,6 +253,9 @@ def enable(model: PreTrainedModel, known: Capabilities | None = None) -> PreTrai
         A decoder-only model with a language modelling head. For PEFT, pass the base model.
     known : Capabilities, optional
         Result of an earlier probe of this model, which is not probed then.
+    wait : bool, optional
+        Whether a call of a mode waits while another thread runs a mode on the model, instead of raising
+        `RuntimeError`. Default: unchanged, at first False.
 
     Returns
     -------
@@ -229,14 +270,23 @@ def enable(model: PreTrainedModel, known: Capabilities | None = None) -> PreTrai
         If block attention cannot serve the model, with the reason.
     """
     if isinstance(model, ParallelGenerationMixin):
+        model._parallel_waits = model._parallel_waits if wait is None else wait
         return model
     if isinstance(model, PreTrainedModel) and model.device.type == "meta":
         raise ValueError(f"{type(model).__name__} is on the meta device: load its weights first")
     with _cpu_as_default():
         found = probe_capabilities(model) if known is None else known
     model.__class__ = _enabled_class(type(model))  # type: ignore[arg-type]
-    model._parallel_capabilities = found  # type: ignore[assignment]
+    model._parallel_capabilities, model._parallel_claim = found, None  # type: ignore[assignment]
+    model._parallel_waits = bool(wait)  # type: ignore[assignment]
+    if mode := getattr(model.generation_config, "generation_mode", None):
+        _logger.warning_once(f"generate uses generation_mode={mode!r}, which the model's generation_config names")
     return model
+
+
+def is_enabled(model: Any) -> bool:
+    """Return whether `model.generate` accepts modes. A model that was not enabled ignores those of its configs."""
+    return isinstance(model, ParallelGenerationMixin)
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
@@ -251,7 +301,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     if isinstance(model, ParallelGenerationMixin):
         model.__class__ = _plain_class(type(model))
-        del model._parallel_capabilities
+        del model._parallel_capabilities, model._parallel_claim, model._parallel_waits
     return model
 
 

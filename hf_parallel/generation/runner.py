@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Sequence
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.rows import PassInputs
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import to_device
+from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.cuda_graph import DecodeGraphs
 
 PREFILL_CHUNK = 4096
@@ -100,5 +102,10 @@ class ModelRunner:
         kwargs = dict(self._kwargs, input_ids=ids[None], position_ids=position_ids[None], past_key_values=self.cache)
         if keep is not None and self._has_logits_to_keep:
             kwargs["logits_to_keep"], keep = keep, None
-        logits = self.call.model(use_cache=True, return_dict=True, **kwargs).logits[0]
+        logits = copy_context().run(self._run_model, kwargs).logits[0]
         return logits if keep is None else logits.index_select(0, keep)
+
+    def _run_model(self, kwargs: dict[str, Any]) -> Any:
+        """Run the model in a context of its own, which ends with the forward pass, even if it is interrupted."""
+        with block_attention_enabled(self.call.model, self.cache):
+            return self.call.model(use_cache=True, return_dict=True, **kwargs)

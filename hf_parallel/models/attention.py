@@ -1,17 +1,19 @@
 """Block attention as an attention implementation of Transformers, registered under the name `hf_parallel`.
 
 The cache of the running call reaches the attention function as the keyword argument `block_cache` of
-`model.forward`. Models that drop unknown keyword arguments get it through a context variable. While a model is probed
+`model.forward`. Models that drop unknown keyword arguments get it through a context variable. The same variable makes
+the model's config name block attention in the thread of the call, and in no other. While a model is probed
 (`capabilities.py`), an `AttentionRecorder` takes the cache's place.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from hf_parallel.cache import BlockCache
+from hf_parallel.cache.base import ActiveAttention, active_attention
 from hf_parallel.kernels import AttentionParams, block_attention
 
 IMPLEMENTATION = "hf_parallel"
@@ -51,9 +54,9 @@ class AttentionRecorder:
         self.queries[module.layer_idx] = query[0, :, 0].detach()  # type: ignore[index]
 
 
-_switching = threading.Lock()
-"""Held while a model's attention implementation is exchanged, so that no other thread reads it in between."""
-_current: ContextVar[BlockCache | AttentionRecorder | None] = ContextVar("hf_parallel_cache", default=None)
+_PLAIN_CLASS = "_hf_parallel_plain_class"
+_all_active: weakref.WeakSet[ActiveAttention] = weakref.WeakSet()
+_lock = threading.Lock()
 
 
 def _block_attention_forward(
@@ -75,15 +78,15 @@ def _block_attention_forward(
     `query` is `[1, heads, T, head_dim]`, packed. `key` and `value`, `[1, kv_heads, T, head_dim]`, are already in the
     cache. Returns `[1, T, heads, head_dim]`.
     """
-    cache = block_cache if block_cache is not None else _current.get()
+    active = active_attention.get()
+    cache = block_cache if block_cache is not None or active is None else active.cache
     if isinstance(cache, AttentionRecorder):
         cache.keyword_arrives |= block_cache is not None
         cache.record(module, query, attention_mask, sliding_window)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
     if cache is None:
         raise RuntimeError(
-            f"attention implementation {IMPLEMENTATION!r} runs only inside a parallel generation mode; "
-            "another thread may be using this model"
+            f"attention implementation {IMPLEMENTATION!r} cannot be chosen: parallel generation modes set it themselves"
         )
     if dropout:
         raise UnsupportedModelError(f"attention dropout must be 0 while generating in parallel, got {dropout}")
@@ -106,7 +109,8 @@ def _block_attention_forward(
 
 def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
     """Mask function of the implementation: no mask, as the plan holds the key ranges; the window while probing."""
-    if isinstance(_current.get(), AttentionRecorder) and local_size:
+    active = active_attention.get()
+    if active is not None and isinstance(active.cache, AttentionRecorder) and local_size:
         return torch.full((1, 1, 1, 1), local_size)
     return None
 
@@ -117,46 +121,51 @@ AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 @contextmanager
 def block_attention_enabled(model: PreTrainedModel, cache: BlockCache | AttentionRecorder) -> Iterator[None]:
-    """Run a model with block attention over `cache`; all settings are restored on exit.
-
-    Raises `RuntimeError` if block attention is set already, by another thread or by the user.
-    """
-    with _implementation_set(model):
-        # Gradient checkpointing drops the cache in training mode; without gradients it has no use.
-        layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)] if model.training else []
-        token = _current.set(cache)
+    """Run a model with block attention over `cache` in this context; other threads use the model's own attention."""
+    active = ActiveAttention(cache, _configs(model.config))
+    # Gradient checkpointing drops the cache in training mode; without gradients it has no use.
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)] if model.training else []
+    try:
+        with _lock:
+            _all_active.add(active)
+            for config in active.configs:
+                config.__class__ = _context_dependent(config.__class__)
+        token = active_attention.set(active)
         try:
             for layer in layers:
                 layer.gradient_checkpointing = False  # type: ignore[assignment]
-            if isinstance(cache, BlockCache):
-                cache.block_attention = True
             yield
         finally:
-            if isinstance(cache, BlockCache):
-                cache.block_attention = False
-            for layer in layers:
-                layer.gradient_checkpointing = True  # type: ignore[assignment]
-            _current.reset(token)
-
-
-@contextmanager
-def _implementation_set(model: PreTrainedModel) -> Iterator[None]:
-    """Exchange a model's attention implementation, for all threads that use the model."""
-    before: list[tuple[Any, str]] = []
-    try:
-        with _switching:
-            found = [(config, config._attn_implementation) for config in _configs(model.config)]
-            if any(implementation == IMPLEMENTATION for _, implementation in found):
-                raise RuntimeError(
-                    f"attention implementation {IMPLEMENTATION!r} is set already; is another thread using it?"
-                )
-            before = found
-            model.set_attn_implementation(IMPLEMENTATION)
-        yield
+            active_attention.reset(token)
     finally:
-        with _switching:
-            for config, implementation in before:
-                config._attn_implementation = implementation
+        for layer in layers:
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
+        with _lock:
+            _all_active.discard(active)
+            used = [config for other in _all_active for config in other.configs]
+            for config in active.configs:
+                if not any(config is other for other in used):
+                    config.__class__ = getattr(type(config), _PLAIN_CLASS, type(config))
+
+
+@lru_cache
+def _context_dependent(plain: Any) -> Any:
+    """Return a config class with block attention as its implementation where `active_attention` says so.
+
+    Other threads read the implementation of the plain class, whenever the class of a config is exchanged.
+    """
+    if hasattr(plain, _PLAIN_CLASS):
+        return plain
+    own: property = plain._attn_implementation  # type: ignore[attr-defined]
+
+    def implementation(config: Any) -> str | None:
+        active = active_attention.get()
+        chosen = active is not None and any(config is one for one in active.configs)
+        return IMPLEMENTATION if chosen else own.fget(config)  # type: ignore[misc]
+
+    names: dict[str, Any] = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+    names |= {_PLAIN_CLASS: plain, "_attn_implementation": property(implementation, own.fset)}
+    return type(plain.__name__, (plain,), names)
 
 
 def _configs(config: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.files import warn_on_other_version
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import vocabulary_size
-from hf_parallel.generation.mixin import ParallelGenerationMixin, enable
+from hf_parallel.generation.mixin import Claim, ParallelGenerationMixin, enable
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, default_name
 from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, Step
@@ -137,14 +137,18 @@ class HogwildSession:
         if passes is not None:
             check_int("passes", passes, at_least=0)
         written: dict[str, str] = {}
-        with self._model_held():
-            for _ in itertools.count() if passes is None else range(passes):
-                with self._exclusive():
-                    self._check_open()
-                    if not self._run.active:
-                        break
-                    for name, text in self._run.step().items():
-                        written[name] = written.get(name, "") + text
+        claim = Claim(self.config)
+        try:
+            with self._model_held(claim):
+                for _ in itertools.count() if passes is None else range(passes):
+                    with self._exclusive():
+                        self._check_open()
+                        if not self._run.active:
+                            break
+                        for name, text in self._run.step().items():
+                            written[name] = written.get(name, "") + text
+        finally:
+            claim.active = False
         return written
 
     def finish(self) -> HogwildOutput:
@@ -152,12 +156,16 @@ class HogwildSession:
 
         Afterwards only `output` and the properties can be used, even if `finish` raises.
         """
-        with self._model_held(), self._exclusive():
-            self._check_open()
-            self._ended_by = "finished"
-            self._run.group.move_ended_steps()
-            self._run.active = []
-            self._run.finish()
+        claim = Claim(self.config)
+        try:
+            with self._model_held(claim), self._exclusive():
+                self._check_open()
+                self._ended_by = "finished"
+                self._run.group.move_ended_steps()
+                self._run.active = []
+                self._run.finish()
+        finally:
+            claim.active = False
         return self._run.loop.output(HogwildOutput, **self._run.fields())
 
     def close(self) -> None:
@@ -280,7 +288,7 @@ class HogwildSession:
             prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
             **state["generation"],
         )
-        with session._model_held():
+        with session._model_held(Claim(session.config)):
             try:
                 session._run.restore(state)
             except ValueError as error:
@@ -302,16 +310,16 @@ class HogwildSession:
         return tokens
 
     @contextmanager
-    def _model_held(self) -> Iterator[None]:
+    def _model_held(self, claim: Claim) -> Iterator[None]:
         location = self._model.device, self._model.dtype
         if not isinstance(self._model, ParallelGenerationMixin):
             raise RuntimeError("the model is not enabled any more: call hf_parallel.enable(model) to continue")
         if location != self._location:
             before, now = ("{} in {}".format(*pair) for pair in (self._location, location))
             raise ValueError(f"the model was on {before} when this session began, now it is on {now}: move it back")
-        with torch.no_grad(), self._model.claimed(self.config), self._run.loop.running():
+        with torch.no_grad(), self._model.claimed(claim), self._run.loop.running():
             try:
-                self._run.cache.claim(self._run.loop.call.model)
+                self._run.cache.claim(self._run.loop.call.model, claim)
             except ValueError as error:
                 raise ValueError("the weights of the model have changed since this session began") from error
             yield

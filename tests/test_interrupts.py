@@ -1,0 +1,100 @@
+"""Ctrl-C at any function entry or return of a C function: the next calls work, plain and in a mode."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from workers import SETTINGS, small_model
+
+import hf_parallel
+from hf_parallel import HogwildSession, SharedPrefixCache
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # interrupted in a generator's end
+]
+
+IDS = tiny.make_prompts([9], seed=4)[0][None]
+FILES = ("mixin.py", "attention.py", "linear.py", "contextlib.py", "session.py", "prefill.py", "decode.py", "runner.py")
+"""Files whose code holds the model, exchanges parts of it, or releases them."""
+
+
+def profiled(function: Callable[[], Any], at: int = -1) -> list[tuple[str, int, str]]:
+    """Call a function and return the places where a Ctrl-C can be raised; at place `at` it is."""
+    places: list[tuple[str, int, str]] = []
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        if event in ("call", "c_return"):
+            places.append((frame.f_code.co_filename.rsplit("/", 1)[-1], frame.f_lineno, event))
+            if len(places) == at + 1:
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return places
+
+
+def chosen(places: list[tuple[str, int, str]]) -> list[int]:
+    """First and last occurrence of each place in `FILES`."""
+    first: dict[tuple[str, int, str], int] = {}
+    last: dict[tuple[str, int, str], int] = {}
+    for index, place in enumerate(places):
+        if place[0] in FILES:
+            first.setdefault(place, index)
+            last[place] = index
+    return sorted({*first.values(), *last.values()})
+
+
+def generate(model: Any, **settings: Any) -> torch.Tensor:
+    return model.generate(IDS, max_new_tokens=3, do_sample=False, **settings)
+
+
+def test_any_interrupt_leaves_the_model_and_its_cache_usable() -> None:
+    model = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+    expected = generate(model)
+    cache = SharedPrefixCache()
+
+    def call() -> None:
+        generate(model, generation_mode="shared_prefix", past_key_values=cache)
+
+    call()
+    for at in chosen(profiled(call)):
+        kept = []  # a traceback that is kept, as by an interactive interpreter
+        try:
+            profiled(call, at)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        assert model.config._attn_implementation == "sdpa", at
+        assert torch.equal(generate(model), expected), at
+        assert torch.equal(generate(model, generation_mode="shared_prefix", past_key_values=cache), expected), at
+    hf_parallel.disable(model)
+    assert type(model.config) is type(tiny.build("llama").config)
+    assert torch.equal(generate(model), expected)
+
+
+def test_any_interrupt_of_a_session_leaves_the_model_usable() -> None:
+    model = small_model()
+    plain = generate(model)
+    first = HogwildSession(model, prompt=IDS, **SETTINGS)
+    for at in chosen(profiled(lambda: _step(first))):
+        session = HogwildSession(model, prompt=IDS, **SETTINGS)
+        kept = []
+        try:
+            profiled(lambda session=session: _step(session), at)  # type: ignore[misc]
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        assert torch.equal(generate(model), plain), at
+        assert torch.equal(generate(model, generation_mode="shared_prefix"), plain), at
+
+
+def _step(session: HogwildSession) -> None:
+    session.run(2)
