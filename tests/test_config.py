@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
+import inspect
 import json
 import pickle
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from transformers.utils import logging
 
 import hf_parallel
 from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, SharedPrefixConfig
+from hf_parallel.cli.settings import describe
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import make_config
 
@@ -209,6 +211,18 @@ def test_compiled_models_raise(model: Any) -> None:
     ):
         with pytest.raises(ValueError, match=f"{name} was compiled with torch.compile"):
             compiled.generate(IDS, generation_mode="shared_prefix", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_every_setting_is_described_and_descriptions_are_plain_text(mode: str) -> None:
+    """A backslash that Python interprets would begin lines that nobody wrote, such as headings."""
+    docs = [inspect.cleandoc(cls.__doc__ or "") for cls in MODES[mode].__mro__ if dataclasses.is_dataclass(cls)]
+    lines = "\n".join(docs).splitlines()
+    assert not [line for line in lines if line.startswith(("#", "```", " " * 8))]
+    described = [name for line in lines if " : " in line for name in line.split(" : ")[0].split(", ")]
+    for name in MODES[mode].fields():
+        assert name in described
+    assert describe(mode).count("\n#") == 0
 
 
 @pytest.mark.parametrize("where", ["call", "model"])

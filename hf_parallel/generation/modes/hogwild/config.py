@@ -46,9 +46,14 @@ class HogwildConfig(ReplayConfig):
         (only finished steps are visible) or `contiguous` (no history; each worker has one growing text).
     worker_names : list of str, optional
         Default: Alice, Bob, Carol, ...
-    history_header, others_header, own_header, step_gap : str
-        Texts before the history, before the unfinished steps of the others, before a worker's own step, and between
-        the steps of two others. Empty: none.
+    history_header : str
+        Text before the history. Empty: none, as for the next three.
+    others_header : str
+        Text before the unfinished steps of the others.
+    own_header : str
+        Text before a worker's own step.
+    step_gap : str
+        Text between the steps of two others.
     step_prefix : str
         Beginning of every step; may contain `{name}` and `{step}`.
     separator : str

@@ -28,7 +28,7 @@ from hf_parallel.transcript.sections import TranscriptStyle
 
 @dataclass
 class PDOSConfig(BlockFormat, ParallelConfig):
-    """Answers whose independent parts are generated in parallel.
+    r"""Answers whose independent parts are generated in parallel.
 
     `max_new_tokens` is the budget of the returned answer, branches joined; a skeleton counts until its branches start.
     The branches of a block share the rest of the budget: each pass takes one token per branch, and if too few are left,

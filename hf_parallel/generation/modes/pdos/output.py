@@ -64,7 +64,7 @@ class PDOSOutput(ParallelOutput):
     """
 
     blocks: list[list[ParallelBlock]] | None = None
-    """Per prompt."""
+    """Parallel blocks of each prompt's answer, in order."""
     transcripts: list[str] | None = None
     """The answers as text."""
     fallback: list[str | None] | None = None
