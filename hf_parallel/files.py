@@ -7,14 +7,19 @@ import glob
 import logging
 import os
 import shutil
-import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
 import transformers
+from filelock import FileLock, Timeout
 
+NAME_LENGTH = 40
+"""Characters of a file's name in the name of its temporary folder."""
+UNFINISHED_SECONDS = 60.0
+"""Age from which a temporary folder that is not locked belongs to a writer that was killed."""
 _logger = logging.getLogger(__name__)
 
 
@@ -42,30 +47,28 @@ def atomic_file(path: Path) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     _delete_unfinished(path)
-    writer = f"{socket.gethostname()}.{os.getpid()}.{uuid4().hex}"  # unique among concurrent writers
-    folder = path.with_name(f"{path.name}.{writer}.unfinished")
+    folder = path.with_name(f"{path.name[:NAME_LENGTH]}.{uuid4().hex}.unfinished")  # unique among concurrent writers
     folder.mkdir()
     try:
-        temporary = folder / path.name
-        temporary.touch()
-        mode = (path if path.exists() else temporary).stat().st_mode
-        yield temporary
-        temporary.chmod(mode)
-        temporary.replace(path)
+        with FileLock(folder / "lock"):
+            temporary = folder / "content"
+            temporary.touch()
+            mode = (path if path.exists() else temporary).stat().st_mode
+            yield temporary
+            with suppress(OSError):  # some file systems have no permissions
+                temporary.chmod(mode)
+            temporary.replace(path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _delete_unfinished(path: Path) -> None:
-    """Delete temporary folders for `path` of processes of this machine that no longer run."""
-    for folder in path.parent.glob(f"{glob.escape(path.name)}.{glob.escape(socket.gethostname())}.*.unfinished"):
-        pid = folder.name.split(".")[-3]
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            shutil.rmtree(folder, ignore_errors=True)
-        except (PermissionError, ValueError):
-            continue
+    """Delete old temporary folders for `path` that no writer has locked."""
+    for folder in path.parent.glob(f"{glob.escape(path.name[:NAME_LENGTH])}.*.unfinished"):
+        with suppress(OSError, Timeout):
+            if time.time() - folder.stat().st_mtime > UNFINISHED_SECONDS:
+                with FileLock(folder / "lock", timeout=0):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_atomically(path: str | Path, text: str) -> None:

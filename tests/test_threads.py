@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import threading
+import weakref
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +16,6 @@ import tiny
 import torch
 
 import hf_parallel
-from hf_parallel import HogwildConfig
 from hf_parallel.cache import BlockCache
 from hf_parallel.generation.mixin import Claim
 from hf_parallel.models.attention import IMPLEMENTATION, block_attention_enabled
@@ -118,7 +120,7 @@ def test_plain_generate_that_began_earlier_stays_plain(model: Any) -> None:
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(generate, model, PROMPTS[0], streamer=Streamer())
         assert began.wait(20)
-        with model.claimed(Claim(HogwildConfig())):
+        with model.claimed(Claim()):
             claimed.set()
             assert torch.equal(future.result(), expected)
 
@@ -172,6 +174,43 @@ def test_a_processor_may_run_the_model_itself(model: Any) -> None:
 
     plain = generate(model, PROMPTS[0])
     assert torch.equal(generate(model, PROMPTS[0], generation_mode="shared_prefix", logits_processor=[check]), plain)
+
+
+def test_plain_generate_while_a_mode_is_prepared_raises(model: Any) -> None:
+    """A streamer receives the prompt before the call begins."""
+    expected, errors = generate(model, PROMPTS[0]), []
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            if value.ndim > 1:
+                with pytest.raises(RuntimeError, match="already generating") as raised:
+                    generate(model, PROMPTS[1])
+                errors.append(raised)
+
+        def end(self) -> None:
+            pass
+
+    out = generate(model, PROMPTS[0], generation_mode="shared_prefix", streamer=Streamer())
+    assert torch.equal(out, expected)
+    assert len(errors) == 1
+
+
+def test_a_config_that_is_copied_during_a_pass_is_a_plain_one(model: Any) -> None:
+    plain = type(model.config)
+    with block_attention_enabled(model, BlockCache()):
+        for twin in (copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config))):
+            assert type(twin) is plain
+            assert twin.to_dict() == model.config.to_dict()
+    assert type(copy.deepcopy(model).config) is plain
+
+
+def test_an_ended_call_keeps_no_cache_alive(model: Any) -> None:
+    cache = hf_parallel.LogitsCache()
+    generate(model, PROMPTS[0], generation_mode="shared_prefix", logits_cache=cache)
+    freed = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert freed() is None
 
 
 def test_block_attention_is_that_of_its_thread(model: Any) -> None:

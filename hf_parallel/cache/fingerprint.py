@@ -51,11 +51,11 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sampled_values(model: nn.Module) -> dict[torch.device, torch.Tensor]:
-    """Return some values of every floating-point parameter that is not offloaded, as float32, by device."""
+    """Return some values of every floating-point parameter by device, as float32; not of offloaded or special ones."""
     samples: dict[torch.device, list[torch.Tensor]] = {}
-    for parameter in model.parameters():
-        if not parameter.is_meta and parameter.is_floating_point():
-            samples.setdefault(parameter.device, []).append(_sample(parameter.detach()).float().nan_to_num())
+    for tensor in (parameter.detach() for parameter in model.parameters()):
+        if type(tensor) is torch.Tensor and not tensor.is_meta and tensor.is_floating_point():
+            samples.setdefault(tensor.device, []).append(_sample(tensor).float().nan_to_num())
     return {device: torch.cat(values) for device, values in samples.items()}
 
 

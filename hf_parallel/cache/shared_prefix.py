@@ -68,18 +68,20 @@ class Node:
 class _WeightsVersion:
     """The version of a model's weights that filled a cache. It is pickled as None, as object ids are not portable."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, with_values: bool) -> None:
         self._model = weakref.ref(model)
-        self._versions, self._values = self._read(model), sampled_values(model)
+        self._versions, self._values = self._read(model), sampled_values(model) if with_values else None
 
     def check(self, model: nn.Module) -> None:
         """Raise `ValueError` for another model, or if its parameters, adapters or sampled weights have changed."""
         if self._model() is not model:
             raise ValueError("past_key_values was filled by another model: reset() it first, or pass a new cache")
-        values = sampled_values(model)
-        equal = values.keys() == self._values.keys() and all(map(torch.equal, values.values(), self._values.values()))
-        if not equal or self._read(model) != self._versions:
+        if self._read(model) != self._versions or not self._has_equal_values(model):
             raise ValueError("past_key_values was filled before the model's weights changed: reset() it first")
+
+    def _has_equal_values(self, model: nn.Module) -> bool:
+        before, now = self._values, {} if self._values is None else sampled_values(model)
+        return before is None or (before.keys() == now.keys() and all(map(torch.equal, before.values(), now.values())))
 
     @staticmethod
     def _read(model: nn.Module) -> list[Any]:
@@ -133,10 +135,12 @@ class SharedPrefixCache(BlockCache):
         self._filled_by: _WeightsVersion | None = None
         self._user: Any = None  # the call that claimed the cache last
 
-    def claim(self, model: nn.Module, user: Any = None) -> None:
+    def claim(self, model: nn.Module, user: Any = None, kept: bool = True) -> None:
         """Start a call of `model`: check that the cache was filled by it, and evict down to `max_bytes`.
 
-        `user` represents the call: while its `active` is true, no other call can claim the cache.
+        `user` represents the call: while its `active` is true, no other call can claim the cache. `kept` says whether
+        the cache outlives the call; then some values of the weights are compared too, as writes through `.data` leave
+        no other trace.
 
         Raises
         ------
@@ -154,7 +158,7 @@ class SharedPrefixCache(BlockCache):
         if self.blocks and self._filled_by is not None:
             self._filled_by.check(model)
         else:
-            self._filled_by = _WeightsVersion(model)
+            self._filled_by = _WeightsVersion(model, kept)
         self._calls += 1
         self._evict()
 

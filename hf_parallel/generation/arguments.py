@@ -91,7 +91,8 @@ def check_not_compiled(model: nn.Module) -> None:
     """Raise `ValueError` if a model, or a part of it, was compiled: a compiled graph cannot read blocks."""
     for name, module in model.named_modules():
         forward = vars(module).get("forward")
-        if module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
+        compiled = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+        if module._compiled_call_impl is not None or compiled:
             part = f"its module {name!r} was" if name else "the model was"
             raise ValueError(f"generation modes run uncompiled models, but {part} compiled with torch.compile")
 

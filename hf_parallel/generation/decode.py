@@ -25,6 +25,7 @@ from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.kernels import to_device
 from hf_parallel.kernels.linear import linear_layers
+from hf_parallel.models.attention import gradient_checkpointing_disabled
 
 ASYNC_DEVICES = ("cuda",)
 """Device types that run asynchronously, so that the next pass can be queued before the sampled tokens are read."""
@@ -64,11 +65,14 @@ class DecodeLoop:
     def running(self) -> Iterator[None]:
         """Enable fast linear layers, and record memory statistics at the end."""
         try:
-            with linear_layers(self.call.model):
+            with gradient_checkpointing_disabled(self.call.model), linear_layers(self.call.model):
                 yield
         finally:
             if self.call.past_key_values is not None and isinstance(self.cache, SharedPrefixCache):
-                self.cache.discard_nonfinite()
+                try:
+                    self.cache.discard_nonfinite()
+                except RuntimeError:  # out of memory: what cannot be checked is not kept
+                    self.cache.reset()
         self.stats.kv_bytes = self.cache.kv_bytes
         self.stats.reserved_bytes = self.cache.arena.reserved_bytes
         self.stats.graph_bytes = self.runner.graphs.num_bytes if self.runner.graphs is not None else 0

@@ -30,6 +30,10 @@ from hf_parallel.transcript.record import Record
 _logger: Any = logging.get_logger(__name__)
 _POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that may be positional in a mode."""
+_BUSY = (
+    "this model is already generating in parallel: generate was called again from a processor, a streamer or another "
+    "thread; enable(model, wait=True) lets threads wait for each other"
+)
 _CLAIM_LOCK = threading.Lock()
 POLL_SECONDS = 0.001
 """Interval at which a waiting thread checks whether the model is free."""
@@ -42,7 +46,7 @@ class Claim:
     function or a context manager of Python.
     """
 
-    def __init__(self, config: ParallelConfig) -> None:
+    def __init__(self, config: ParallelConfig | None = None) -> None:
         self.config, self.thread = config, threading.get_ident()
         self.active = self.preparing = False
 
@@ -86,6 +90,8 @@ class ParallelGenerationMixin:
             args = args[len(_POSITIONAL) :]
             config = take_parallel_config(self.generation_config, kwargs)  # type: ignore[attr-defined]
             if config is None:
+                if self._prepares():
+                    raise RuntimeError(_BUSY)
                 return self._generate(kwargs, args)
             if args:
                 raise ValueError("with a generation_mode, pass arguments after prefix_allowed_tokens_fn by name")
@@ -129,10 +135,12 @@ class ParallelGenerationMixin:
                 return True
         if self._parallel_waits and other.thread != claim.thread:
             return False
-        raise RuntimeError(
-            "this model is already generating in parallel: generate was called again from a processor, a streamer or "
-            "another thread; enable(model, wait=True) lets threads wait for each other"
-        )
+        raise RuntimeError(_BUSY)
+
+    def _prepares(self) -> bool:
+        """Return whether this thread is preparing a call of a mode."""
+        claim = self._active_claim()
+        return claim is not None and claim.preparing and claim.thread == threading.get_ident()
 
     def _active_claim(self) -> Claim | None:
         claim = self._parallel_claim
@@ -153,22 +161,22 @@ class ParallelGenerationMixin:
         **model_kwargs: Any,
     ) -> Any:
         """Return the prepared call if a mode prepares one in this thread; otherwise sample as transformers does."""
-        claim = self._active_claim()
-        if claim is None or not claim.preparing or claim.thread != threading.get_ident():
+        if not self._prepares():
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
-        claim.preparing = False
+        claim: Any = self._parallel_claim
+        config, claim.config, claim.preparing = claim.config, None, False  # an ended claim keeps no caches alive
         return make_call(
             self,
             input_ids,
             {**model_kwargs, "synced_gpus": synced_gpus},
-            Record(claim.config, claim.config.to_dict()),
+            Record(config, config.to_dict()),
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
             streamer=streamer,
-            cuda_graph=claim.config.cuda_graph,
+            cuda_graph=config.cuda_graph,
             claim=claim,
         )
 
@@ -237,7 +245,9 @@ def keep_mode(config: Any) -> None:
     """Make a `GenerationConfig` save the mode that it names; raise `ValueError` if a setting cannot be stored."""
     if getattr(config, "generation_mode", None) is None:
         return
-    make_config(config.generation_mode, getattr(config, "parallel_config", None)).stored()
+    fields = MODES[config.generation_mode].fields() if config.generation_mode in MODES else ()
+    beside = {name: getattr(config, name) for name in fields if hasattr(config, name)}
+    make_config(config.generation_mode, beside, getattr(config, "parallel_config", None)).stored()
     config._from_model_config = False  # otherwise transformers drops attributes that it does not define
 
 

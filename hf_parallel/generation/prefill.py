@@ -24,7 +24,7 @@ def prefix_cache_of(call: GenerationCall) -> SharedPrefixCache:
         cache = SharedPrefixCache(device=call.input_ids.device)
     if not isinstance(cache, SharedPrefixCache):
         raise ValueError(f"past_key_values must be a SharedPrefixCache, got {type(cache).__name__}")
-    cache.claim(call.model, call.claim)
+    cache.claim(call.model, call.claim, kept=call.past_key_values is not None)
     return cache
 
 

@@ -123,8 +123,6 @@ AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 def block_attention_enabled(model: PreTrainedModel, cache: BlockCache | AttentionRecorder) -> Iterator[None]:
     """Run a model with block attention over `cache` in this context; other threads use the model's own attention."""
     active = ActiveAttention(cache, _configs(model.config))
-    # Gradient checkpointing drops the cache in training mode; without gradients it has no use.
-    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)] if model.training else []
     try:
         with _lock:
             _all_active.add(active)
@@ -132,20 +130,29 @@ def block_attention_enabled(model: PreTrainedModel, cache: BlockCache | Attentio
                 config.__class__ = _context_dependent(config.__class__)
         token = active_attention.set(active)
         try:
-            for layer in layers:
-                layer.gradient_checkpointing = False  # type: ignore[assignment]
             yield
         finally:
             active_attention.reset(token)
     finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True  # type: ignore[assignment]
         with _lock:
             _all_active.discard(active)
             used = [config for other in _all_active for config in other.configs]
             for config in active.configs:
                 if not any(config is other for other in used):
                     config.__class__ = getattr(type(config), _PLAIN_CLASS, type(config))
+
+
+@contextmanager
+def gradient_checkpointing_disabled(model: PreTrainedModel) -> Iterator[None]:
+    """Disable gradient checkpointing, which drops the cache in training mode and has no use without gradients."""
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)] if model.training else []
+    try:
+        for layer in layers:
+            layer.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 @lru_cache
@@ -165,7 +172,20 @@ def _context_dependent(plain: Any) -> Any:
 
     names: dict[str, Any] = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
     names |= {_PLAIN_CLASS: plain, "_attn_implementation": property(implementation, own.fset)}
+    names |= {
+        "__reduce_ex__": _reduce_as_plain,
+        "__init__": plain.__init__,
+        "__eq__": plain.__eq__,
+        "__hash__": plain.__hash__,
+    }
     return type(plain.__name__, (plain,), names)
+
+
+def _reduce_as_plain(config: Any, protocol: Any) -> Any:
+    """Copy and pickle a config as one of the plain class."""
+    plain = getattr(type(config), _PLAIN_CLASS)
+    function, (_, *arguments), *rest = plain.__reduce_ex__(config, protocol)
+    return function, (plain, *arguments), *rest
 
 
 def _configs(config: Any) -> list[Any]:

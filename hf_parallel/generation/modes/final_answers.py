@@ -26,7 +26,7 @@ def check_pattern(name: str, pattern: Any) -> None:
     check_text(name, pattern)
     try:
         regex.compile(pattern)
-    except regex.error as error:
+    except (regex.error, RecursionError) as error:
         raise ValueError(f"{name} must be a regular expression, got {pattern!r} ({error})") from error
 
 

@@ -60,7 +60,7 @@ class HogwildRun:
             raise ValueError("hogwild creates its own cache; past_key_values cannot be given")
         self.config = config
         self.cache = HogwildCache(call.capabilities.rotary, device=call.input_ids.device)
-        self.cache.claim(call.model, call.claim)
+        self.cache.claim(call.model, call.claim, kept=False)
         self.workers: list[Worker] = []
         call = _adapt_processors(call, self.workers)
         capacity = min(2 * call.max_new_tokens, TABLE_CAPACITY)

@@ -137,7 +137,7 @@ class HogwildSession:
         if passes is not None:
             check_int("passes", passes, at_least=0)
         written: dict[str, str] = {}
-        claim = Claim(self.config)
+        claim = Claim()
         try:
             with self._model_held(claim):
                 for _ in itertools.count() if passes is None else range(passes):
@@ -156,7 +156,7 @@ class HogwildSession:
 
         Afterwards only `output` and the properties can be used, even if `finish` raises.
         """
-        claim = Claim(self.config)
+        claim = Claim()
         try:
             with self._model_held(claim), self._exclusive():
                 self._check_open()
@@ -288,7 +288,7 @@ class HogwildSession:
             prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
             **state["generation"],
         )
-        with session._model_held(Claim(session.config)):
+        with session._model_held(Claim()):
             try:
                 session._run.restore(state)
             except ValueError as error:
@@ -319,7 +319,7 @@ class HogwildSession:
             raise ValueError(f"the model was on {before} when this session began, now it is on {now}: move it back")
         with torch.no_grad(), self._model.claimed(claim), self._run.loop.running():
             try:
-                self._run.cache.claim(self._run.loop.call.model, claim)
+                self._run.cache.claim(self._run.loop.call.model, claim, kept=False)
             except ValueError as error:
                 raise ValueError("the weights of the model have changed since this session began") from error
             yield
