@@ -380,6 +380,7 @@ class BlockCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of every row; a positive number is the new length of all rows."""
         self._check_rows()
+        tokens_to_remove = int(tokens_to_remove)  # some versions of transformers pass a tensor
         lengths = [view_length(view) for view in self.rows]
         for view, length in zip(self.rows, lengths, strict=True):
             left = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
