@@ -224,20 +224,27 @@ class Sampler:
 
 
 class _RowPenaltyProcessor(LogitsProcessor):
-    """Repetition penalty that ignores each row's padding and can be applied to a subset of the rows."""
+    """Repetition penalty that ignores each row's padding and can be applied to a subset of the rows.
+
+    Padding is replaced by the row's last token, which is penalized once, however often it occurs.
+    """
 
     keeps_rows = False
 
     def __init__(self, processor: RepetitionPenaltyLogitsProcessor, padding: list[int], sampler: Sampler) -> None:
         self.processor, self.padding, self.sampler = copy.copy(processor), padding, sampler
-        self._current: list[int] | None = None
+        self.processor.prompt_ignore_length = None
+        self._ends: tuple[list[int], torch.Tensor] = ([], torch.empty(0))  # on the device while they are unchanged
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         rows, lengths = self.sampler.rows, self.sampler.table.lengths
         rows = rows if len(rows) == len(scores) else range(len(scores))
         padding = [self.padding[row] + max(0, input_ids.shape[1] - lengths[row]) for row in rows]
-        if padding != self._current:
-            self._current, self.processor.prompt_ignore_length = padding, torch.tensor(padding, device=scores.device)
+        if any(padding):
+            if padding != self._ends[0]:
+                self._ends = padding, torch.tensor(padding, device=input_ids.device)[:, None]
+            is_padding = torch.arange(input_ids.shape[1], device=input_ids.device) < self._ends[1]
+            input_ids = torch.where(is_padding, input_ids[:, -1:], input_ids)
         return self.processor(input_ids, scores)
 
 

@@ -265,7 +265,8 @@ def _with_padding(call: GenerationCall, padding: torch.Tensor) -> GenerationCall
     for processor in call.logits_processor:
         plain = type(processor) is RepetitionPenaltyLogitsProcessor
         if plain and not isinstance(processor.prompt_ignore_length, int):
-            processor = RepetitionPenaltyLogitsProcessor(processor.penalty, padding)
+            processor = RepetitionPenaltyLogitsProcessor(processor.penalty)
+            processor.prompt_ignore_length = padding  # some versions of transformers do not take a tensor
         processors.append(processor)
     return replace(call, logits_processor=processors)
 
