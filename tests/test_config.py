@@ -215,7 +215,7 @@ def test_compiled_models_raise(model: Any) -> None:
 
 @pytest.mark.parametrize("mode", BUILT_IN)
 def test_every_setting_is_described_and_descriptions_are_plain_text(mode: str) -> None:
-    """A backslash that Python interprets would begin lines that nobody wrote, such as headings."""
+    """An unescaped newline in a docstring would turn the text after it into a heading or a code block."""
     docs = [inspect.cleandoc(cls.__doc__ or "") for cls in MODES[mode].__mro__ if dataclasses.is_dataclass(cls)]
     lines = "\n".join(docs).splitlines()
     assert not [line for line in lines if line.startswith(("#", "```", " " * 8))]

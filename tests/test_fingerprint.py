@@ -49,12 +49,17 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
+def adapted_model(layer: int) -> tuple[Any, LowRank]:
+    """Return an enabled model and the adapters of the values of one of its layers."""
+    model = copy.deepcopy(tiny.build("llama"))
+    attention = model.model.layers[layer].self_attn
+    attention.v_proj = adapters = LowRank(attention.v_proj)
+    return hf_parallel.enable(model), adapters
+
+
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_logits_of_another_adapter_are_not_replayed(switch: str) -> None:
-    model = copy.deepcopy(tiny.build("llama"))
-    attention = model.model.layers[1].self_attn
-    attention.v_proj = layer = LowRank(attention.v_proj)
-    hf_parallel.enable(model)
+    model, layer = adapted_model(1)
 
     def sample(**more: Any) -> Any:
         given = {"do_sample": True, "seed": 0, "max_new_tokens": 8, "return_dict_in_generate": True} | more

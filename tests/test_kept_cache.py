@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from test_fingerprint import SWITCHES, LowRank
+from test_fingerprint import SWITCHES, adapted_model
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -173,10 +173,7 @@ def test_completions_with_a_common_start_are_distinguished() -> None:
 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_cache_filled_by_another_adapter_raises(switch: str) -> None:
-    model = copy.deepcopy(tiny.build("llama"))
-    attention = model.model.layers[0].self_attn
-    attention.v_proj = layer = LowRank(attention.v_proj)
-    hf_parallel.enable(model)
+    model, layer = adapted_model(0)
     cache, first = SharedPrefixCache(), dict(vars(layer))
     before = generate(model, cache)
     for name, value in SWITCHES[switch].items():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import test_shared_prefix
 import tiny
 import torch
 from stateful import Alternate, EndRow, FollowOthers
@@ -15,18 +16,8 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 
-EVERY_SETTING: dict[str, Any] = {
-    "seed": 5,
-    "cuda_graph": False,
-    "keep_completions": False,
-    "replay": "hotspot",
-    "prefetch": True,
-    "draft_tokens": 4,
-    "levels": [[5, 6], [7]],
-}
-"""A value other than the default for each setting that can be stored."""
-SMALL_CALL: dict[str, Any] = {}
-"""Arguments of a short call with a tiny model."""
+EVERY_SETTING, SMALL_CALL = test_shared_prefix.EVERY_SETTING, test_shared_prefix.SMALL_CALL
+"""The settings are those of shared_prefix."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

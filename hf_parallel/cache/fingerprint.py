@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,17 +29,15 @@ def fingerprint(model: PreTrainedModel, caller: str = "logits_cache") -> str:
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     settings = [type(model).__name__, config, autocast, active_adapters(model)]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    names = []
+    tensors = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
             raise ValueError(f"{caller} identifies models by their weights, but {name} is offloaded (meta device)")
-        names.append(f"{name}{tuple(tensor.shape)}{tensor.dtype}")
-        samples.setdefault((tensor.dtype, tensor.device), []).append(_sample(tensor.detach()))
-    digest.update("".join(names).encode())
-    for (dtype, _), values in samples.items():
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        tensors.append(tensor.detach())
+    for (dtype, _), values in _sampled(tensors).items():
         exact = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
-        digest.update(torch.cat(values).to(exact).cpu().numpy().tobytes())
+        digest.update(values.to(exact).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -50,13 +49,18 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)[::step][:SAMPLES]
 
 
-def sampled_values(model: nn.Module) -> dict[torch.device, torch.Tensor]:
-    """Return some values of every floating-point parameter by device, as float32; not of offloaded or special ones."""
-    samples: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in (parameter.detach() for parameter in model.parameters()):
-        if type(tensor) is torch.Tensor and not tensor.is_meta and tensor.is_floating_point():
-            samples.setdefault(tensor.device, []).append(_sample(tensor).float().nan_to_num())
-    return {device: torch.cat(values) for device, values in samples.items()}
+def sampled_values(model: nn.Module) -> dict[tuple[torch.dtype, torch.device], torch.Tensor]:
+    """Return some values of every floating-point parameter, as float32; not of offloaded or special ones."""
+    tensors = [parameter.detach() for parameter in model.parameters()]
+    plain = [t for t in tensors if type(t) is torch.Tensor and not t.is_meta and t.is_floating_point()]
+    return {kind: values.float().nan_to_num() for kind, values in _sampled(plain).items()}
+
+
+def _sampled(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.dtype, torch.device], torch.Tensor]:
+    samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        samples.setdefault((tensor.dtype, tensor.device), []).append(_sample(tensor))
+    return {kind: torch.cat(values) for kind, values in samples.items()}
 
 
 def active_adapters(model: nn.Module) -> list[Any]:

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -231,23 +231,26 @@ def take_parallel_config(own: GenerationConfig, kwargs: dict[str, Any]) -> Paral
         if config is not None:
             raise ValueError("parallel_config was given without a generation_mode")
         return None
-    fields = MODES[mode].fields() if isinstance(mode, str) and mode in MODES else ()
-    settings = {name: kwargs.pop(name) for name in fields if name in kwargs}
-    saved: list[Any] = []
-    for source in stored:
-        if getattr(source, "generation_mode", mode) in (mode, None):
-            saved.append({name: getattr(source, name) for name in fields if hasattr(source, name)})
-            saved.append(getattr(source, "parallel_config", None))
-    return make_config(mode, settings, config, *saved)
+    settings = {name: kwargs.pop(name) for name in _fields(mode) if name in kwargs}
+    saved = [_stored_settings(s, mode) for s in stored if getattr(s, "generation_mode", mode) in (mode, None)]
+    return make_config(mode, settings, config, *(source for pair in saved for source in pair))
+
+
+def _fields(mode: Any) -> Sequence[str]:
+    return MODES[mode].fields() if isinstance(mode, str) and mode in MODES else ()
+
+
+def _stored_settings(config: Any, mode: Any) -> tuple[dict[str, Any], Any]:
+    """Return the settings that stand beside the mode in a `GenerationConfig`, and its `parallel_config`."""
+    beside = {name: getattr(config, name) for name in _fields(mode) if hasattr(config, name)}
+    return beside, getattr(config, "parallel_config", None)
 
 
 def keep_mode(config: Any) -> None:
     """Make a `GenerationConfig` save the mode that it names; raise `ValueError` if a setting cannot be stored."""
     if getattr(config, "generation_mode", None) is None:
         return
-    fields = MODES[config.generation_mode].fields() if config.generation_mode in MODES else ()
-    beside = {name: getattr(config, name) for name in fields if hasattr(config, name)}
-    make_config(config.generation_mode, beside, getattr(config, "parallel_config", None)).stored()
+    make_config(config.generation_mode, *_stored_settings(config, config.generation_mode)).stored()
     config._from_model_config = False  # otherwise transformers drops attributes that it does not define
 
 

@@ -184,11 +184,7 @@ def _context_dependent(plain: Any) -> Any:
 def _reduce_as_plain(config: Any, protocol: Any) -> Any:
     """Copy and pickle a config as one of the plain class."""
     plain = getattr(type(config), _PLAIN_CLASS)
-    return (_new_instance, (plain,), *plain.__reduce_ex__(config, protocol)[2:])
-
-
-def _new_instance(cls: Any) -> Any:
-    return cls.__new__(cls)
+    return (object.__new__, (plain,), *plain.__reduce_ex__(config, protocol)[2:])
 
 
 def _configs(config: Any) -> list[Any]:
