@@ -36,10 +36,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _surroundings() -> Iterator[None]:
+    """Each test begins with the same seeds and leaves gradients as it found them."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    yield
+    assert torch.is_grad_enabled()
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +26,20 @@ FILES = ("mixin.py", "attention.py", "linear.py", "contextlib.py", "session.py",
 """Files whose code holds the model, exchanges parts of it, or releases them."""
 
 
-def profiled(function: Callable[[], Any], at: int = -1) -> list[tuple[str, int, str]]:
-    """Call a function and return the places where a Ctrl-C can be raised; at place `at` it is."""
-    places: list[tuple[str, int, str]] = []
+Place = tuple[str, int, str]
+"""File, line and kind of an event in `FILES`."""
+
+
+def profiled(function: Callable[[], Any], at: tuple[Place, int] | None = None) -> Counter[Place]:
+    """Call a function and count the places where a Ctrl-C can be raised; at the given occurrence of one it is."""
+    seen: Counter[Place] = Counter()
 
     def profile(frame: Any, event: str, arg: Any) -> None:
-        if event in ("call", "c_return"):
-            places.append((frame.f_code.co_filename.rsplit("/", 1)[-1], frame.f_lineno, event))
-            if len(places) == at + 1:
+        file = frame.f_code.co_filename.rsplit("/", 1)[-1]
+        if file in FILES and event in ("call", "c_return"):
+            place = (file, frame.f_lineno, event)
+            seen[place] += 1
+            if at == (place, seen[place]):
                 raise KeyboardInterrupt
 
     sys.setprofile(profile)
@@ -40,18 +47,13 @@ def profiled(function: Callable[[], Any], at: int = -1) -> list[tuple[str, int, 
         function()
     finally:
         sys.setprofile(None)
-    return places
+        torch.set_grad_enabled(True)  # an interrupted `torch.no_grad()` may leave gradients off
+    return seen
 
 
-def chosen(places: list[tuple[str, int, str]]) -> list[int]:
-    """First and last occurrence of each place in `FILES`."""
-    first: dict[tuple[str, int, str], int] = {}
-    last: dict[tuple[str, int, str], int] = {}
-    for index, place in enumerate(places):
-        if place[0] in FILES:
-            first.setdefault(place, index)
-            last[place] = index
-    return sorted({*first.values(), *last.values()})
+def chosen(seen: Counter[Place]) -> list[tuple[Place, int]]:
+    """First and last occurrence of each place."""
+    return sorted({(place, occurrence) for place, count in seen.items() for occurrence in (1, count)})
 
 
 def generate(model: Any, **settings: Any) -> torch.Tensor:
