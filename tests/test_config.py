@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from mode_cases import BUILT_IN, every_setting
-from tiny import build, make_prompts
+from tiny import build, left_pad, make_prompts
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
@@ -235,11 +235,32 @@ def test_settings_may_stand_beside_the_mode(where: str, echo: type[ParallelConfi
     assert model.generate(IDS, generation_mode="shared_prefix", max_new_tokens=4).shape[1] == IDS.shape[1] + 4
 
 
-def test_the_default_cache_implementation_may_be_named(model: Any) -> None:
-    model.generation_config.cache_implementation = "dynamic"
+@pytest.mark.parametrize("implementation", ["dynamic", "static", "hybrid"])
+def test_a_config_that_names_a_cache_implementation_may_be_used(model: Any, implementation: str) -> None:
+    model.generation_config.cache_implementation = implementation  # Gemma 2's config names "hybrid"
     plain = model.generate(IDS, max_new_tokens=4, do_sample=False)
-    mode = {"generation_mode": "shared_prefix"}
+    mode = {"generation_mode": "shared_prefix", "past_key_values": hf_parallel.SharedPrefixCache()}
     assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False, **mode), plain)
+
+
+@pytest.mark.parametrize("both_sides", [False, True])
+def test_padding_on_the_right_is_moved_to_the_left(model: Any, both_sides: bool) -> None:
+    model.generation_config.generation_mode = "shared_prefix"
+    prompts = make_prompts([9, 5])
+    ids, mask = left_pad(prompts)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=4, repetition_penalty=1.5)
+    shift = -2 if both_sides else -4
+    right, right_mask = (torch.stack((matrix[0], matrix[1].roll(shift))) for matrix in (ids, mask))
+    out = model.generate(right, attention_mask=right_mask, max_new_tokens=4, repetition_penalty=1.5)
+    assert torch.equal(out, expected)
+
+
+def test_a_model_whose_config_names_a_mode_drafts_for_another(model: Any) -> None:
+    plain = copy.deepcopy(model)
+    model.generation_config.generation_mode = "shared_prefix"
+    expected = plain.generate(IDS, max_new_tokens=6, do_sample=False, generation_mode=None)
+    drafted = plain.generate(IDS, max_new_tokens=6, do_sample=False, assistant_model=model, generation_mode=None)
+    assert torch.equal(drafted, expected)
 
 
 def test_tokens_are_returned_as_generate_returns_them(model: Any) -> None:

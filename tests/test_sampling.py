@@ -313,6 +313,17 @@ def test_stop_strings(model: PreTrainedModel) -> None:
     assert TOKENIZER.decode([t for t in ours[0, WIDTH:].tolist() if t != tiny.PAD]).endswith(stop)
 
 
+def test_rows_that_stop_without_an_eos_token_are_padded(model: PreTrainedModel) -> None:
+    """Plain `generate` pads only if there is an eos token; otherwise it continues such rows until all have stopped."""
+    settings = {"stop_strings": [TOKENIZER.decode(run(model, None)[0, WIDTH:])[4:6]], "tokenizer": TOKENIZER}
+    plain, ours = both(model, **settings, eos_token_id=None)
+    with_eos = run(model, "shared_prefix", **settings)
+    assert torch.equal(ours, with_eos)
+    assert not torch.equal(ours, plain)
+    length = WIDTH + int((ours[0, WIDTH:] != tiny.PAD).sum())
+    assert torch.equal(ours[0, :length], plain[0, :length])
+
+
 def test_max_time(model: PreTrainedModel) -> None:
     plain, ours = both(model, max_time=0.0)
     assert torch.equal(plain, ours)
@@ -401,6 +412,7 @@ def test_output_is_generates_own_and_stats(model: PreTrainedModel) -> None:
     assert isinstance(ours, type(plain))
     assert set(ours.keys()) == {"sequences", "past_key_values", "stats", "record"}
     assert set(plain.keys()) == {"sequences", "past_key_values"}
+    assert ours.to_tuple()[:2] == (ours.sequences, ours.past_key_values)
     assert ours.stats.prefill_seconds > 0
     assert ours.stats.decode_seconds > ours.stats.plan_seconds > 0
     assert ours.stats.to_dict()["decoded_tokens"] == len(ROWS) * NEW

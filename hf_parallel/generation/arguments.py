@@ -38,9 +38,12 @@ _UNSUPPORTED_SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("output_attentions", "output_hidden_states", "token_healing", "use_mtp"), (None, False)),
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (None, 1)),
     "penalty_alpha": (None, 0),
-    "cache_implementation": (None, "dynamic"),
+    "cache_implementation": (None, "dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked"),
 }
-"""Settings of `GenerationConfig` that no mode supports, with the values that disable them."""
+"""Settings of `GenerationConfig` that no mode supports, with the values that disable them or change no token."""
+_RETURNED = ("output_attentions", "output_hidden_states")
+"""Settings without effect unless `return_dict_in_generate` is set."""
+_PLAINLY = "; generate(..., generation_mode=None) generates without a mode"
 _SUPPORTED_STRATEGIES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 """Decoding strategies of `generate` that call `_sample`, where a mode takes over."""
 _MINIMUM = {
@@ -84,7 +87,7 @@ def check_supported_arguments(mode: str, kwargs: Mapping[str, Any]) -> None:
     for name in _UNSUPPORTED_ARGUMENTS:
         value = kwargs.get(name)
         if value is not None and value is not False and not (name == "logits_to_keep" and is_int(value) and value == 0):
-            raise ValueError(f"{name} is not supported by generation_mode={mode!r}")
+            raise ValueError(f"{name} is not supported by generation_mode={mode!r}{_PLAINLY}")
 
 
 def check_not_compiled(model: nn.Module) -> None:
@@ -101,11 +104,13 @@ def check_supported_settings(mode: str, config: GenerationConfig) -> None:
     """Raise `ValueError` for a setting, or a decoding strategy, that no mode supports."""
     for name, harmless in _UNSUPPORTED_SETTINGS.items():
         value = getattr(config, name, None)
-        if value not in harmless:
+        if value not in harmless and (config.return_dict_in_generate or name not in _RETURNED):
             allowed = " or ".join(map(repr, harmless))
-            raise ValueError(f"{name}={value!r} is not supported by generation_mode={mode!r}; allowed: {allowed}")
+            refused = f"{name}={value!r} is not supported by generation_mode={mode!r}"
+            raise ValueError(f"{refused}; allowed: {allowed}{_PLAINLY}")
     if (strategy := config.get_generation_mode()) not in _SUPPORTED_STRATEGIES:
-        raise ValueError(f"these settings select {strategy.value}, which generation_mode={mode!r} does not support")
+        refused = f"these settings select {strategy.value}, which generation_mode={mode!r} does not support"
+        raise ValueError(refused + _PLAINLY)
 
 
 def check_inputs(kwargs: Mapping[str, Any]) -> None:
@@ -129,6 +134,19 @@ def check_inputs(kwargs: Mapping[str, Any]) -> None:
         if tuple(positions.shape) not in (shape, (1, shape[1])) or positions.is_floating_point():
             got = f"{positions.dtype} {list(positions.shape)}"
             raise ValueError(f"position_ids must be integers of the shape {list(shape)}, got {got}")
+
+
+def move_padding_left(kwargs: dict[str, Any]) -> None:
+    """Move padding at the end of prompts to their beginning, where a prompt's next token does not follow padding."""
+    mask = kwargs.get("attention_mask")
+    if mask is None or mask[:, -1].all():
+        return
+    length = mask.shape[1]
+    padding = mask.flip(1).long().argmax(1)  # masked tokens at the end of each row; 0 if all are masked
+    source = (torch.arange(length, device=mask.device) - padding[:, None]) % length
+    for name in ("inputs", "input_ids", "attention_mask", "position_ids"):
+        if (value := kwargs.get(name)) is not None:
+            kwargs[name] = value.expand(mask.shape).gather(1, source.to(value.device))
 
 
 def check_objects(kwargs: Mapping[str, Any]) -> None:

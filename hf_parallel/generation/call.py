@@ -15,7 +15,8 @@ from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.transcript.record import Record
 
-_IGNORED = ("use_cache", "logits_to_keep")  # model arguments of transformers that block attention does not need
+_IGNORED = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
+"""Model arguments of transformers that block attention does not need, or that ask for nothing that is returned."""
 
 
 @dataclass(frozen=True, eq=False)

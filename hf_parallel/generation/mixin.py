@@ -180,11 +180,17 @@ class ParallelGenerationMixin:
             claim=claim,
         )
 
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the cache to the mode if one is being prepared, whatever `cache_implementation` says."""
+        if not self._prepares():
+            super()._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
+
     def _check_arguments(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:
-        """Raise an error for invalid or unsupported arguments, before anything is prepared."""
+        """Raise an error for invalid or unsupported arguments, before anything is prepared; `kwargs` is modified."""
         arguments.check_supported_arguments(config.mode, kwargs)
         arguments.check_not_compiled(self)  # type: ignore[arg-type]
         arguments.check_inputs(kwargs)
+        arguments.move_padding_left(kwargs)
         arguments.check_objects(kwargs)
         settings = set(vars(GenerationConfig()))
         known = settings | set(GenerationConfig().to_dict())
@@ -213,11 +219,13 @@ class ParallelGenerationMixin:
 def take_parallel_config(own: GenerationConfig, kwargs: dict[str, Any]) -> ParallelConfig | None:
     """Remove the mode and its settings from the arguments of `generate` and return them as a config.
 
-    `own` is the model's config. Return None if no mode is named, or if `custom_generate` is to receive all arguments.
+    `own` is the model's config. Return None if no mode is named, if the model drafts tokens for another one, or if
+    `custom_generate` is to receive all arguments.
     """
     given = kwargs.get("generation_config")
     arguments.check_generation_config(given)
-    if kwargs.get("custom_generate") is not None and "generation_mode" not in kwargs:
+    is_draft_model = given is not None and given.is_assistant  # of assisted generation, which reads its scores
+    if (kwargs.get("custom_generate") is not None or is_draft_model) and "generation_mode" not in kwargs:
         return None
     stored: list[Any] = [source for source in (given, own) if source is not None]
     config = kwargs.pop("parallel_config", None)
