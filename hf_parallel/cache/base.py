@@ -37,6 +37,8 @@ active_attention: ContextVar[ActiveAttention | None] = ContextVar("hf_parallel_a
 class BlockCache(Cache):
     """Keys and values in blocks of one arena, each stored once, however many rows see it.
 
+    `layers` is empty, as blocks hold the keys and values of all layers; `len()` is the number of the model's layers.
+
     Parameters
     ----------
     rotary : mapping of int to RotarySpec or None, optional
