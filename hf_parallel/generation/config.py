@@ -7,7 +7,6 @@ it; the rest of the package uses the mode only through the attributes and method
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -17,7 +16,7 @@ from typing_extensions import Self
 
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.registry import MODES
-from hf_parallel.generation.validation import check_bool, is_int, json_error
+from hf_parallel.generation.validation import check_bool, is_int, json_error, suggestion
 from hf_parallel.transcript.sections import TranscriptStyle
 
 
@@ -198,7 +197,8 @@ def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) 
     if isinstance(mode, ParallelConfig):
         raise ValueError(f"generation_mode must be a name, got a {type(mode).__name__}: pass it as parallel_config=")
     if not isinstance(mode, str) or mode not in MODES:
-        raise ValueError(f"generation_mode must be one of {sorted(MODES)} (or None), got {mode!r}")
+        hint = suggestion(mode, MODES)
+        raise ValueError(f"generation_mode must be one of {sorted(MODES)} (or None), got {mode!r}{hint}")
     cls = MODES[mode]
     merged: dict[str, Any] = {}
     for source in reversed(sources):
@@ -222,8 +222,8 @@ def check_setting_names(cls: type[ParallelConfig], settings: Mapping[str, Any], 
         if name in cls.fields() or name in others:
             continue
         owners = [mode for mode, other in MODES.items() if name in other.fields()]
-        near = difflib.get_close_matches(str(name), [*cls.fields(), *others], n=1)
-        hint = f"did you mean {near[0]!r}? It" if near else "it"
+        near = suggestion(name, [*cls.fields(), *others])
+        hint = f"{near} It" if near else "; it"
         if owners:
-            hint = f"it is one of {' and '.join(owners)}. {cls.mode}"
-        raise ValueError(f"{cls.mode!r} has no setting {name!r} (got {value!r}); {hint} has {cls.fields()}")
+            hint = f"; it is one of {' and '.join(owners)}. {cls.mode}"
+        raise ValueError(f"{cls.mode!r} has no setting {name!r} (got {value!r}){hint} has {cls.fields()}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -29,6 +30,12 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise `ValueError` unless `value` is one of `allowed`."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}")
+
+
+def suggestion(name: Any, known: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" for the known name that resembles a misspelt one; empty if none does."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def check_text(name: str, value: Any) -> None:
