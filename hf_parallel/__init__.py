@@ -8,6 +8,7 @@ from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree_branch import TreeBranchCache
 from hf_parallel.generation import (
     CHAIN_OF_DRAFT,
+    ConsoleStreamer,
     GenerationStats,
     ParallelConfig,
     ParallelIteratorStreamer,
@@ -33,6 +34,7 @@ __all__ = [
     "CHAIN_OF_DRAFT",
     "Backend",
     "BlockCache",
+    "ConsoleStreamer",
     "GenerationStats",
     "HogwildCache",
     "Hotspot",

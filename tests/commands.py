@@ -20,8 +20,8 @@ from ascii_tokenizer import SPECIAL, AsciiTokenizer
 from transformers import BatchEncoding
 from workers import SETTINGS, Scripted, small_model
 
+from hf_parallel import ConsoleStreamer
 from hf_parallel.cli import generate as cli_generate
-from hf_parallel.cli.printing import RowPrinter
 
 STEPS = ("Ann.\n\nTwo.", "Bo is slow.\n\nx")
 """Texts of two workers."""
@@ -88,7 +88,7 @@ def at(
     monkeypatch: pytest.MonkeyPatch,
     after: int,
     happens: Callable[[], Any],
-    streamer: Any = RowPrinter,
+    streamer: Any = ConsoleStreamer,
     method: str = "put",
 ) -> None:
     """Call a function when a method of a streamer has been called `after` times."""
@@ -103,7 +103,9 @@ def at(
     monkeypatch.setattr(streamer, method, watched)
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, streamer: Any = RowPrinter, method: str = "put") -> None:
+def interrupt(
+    monkeypatch: pytest.MonkeyPatch, after: int, streamer: Any = ConsoleStreamer, method: str = "put"
+) -> None:
     """Raise `KeyboardInterrupt` when a method of a streamer has been called `after` times."""
 
     def press() -> None:

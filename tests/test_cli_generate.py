@@ -17,11 +17,10 @@ from commands import STEPS, WORKERS, Tokenizer, given, in_a_terminal, interrupt,
 from test_skeleton_of_thought import TEXTS as OUTLINE
 from workers import SETTINGS, small_model
 
-from hf_parallel import LogitsCache
+from hf_parallel import ConsoleStreamer, LogitsCache
 from hf_parallel.cli import generate as cli_generate
 from hf_parallel.cli import main as cli
 from hf_parallel.cli.live import LiveView
-from hf_parallel.cli.printing import RowPrinter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,7 +60,8 @@ def test_prompts_get_the_instructions_of_the_mode_unless_raw(model: Any, argumen
 def test_steps_of_workers_are_printed_one_after_another(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model(*STEPS)
     assert cli.main(WORKERS) == 0
-    assert capsys.readouterr().out == "Alice 1: Ann.\n\nBob 1: Bo is slow.\n\nAlice 2: Two.xxxx\n\nBob 2: x\n"
+    finished, cut = "Alice 1: Ann.\n\nBob 1: Bo is slow.", "Alice 2: Two.xxxx [truncated]\n\nBob 2: x [truncated]"
+    assert capsys.readouterr().out == f"{finished}\n\n{cut}\n"
 
 
 def test_the_final_answer_is_printed(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,10 +79,38 @@ def test_final_answers_are_printed_by_prompt(model: Any, capsys: pytest.CaptureF
 
 
 def test_completions_are_numbered_under_their_prompts(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model(["a", tiny.EOS], "bbb", ["cc", tiny.EOS], "dd")
+    model(["bbb", tiny.EOS], ["a", tiny.EOS], ["cc", tiny.EOS], ["dd", tiny.EOS])
     arguments = ["P", "Q?", "--raw", "--mode", "shared_prefix", "--sample", "--num-return-sequences", "2"]
-    assert cli.main(["generate", *arguments, "--max-new-tokens", "3"]) == 0
-    assert capsys.readouterr().out == "== P\n[1 of 2]\na\n\n[2 of 2]\nbbb\n\n== Q?\n[1 of 2]\ncc\n\n[2 of 2]\nddx\n"
+    assert cli.main(["generate", *arguments, "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out == "== P\n[1 of 2]\nbbb\n\n[2 of 2]\na\n\n== Q?\n[1 of 2]\ncc\n\n[2 of 2]\ndd\n"
+
+
+def test_completions_are_printed_in_their_order(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model(*([f"{'x' * length}{index}", tiny.EOS] for index, length in enumerate((4, 6, 2, 0), start=1)))
+    arguments = ["P", "--raw", "--mode", "shared_prefix", "--sample", "--num-return-sequences", "4"]
+    assert cli.main(["generate", *arguments, "--max-new-tokens", "9"]) == 0
+    assert re.findall(r"\[(.) of 4\]\nx*(.)\n", capsys.readouterr().out) == [(n, n) for n in "1234"]
+
+
+@pytest.mark.parametrize("mode", ["generate", "shared_prefix", "pdos"])
+def test_a_completion_that_its_budget_ended_is_marked(
+    model: Any, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    arguments = ["generate", "P", "--raw", "--mode", mode, "--max-new-tokens", "4"]
+    outputs = {"abc": (["abc", tiny.EOS], False), "abcd [truncated]": ("abcd", True)}
+    for printed, (script, truncated) in outputs.items():
+        model(script)
+        assert cli.main(arguments) == 0
+        assert capsys.readouterr().out == f"{printed}\n"
+        model(script)
+        assert cli.main([*arguments, "--format", "jsonl"]) == 0
+        assert json.loads(capsys.readouterr().out)["truncated"] is truncated
+
+
+def test_answers_of_a_vote_that_their_budget_ended_are_marked(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model(["\\boxed{4}", tiny.EOS], "\\boxed{5}, or")
+    assert cli.main([*VOTE, "--max-new-tokens", "11"]) == 0
+    assert capsys.readouterr().out.startswith("[Answer 1]\n\\boxed{4}\n\n[Answer 2]\n\\boxed{5}, [truncated]\n")
 
 
 def test_answers_of_a_vote_are_printed_with_their_names(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,8 +136,8 @@ def test_outline_points_and_conclusion_are_printed_with_their_names(
 
 @pytest.mark.parametrize("mode", ["generate", "shared_prefix"])
 def test_a_mode_prints_the_text_of_plain_generate(model: Any, capsys: pytest.CaptureFixture[str], mode: str) -> None:
-    model("some text")
-    assert cli.main(["generate", "P", "--raw", "--mode", mode, "--max-new-tokens", "9"]) == 0
+    model(["some text", tiny.EOS])
+    assert cli.main(["generate", "P", "--raw", "--mode", mode, "--max-new-tokens", "10"]) == 0
     assert capsys.readouterr().out == "some text\n"
 
 
@@ -123,6 +151,7 @@ def test_json_lines_have_the_fields_of_the_modes_output(model: Any, capsys: pyte
     assert [(step["name"], step["forward_pass"]) for step in record["history"]][:2] == [("Alice", 6), ("Bob", 13)]
     assert record["generated_text"].startswith("Alice 1: Ann.\n\nBob 1: Bo is slow.\n\n")
     assert record["stats"]["decoded_tokens"] == 28
+    assert record["truncated"] is True
 
 
 def test_json_lines_have_one_object_per_answer(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +187,7 @@ def test_settings_stored_with_a_model_are_used(
     monkeypatch.setattr(stored, "parallel_config", {"num_workers": 3}, raising=False)
     calls = model("a", "b", "c")
     assert cli.main([option for option in WORKERS if option != "--raw"]) == 0
-    rest = "x" * 13
+    rest = "x" * 13 + " [truncated]"
     assert capsys.readouterr().out == f"Alice 1: a{rest}\n\nBob 1: b{rest}\n\nCarol 1: c{rest}\n"
     assert "3 assistants, Alice, Bob, Carol" in Tokenizer().decode(calls[0]["input_ids"][0].tolist())
 
@@ -341,7 +370,9 @@ def test_an_interrupted_vote_has_the_answers_so_far(
     assert json.loads(capsys.readouterr().out)["texts"] == ["\\boxed{4}", "\\boxed{5}"]
 
 
-@pytest.mark.parametrize(("form", "streamer"), [("text", RowPrinter), ("jsonl", RowPrinter), ("live", LiveView)])
+@pytest.mark.parametrize(
+    ("form", "streamer"), [("text", ConsoleStreamer), ("jsonl", ConsoleStreamer), ("live", LiveView)]
+)
 def test_an_interrupted_transcript_is_saved_and_viewed(
     model: Any,
     monkeypatch: pytest.MonkeyPatch,

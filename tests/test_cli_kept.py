@@ -14,16 +14,15 @@ from typing import Any
 import pytest
 from commands import STEPS, WORKERS, at, loading
 
-from hf_parallel import LogitsCache
+from hf_parallel import ConsoleStreamer, LogitsCache
 from hf_parallel.cli import main as cli
 from hf_parallel.cli.interruptible import InterruptibleCall
 from hf_parallel.cli.live import LiveView
-from hf_parallel.cli.printing import RowPrinter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parent.parent
-STREAMERS = {"text": RowPrinter, "jsonl": RowPrinter, "live": LiveView}
+STREAMERS = {"text": ConsoleStreamer, "jsonl": ConsoleStreamer, "live": LiveView}
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def test_logits_are_saved_if_the_text_cannot_be_printed(
     out, break_pipe, status, _ = pipe
     monkeypatch.setattr(sys, "stdout", out)
     model("a" * 9)
-    at(monkeypatch, 4, break_pipe, RowPrinter)
+    at(monkeypatch, 4, break_pipe, ConsoleStreamer)
     arguments = ["P", "--raw", "--mode", "resample", "--logits-cache", str(tmp_path / "logits")]
     assert cli.main(["generate", *arguments, "-o", str(tmp_path / "run.json")]) == status
     assert len(LogitsCache.load(tmp_path / "logits")) >= 3

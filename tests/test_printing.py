@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from workers import TOKENIZER
+import tiny
+import torch
+from mode_cases import BUILT_IN, small_call
+from workers import SETTINGS, TOKENIZER, Scripted, small_model
 
-from hf_parallel import HogwildConfig, ParallelConfig, PDOSConfig, SelfConsistencyConfig, SkeletonOfThoughtConfig
-from hf_parallel.cli.printing import RowPrinter, SequentialPrinter, printable
+from hf_parallel import (
+    ConsoleStreamer,
+    HogwildConfig,
+    HogwildSession,
+    ParallelConfig,
+    PDOSConfig,
+    SelfConsistencyConfig,
+    SkeletonOfThoughtConfig,
+)
+from hf_parallel.generation.printing import SequentialPrinter, printable
+from hf_parallel.transcript.record import Record
 
 
-def printed(*events: Any, headings: tuple[str, ...] = ("",)) -> str:
+def printed(*events: Any, headings: tuple[str, ...] = ("",), by_end: bool = False) -> str:
     out = io.StringIO()
-    printer = SequentialPrinter(out, headings)
+    printer = SequentialPrinter(out, headings, by_end)
     for name, *rest in events:
         getattr(printer, name)(*rest)
     printer.end()
@@ -32,9 +45,11 @@ def test_a_text_is_printed_until_it_ends_before_the_next_one() -> None:
     assert printed(*events) == "first\n\nsecond\n"
 
 
-def test_finished_texts_are_printed_before_unfinished_ones() -> None:
+@pytest.mark.parametrize(("by_end", "expected"), [(False, "a\n\nb!\n\nc\n\nd\n"), (True, "a\n\nd\n\nc\n\nb!\n")])
+def test_texts_are_printed_in_the_order_of_their_beginnings_or_of_their_ends(by_end: bool, expected: str) -> None:
     begun = [("begin", name, 0) for name in "abcd"] + [("write", name, name) for name in "abcd"]
-    assert printed(*begun, ("close", "d"), ("close", "c"), ("close", "a"), ("write", "b", "!")) == "a\n\nd\n\nc\n\nb!\n"
+    ended = [("close", "d"), ("close", "c"), ("close", "a"), ("write", "b", "!")]
+    assert printed(*begun, *ended, by_end=by_end) == expected
 
 
 def test_a_group_is_printed_before_the_next_one() -> None:
@@ -50,7 +65,7 @@ def test_whitespace_is_printed_inside_a_text_but_not_around_it() -> None:
 def test_terminal_commands_in_generated_text_are_not_printed_to_a_terminal() -> None:
     out = io.StringIO()
     out.isatty = lambda: True  # type: ignore[method-assign]
-    printer = RowPrinter(out, ["\x1b[1m"], TOKENIZER)
+    printer = ConsoleStreamer(TOKENIZER, out, ["\x1b[1m"])
     printer.begin(0, 0)
     printer.write(0, "a\x1b[2Jb\tc\n\x9bd")
     printer.end()
@@ -65,7 +80,9 @@ def test_unprintable_characters_are_replaced() -> None:
 def streamed(config: ParallelConfig, *events: tuple[int, str, str], answers: int = 1, headings: Any = ("",)) -> str:
     """Return the output for events of rows, before the end of the call."""
     out = io.StringIO()
-    printer = RowPrinter(out, headings, TOKENIZER, config, answers)
+    printer = ConsoleStreamer(TOKENIZER, out, headings)
+    printer.put(torch.zeros(len(headings) * answers, 1))
+    printer.begin_call(SimpleNamespace(record=Record(config), eos_token_ids=()))
     for event in events:
         printer.write_row(*event)
     return out.getvalue()
@@ -79,12 +96,12 @@ def test_answers_of_a_vote_are_printed_while_they_are_generated() -> None:
     assert streamed(config, *ended) == "[Answer 1]\none\n\n[Answer 2]\ntwo\n\n[Conclusion]\nSo 2"
 
 
-def test_points_are_printed_when_they_end_and_the_conclusion_follows() -> None:
+def test_points_are_printed_in_their_order_and_the_conclusion_follows() -> None:
     outline = [(0, "1.", "begin"), (0, " a", "token"), (0, "", "end")]
     points = [(1, "1. a:", "begin"), (2, "2. b:", "begin"), (3, "3. c:", "begin"), (3, "", "end")]
     expected = "[Outline]\n1. a\n\n[Point 1]\n1. a:"
     assert streamed(SkeletonOfThoughtConfig(), *outline, *points) == expected
-    expected += "\n\n[Point 3]\n3. c:\n\n[Point 2]\n2. b:\n\n[Conclusion]\nAll:"
+    expected += "\n\n[Point 2]\n2. b:\n\n[Point 3]\n3. c:\n\n[Conclusion]\nAll:"
     rest = [(1, "", "end"), (2, "", "end"), (0, "All:", "begin")]
     assert streamed(SkeletonOfThoughtConfig(), *outline, *points, *rest) == expected
 
@@ -122,3 +139,62 @@ def test_rows_of_two_prompts_have_positions_and_names(
 ) -> None:
     assert config.place(row, 2)[:2] == place
     assert config.row_name(place[1]) == name
+
+
+# In calls of `generate`
+
+PROMPT = tiny.make_prompts([9], seed=4)[0][None]
+
+
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_a_console_streamer_prints_the_rows_of_any_mode(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    call = {**small_call(mode), "do_sample": True, "seed": 3, "tokenizer": TOKENIZER}
+    streamer = ConsoleStreamer(TOKENIZER)
+    shown = []
+    for _ in range(2):  # the streamer serves one call after another
+        out = small_model().generate(PROMPT, streamer=streamer, return_dict_in_generate=True, **call)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    answers = out.to_dict(TOKENIZER)["sections"][0]["cards"]
+    texts = [card["given"] + "".join(text for _, text, _ in card["pieces"]) for card in answers]
+    for text in [out.transcripts[0]] if mode == "pdos" else texts[:1] if len(texts) == 1 else texts:
+        assert "".join(text.split()) in "".join(shown[0].split())
+
+
+def test_rows_without_a_mode_are_printed_too(capsys: pytest.CaptureFixture[str]) -> None:
+    streamer = ConsoleStreamer(TOKENIZER, headings=["== P"], max_new_tokens=5)
+    out = small_model().generate(PROMPT, streamer=streamer, max_new_tokens=5, do_sample=False)
+    text = TOKENIZER.decode(out[0, PROMPT.shape[1] :].tolist()).strip()
+    assert capsys.readouterr().out == f"== P\n{text} [truncated]\n"
+
+
+def test_tokens_after_the_end_of_a_row_are_not_printed() -> None:
+    file, ends = io.StringIO(), [ord(".")]
+    write = [Scripted(["Yes, it is.", "No."])]
+    small_model().generate(
+        PROMPT.repeat(2, 1),
+        generation_mode="shared_prefix",
+        streamer=ConsoleStreamer(TOKENIZER, file, ["== P", "== Q"]),
+        eos_token_id=ends,
+        pad_token_id=ord("p"),
+        max_new_tokens=20,
+        logits_processor=write,
+    )
+    assert file.getvalue() == "== P\nYes, it is.\n\n== Q\nNo.\n"
+
+
+def test_texts_that_a_session_injects_are_printed() -> None:
+    file = io.StringIO()
+    settings = {**SETTINGS, "logits_processor": [Scripted(["One.\n\nTwo", "Uno"])], "max_new_tokens": 9}
+    del settings["tokenizer"]
+    session = HogwildSession(small_model(), TOKENIZER, PROMPT, streamer=ConsoleStreamer(TOKENIZER, file), **settings)
+    session.inject("common", "Rain.")
+    session.run()
+    session.close()
+    assert "[common]\nRain." in file.getvalue()
+    assert file.getvalue().startswith("Alice 1: One.\n\n")
+
+
+def test_the_console_streamer_needs_a_tokenizer() -> None:
+    with pytest.raises((TypeError, ValueError), match="tokenizer must be a tokenizer"):
+        ConsoleStreamer(HogwildConfig())

@@ -18,12 +18,12 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.cli.interruptible import InterruptibleCall
-from hf_parallel.cli.printing import RowPrinter
 from hf_parallel.cli.settings import PLAIN, describe, embedded_preset, read_settings
 from hf_parallel.files import write_atomically
 from hf_parallel.generation import GenerationStats, ParallelConfig, enable
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.mixin import take_parallel_config
+from hf_parallel.generation.printing import ConsoleStreamer
 from hf_parallel.generation.prompts import encode_task
 from hf_parallel.generation.resampling.config import ReplayConfig
 from hf_parallel.generation.rng import mix
@@ -113,9 +113,8 @@ def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[s
     if batch and options.format == "text":
         print()
     out = StringIO() if options.format == "jsonl" else sys.stdout
-    answers, ends = call.arguments.get("num_return_sequences") or 1, call.model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    printer = RowPrinter(out, headings, call.tokenizer, call.config, answers, ends)
+    ends, budget = call.model.generation_config.eos_token_id, call.arguments.get("max_new_tokens")
+    printer = ConsoleStreamer(call.tokenizer, out, headings, ends if isinstance(ends, list) else [ends], budget)
     call.run(printer)
     printer.end()  # has no effect unless the call was interrupted
     if options.format == "jsonl":
@@ -125,7 +124,7 @@ def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[s
         _print_answers(printer, getattr(call.output, "answers", None) or (), headings)
 
 
-def _print_answers(printer: RowPrinter, found: Sequence[str | None], headings: Sequence[str]) -> None:
+def _print_answers(printer: ConsoleStreamer, found: Sequence[str | None], headings: Sequence[str]) -> None:
     count = len(found) // len(headings)
     for number, heading in enumerate(headings):
         answers = list(enumerate(found[number * count :][:count], start=1))

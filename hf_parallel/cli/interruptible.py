@@ -27,7 +27,7 @@ class InterruptibleCall:
         self._streamer: Any = None
 
     def run(self, streamer: Any) -> None:
-        """Generate until the call returns or Ctrl-C is pressed; `streamer` is a `RowPrinter` or a `LiveView`.
+        """Generate until the call returns or Ctrl-C is pressed; `streamer` is a `ConsoleStreamer` or a `LiveView`.
 
         Other exceptions, of the model or of the streamer's output, are raised.
         """
@@ -65,6 +65,8 @@ class InterruptibleCall:
     def records(self, prompts: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield one object per answer: its prompt, its text and the fields of the mode's output.
 
+        `truncated` says whether the token budget of any of the answer's rows ended it.
+
         An interrupted call yields only answers that have text. Their text is everything generated so far, and of the
         mode's fields they have only the texts of the rows (`ParallelConfig.rows_name`).
         """
@@ -89,7 +91,10 @@ class InterruptibleCall:
     def _answers(self) -> Iterator[tuple[str, dict[str, Any]]]:
         output, begin = self.output, self.arguments["input_ids"].shape[1]
         records = output.to_records() if isinstance(output, ParallelOutput) else [{} for _ in output.sequences]
-        for index, fields in enumerate(records):
+        place = None if self.config is None else self._record.place
+        truncated = {row if place is None else place(row)[0] for row in self._streamer.truncated}
+        for index, record in enumerate(records):
+            fields = {**record, "truncated": index in truncated}
             if self.config is not None and self.config.merges_rows:
                 yield fields["transcripts"], fields
             else:

@@ -23,9 +23,9 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from hf_parallel.cache import BlockCache
-from hf_parallel.cli.printing import printable
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation import ParallelConfig
+from hf_parallel.generation.printing import printable
 
 COLORS = ("cyan", "magenta", "yellow", "blue", "green", "red")
 FRAME_SECONDS = 0.08  # minimum time between two frames

@@ -3,6 +3,7 @@
 from hf_parallel.generation.config import ParallelConfig, Preset, RowPlace
 from hf_parallel.generation.mixin import ParallelGenerationMixin, disable, enable, is_enabled
 from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.printing import ConsoleStreamer
 from hf_parallel.generation.prompts import CHAIN_OF_DRAFT, build_prompt, chain_of_draft_prompt
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.stats import GenerationStats
@@ -11,6 +12,7 @@ from hf_parallel.generation.streaming import ParallelIteratorStreamer, ParallelS
 __all__ = [
     "CHAIN_OF_DRAFT",
     "MODES",
+    "ConsoleStreamer",
     "GenerationStats",
     "ParallelConfig",
     "ParallelGenerationMixin",

@@ -200,6 +200,13 @@ class DecodeLoop:
         if self.streamer is not None and len(self.table.lengths) == 1 and not hasattr(self.streamer, "write_row"):
             self.streamer.put(torch.tensor(tokens))
 
+    def record_truncated(self) -> None:
+        """Record the rows that `max_length` ended, in a loop whose rows are those of the call."""
+        rows = [row for row, length in enumerate(self.table.lengths) if length >= self.call.max_length]
+        last = self.table.ids[rows, self.call.max_length - 1].tolist()
+        ends = self.call.eos_token_ids
+        self.call.record.truncated.update(row for row, token in zip(rows, last, strict=True) if token not in ends)
+
     def output(self, cls: type[ParallelOutput] = ParallelOutput, count: int | None = None, **fields: Any) -> Any:
         """End the streamer and return the output of `generate` for the first `count` rows (default: all)."""
         if self.call.streamer is not None:

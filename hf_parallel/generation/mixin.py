@@ -113,8 +113,11 @@ class ParallelGenerationMixin:
             claim = claim or Claim(config)
             with self.claimed(claim):
                 claim.preparing = True
-                call = self._generate(kwargs, ())
-                yield dataclasses.replace(call, prepared=prepared)
+                call = dataclasses.replace(self._generate(kwargs, ()), prepared=prepared)
+                begin_call = getattr(call.streamer, "begin_call", None)
+                if callable(begin_call):
+                    begin_call(call)
+                yield call
 
     @contextmanager
     def claimed(self, claim: Claim) -> Iterator[None]:

@@ -16,8 +16,9 @@ import torch
 class ParallelStreamer(Protocol):
     """Interface of a streamer of many rows. Pass an object with these methods as `streamer=`.
 
-    Streamers of transformers work where a call has one row. If the streamer has a method `fail(error)`, it is called
-    with the error that ends a call of `generate`, including errors about invalid arguments.
+    Streamers of transformers work where a call has one row. Two further methods are optional. `begin_call(call)`
+    receives the prepared `GenerationCall` after the prompts: `call.record.config` is the mode's config. `fail(error)`
+    receives the error that ends a call of `generate`, including errors about invalid arguments.
     """
 
     def put(self, value: Any) -> None:

@@ -38,6 +38,7 @@ class Record:
     lengths: list[int] = field(default_factory=list)  # of the rows of `sequences` without padding on the right
     passes: int = 0
     events: list[Event] = field(default_factory=list)  # none in modes that stream no text
+    truncated: set[int] = field(default_factory=set)  # rows that a token budget ended, as streamers number them
     origins: dict[int, str] = field(default_factory=dict)  # a letter per new token of a row, with a LogitsCache
 
     @property

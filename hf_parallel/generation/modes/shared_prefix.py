@@ -111,6 +111,7 @@ class SharedPrefixRun:
             rows = self.loop.replay([Row(index, ()) for index in range(self.call.num_rows)])
             if rows:
                 self._decode(rows)
+        self.loop.record_truncated()
         output = self.loop.output()
         if self.call.past_key_values is None and isinstance(output, torch.Tensor):
             self.cache.reset()

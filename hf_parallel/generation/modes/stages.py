@@ -172,6 +172,8 @@ class _Stage:
             self.call.show(row.output_row, row.prefix, "begin")
         added, is_active = row.append(token, token in self.call.eos_token_ids, ended)
         self.call.show(row.output_row, added, "token")
+        if row.truncated:
+            self.call.record.truncated.add(row.output_row)
         if not is_active:
             self.call.show(row.output_row, "", "end")
         return is_active

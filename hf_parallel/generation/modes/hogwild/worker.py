@@ -53,6 +53,8 @@ class Worker(Row):
         answer_stops = self._answer_stops()
         if ended or answer_stops or self.passes >= group.call.max_new_tokens or group.is_full():
             ended = is_eos or (ended and not group.timed_out())
+            if not (ended or complete or answer_stops):
+                group.call.record.truncated.add(self.index)
             self.stop(finished=ended or complete or (answer_stops and self.answered))
             return False
         if complete:

@@ -240,6 +240,8 @@ class PDOSRun:
         if self._is_parsing(trunk) and (trunk.parser.is_open or trunk.parser.phase == DONE):
             trunk.fallback = f"the {cause} ended inside a block"
         trunk.finished = True
+        if cause == "budget":
+            self.call.record.truncated.add(trunk.output_row)
         self._show(trunk, b"", "end")
 
     def _is_parsing(self, trunk: TrunkRow) -> bool:
@@ -328,6 +330,8 @@ class PDOSRun:
     def _end_branch(self, branch: BranchRow, cause: str, length: int | None = None) -> None:
         """End a branch, and cut its text to `length` bytes."""
         branch.ended_by = cause
+        if cause == "budget":
+            self.call.record.truncated.add(branch.output_row)
         branch.kept = branch.tokens[:-1] if cause == "eos" else branch.tokens
         if length is not None:
             with suppress(ValueError):  # a part that cannot be encoded stays whole
