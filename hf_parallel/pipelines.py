@@ -52,7 +52,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
     `generate`, except `max_new_tokens`: 256 if neither the caller nor the model sets it.
 
     The result of a prompt is a list of JSON-serializable dictionaries, one per returned sequence. Each contains
-    `generated_text` (or `generated_token_ids` with `return_tensors=True`), the fields of the mode's output (`answers`,
+    `generated_text` (or `generated_token_ids` with `return_tensors=True`), the fields of the mode's output (`answer`,
     `titles`, `blocks`, ...), and `stats` of the call. A mode that merges the rows of a prompt, such as hogwild, returns
     one dictionary: `generated_text` is the prompt and the transcript (the transcript alone with
     `return_full_text=False`), `workers` has the text and `generated_token_ids` the token ids of each row.
@@ -61,7 +61,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
     --------
     >>> pipe = pipeline("parallel-text-generation", model="Qwen/Qwen3-8B", generation_mode="hogwild", num_workers=2)
     >>> (result,) = pipe("Plan a day in Rome for six friends.", max_new_tokens=512)
-    >>> result["generated_text"], result["workers"], result["answers"], result["stats"]["forward_passes"]
+    >>> result["generated_text"], result["workers"], result["answer"], result["stats"]["forward_passes"]
 
     Raises
     ------
@@ -166,7 +166,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
             return results
         if merged is not None:
             prompt, pairs = model_outputs["prompt_text"], zip(grouped(results, len(merged)), merged, strict=True)
-            results = [_merged(rows, record["transcripts"], prompt, **kwargs) for rows, record in pairs]
+            results = [_merged(rows, record["transcript"], prompt, **kwargs) for rows, record in pairs]
         return [{**result, **record} for result, record in zip(results, records, strict=True)]
 
 

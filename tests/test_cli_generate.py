@@ -28,6 +28,7 @@ VOTE = [
     *("generate", "P", "--raw", "--mode", "self_consistency", "--no-preset", "--sample"),
     *("--set", "num_answers=2"),
 ]
+TIE = "Answer: 4 (the first of equally many votes for 4, 5)\n"
 SKELETON = ["generate", "P", "--raw", "--mode", "skeleton_of_thought", *given(OUTLINE)]
 
 
@@ -116,7 +117,26 @@ def test_answers_of_a_vote_that_their_budget_ended_are_marked(model: Any, capsys
 def test_answers_of_a_vote_are_printed_with_their_names(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model(["\\boxed{4}", tiny.EOS], ["\\boxed{5}", tiny.EOS])
     assert cli.main(VOTE) == 0
-    assert capsys.readouterr().out == "[Answer 1]\n\\boxed{4}\n\n[Answer 2]\n\\boxed{5}\nAnswer: 4\n"
+    assert capsys.readouterr().out == "[Answer 1]\n\\boxed{4}\n\n[Answer 2]\n\\boxed{5}\n" + TIE
+
+
+def test_json_lines_say_ties(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for second, ties in (("4", []), ("5", ["4", "5"])):
+        model(["\\boxed{4}", tiny.EOS], [f"\\boxed{{{second}}}", tiny.EOS])
+        assert cli.main([*VOTE, "--format", "jsonl"]) == 0
+        assert json.loads(capsys.readouterr().out)["ties"] == ties
+
+
+@pytest.mark.parametrize("arguments", [VOTE, SKELETON, WORKERS])
+def test_plural_names_of_json_lines_have_several_values(
+    model: Any, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    model()
+    assert cli.main([*arguments, "--max-new-tokens", "3", "--format", "jsonl"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert {"answer", "text", "transcript"} & record.keys()
+    plural = [name for name in record if name.endswith("s")]
+    assert {name: type(record[name]) for name in plural if not isinstance(record[name], list | dict)} == {}
 
 
 @pytest.mark.parametrize(

@@ -274,10 +274,10 @@ def test_hogwild_returns_one_record_of_all_workers(model: Any, tokenizer: Any) -
     ids, mask = tiny.left_pad([prepared("hogwild", prompt, tokenizer)["input_ids"][0] for prompt in PROMPTS])
     out = model.generate(ids, attention_mask=mask, tokenizer=tokenizer, return_dict_in_generate=True, **given)
     for i, (record,) in enumerate(results):
-        assert record["generated_text"] == record["transcripts"] == out.transcripts[i]
+        assert record["generated_text"] == record["transcript"] == out.transcripts[i]
         assert record["workers"] == out.texts[3 * i : 3 * i + 3]
         assert [step["tokens"] for step in record["history"]] == [step.tokens for step in out.history[i]]
-        assert record["answers"] == out.answers[i]
+        assert record["answer"] == out.answers[i]
         assert record["stats"]["decoded_tokens"] == out.stats.decoded_tokens
 
 
@@ -295,9 +295,9 @@ def test_answers_votes_and_points_are_returned(model: Any, tokenizer: Any) -> No
     (votes,) = make(model, tokenizer, **small_call("self_consistency"))(PROMPTS[0])
     assert len(votes["texts"]) == len(votes["found"]) == 3
     assert sum(votes["votes"].values()) == 3
-    assert votes["answers"] in votes["found"]
+    assert votes["answer"] in votes["found"]
     (skeleton,) = make(model, tokenizer, **small_call("skeleton_of_thought"))(PROMPTS[0])
-    assert skeleton["outlines"].startswith("1.")
+    assert skeleton["outline"].startswith("1.")
     assert isinstance(skeleton["points"], list)
 
 

@@ -121,18 +121,23 @@ def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[s
         for record in call.records(prompts):
             print_record(record)
     else:
-        _print_answers(printer, getattr(call.output, "answers", None) or (), headings)
+        _print_answers(printer, call.output, headings)
 
 
-def _print_answers(printer: ConsoleStreamer, found: Sequence[str | None], headings: Sequence[str]) -> None:
+def _print_answers(printer: ConsoleStreamer, output: Any, headings: Sequence[str]) -> None:
+    """Print the final answers of an output that has `answers`, and `ties` between them if it has those."""
+    found = getattr(output, "answers", None) or ()
+    ties = getattr(output, "ties", None) or [()] * len(found)
     count = len(found) // len(headings)
     for number, heading in enumerate(headings):
-        answers = list(enumerate(found[number * count :][:count], start=1))
-        if len(headings) > 1 and any(answer is not None for _, answer in answers):
+        answers = list(zip(found, ties, strict=True))[number * count :][:count]
+        if len(headings) > 1 and any(answer is not None for answer, _ in answers):
             printer.print_line(f"\n{heading}")
-        for index, answer in answers:
+        for index, (answer, tied) in enumerate(answers, start=1):
             if answer is not None:
-                printer.print_line(f"[{index} of {count}] Answer: {answer}" if count > 1 else f"Answer: {answer}")
+                place = f"[{index} of {count}] " if count > 1 else ""
+                tie = f" (the first of equally many votes for {', '.join(tied)})" if tied else ""
+                printer.print_line(f"{place}Answer: {answer}{tie}")
 
 
 def print_record(record: dict[str, Any]) -> None:

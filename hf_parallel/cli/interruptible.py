@@ -96,7 +96,7 @@ class InterruptibleCall:
         for index, record in enumerate(records):
             fields = {**record, "truncated": index in truncated}
             if self.config is not None and self.config.merges_rows:
-                yield fields["transcripts"], fields
+                yield fields["transcript"], fields
             else:
                 yield self.tokenizer.decode(output.sequences[index, begin:], skip_special_tokens=True), fields
 

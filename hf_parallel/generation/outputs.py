@@ -12,6 +12,15 @@ from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.transcript.record import Record
 from hf_parallel.transcript.transcribable import Transcribable
 
+ITEM_NAMES = {
+    "answers": "answer",
+    "conclusions": "conclusion",
+    "outlines": "outline",
+    "texts": "text",
+    "transcripts": "transcript",
+}
+"""Names of the texts in `to_records`, by the field that has one text for each answer."""
+
 
 @dataclass
 class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
@@ -32,7 +41,8 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
         """Return the mode's own fields and `stats` as plain data: one dictionary per answer.
 
         An answer is a row, or all rows of a prompt in modes that merge them (`ParallelConfig.merges_rows`). A field
-        that is a list is split: the i-th answer contains its i-th item.
+        that is a list is split: the i-th answer contains its i-th item. Single texts get a singular name: the answer
+        has an `answer` from the field `answers`.
         """
         fields = {name: getattr(self, name) for name in self._own_fields()}
         count = len(self.sequences)
@@ -40,7 +50,10 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
             count = len(fields["transcripts"])
             fields = {self.record.config.rows_name: grouped(fields.pop("texts"), count), **fields}
         items = [{n: v[i] if isinstance(v, list) else v for n, v in fields.items()} for i in range(count)]
-        return [{name: _plain(value) for name, value in {**item, "stats": self.stats}.items()} for item in items]
+        return [
+            {_item_name(name, value): _plain(value) for name, value in {**item, "stats": self.stats}.items()}
+            for item in items
+        ]
 
     @classmethod
     def _own_fields(cls) -> list[str]:
@@ -54,6 +67,10 @@ def grouped(items: list[Any], count: int) -> list[list[Any]]:
     """Return the items in `count` consecutive groups of equal length."""
     size = len(items) // count
     return [items[i * size : (i + 1) * size] for i in range(count)]
+
+
+def _item_name(name: str, value: Any) -> str:
+    return ITEM_NAMES.get(name, name) if value is None or isinstance(value, str) else name
 
 
 def _plain(value: Any) -> Any:

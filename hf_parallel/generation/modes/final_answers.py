@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import regex
@@ -78,4 +78,10 @@ def majority(answers: Sequence[str | None]) -> tuple[int, dict[str, int]]:
     """
     forms = [None if answer is None else normal_form(answer) for answer in answers]
     votes = Counter(form for form in forms if form is not None)
-    return (forms.index(max(votes, key=votes.__getitem__)) if votes else 0), dict(votes)
+    return (forms.index(leaders(votes)[0]) if votes else 0), dict(votes)
+
+
+def leaders(votes: Mapping[str, int]) -> list[str]:
+    """Return the answers with the most votes, in order of first occurrence; several if there is a tie."""
+    most = max(votes.values(), default=0)
+    return [form for form, count in votes.items() if count == most]

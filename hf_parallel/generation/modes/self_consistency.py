@@ -13,7 +13,7 @@ from hf_parallel.generation.arguments import check_tokenizer_given, encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import SAMPLING, Preset, RowPlace
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.modes.final_answers import BOXED, check_pattern, find_answer, majority, normal_form
+from hf_parallel.generation.modes.final_answers import BOXED, check_pattern, find_answer, leaders, majority, normal_form
 from hf_parallel.generation.modes.stages import (
     CompletionRow,
     StagedRun,
@@ -128,10 +128,11 @@ class SelfConsistencyRun(StagedRun):
         texts = [[answer.text for answer in rows] for rows in answers]
         found = [[find_answer(config.answer_pattern, text) for text in of_prompt] for of_prompt in texts]
         chosen, votes = map(list, zip(*map(majority, found), strict=True))
-        fields = {"texts": texts, "found": found, "votes": votes}
+        fields = {"texts": texts, "found": found, "votes": votes, "ties": [[] for _ in votes]}
         if config.vote == "final":
             return self._conclude(loop, answers, fields)
         fields |= {"chosen": chosen, "conclusions": [""] * call.num_rows}
+        fields["ties"] = [tied if len(tied := leaders(of_prompt)) > 1 else [] for of_prompt in votes]
         fields["answers"] = [given[index] for given, index in zip(found, chosen, strict=True)]
         tokens = [rows[index].tokens for rows, index in zip(answers, chosen, strict=True)]
         output = self.output(SelfConsistencyOutput, tokens, **fields)
@@ -206,6 +207,9 @@ class SelfConsistencyOutput(ParallelOutput):
     """Per prompt the final answer of each of them."""
     votes: list[dict[str, int]] | None = None
     """Per prompt the votes by normal form (see `final_answers.normal_form`), in order of first occurrence."""
+    ties: list[list[str]] | None = None
+    """Per prompt the answers, by normal form, that have the most votes, if there are several; the first of them is chosen.
+    Empty without a tie, and for `final`."""
     chosen: list[int | None] | None = None
     """Per prompt the index of the chosen answer: the first with the winning final answer, or 0 if there is none.
     `final`: the first that agrees with the conclusion; None: none does."""
@@ -218,5 +222,6 @@ class SelfConsistencyOutput(ParallelOutput):
         """Return the votes and the chosen answer."""
         votes = ", ".join(f"{form}: {count}" for form, count in (self.votes or ())[prompt].items())
         chosen, answer = (self.chosen or ())[prompt], (self.answers or ())[prompt]
+        votes += " (a tie)" if (self.ties or ())[prompt] else ""
         found = (("Answer", answer), ("Votes", votes), ("Chosen", None if chosen is None else f"answer {chosen + 1}"))
         return [(label, text) for label, text in found if text]
