@@ -40,7 +40,8 @@ EVERY_SETTING: dict[str, Any] = {
     "branch_max_new_tokens": 12,
     "branch_stops": ["\n"],
     "branch_separator": "\n\n",
-    "opening": "So\n@@",
+    "opening": "So",
+    "titles": ["one", "two", "three"],
     "format_prompt": "Use {branch_marker}, {title_end}, {ellipsis} and {terminator}.",
 }
 """A value other than the default for each setting that can be stored."""

@@ -346,6 +346,12 @@ def test_a_prompt_needs_a_task(task: Any) -> None:
 # Settings
 
 
+def test_titles_exclude_a_block_in_the_opening() -> None:
+    for opening in ("####A:......\n####B:......\n####%%%%", "####A:......\n####"):
+        with pytest.raises(ValueError, match="titles must form one block after opening"):
+            PDOSConfig(opening=opening, titles=["C", "D"])
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
@@ -366,6 +372,13 @@ def test_a_prompt_needs_a_task(task: Any) -> None:
         ("branch_stops", [""], "branch_stops must be a list of non-empty strings"),
         ("branch_separator", None, "branch_separator must be a string, got None"),
         ("opening", 5, "opening must be a string, got 5"),
+        ("titles", "A", "titles must be a list of non-empty strings, got 'A'"),
+        ("titles", ["A"], r"titles must form one block after opening, got \['A'\]: there is 1 branch"),
+        ("titles", ["A", "a "], "the title 'a ' is repeated"),
+        ("titles", ["A", "B\n"], "a title does not end on its line"),
+        ("titles", ["A", "B: C"], r"got \['A', 'B: C'\]: no ellipsis follows the title 'B'"),
+        ("titles", ["A", "B####"], "a title contains the branch marker"),
+        ("titles", [f"T{n}" for n in range(17)], "there are more than 16 branches"),
         ("format_prompt", "{what}", r"format_prompt may hold {branch_marker} and"),
     ],
 )

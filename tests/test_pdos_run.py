@@ -97,6 +97,22 @@ def test_branches_of_a_block_in_the_opening_start_at_once(hint: bool) -> None:
     assert out.stats.forward_passes == 2 + 6 + 5  # of the prompt, and of the opening
 
 
+@pytest.mark.parametrize("hint", [True, False])
+@pytest.mark.parametrize(("opening", "begins"), [("", ""), ("Now.", "Now.\n"), ("Now. ", "Now. ")])
+def test_titles_force_the_parts_of_an_answer(opening: str, begins: str, hint: bool) -> None:
+    settings: dict[str, Any] = {"parallel_hint": hint, "opening": opening}
+    out = tell([" So.", EOS], branches=BODIES, titles=["A", "B b"], **settings)
+    assert out.transcripts == [f"{begins}####A:aa\n####B b:bb\n####%%%% So."]
+    assert out.titles == [[["A", "B b"]]]
+    assert out.fallback == [None]
+    assert out.stages["skeleton"].decoded_tokens == 0
+
+
+def test_all_prompts_get_the_titles() -> None:
+    out = tell([EOS], [EOS], prompts=["Tell: ", "Say it: "], branches=["a\n####", "b\n####"] * 2, titles=["A", "B"])
+    assert out.titles == [[["A", "B"]]] * 2
+
+
 def test_an_answer_continues_after_an_opening_whose_branches_exceed_the_budget() -> None:
     out = tell([" So.", EOS], opening=STORY, max_new_tokens=len(STORY) + 4, branch_separator="\n---" * 9)
     assert out.fallback == ["the budget is too small for the branches"]

@@ -208,7 +208,7 @@ class SelfConsistencyOutput(ParallelOutput):
     votes: list[dict[str, int]] | None = None
     """Per prompt the votes by normal form (see `final_answers.normal_form`), in order of first occurrence."""
     ties: list[list[str]] | None = None
-    """Per prompt the answers, by normal form, that have the most votes, if there are several; the first of them is chosen.
+    """Per prompt the answers, by normal form, that have the most votes, if there are several; the first one is chosen.
     Empty without a tie, and for `final`."""
     chosen: list[int | None] | None = None
     """Per prompt the index of the chosen answer: the first with the winning final answer, or 0 if there is none.

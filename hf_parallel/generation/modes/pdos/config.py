@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig, RowPlace
-from hf_parallel.generation.modes.pdos.parser import BlockFormat, check_unicode
+from hf_parallel.generation.modes.pdos.parser import DONE, BlockFormat, SkeletonParser, check_unicode
 from hf_parallel.generation.modes.pdos.run import PDOSRun, TrunkFormatProcessor
 from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.validation import (
@@ -59,6 +59,9 @@ class PDOSConfig(BlockFormat, ParallelConfig):
     opening : str
         First text of every answer, such as `"I check each of them.\n####"`, for models that do not open a block. Counts
         as part of the answer. If it contains a whole block, its branches start at once.
+    titles : list of str
+        Titles of the parts of every answer, for models that do not write them. The answer begins with `opening` and a
+        block of these titles, whose branches start at once. Default: the model writes the titles.
     format_prompt : str
         Instructions of `pdos_prompt`; `{branch_marker}`, `{title_end}`, `{ellipsis}` and `{terminator}` are filled in.
     """
@@ -75,6 +78,7 @@ class PDOSConfig(BlockFormat, ParallelConfig):
     branch_stops: Sequence[str] = ()
     branch_separator: str = "\n"
     opening: str = ""
+    titles: Sequence[str] = ()
     format_prompt: str = (
         "Often an answer has parts that can be worked out without each other: items to check one after the other, "
         "aspects to look at, separate questions. Write such parts as one block. Each part is a line that begins with "
@@ -123,7 +127,29 @@ class PDOSConfig(BlockFormat, ParallelConfig):
         for name in ("branch_separator", "opening"):
             check_text(name, getattr(self, name))
             check_unicode(name, getattr(self, name))
+        check_texts("titles", self.titles)
+        for title in self.titles:
+            check_unicode("titles", title)
+        self._check_block()
         check_template("format_prompt", self.format_prompt, **self.markers)
+
+    def _check_block(self) -> None:
+        """Raise `ValueError` unless the titles, if there are any, form a block."""
+        parser, text = SkeletonParser(self), self.beginning.encode()
+        parser.feed(text)
+        complete = parser.phase == DONE and parser.offset == len(text)
+        if self.titles and not (complete and parser.titles == tuple(self.titles)):
+            why = parser.error or f"with opening={self.opening!r}, the titles would be {list(parser.titles)}"
+            raise ValueError(f"titles must form one block after opening, got {self.titles!r}: {why}")
+
+    @property
+    def beginning(self) -> str:
+        """First text of every answer: `opening`, and the block of `titles`, each on a line of its own."""
+        if not self.titles:
+            return self.opening
+        gap = "\n" if self.opening and not self.opening[-1].isspace() else ""
+        parts = "".join(f"{self.branch_marker}{title}{self.title_end}{self.ellipsis}\n" for title in self.titles)
+        return f"{self.opening}{gap}{parts}{self.terminator}"
 
     def prepare(self, kwargs: dict[str, Any]) -> TrunkFormatProcessor:
         """Check the tokenizer, and add a processor that forces the format after the caller's processors."""

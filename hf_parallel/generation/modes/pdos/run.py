@@ -75,14 +75,15 @@ class PDOSRun:
             if name := _BATCH_DEPENDENT.get(type(processor).__name__):
                 raise ValueError(f"{name} cannot be honoured by pdos: branches are rows of the batch, but not prompts")
         vocabulary = get_vocabulary(call.tokenizer, vocabulary_size(call.model))
-        texts = {**config.markers, "branch_separator": config.branch_separator, "opening": config.opening}
+        given = "titles" if config.titles else "opening"
+        texts = {**config.markers, "branch_separator": config.branch_separator, given: config.beginning}
         for name, text in texts.items():
             if vocabulary.encode(text.encode()) is None:
                 raise ValueError(f"{name} must be text that the tokenizer can encode, got {text!r}")
-        opening = encode_exactly(call.tokenizer, vocabulary, config.opening) or ()
+        opening = encode_exactly(call.tokenizer, vocabulary, config.beginning) or ()
         if len(opening) >= call.max_new_tokens:
             raise ValueError(
-                f"opening must be shorter than the {call.max_new_tokens} new tokens, got {config.opening!r}"
+                f"{given} must be shorter than the {call.max_new_tokens} new tokens, got {config.beginning!r}"
             )
         self.config, self.call = config, call
         self.vocabulary = vocabulary.without_text(call.eos_token_ids)
