@@ -92,14 +92,16 @@ def _few_passes(run: Any) -> Any:
 
 
 def _short(generate: Any, tokenizer: Any) -> Any:
-    """Return a `generate` with few new tokens after an opening."""
+    """Return a `generate` with few new tokens after an opening and titles."""
     plain = transformers.GenerationMixin.generate
 
     @functools.wraps(generate)
     def short(model: Any, *args: Any, **kwargs: Any) -> Any:
         again = generate is plain and isinstance(model, ParallelGenerationMixin)  # a call that the mixin forwards
         if kwargs.get("generation_config") is None and not again:
-            most = NEW_TOKENS + len(tokenizer(kwargs.get("opening", "")).input_ids)
+            titles = "".join(f"####{title}:......\n" for title in kwargs.get("titles", ()))
+            beginning = kwargs.get("opening", "") + titles + kwargs.get("terminator", "")
+            most = NEW_TOKENS + len(tokenizer(beginning).input_ids)
             kwargs["max_new_tokens"] = min(kwargs.get("max_new_tokens", most), most)
         return generate(model, *args, **kwargs)
 
