@@ -104,6 +104,36 @@ def test_calls_of_a_model_that_waits_follow_each_other(model: Any) -> None:
     assert torch.equal(generate(model, PROMPTS[0], logits_processor=[again], **mode), expected[0])
 
 
+@pytest.mark.parametrize("wait", [0.2, 1])
+def test_calls_that_wait_for_each_other_raise_after_the_given_seconds(model: Any, wait: float) -> None:
+    """Each of two threads holds a model, and starts a mode on the other one."""
+    models = [hf_parallel.enable(model, wait=wait), hf_parallel.enable(copy.deepcopy(model))]
+    expected, both_hold = generate(model, PROMPTS[1]), threading.Barrier(2)
+
+    def crossed(mine: Any, other: Any) -> Any:
+        def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            both_hold.wait(20)
+            generate(other, PROMPTS[1], generation_mode="shared_prefix")
+            return scores
+
+        return generate(mine, PROMPTS[0], generation_mode="shared_prefix", logits_processor=[process], max_new_tokens=1)
+
+    outcomes = in_threads(lambda: crossed(*models), lambda: crossed(*models[::-1]))
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    assert errors
+    for error in errors:
+        assert isinstance(error, RuntimeError)
+        assert f"still generating in another thread after wait={float(wait)} seconds" in str(error)
+    for one in models:
+        assert torch.equal(generate(one, PROMPTS[1], generation_mode="shared_prefix"), expected)
+
+
+@pytest.mark.parametrize("wait", ["yes", -1, float("nan"), [1]])
+def test_a_wait_that_is_no_number_of_seconds_raises(model: Any, wait: Any) -> None:
+    with pytest.raises(ValueError, match=r"wait must be True, False or a number of seconds of at least 0, got "):
+        hf_parallel.enable(model, wait=wait)
+
+
 def test_plain_generate_that_began_earlier_stays_plain(model: Any) -> None:
     """A mode claims the model in another thread after plain `generate` has begun."""
     expected = generate(model, PROMPTS[0])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ class ParallelGenerationMixin:
 
     _parallel_capabilities: Capabilities
     _parallel_claim: Claim | None = None
-    _parallel_waits: bool = False
+    _parallel_wait: float = 0.0
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,23 +124,26 @@ class ParallelGenerationMixin:
     @contextmanager
     def claimed(self, claim: Claim) -> Iterator[None]:
         """Hold the model for one call of a mode. While another call holds it, wait or raise; see `enable`."""
+        began = time.monotonic()
         try:
-            while not self._claim(claim):
+            while not self._claim(claim, time.monotonic() - began):
                 time.sleep(POLL_SECONDS)
             yield
         finally:
             claim.active = False
 
-    def _claim(self, claim: Claim) -> bool:
+    def _claim(self, claim: Claim, waited: float) -> bool:
         with _CLAIM_LOCK:
             other = self._active_claim()
             if other is None:
                 claim.active = True
                 self._parallel_claim = claim
                 return True
-        if self._parallel_waits and other.thread != claim.thread:
+        if other.thread == claim.thread or not self._parallel_wait:
+            raise RuntimeError(_BUSY)
+        if waited < self._parallel_wait:
             return False
-        raise RuntimeError(_BUSY)
+        raise RuntimeError(f"this model is still generating in another thread after wait={self._parallel_wait} seconds")
 
     def _prepares(self) -> bool:
         """Return whether this thread is preparing a call of a mode."""
@@ -265,7 +270,9 @@ def keep_mode(config: Any) -> None:
     config._from_model_config = False  # otherwise transformers drops attributes that it does not define
 
 
-def enable(model: PreTrainedModel, known: Capabilities | None = None, wait: bool | None = None) -> PreTrainedModel:
+def enable(
+    model: PreTrainedModel, known: Capabilities | None = None, wait: bool | float | None = None
+) -> PreTrainedModel:
     """Give one model the `generation_mode` argument.
 
     Probes with short forward passes how block attention can serve the model. Idempotent; nothing global is changed.
@@ -277,9 +284,10 @@ def enable(model: PreTrainedModel, known: Capabilities | None = None, wait: bool
         A decoder-only model with a language modelling head. For PEFT, pass the base model.
     known : Capabilities, optional
         Result of an earlier probe of this model, which is not probed then.
-    wait : bool, optional
-        Whether a call of a mode waits while another thread runs a mode on the model, instead of raising
-        `RuntimeError`. Default: unchanged, at first False.
+    wait : bool or float, optional
+        Seconds for which a call of a mode waits while another thread runs a mode on the model, before it raises
+        `RuntimeError`; True waits without limit, False not at all. Default: unchanged, at first False. Use a limit if
+        a call may start a mode on a second model: two threads that hold one model each would wait for ever.
 
     Returns
     -------
@@ -289,12 +297,13 @@ def enable(model: PreTrainedModel, known: Capabilities | None = None, wait: bool
     Raises
     ------
     TypeError, ValueError
-        If `model` is not a `PreTrainedModel`, or its weights are on the meta device.
+        If `model` is not a `PreTrainedModel`, its weights are on the meta device, or `wait` is no number of seconds.
     UnsupportedModelError
         If block attention cannot serve the model, with the reason.
     """
+    seconds = None if wait is None else _wait_seconds(wait)
     if isinstance(model, ParallelGenerationMixin):
-        model._parallel_waits = model._parallel_waits if wait is None else wait
+        model._parallel_wait = model._parallel_wait if seconds is None else seconds
         return model
     if isinstance(model, PreTrainedModel) and model.device.type == "meta":
         raise ValueError(f"{type(model).__name__} is on the meta device: load its weights first")
@@ -302,7 +311,7 @@ def enable(model: PreTrainedModel, known: Capabilities | None = None, wait: bool
         found = probe_capabilities(model) if known is None else known
     model.__class__ = _enabled_class(type(model))  # type: ignore[arg-type]
     model._parallel_capabilities, model._parallel_claim = found, None  # type: ignore[assignment]
-    model._parallel_waits = bool(wait)  # type: ignore[assignment]
+    model._parallel_wait = seconds or 0.0  # type: ignore[assignment]
     if mode := getattr(model.generation_config, "generation_mode", None):
         _logger.warning_once(f"generate uses generation_mode={mode!r}, which the model's generation_config names")
     return model
@@ -325,8 +334,16 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     if isinstance(model, ParallelGenerationMixin):
         model.__class__ = _plain_class(type(model))
-        del model._parallel_capabilities, model._parallel_claim, model._parallel_waits
+        del model._parallel_capabilities, model._parallel_claim, model._parallel_wait
     return model
+
+
+def _wait_seconds(wait: Any) -> float:
+    if isinstance(wait, bool):
+        return math.inf if wait else 0.0
+    if not isinstance(wait, Real) or not float(wait) >= 0:
+        raise ValueError(f"wait must be True, False or a number of seconds of at least 0, got {wait!r}")
+    return float(wait)
 
 
 def _cpu_as_default() -> AbstractContextManager[Any]:
