@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
 import shutil
@@ -311,6 +312,51 @@ def test_the_page_fits_its_width_and_cards_are_wide_enough(
     assert found is not None
     assert int(found[1]) == 0
     assert int(found[2]) >= narrowest
+
+
+MEASURING = r"""
+    const found = [], nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    for (let node; node = nodes.nextNode();) {
+      if (/^(SCRIPT|OPTION)$/.test(node.parentElement.tagName)) continue;
+      for (let i = 0; i < node.length; i++) {
+        if (!/[!-~]/.test(node.data[i])) continue;
+        const letter = document.createRange();
+        letter.setStart(node, i);
+        letter.setEnd(node, i + 1);
+        found.push([node.data[i], Math.round(letter.getBoundingClientRect().left)]);
+      }
+    }
+    document.title = JSON.stringify(found);"""
+"""Writes each visible ASCII character, and its distance from the left edge, to the title of the page."""
+
+
+@pytest.mark.parametrize(
+    ("control", "opening"), [("\u202e", "\u202e"), ("\u2067", "\u2067"), ("\u2069\u202e", "")], ids=ascii
+)
+def test_controls_of_the_text_direction_do_not_move_other_text(
+    browse: Callable[..., str], control: str, opening: str
+) -> None:
+    """They end names, prompts, notes and generated texts, and the `opening` text of cards."""
+
+    def letters(control: str, opening: str) -> list[tuple[str, int]]:
+        run = json.loads(json.dumps(write(ALICE, BOB).to_dict(TOKENIZER))) | {"model": "model" + control}
+        (section,) = run["sections"]
+        section["columns"] = [name + control for name in section["columns"]]
+        section["prompt"] += control
+        section["notes"] = [["Note" + control, "text" + control]]
+        run["style"] |= {"history": "history" + control, "unit": "step" + control}
+        for card in section["cards"]:
+            card["given"] = "So" + opening
+            card["pieces"][-1][1] += control
+        page = re.sub("<meta http-equiv[^>]*>", "", render(run))
+        dom = browse(page.replace("</body>", f"<script>{MEASURING}</script></body>"), "#pass=8")
+        found = re.search(r"<title>(.*)</title>", dom)
+        assert found is not None
+        return json.loads(html.unescape(found[1]))
+
+    plain, controlled = letters("", ""), letters(control, opening)
+    assert [letter for letter, _ in plain] == [letter for letter, _ in controlled]
+    assert max(abs(a - b) for (_, a), (_, b) in zip(plain, controlled, strict=True)) <= 2
 
 
 def test_a_browser_takes_a_picture(browse: Callable[..., str], tmp_path: Path) -> None:

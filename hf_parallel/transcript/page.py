@@ -24,6 +24,8 @@ from hf_parallel.transcript.sections import TranscriptStyle, check_run
 HUES = (215, 335, 35, 160, 270, 5, 95, 190)
 """Hues of the columns, in degrees."""
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_DIRECTIONS = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Controls of the text direction. Cards isolate them; names lose them, as they are parts of sentences."""
 _ORIGINS = {
     REPLAYED: "replayed from cached logits, without a forward pass",
     HOTSPOT: "sampled again at a hotspot",
@@ -53,15 +55,16 @@ def render(run: Mapping[str, Any]) -> str:
     """Return a transcript, the dict of `ParallelOutput.to_dict` with or without `model` (a name), as an HTML page."""
     run = check_run(run)
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
+    style = {name: _DIRECTIONS.sub("", run["style"][name]) for name in TranscriptStyle._fields}
     origins = {piece[2] for section in run["sections"] for card in section["cards"] for piece in card["pieces"]}
     return _TEMPLATES.get_template("page.html").render(
         title=" \u00b7 ".join(filter(None, [run["mode"] or "hf_parallel", str(run.get("model", ""))])),
-        style={name: run["style"][name] for name in TranscriptStyle._fields},
+        style=style,
         facts=_facts(run["passes"], run["stats"] or {}),
-        visibility=_VISIBILITY.get(run["style"]["visibility"], ""),
+        visibility=_VISIBILITY.get(style["visibility"], ""),
         settings="\n".join(f"{name} = {value!r}" for name, value in run["settings"].items()),
         origins={origin: words for origin, words in _ORIGINS.items() if origin in origins},
-        sections=[_section(section, run["style"]) for section in run["sections"]],
+        sections=[_section(section, style) for section in run["sections"]],
         script=Markup(script),
         script_hash=f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
     )
@@ -78,6 +81,7 @@ def _facts(passes: int, stats: Mapping[str, Any]) -> list[tuple[Any, str]]:
 
 def _section(section: Mapping[str, Any], style: Mapping[str, str]) -> dict[str, Any]:
     """Return a section as the template needs it, with grid rows and the positions of the cards."""
+    section = {**section, "columns": [_DIRECTIONS.sub("", name) for name in section["columns"]]}
     cards = section["cards"]
     intervals = _intervals(cards)
     heights = [min(max(16, 3 * (end - begin)), 240) for begin, end in intervals]  # pixels
