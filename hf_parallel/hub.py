@@ -93,11 +93,13 @@ def export(
     Raises
     ------
     TypeError, ValueError
-        If `model_or_config` is neither a model nor a config, names no mode, or has settings that cannot be stored.
+        If `model_or_config` is neither a model nor a config, names no mode, or has settings that cannot be stored; if
+        `tokenizer` is no tokenizer.
     FileExistsError
         If the folder contains files that no export has written, or that this one would not overwrite.
     """
     config = _config_of(model_or_config)
+    _check_tokenizer(tokenizer)
     folder = Path(folder)
     existed = folder.exists()
     _check_folder(folder)
@@ -148,6 +150,7 @@ def push_to_hub(
         See `export`; nothing is uploaded then.
     """
     config = _config_of(model_or_config)
+    _check_tokenizer(tokenizer)
     api = HfApi(token=token)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -201,6 +204,11 @@ def _config_of(given: Any) -> ParallelConfig:
         if getattr(config, name) is not None:
             raise ValueError(f"{name} cannot be stored, it is an object of this process: pass it in each call instead")
     return config
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained")):
+        raise TypeError(f"tokenizer must be a tokenizer with save_pretrained(), not its name, got {tokenizer!r}")
 
 
 def _check_folder(folder: Path, new: Path | None = None) -> None:

@@ -89,8 +89,8 @@ SETTINGS = [
     shared("an empty parallel_config", parallel_config={}),
 ]
 
-_BAD_TEXT: tuple[Any, ...] = (5, None, ["x"])
-_BAD_TEXTS: tuple[Any, ...] = ("abc", 5, ["x", 5], [""], {"x": 1})
+_BAD_TEXT: tuple[Any, ...] = (5, None, ["x"], "a\ud800b")
+_BAD_TEXTS: tuple[Any, ...] = ("abc", 5, ["x", 5], [""], {"x": 1}, ["x", "\ud800"])
 BAD_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "shared_prefix": {
         "seed": ("x", 1.5, True, [1, "x"], [None], {1: 2}),
@@ -110,12 +110,33 @@ BAD_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "prefetch": ("yes", 1, True),
         "num_workers": (0, -1, 2.0, "2", None, True, [2], torch.tensor(2)),
         "layout": ("diagonal", "", None, 3, ["combined"], np.array(["combined", "contiguous"])),
-        "worker_names": ("AB", 5, ["A"], ["A", "A"], ["A", ""], ["A", 3], ["A", "B", "C"], {"A": 1, "B": 2}),
+        "worker_names": (
+            "AB",
+            5,
+            ["A"],
+            ["A", "A"],
+            ["A", ""],
+            ["A", 3],
+            ["A", "B", "C"],
+            {"A": 1, "B": 2},
+            ["A", "\udcff"],
+        ),
         "history_header": _BAD_TEXT,
         "others_header": _BAD_TEXT,
         "own_header": _BAD_TEXT,
         "step_gap": _BAD_TEXT,
-        "step_prefix": (*_BAD_TEXT, "{", "{who}", "{0}", "{name.x}", "{name[x]}", "{step:s}"),
+        "step_prefix": (
+            *_BAD_TEXT,
+            "{",
+            "{who}",
+            "{0}",
+            "{name.x}",
+            "{name[x]}",
+            "{step:s}",
+            "{name:>100000000000}",
+            "{step:1000}",
+            "{name:{step}}",
+        ),
         "separator": (*_BAD_TEXT, ""),
         "sentence_ends": (*_BAD_TEXTS, None),
         "code_fence": _BAD_TEXT,
@@ -125,7 +146,7 @@ BAD_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "stop_on_answer": ("some", "", None, True, ["any"]),
         "finisher_prompt": _BAD_TEXT,
         "finisher_tokens": (-1, 1.5, "x", None, True),
-        "collaboration_prompt": (*_BAD_TEXT, "{", "{who}", "{names.x}"),
+        "collaboration_prompt": (*_BAD_TEXT, "{", "{who}", "{names.x}", "{count:>100000000000}"),
     },
 }
 """Values for which each setting must raise."""
@@ -167,6 +188,7 @@ LEVELS = [
     _levels("text among tokens", ValueError, "levels", [[5, 6], [7, "x"]]),
     _levels("text without a tokenizer", ValueError, "tokenizer", ["some text", [5, 6]]),
     _levels("text with a tokenizer that is none", ValueError, "tokenizer", ["some text", [5]], tokenizer="gpt2"),
+    _levels("text with a lone surrogate", ValueError, "levels", ["a\ud800", [5]], tokenizer=TOKENIZER),
     _levels("empty text", ValueError, "levels", ["", [5]], tokenizer=TOKENIZER),
     _levels("a tensor of floats", ValueError, "levels", [torch.tensor([1.5, 2.5]), [5]]),
     _levels("a tensor of bfloat16", ValueError, "levels", [torch.ones(3, dtype=torch.bfloat16), [5]]),
@@ -228,6 +250,12 @@ TOKENIZERS = [
             tokenizer=_Encodes(decode=_decode, encodes=lambda text: {"input_ids": text})),
     hogwild("a tokenizer that returns a batch", ValueError, "tokenizer",
             tokenizer=_Encodes(decode=_decode, encodes=lambda text: {"input_ids": [[5, 6]]})),
+    hogwild("a tokenizer that returns no tokens", ValueError, "at least one token",
+            tokenizer=_Encodes(decode=_decode, encodes=lambda text: {"input_ids": []})),
+    hogwild("a tokenizer that returns no tokens for step prefixes", ValueError, "'**Alice [1234567890]:**'",
+            tokenizer=_Encodes(decode=_decode, encodes=lambda text: {"input_ids": [5] * ("Alice" not in text)})),
+    hogwild("a tokenizer that returns no tokens for its prompt", ValueError, "finish", finisher_prompt="finish",
+            tokenizer=_Encodes(decode=_decode, encodes=lambda text: {"input_ids": [5] * ("finish" not in text)})),
     hogwild("a tokenizer of a larger vocabulary", ValueError, "vocabulary",
             tokenizer=_Encodes(decode=_decode, encodes=lambda text: {"input_ids": [5, VOCAB_SIZE]})),
     hogwild("a tokenizer that decodes to tokens", ValueError, "tokenizer",

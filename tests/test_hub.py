@@ -19,13 +19,13 @@ import tiny
 import torch
 from hub_server import Hub, running_hub
 from mode_cases import BUILT_IN, every_setting
-from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, pipeline
 
 import hf_parallel
 from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, PDOSConfig, SharedPrefixConfig
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import make_config
-from hf_parallel.hub import CARD, CARD_MARK, GENERATE, REQUIREMENTS, export, generate_as
+from hf_parallel.hub import CARD, CARD_MARK, GENERATE, REQUIREMENTS, export, generate_as, push_to_hub
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {"num_workers": 3, "layout": "interleaved", "collaboration_prompt": "{names}: \"talk\"\n```'''\\"}
@@ -167,6 +167,17 @@ def test_a_failed_export_leaves_no_files(model: Any, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space left"):
         export(model, tmp_path, tokenizer=Failing())
     assert names(tmp_path) == OF_MODEL
+
+
+@pytest.mark.parametrize("given", ["gpt2", object(), PreTrainedTokenizerFast])
+def test_a_tokenizer_that_cannot_be_saved_raises(tmp_path: Path, given: Any) -> None:
+    for call in (
+        lambda: export(HogwildConfig(), tmp_path / "new", tokenizer=given),
+        lambda: push_to_hub(HogwildConfig(), "user/name", tokenizer=given),
+    ):
+        with pytest.raises(TypeError, match=r"tokenizer must be a tokenizer with save_pretrained\(\)"):
+            call()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_mode_must_be_named(model: Any, tmp_path: Path) -> None:

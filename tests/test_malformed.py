@@ -310,6 +310,20 @@ def test_unknown_backend_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     assert "HF_PARALLEL_BACKEND" not in os.environ
 
 
+class _NoTokens:
+    """A tokenizer that returns no tokens."""
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.zeros(1, 0).long(), "attention_mask": torch.zeros(1, 0).long()}
+
+    def decode(self, tokens: Any, **kwargs: Any) -> str:
+        return ""
+
+
+CHAT_TOKENIZER = copy.deepcopy(TOKENIZER)
+CHAT_TOKENIZER.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "settings", "says"),
     [
@@ -319,6 +333,10 @@ def test_unknown_backend_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch)
         ((["a task"], TOKENIZER), {}, "task"),
         (("a task", None), {}, "tokenizer"),
         (("a task", "gpt2"), {}, "tokenizer"),
+        (("a task\ud800", TOKENIZER), {}, "task must be text without lone surrogates"),
+        (([{"role": "user", "content": "a\ud800"}], CHAT_TOKENIZER), {}, "task must be text without lone surrogates"),
+        (("a task", lambda text, **kwargs: {"input_ids": []}), {}, "tokenizer"),
+        (("a task", _NoTokens()), {}, "tokenizer must return input_ids and attention_mask"),
         (("a task", TOKENIZER, {"num_workers": 2}), {}, "HogwildConfig"),
         (("a task", TOKENIZER, SharedPrefixConfig()), {}, "HogwildConfig"),
         (("a task", TOKENIZER, HogwildConfig()), {"num_workers": 3}, "num_workers"),

@@ -18,7 +18,7 @@ from transformers.generation import GenerationMode
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.detokenizer import check_tokenizer
-from hf_parallel.generation.validation import check_int, is_int
+from hf_parallel.generation.validation import check_int, check_text, is_int
 
 _UNSUPPORTED_ARGUMENTS = (
     "assistant_model",
@@ -191,13 +191,19 @@ def check_tokenizer_given(kwargs: Mapping[str, Any], mode: str, purpose: str = "
     if tokenizer is None:
         raise ValueError(f"{mode} {purpose}: pass generate(..., tokenizer=tokenizer)")
     tokens = encode(tokenizer, "1")
+    if not tokens:
+        raise ValueError(f"tokenizer must return at least one token for '1', got none from {tokenizer!r}")
     if not isinstance(tokenizer.decode(tokens), str):
         raise ValueError(f"tokenizer must be a tokenizer whose decode() returns a string, got {tokenizer!r}")
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text without special tokens. Raises `ValueError` if `tokenizer` is not a tokenizer."""
+    """Return the tokens of a text without special tokens.
+
+    Raises `ValueError` if `tokenizer` is not a tokenizer, or if the text has lone surrogates.
+    """
     check_tokenizer(tokenizer)
+    check_text("text", text)
     encoded = tokenizer(text, add_special_tokens=False)
     tokens = encoded["input_ids"] if isinstance(encoded, Mapping) else None
     if not isinstance(tokens, Sequence) or not all(map(is_int, tokens)):

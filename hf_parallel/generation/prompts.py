@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import is_valid_message
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.config import ParallelConfig, check_setting_names
 from hf_parallel.generation.registry import MODES
-from hf_parallel.generation.validation import check_int, check_template
+from hf_parallel.generation.validation import check_int, check_template, check_text
 
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages of a chat template."""
@@ -93,8 +93,18 @@ def chain_of_draft_prompt(
 def encode_task(rules: str | None, task: str | Chat, tokenizer: Any) -> dict[str, torch.Tensor]:
     """Encode the result of `render_prompt`; returns what `build_prompt` returns."""
     text = render_prompt(rules or "", task, tokenizer)
+    check_text("task", text)
     encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not getattr(tokenizer, "chat_template", None))
-    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+    given = encoded if isinstance(encoded, Mapping) else {}
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if not (
+        isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and ids.shape == mask.shape and ids.numel()
+    ):
+        raise ValueError(
+            f"tokenizer must return input_ids and attention_mask, tensors [1, length] with at least one token, for "
+            f"return_tensors='pt'; got {encoded!r} for {text!r}"
+        )
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def render_prompt(rules: str, task: str | Chat, tokenizer: Any, **template: Any) -> str:

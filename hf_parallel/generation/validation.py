@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from numbers import Integral
+from string import Formatter
 from typing import Any
 
 
@@ -39,21 +41,34 @@ def suggestion(name: Any, known: Iterable[str]) -> str:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Raise `ValueError` unless `value` is a string."""
+    """Raise `ValueError` unless `value` is a string that can be encoded as UTF-8, which tokenizers need."""
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a string, got {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        part = value[max(error.start - 20, 0) : error.start + 20]
+        raise ValueError(f"{name} must be text without lone surrogates, got {part!r}") from error
 
 
 def check_texts(name: str, value: Any) -> None:
     """Raise `ValueError` unless `value` is a list of non-empty strings."""
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
         raise ValueError(f"{name} must be a list of non-empty strings, got {value!r}")
+    for text in value:
+        check_text(name, text)
 
 
 def check_template(name: str, template: Any, /, **values: Any) -> None:
-    """Raise `ValueError` unless `template` is a string that `str.format` can fill with `values`."""
+    """Raise `ValueError` unless `template` is a string that `str.format` can fill with `values`.
+
+    Widths are limited to three digits: a larger one would exhaust the memory.
+    """
     check_text(name, template)
     try:
+        specs = [spec for _, _, spec, _ in Formatter().parse(template) if spec]
+        if wide := [spec for spec in specs if re.search(r"\{|\d{4}", spec)]:
+            raise ValueError(f"a width must be a number of at most three digits, got {wide[0]!r}")
         template.format(**values)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         fields = " and ".join(f"{{{field}}}" for field in values)

@@ -23,7 +23,7 @@ from hf_parallel.generation.prefill import (
 from hf_parallel.generation.resampling.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.token_table import TokenTable
-from hf_parallel.generation.validation import check_bool, check_int, is_int
+from hf_parallel.generation.validation import check_bool, check_int, check_text, is_int
 
 Path: TypeAlias = tuple[np.ndarray, ...]
 """Tokens of the nodes from the root of a tree to a leaf, each int64 `[length]`."""
@@ -185,6 +185,7 @@ def _as_tokens(tokens: Any, tokenizer: Any) -> np.ndarray:
     if isinstance(tokens, str):
         if tokenizer is None:
             raise ValueError(f"levels holds the text {tokens[:40]!r}: give the tokenizer= that encodes it")
+        check_text("levels", tokens)
         tokens = encode(tokenizer, tokens)
     elif isinstance(tokens, np.ndarray) or (isinstance(tokens, torch.Tensor) and not tokens.is_meta):
         tokens = tokens.tolist()

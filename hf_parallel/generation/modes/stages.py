@@ -282,11 +282,17 @@ def _check_lengths(call: GenerationCall, rows: Sequence[CompletionRow]) -> None:
         )
 
 
-def check_vocabulary(call: GenerationCall, texts: Sequence[str]) -> None:
-    """Raise a `ValueError` unless the tokens of a mode's own texts are in the model's vocabulary."""
+def check_vocabulary(call: GenerationCall, texts: Sequence[str], needed: Sequence[str] = ()) -> None:
+    """Raise a `ValueError` unless the tokens of a mode's own texts are in the model's vocabulary.
+
+    Texts in `needed` must also have at least one token: the next token is predicted from them.
+    """
     vocabulary = vocabulary_size(call.model)
-    for text in texts:
-        if text and max(encode(call.tokenizer, text), default=0) >= vocabulary:
+    for text in filter(None, (*texts, *needed)):
+        tokens = encode(call.tokenizer, text)
+        if text in needed and not tokens:
+            raise ValueError(f"tokenizer must give at least one token for {text!r}, got none")
+        if max(tokens, default=0) >= vocabulary:
             raise ValueError(f"tokenizer gives tokens outside the model's vocabulary of {vocabulary} for {text!r}")
 
 

@@ -131,7 +131,8 @@ class HogwildConfig(ReplayConfig):
         headers = ("history_header", "others_header", "own_header", "step_gap")
         for name in (*headers, "code_fence", "redundancy_prompt", "finisher_prompt"):
             check_text(name, getattr(self, name))
-        if not isinstance(self.separator, str) or not self.separator:
+        check_text("separator", self.separator)
+        if not self.separator:
             raise ValueError(f"separator must be a non-empty string, got {self.separator!r}")
         check_texts("sentence_ends", self.sentence_ends)
         check_pattern("answer_pattern", self.answer_pattern)

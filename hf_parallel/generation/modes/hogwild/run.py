@@ -50,9 +50,9 @@ class HogwildRun:
 
     def __init__(self, config: Any, call: GenerationCall) -> None:
         headers = (config.history_header, config.others_header, config.own_header, config.step_gap)
-        prefixes = (config.step_prefix_of(name) for name in config.names)
+        prefixes = [config.step_prefix_of(name) for name in config.names]
         check_vocabulary(
-            call, (*headers, *prefixes, config.separator, config.redundancy_prompt, config.finisher_prompt)
+            call, (*headers, config.separator, config.redundancy_prompt), needed=(*prefixes, config.finisher_prompt)
         )
         if call.capabilities.rotary is None:
             raise UnsupportedModelError(f"hogwild rotates keys: {call.capabilities.why_no_rotation}")

@@ -26,7 +26,7 @@ from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, S
 from hf_parallel.generation.modes.hogwild.stepping import open_run
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.stats import GenerationStats
-from hf_parallel.generation.validation import check_int, is_int
+from hf_parallel.generation.validation import check_int, check_text, is_int
 
 
 class HogwildSession:
@@ -304,6 +304,7 @@ class HogwildSession:
         return found[0]
 
     def _encode(self, name: str, text: str) -> list[int]:
+        check_text(name, text)
         tokens, vocabulary = encode(self._call.tokenizer, text), vocabulary_size(self._model)
         if not tokens or max(tokens) >= vocabulary:
             raise ValueError(f"{name} must be text in the model's vocabulary, got {text!r} (tokens {tokens})")

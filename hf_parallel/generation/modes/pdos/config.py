@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig, RowPlace
-from hf_parallel.generation.modes.pdos.parser import DONE, BlockFormat, SkeletonParser, check_unicode
+from hf_parallel.generation.modes.pdos.parser import DONE, BlockFormat, SkeletonParser
 from hf_parallel.generation.modes.pdos.run import PDOSRun, TrunkFormatProcessor
 from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.validation import (
@@ -122,14 +122,9 @@ class PDOSConfig(BlockFormat, ParallelConfig):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1)
         check_texts("branch_stops", self.branch_stops)
-        for stop in self.branch_stops:
-            check_unicode("branch_stops", stop)
         for name in ("branch_separator", "opening"):
             check_text(name, getattr(self, name))
-            check_unicode(name, getattr(self, name))
         check_texts("titles", self.titles)
-        for title in self.titles:
-            check_unicode("titles", title)
         self._check_block()
         check_template("format_prompt", self.format_prompt, **self.markers)
 

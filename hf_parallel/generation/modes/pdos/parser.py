@@ -15,7 +15,7 @@ import os
 from dataclasses import dataclass
 
 from hf_parallel.generation.modes.pdos.token_text import WHITESPACE
-from hf_parallel.generation.validation import check_int
+from hf_parallel.generation.validation import check_int, check_text
 
 OUTSIDE, TITLE, ELLIPSIS, GAP, DONE, BROKEN = "outside", "title", "ellipsis", "gap", "done", "broken"
 """Phases of a parser: before a block, in a title, before or in an ellipsis, after one, after the block, malformed."""
@@ -63,7 +63,7 @@ class BlockFormat:
         for name, text in self.markers.items():
             if not isinstance(text, str) or not text or text != text.strip() or len(text.splitlines()) != 1:
                 raise ValueError(f"{name} must be one line of text without spaces at its ends, got {text!r}")
-            check_unicode(name, text)
+            check_text(name, text)
         marker = self.branch_marker
         if marker.startswith(self.terminator):
             raise ValueError(f"terminator must not be a prefix of branch_marker {marker!r}, got {self.terminator!r}")
@@ -231,14 +231,6 @@ class SkeletonParser:
 
     def _fail(self, error: str) -> None:
         self.error, self.phase = error, BROKEN
-
-
-def check_unicode(name: str, text: str) -> None:
-    """Raise a `ValueError` unless a text can be encoded as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} must be text without lone surrogates, got {text!r}") from error
 
 
 def _normalized(title: str) -> str:
