@@ -1,11 +1,13 @@
-"""Calls under autocast, in inference mode and with another default device work as those of `generate`."""
+"""Calls under autocast, in inference mode, through wrappers and with another default device work as in `generate`."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import tiny
@@ -106,3 +108,88 @@ def test_errors_name_the_remedy(model: PreTrainedModel, settings: dict[str, obje
         model.generate(torch.stack(PROMPTS), **GREEDY, **settings)
     with pytest.raises(ValueError, match=r"'hogwild' has no setting 'workers'"):
         hf_parallel.hogwild_prompt("A task", AsciiTokenizer(), workers=2)
+
+
+class Adapted(torch.nn.Module):
+    """A wrapper like those of PEFT."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.base_model = torch.nn.ModuleDict({"model": model})
+
+    def get_base_model(self) -> torch.nn.Module:
+        return self.base_model["model"]
+
+    def generate(self, **kwargs: Any) -> Any:
+        return self.get_base_model().generate(**kwargs)
+
+
+@pytest.mark.parametrize(
+    "wrap", [torch.compile, Adapted, lambda model: torch.compile(Adapted(model))], ids=["compiled", "adapted", "both"]
+)
+def test_enabling_a_wrapper_enables_its_model(wrap: Callable[[Any], Any]) -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    expected, wrapped = model.generate(torch.stack(PROMPTS), **GREEDY), wrap(model)
+    call = {"input_ids": torch.stack(PROMPTS), "generation_mode": "shared_prefix", **GREEDY}
+    assert not hf_parallel.is_enabled(wrapped)
+    assert hf_parallel.enable(wrapped) is wrapped
+    assert hf_parallel.is_enabled(wrapped)
+    assert hf_parallel.is_enabled(model)
+    assert torch.equal(wrapped.generate(**call), expected)
+    with hf_parallel.HogwildSession(wrapped, AsciiTokenizer(), PROMPTS[0][None], **small_call("hogwild")) as session:
+        session.run(3)
+    assert hf_parallel.disable(wrapped) is wrapped
+    assert not hf_parallel.is_enabled(model)
+
+
+def test_a_model_whose_input_preparation_was_replaced_raises(model: PreTrainedModel) -> None:
+    """As PEFT's prompt tuning does, to add virtual tokens."""
+    own = model.prepare_inputs_for_generation
+    call = {"generation_mode": "shared_prefix", **GREEDY}
+    expected = model.generate(torch.stack(PROMPTS), **call)
+    try:
+        model.prepare_inputs_for_generation = lambda *args, **kwargs: own(*args, **kwargs)
+        with pytest.raises(ValueError, match="prepare_inputs_for_generation was replaced .* virtual tokens"):
+            model.generate(torch.stack(PROMPTS), **call)
+        model.prepare_inputs_for_generation = own  # as PEFT restores it
+        assert torch.equal(model.generate(torch.stack(PROMPTS), **call), expected)
+    finally:
+        del model.prepare_inputs_for_generation
+
+
+# The tokenizer of an enabled model
+
+
+class Shifted(AsciiTokenizer):
+    """Another tokenizer: it decodes another text."""
+
+    def decode(self, tokens: Any, **kwargs: Any) -> str:
+        return super().decode([(int(token) + 1) % tiny.VOCAB_SIZE for token in tokens], **kwargs)
+
+
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_modes_use_the_tokenizer_of_enable_unless_the_call_has_one(model: PreTrainedModel, mode: str) -> None:
+    def texts(**arguments: Any) -> Any:
+        torch.manual_seed(0)
+        settings = {**GREEDY, **small_call(mode), "return_dict_in_generate": True, **arguments}
+        out = model.generate(torch.stack(PROMPTS), **settings)
+        return out.sequences.tolist(), getattr(out, "texts", None)
+
+    one, other = texts(tokenizer=AsciiTokenizer()), texts(tokenizer=Shifted())
+    assert (one == other) == (mode in ("shared_prefix", "resample"))  # modes that read no text
+    hf_parallel.enable(model, tokenizer=AsciiTokenizer())
+    assert texts() == one
+    assert texts(tokenizer=Shifted()) == other
+    hf_parallel.enable(model)
+    assert texts() == one
+    hf_parallel.enable(model, tokenizer=Shifted())
+    assert texts() == other
+
+
+def test_a_disabled_model_forgets_its_tokenizer(model: PreTrainedModel) -> None:
+    hf_parallel.enable(model, tokenizer=AsciiTokenizer())
+    hf_parallel.enable(hf_parallel.disable(model))
+    with pytest.raises(ValueError, match=r"or enable\(model, tokenizer="):
+        model.generate(torch.stack(PROMPTS), **(GREEDY | small_call("hogwild")))
+    with pytest.raises(ValueError, match="tokenizer must be a tokenizer .* got 'gpt2'"):
+        hf_parallel.enable(model, tokenizer="gpt2")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from hf_parallel.cache import BlockCache
@@ -98,6 +98,16 @@ def check_not_compiled(model: nn.Module) -> None:
         if module._compiled_call_impl is not None or compiled:
             part = f"its module {name!r} was" if name else "the model was"
             raise ValueError(f"generation modes run uncompiled models, but {part} compiled with torch.compile")
+
+
+def check_prepares_own_inputs(model: PreTrainedModel) -> None:
+    """Raise `ValueError` if the model's function that prepares inputs was replaced, as by PEFT's prompt tuning."""
+    given, own = (getattr(where, "prepare_inputs_for_generation", None) for where in (model, type(model)))
+    if getattr(given, "__func__", given) is not own:
+        raise ValueError(
+            "generation modes pass token ids to the model, but its prepare_inputs_for_generation was replaced by "
+            f"{getattr(given, '__qualname__', given)}: virtual tokens, as of PEFT's prompt tuning, are not supported"
+        )
 
 
 def check_supported_settings(mode: str, config: GenerationConfig) -> None:
@@ -189,7 +199,7 @@ def check_tokenizer_given(kwargs: Mapping[str, Any], mode: str, purpose: str = "
     """Raise `ValueError` unless the arguments of `generate` hold a tokenizer; `purpose`: why the mode needs it."""
     tokenizer = kwargs.get("tokenizer")
     if tokenizer is None:
-        raise ValueError(f"{mode} {purpose}: pass generate(..., tokenizer=tokenizer)")
+        raise ValueError(f"{mode} {purpose}: pass generate(..., tokenizer=tokenizer) or enable(model, tokenizer=...)")
     tokens = encode(tokenizer, "1")
     if not tokens:
         raise ValueError(f"tokenizer must return at least one token for '1', got none from {tokenizer!r}")

@@ -15,12 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import logging
 
+from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import GenerationCall, make_call
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
@@ -28,6 +30,8 @@ from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.streaming import report_errors
 from hf_parallel.models.capabilities import Capabilities, probe_capabilities
 from hf_parallel.transcript.record import Record
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 _logger: Any = logging.get_logger(__name__)
 _POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
@@ -62,6 +66,7 @@ class ParallelGenerationMixin:
     _parallel_capabilities: Capabilities
     _parallel_claim: Claim | None = None
     _parallel_wait: float = 0.0
+    _parallel_tokenizer: Any = None
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,6 +83,8 @@ class ParallelGenerationMixin:
             parallel_config : ParallelConfig or dict, optional
                 The mode's settings in one object. Keyword arguments override it, it overrides
                 `generation_config.parallel_config`.
+
+            A mode uses the tokenizer given to `enable` if `tokenizer` is not passed.
 
         Raises
         ------
@@ -109,6 +116,8 @@ class ParallelGenerationMixin:
         self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim | None = None
     ) -> Iterator[GenerationCall]:
         """Let transformers prepare a call, and hold the model while the context is open; `kwargs` is modified."""
+        if kwargs.get("tokenizer") is None and self._parallel_tokenizer is not None:
+            kwargs["tokenizer"] = self._parallel_tokenizer
         with torch.no_grad(), _cpu_as_default():
             prepared = config.prepare(kwargs)
             self._check_arguments(config, kwargs)
@@ -197,6 +206,7 @@ class ParallelGenerationMixin:
         """Raise an error for invalid or unsupported arguments, before anything is prepared; `kwargs` is modified."""
         arguments.check_supported_arguments(config.mode, kwargs)
         arguments.check_not_compiled(self)  # type: ignore[arg-type]
+        arguments.check_prepares_own_inputs(self)  # type: ignore[arg-type]
         arguments.check_inputs(kwargs)
         arguments.move_padding_left(kwargs)
         arguments.check_objects(kwargs)
@@ -271,8 +281,8 @@ def keep_mode(config: Any) -> None:
 
 
 def enable(
-    model: PreTrainedModel, known: Capabilities | None = None, wait: bool | float | None = None
-) -> PreTrainedModel:
+    model: _Model, known: Capabilities | None = None, wait: bool | float | None = None, tokenizer: Any = None
+) -> _Model:
     """Give one model the `generation_mode` argument.
 
     Probes with short forward passes how block attention can serve the model. Idempotent; nothing global is changed.
@@ -281,13 +291,17 @@ def enable(
     Parameters
     ----------
     model : PreTrainedModel
-        A decoder-only model with a language modelling head. For PEFT, pass the base model.
+        A decoder-only model with a language modelling head, or a wrapper of one by PEFT or `torch.compile`, whose model
+        is enabled. Modes do not run the compiled graph.
     known : Capabilities, optional
         Result of an earlier probe of this model, which is not probed then.
     wait : bool or float, optional
         Seconds for which a call of a mode waits while another thread runs a mode on the model, before it raises
         `RuntimeError`; True waits without limit, False not at all. Default: unchanged, at first False. Use a limit if
         a call may start a mode on a second model: two threads that hold one model each would wait for ever.
+    tokenizer : PreTrainedTokenizerBase, optional
+        The tokenizer of modes that read or write text, for code that cannot pass `tokenizer` to `generate`. The one
+        passed to a call overrides it. Default: unchanged, at first none.
 
     Returns
     -------
@@ -297,44 +311,63 @@ def enable(
     Raises
     ------
     TypeError, ValueError
-        If `model` is not a `PreTrainedModel`, its weights are on the meta device, or `wait` is no number of seconds.
+        If `model` is not a `PreTrainedModel`, its weights are on the meta device, or `wait` is no number of
+        seconds, or `tokenizer` is not a tokenizer.
     UnsupportedModelError
         If block attention cannot serve the model, with the reason.
     """
     seconds = None if wait is None else _wait_seconds(wait)
-    if isinstance(model, ParallelGenerationMixin):
-        model._parallel_wait = model._parallel_wait if seconds is None else seconds
-        return model
-    if isinstance(model, PreTrainedModel) and model.device.type == "meta":
-        raise ValueError(f"{type(model).__name__} is on the meta device: load its weights first")
-    with _cpu_as_default():
-        found = probe_capabilities(model) if known is None else known
-    model.__class__ = _enabled_class(type(model))  # type: ignore[arg-type]
-    model._parallel_capabilities, model._parallel_claim = found, None  # type: ignore[assignment]
-    model._parallel_wait = seconds or 0.0  # type: ignore[assignment]
-    if mode := getattr(model.generation_config, "generation_mode", None):
-        _logger.warning_once(f"generate uses generation_mode={mode!r}, which the model's generation_config names")
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
+    inner: Any = unwrap(model)
+    if isinstance(inner, PreTrainedModel) and inner.device.type == "meta":
+        raise ValueError(f"{type(inner).__name__} is on the meta device: load its weights first")
+    if not isinstance(inner, ParallelGenerationMixin):
+        with _cpu_as_default():
+            found = probe_capabilities(inner) if known is None else known
+        inner._parallel_capabilities, inner._parallel_claim = found, None
+        inner._parallel_wait, inner._parallel_tokenizer = 0.0, None
+        inner.__class__ = _enabled_class(type(inner))  # type: ignore[arg-type]
+        if mode := getattr(inner.generation_config, "generation_mode", None):
+            _logger.warning_once(f"generate uses generation_mode={mode!r}, which the model's generation_config names")
+    if seconds is not None:
+        inner._parallel_wait = seconds
+    if tokenizer is not None:
+        inner._parallel_tokenizer = tokenizer
     return model
 
 
 def is_enabled(model: Any) -> bool:
     """Return whether `model.generate` accepts modes. A model that was not enabled ignores those of its configs."""
-    return isinstance(model, ParallelGenerationMixin)
+    return isinstance(unwrap(model), ParallelGenerationMixin)
 
 
-def disable(model: PreTrainedModel) -> PreTrainedModel:
+def disable(model: _Model) -> _Model:
     """Revert `enable`. Leave a model that is not enabled unchanged. Return the same object.
 
     Raises
     ------
     TypeError
-        If `model` is not a `PreTrainedModel`.
+        If `model` is not a `PreTrainedModel` or a wrapper of one.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
-    if isinstance(model, ParallelGenerationMixin):
-        model.__class__ = _plain_class(type(model))
-        del model._parallel_capabilities, model._parallel_claim, model._parallel_wait
+    inner: Any = unwrap(model)
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(inner).__name__}")
+    if isinstance(inner, ParallelGenerationMixin):
+        inner.__class__ = _plain_class(type(inner))
+        del inner._parallel_capabilities, inner._parallel_claim, inner._parallel_wait, inner._parallel_tokenizer
+    return model
+
+
+def unwrap(model: Any) -> Any:
+    """Return the model inside wrappers of PEFT and `torch.compile`, which forward `generate` to it."""
+    while isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod
+        elif callable(getattr(model, "get_base_model", None)):
+            model = model.get_base_model()  # type: ignore[operator]
+        else:
+            break
     return model
 
 

@@ -19,7 +19,7 @@ from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.files import warn_on_other_version
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import vocabulary_size
-from hf_parallel.generation.mixin import Claim, ParallelGenerationMixin, enable
+from hf_parallel.generation.mixin import Claim, ParallelGenerationMixin, enable, unwrap
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, default_name
 from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, Step
@@ -62,7 +62,8 @@ class HogwildSession:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, prompt: Any, **settings: Any) -> None:
-        self._model: Any = enable(model)
+        model = unwrap(enable(model))
+        self._model: Any = model
         self._location = model.device, model.dtype
         self._run = open_run(model, tokenizer, prompt, settings)
         self._call, self.config = self._run.loop.call, self._run.config
@@ -275,7 +276,7 @@ class HogwildSession:
         """
         state = read_journal(path)
         warn_on_other_version(path, state["transformers"])
-        if state["model"] != fingerprint(enable(model), "HogwildSession.load"):
+        if state["model"] != fingerprint(unwrap(enable(model)), "HogwildSession.load"):
             raise ValueError(f"{path} was saved with another model, or with other weights, adapters or dtype of it")
         session = cls(
             model,
