@@ -145,7 +145,7 @@ def test_a_session_shows_injected_text_and_new_workers() -> None:
         session.inject("common", "It rains.")
         session.add_worker("Carol")
         session.run(2)
-    assert texts(view) == {"Alice": "One Why? xx", "Bob": "Unoxx", "common": "It rains.\n\n", "Carol": "xx"}
+    assert texts(view) == {"Alice": "One\nWhy? xx", "Bob": "Unoxx", "common": "It rains.\n\n", "Carol": "xx"}
     assert view.rows[-1].steps[0].ended == 3
 
 

@@ -135,18 +135,18 @@ def test_logits_equal_the_dense_oracle_after_any_changes(layout: str, num_worker
 # Injected texts
 
 
-def test_a_text_for_a_worker_follows_its_own_text(recorded: Recording) -> None:
+def test_a_text_for_a_worker_is_a_new_line_of_its_own_text(recorded: Recording) -> None:
     session = scripted("One", "Uno")
     session.run(2)
     session.inject("Bob", " Sure? ")
     session.step()
     common = "P[DONE][OTHERS]"
     assert recorded.passes[-1].seen == [
-        f"{common}Bob 1: Un Sure? [ME]Alice 1: On",
-        f"{common}Alice 1: On[ME]Bob 1: Un Sure? ",
+        f"{common}Bob 1: Un\nSure? [ME]Alice 1: On",
+        f"{common}Alice 1: On[ME]Bob 1: Un\nSure? ",
     ]
-    assert session.texts["Bob"] == "Bob 1: Un Sure? o"
-    assert (2, 1, " Sure? ", "inject") in session.output().record.events
+    assert session.texts["Bob"] == "Bob 1: Un\nSure? o"
+    assert (2, 1, "\nSure? ", "inject") in session.output().record.events
     session.inject("common", "Yes.")
     assert session.output().record.events[-2:] == [(3, -1, "Yes.\n\n", "inject"), (3, -1, "", "step")]
 
@@ -194,7 +194,39 @@ def test_an_injected_text_ends_no_step() -> None:
     session.run(3)
     session.inject("Alice", " Stop.")
     session.run(2)
-    assert session.texts["Alice"] == "Alice 1: One Stop.\n\n"
+    assert session.texts["Alice"] == "Alice 1: One\nStop.\n\n"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "written", "injected", "text"),
+    [
+        ("{name}: ", "", "So", "Alice: So"),
+        ("{name}:", "", "So", "Alice: So"),
+        ("{name}:", "", "\nSo", "Alice:\nSo"),
+        ("{name}:", "", " So", "Alice: So"),
+        ("{name}: ", "half a wo", "So", "Alice: half a wo\nSo"),
+        ("{name}: ", "a line\n", "So", "Alice: a line\nSo"),
+        ("{name}: ", "word ", "\n\nSo", "Alice: word \n\nSo"),
+    ],
+)
+def test_an_injected_text_begins_a_line_or_a_step(prefix: str, written: str, injected: str, text: str) -> None:
+    session = scripted(written or "x", "Uno", step_prefix=prefix)
+    session.run(len(written))
+    session.inject("Alice", injected)
+    assert session.texts["Alice"] == text
+
+
+def test_the_repr_shows_workers_steps_tokens_and_state() -> None:
+    session = scripted("A.\n\nTwo", "U\\boxed{1}", stop_on_answer="all", answer_pattern=r"boxed\{(.)\}")
+    session.run(5)
+    shown = repr(session)
+    assert shown == "<HogwildSession Alice: step 2, Bob: step 1; passes=5, tokens=10, state='writing'>"
+    session.run(5)
+    assert "Bob: step 1 (stopped); passes=10, tokens=20, state='writing'>" in repr(session)
+    session.remove_worker("Alice")
+    assert repr(session) == "<HogwildSession Bob: step 1 (stopped); passes=10, tokens=20, state='all stopped'>"
+    session.close()
+    assert repr(session).endswith("state='closed'>")
 
 
 # Removed steps
@@ -400,6 +432,6 @@ def test_a_transcript_shows_all_workers_and_injected_texts() -> None:
     (section,) = session.output().to_dict()["sections"]
     assert section["columns"] == ["Alice", "Bob", "Carol", "common"]
     texts = [card["given"] + "".join(text for _, text, _ in card["pieces"]) for card in section["cards"]]
-    assert texts == ["Alice 1: On Why? ex", "Bob 1: Un", "It rains.\n\n", "Carol 1: xx"]
+    assert texts == ["Alice 1: On\nWhy? ex", "Bob 1: Un", "It rains.\n\n", "Carol 1: xx"]
     assert [card["column"] for card in section["cards"]] == [0, 1, 3, 2]
     assert "It rains." in session.output().to_html()

@@ -76,6 +76,15 @@ class HogwildSession:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        workers = []
+        for worker in self._run.present:
+            writes = "" if worker in self._run.active else " (stopped)"
+            workers.append(f"{worker.name}: step {worker.current_step().step}{writes}")
+        state = self._ended_by or ("writing" if self._run.active else "all stopped")
+        counts = f"passes={self.passes}, tokens={self.stats.decoded_tokens}, state={state!r}"
+        return f"<{type(self).__name__} {', '.join(workers) or 'no workers'}; {counts}>"
+
     @property
     def names(self) -> list[str]:
         """Names of the workers that have not been removed, in the order in which they joined."""
@@ -181,8 +190,9 @@ class HogwildSession:
     def inject(self, to: str, text: str) -> None:
         """Append a text, without a name or template, which the model reads in the next forward pass.
 
-        `to` is the name of a worker, to whose unfinished step the text is appended; or `common`, to append it to the
-        history as a step of its own, followed by the separator unless it ends with it. Raises `ValueError` if the
+        `to` is the name of a worker, whose unfinished step the text continues on a new line, or begins if the step has
+        no text yet; or `common`, to append it to the history as a step of its own, followed by the separator unless it
+        ends with it. Raises `ValueError` if the
         worker does not exist or has stopped, if the text is empty or cannot be encoded, and for `common` in the layout
         `contiguous`, which has no history.
         """
@@ -194,7 +204,9 @@ class HogwildSession:
                 raise ValueError(f"to must be one of {[*self.writing, COMMON]}: {to} has stopped")
             if not isinstance(text, str) or not text:
                 raise ValueError(f"text must be a non-empty string, got {text!r}")
-            if worker is None and not text.endswith(self.config.separator):
+            if worker is not None:
+                text = worker.on_new_line(text)
+            elif not text.endswith(self.config.separator):
                 text += self.config.separator
             number = None if worker is None else worker.number
             self._run.apply({"tell": number, "text": text, "tokens": self._encode("text", text)})

@@ -22,7 +22,7 @@ class Worker(Row):
         self._group, self.number, self.name, self.passes = group, number, name, passes
         self.text = ""  # of all its steps
         self.answered = self.stopped = False
-        self._step = 0
+        self._step = self._num_prefix_tokens = 0
         self._begin_step()
 
     @property
@@ -68,6 +68,13 @@ class Worker(Row):
         self.group.inserted_tokens += len(tokens)
         self.group.loop.extend(self.index, tokens)
 
+    def on_new_line(self, text: str) -> str:
+        """Return a text with the whitespace before it that separates it from the text of the current step."""
+        before = self.current.text
+        if len(self.current.tokens) > self._num_prefix_tokens:
+            return text if before.endswith("\n") or text.startswith("\n") else "\n" + text.lstrip(" ")
+        return text if before[-1:].isspace() or text[0].isspace() else f" {text}"
+
     def stop(self, finished: bool) -> None:
         """Stop the worker. A finished step joins the history; an unfinished one stays visible in the worker's block."""
         if self.stopped:
@@ -106,6 +113,7 @@ class Worker(Row):
         self._generated = ""
         self.pending = list(pending)
         self.insert(group.encode(prefix), "begin")
+        self._num_prefix_tokens = len(self.current.tokens)
 
     def _end_step(self) -> None:
         """Move the step to the history. The next pass computes the KV of its last token."""
