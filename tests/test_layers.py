@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import hf_parallel
 from hf_parallel.generation import MODES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,6 +179,11 @@ def run(script: str) -> None:
     path = f"import sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}\n"
     done = subprocess.run([sys.executable, "-c", path + script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_directory_of_the_package_lists_public_names_that_exist() -> None:
+    assert dir(hf_parallel) == sorted({"__version__", *hf_parallel.__all__})
+    assert all(hasattr(hf_parallel, name) for name in dir(hf_parallel))
 
 
 def test_core_needs_torch_and_transformers_only() -> None:

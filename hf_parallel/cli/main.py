@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 import webbrowser
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     transformers.logging.set_verbosity_error()
+    shown = warnings.showwarning
+    warnings.showwarning = _show_warning
     try:
         status = options.run(others if options.forwards else options)
         sys.stdout.flush()
@@ -64,11 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"hf-parallel: error: {message}", file=sys.stderr)
         status = 2
     finally:
+        warnings.showwarning = shown
         try:
             sys.stdout.flush()
         except OSError:  # discard the output; otherwise the interpreter prints an error at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"hf-parallel: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def run_demo(arguments: Sequence[str]) -> int:

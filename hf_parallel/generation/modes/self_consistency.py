@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from hf_parallel.generation.arguments import check_tokenizer_given, encode
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.caller import name_prompts, warn_caller
 from hf_parallel.generation.config import SAMPLING, Preset, RowPlace
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.final_answers import BOXED, check_pattern, find_answer, leaders, majority, normal_form
@@ -133,8 +134,10 @@ class SelfConsistencyRun(StagedRun):
             return self._conclude(loop, answers, fields)
         fields |= {"chosen": chosen, "conclusions": [""] * call.num_rows}
         fields["ties"] = [tied if len(tied := leaders(of_prompt)) > 1 else [] for of_prompt in votes]
-        fields["answers"] = [given[index] for given, index in zip(found, chosen, strict=True)]
+        final = [given[index] for given, index in zip(found, chosen, strict=True)]
+        fields["answers"] = final
         tokens = [rows[index].tokens for rows, index in zip(answers, chosen, strict=True)]
+        self._warn_without(final, "answer")
         output = self.output(SelfConsistencyOutput, tokens, **fields)
         rows = [prompt * n + index for prompt, index in enumerate(chosen)]
         return _with_scores(output, loop, rows, max(map(len, tokens)))
@@ -160,8 +163,15 @@ class SelfConsistencyRun(StagedRun):
         fields |= {"answers": final, "conclusions": [row.prefix + row.text for row in conclusions]}
         fields["chosen"] = [_index_of(answer, given) for answer, given in zip(final, fields["found"], strict=True)]
         tokens = [before + row.tokens for before, row in zip(read, conclusions, strict=True)]
+        self._warn_without(final if config.answer_pattern else (), "conclusion")
         output = self.output(SelfConsistencyOutput, tokens, **fields)
         return _with_scores(output, loop, range(call.num_rows), max(len(row.tokens) for row in conclusions))
+
+    def _warn_without(self, answers: Sequence[str | None], text: str) -> None:
+        missing = [answer is None for answer in answers]
+        if any(missing):
+            pattern = self.config.answer_pattern
+            warn_caller(f"no {text} to {name_prompts(missing)} matches answer_pattern={pattern!r}, so there is no vote")
 
     def _reading(self, answers: Sequence[CompletionRow]) -> list[int]:
         """Tokens of all answers with their headers, and of the conclusion's prompt."""

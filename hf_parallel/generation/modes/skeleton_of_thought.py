@@ -14,6 +14,7 @@ import regex
 
 from hf_parallel.generation.arguments import check_tokenizer_given, encode
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.caller import warn_sequential
 from hf_parallel.generation.config import RowPlace
 from hf_parallel.generation.modes.final_answers import check_pattern, find_matches
 from hf_parallel.generation.modes.stages import (
@@ -191,6 +192,7 @@ class SkeletonRun(StagedRun):
         self._run_stage(SkeletonAnswer.outline_rows)
         self._run_stage(SkeletonAnswer.point_rows, self.config.point_workers)
         self._run_stage(SkeletonAnswer.conclusion_rows)
+        warn_sequential([answer.fallback for answer in answers])
         return self.output(
             SkeletonOfThoughtOutput,
             [answer.tokens for answer in answers],

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import regex
 import torch
 from transformers import TextStreamer
 
@@ -13,7 +14,7 @@ from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import Preset, RowPlace
-from hf_parallel.generation.modes.final_answers import BOXED, check_pattern
+from hf_parallel.generation.modes.final_answers import BOXED, check_pattern, find_matches
 from hf_parallel.generation.modes.hogwild.output import COMMON
 from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_PRESET
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
@@ -24,6 +25,8 @@ from hf_parallel.transcript.sections import TranscriptStyle
 
 NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
 """Default names of the first workers."""
+RECOGNIZABLE = 12
+"""Least number of characters around the names of a collaboration prompt by which it is recognized in a prompt."""
 LATE_STEP = 1234567890
 """Step number for checks of step prefixes: it has every digit, and more digits than any step of a call."""
 
@@ -190,6 +193,18 @@ class HogwildConfig(ReplayConfig):
     def system_prompt(self) -> str:
         """Return `collaboration_prompt` with the names of the workers."""
         return self.collaboration_prompt.format(names=", ".join(self.names), count=self.num_workers)
+
+    def names_in(self, prompt: str) -> str | None:
+        """Return the workers' names in a prompt that contains `collaboration_prompt`; None if they cannot be told."""
+        names, count = "\x00", "\x01"
+        text = self.collaboration_prompt.format(names=names, count=count)
+        before, _, after = text.partition(names)
+        after = after.partition(names)[0]
+        if not after.strip() or len(before + after) < RECOGNIZABLE:
+            return None
+        before, after = (regex.escape(part).replace(count, r"\d+") for part in (before, after))
+        found = find_matches(rf"{before}([^\n]{{1,500}}?){after}", prompt)
+        return found[0].group(1) if found else None
 
     def prepare(self, kwargs: dict[str, Any]) -> None:
         """Check the tokenizer and the streamer before `generate` prepares the call."""

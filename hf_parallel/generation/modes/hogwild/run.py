@@ -21,7 +21,9 @@ from transformers import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_parallel.cache.hogwild import HogwildCache
+from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.caller import name_prompts, warn_caller
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.hogwild.group import Finisher, WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_steps
@@ -35,6 +37,9 @@ from hf_parallel.models.attention import UnsupportedModelError
 
 TABLE_CAPACITY = 1024
 """Largest initial capacity of the token table, in new tokens per worker. The table grows on demand."""
+
+PREAMBLE = 256
+"""Tokens of a chat template that may precede the collaboration prompt."""
 
 _LENGTH_PROCESSORS = (
     ExponentialDecayLengthPenalty,
@@ -74,6 +79,7 @@ class HogwildRun:
         for group in self.groups:
             self.workers += [Worker(group, len(self.workers) + i, i, name) for i, name in enumerate(config.names)]
             group.check_positions()
+        self._warn_other_names()
 
     def generate(self) -> Any:
         """Let the workers write until all have stopped. Return what `model.generate` returns."""
@@ -90,10 +96,18 @@ class HogwildRun:
         """Stop all workers; early finishers answer where no worker has (appendix C)."""
         for worker in self.workers:
             worker.stop(finished=False)
-        config, loop = self.config, self.loop
+        config = self.config
         unanswered = [group for group in self.groups if group.answer is None]
-        if not (config.finisher_tokens and config.finisher_prompt and config.answer_pattern and unanswered):
-            return
+        reads = bool(config.finisher_tokens and config.finisher_prompt and config.answer_pattern)
+        if reads and unanswered:
+            self._run_finishers(unanswered)
+        missing = [group.answer is None for group in self.groups]
+        if any(missing) and config.answer_pattern and (reads or "answer_pattern" in config.given()):
+            pattern = f"answer_pattern={config.answer_pattern!r}"
+            warn_caller(f"no text of the workers or of the early finisher of {name_prompts(missing)} matches {pattern}")
+
+    def _run_finishers(self, unanswered: Sequence[WorkerGroup]) -> None:
+        config, loop = self.config, self.loop
         call, rngs = loop.call, loop.sampler.rngs
         finishers = [Finisher(group) for group in unanswered]
         table = TokenTable(call.input_ids, call.pad_token_id, config.finisher_tokens + len(finishers[0].pending))
@@ -105,6 +119,19 @@ class HogwildRun:
         with replaying(reader, config):
             logits = self._prefill(reader, finishers)
             reader.decode(finishers, logits, Finisher.advance, self.move_ended_steps)
+
+    def _warn_other_names(self) -> None:
+        """Warn if a prompt was built for workers with other names."""
+        call, config = self.loop.call, self.config
+        length = 2 * len(encode(call.tokenizer, config.system_prompt() or " ")) + PREAMBLE
+        for prompt in call.prompts:
+            names = config.names_in(call.tokenizer.decode(prompt[:length].tolist(), skip_special_tokens=True))
+            given = ", ".join(config.names)
+            if names is not None and not names.endswith(given):  # other text of the template may precede them
+                warn_caller(
+                    f"the prompt names the workers {names}, but generate has {given}; give both the same settings"
+                )
+                return
 
     def move_ended_steps(self) -> None:
         """Move steps that have ended into the histories."""

@@ -19,6 +19,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from hf_parallel.cache.layout import Segment
 from hf_parallel.cache.tree_branch import Tree, TreeBranchCache
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
+from hf_parallel.generation.caller import warn_sequential
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.pdos.format_processor import force, get_block_mask
 from hf_parallel.generation.modes.pdos.output import (
@@ -125,6 +126,8 @@ class PDOSRun:
             self._pass_tokens = Counter(self._pass_stages)
             loop.decode(rows, logits, self._on_token, self._move_joined, self._schedule)
         sampler, trunks = loop.sampler, self.trunks
+        none = "the model opened no block; titles=[...] gives it one"
+        warn_sequential([None if trunk.blocks else trunk.fallback or none for trunk in trunks])
         sampler.scores, sampler.logits = (_align(kept, trunks) for kept in (sampler.scores, sampler.logits))
         output = loop.output(
             PDOSOutput,

@@ -1,0 +1,28 @@
+"""Warnings that point at the line of the caller's code, outside this package and the libraries that call it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+_LIBRARIES = {"contextlib", "hf_parallel", "hf_parallel_command", "torch", "transformers"}
+
+
+def warn_caller(message: str) -> None:
+    """Issue a `UserWarning` at the innermost frame that belongs neither to this package nor to a library it uses."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
+
+
+def name_prompts(affected: list[bool]) -> str:
+    """Return which of the prompts are affected, in words: `the prompt`, or `2 of 3 prompts`."""
+    return "the prompt" if len(affected) == 1 else f"{sum(affected)} of {len(affected)} prompts"
+
+
+def warn_sequential(reasons: list[str | None]) -> None:
+    """Warn about prompts whose answer has no parallel part, with the first of the reasons; None: it has one."""
+    if given := [reason for reason in reasons if reason is not None]:
+        prompts = name_prompts([reason is not None for reason in reasons])
+        warn_caller(f"nothing was generated in parallel for {prompts}: {given[0]}")

@@ -1,0 +1,130 @@
+"""Warnings about calls that did not do what their caller may expect: one per call, at the caller's line."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+from commands import Tokenizer, loading
+from stories import tell
+from test_self_consistency import vote
+from workers import SETTINGS, TOKENIZER, small_model, write
+
+import hf_parallel
+from hf_parallel.cli import main as cli
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EOS = tiny.EOS
+PROMPT = tiny.make_prompts([9], seed=4)[0][None]
+
+
+def warned(call: Callable[[], Any]) -> list[str]:
+    """Return the warnings of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught if warning.category is UserWarning]
+
+
+def outline(text: str) -> Any:
+    settings = {"outline_start": text, "outline_tokens": 1, "max_new_tokens": 3, "tokenizer": TOKENIZER}
+    return small_model().generate(PROMPT, generation_mode="skeleton_of_thought", do_sample=False, **settings)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: vote("a", "b"), "no answer to the prompt matches answer_pattern="),
+        (lambda: vote("a", "b", vote="final", final="c"), "no conclusion to the prompt matches answer_pattern="),
+        (lambda: write("a", "b", finisher="c"), "of the early finisher of the prompt matches answer_pattern="),
+        (
+            lambda: write("a", "b", "\\boxed{1}", "d", prompts=("P", "Q"), finisher="c"),
+            "of 1 of 2 prompts matches answer_pattern=",
+        ),
+        (
+            lambda: tell(["No.", EOS]),
+            "in parallel for the prompt: the model opened no block; titles=[...] gives it one",
+        ),
+        (
+            lambda: tell(["####A:......\n####%%%%", EOS], max_new_tokens=30),
+            "in parallel for the prompt: there is 1 branch",
+        ),
+        (lambda: outline("no"), "in parallel for the prompt: the outline has 0 of at least 2 points"),
+    ],
+)
+def test_a_call_without_answer_or_parallel_part_warns_once(call: Callable[[], Any], message: str) -> None:
+    (said,) = warned(call)
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: vote(["\\boxed{1}", EOS], "b"),
+        lambda: write("a", "b", finisher="4}"),
+        lambda: write("a", "b", answer_pattern="", finisher="c"),
+        lambda: write("a", "b"),  # neither a pattern nor a finisher: nobody asked for an answer
+        lambda: tell([".", EOS], branches=["a\n####", "b\n####"], titles=["A", "B"]),
+        lambda: outline("1. a\n2. b\n3."),
+    ],
+)
+def test_other_calls_do_not_warn(call: Callable[[], Any]) -> None:
+    assert warned(call) == []
+
+
+def test_a_warning_points_at_the_line_of_the_call() -> None:
+    call = {"generation_mode": "pdos", "tokenizer": TOKENIZER, "max_new_tokens": 2, "do_sample": False}
+    with pytest.warns(UserWarning, match="opened no block") as caught:
+        small_model().generate(PROMPT, **call)
+    (warning,) = [one for one in caught if "opened no block" in str(one.message)]
+    assert warning.filename == __file__
+    assert linecache.getline(__file__, warning.lineno).strip() == "small_model().generate(PROMPT, **call)"
+
+
+NAMED = {"collaboration_prompt": "The workers {names} ({count}) share this task."}
+
+
+@pytest.mark.parametrize(
+    ("of_prompt", "of_call", "message"),
+    [
+        ({"worker_names": ["Ann", "Ben"]}, {}, "names the workers Ann, Ben, but generate has Alice, Bob"),
+        ({"num_workers": 3}, {}, "names the workers Alice, Bob, Carol, but generate has Alice, Bob"),
+        ({}, {"worker_names": ["Ann", "Ben"]}, "names the workers Alice, Bob, but generate has Ann, Ben"),
+        ({}, {}, None),
+        ({"worker_names": ["Ann", "Ben"]}, {"worker_names": ["Ann", "Ben"]}, None),
+        ({"collaboration_prompt": "Dear {names}!"}, {"collaboration_prompt": "Dear {names}!"}, None),
+    ],
+)
+def test_a_prompt_that_names_other_workers_warns(
+    of_prompt: dict[str, Any], of_call: dict[str, Any], message: str | None
+) -> None:
+    prompt = hf_parallel.hogwild_prompt("P", Tokenizer(), **{**NAMED, **of_prompt})
+    settings = {**SETTINGS, **NAMED, **of_call, "max_new_tokens": 2, "finisher_tokens": 0, "do_sample": False}
+    said = warned(lambda: small_model().generate(**prompt, generation_mode="hogwild", **settings))
+    assert len(said) == (message is not None)
+    assert message is None or message in said[0]
+
+
+def test_a_prompt_of_others_does_not_warn() -> None:
+    settings = {**SETTINGS, "max_new_tokens": 2, "finisher_tokens": 0, "do_sample": False}
+    prompt = Tokenizer()("Ann, Ben share this task.", return_tensors="pt")
+    assert warned(lambda: small_model().generate(**prompt, generation_mode="hogwild", **settings)) == []
+
+
+@pytest.mark.filterwarnings("always:nothing was generated")
+def test_the_command_line_prints_a_warning_on_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loading(monkeypatch)(["a", EOS])
+    arguments = ["generate", "P", "--raw", "--mode", "pdos", "--max-new-tokens", "3", "--format", "jsonl"]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["generated_text"].startswith("a")
+    assert printed.err.startswith("hf-parallel: warning: nothing was generated in parallel for the prompt: the model ")
+    assert printed.err.count("\n") == 1
