@@ -39,7 +39,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
     Follows a symbolic link and keeps the permissions of an existing file. Deletes what a killed process left of an
     earlier try. Raises `FileNotFoundError` if the folder of `path` does not exist, and `OSError` if `path` exists and
-    is no regular file.
+    is no regular file, or cannot be written.
     """
     path = path.resolve()
     if not path.parent.is_dir():  # otherwise the error would name the temporary file
@@ -48,8 +48,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     _delete_unfinished(path)
     folder = path.with_name(f"{path.name[:NAME_LENGTH]}.{uuid4().hex}.unfinished")  # unique among concurrent writers
-    folder.mkdir()
     try:
+        folder.mkdir()
         with FileLock(folder / "lock"):
             temporary = folder / "content"
             temporary.touch()
@@ -58,6 +58,10 @@ def atomic_file(path: Path) -> Iterator[Path]:
             with suppress(OSError):  # some file systems have no permissions
                 temporary.chmod(mode)
             temporary.replace(path)
+    except OSError as error:
+        if str(error.filename or "").startswith(str(folder)):  # a temporary name, which tells the caller nothing
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

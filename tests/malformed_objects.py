@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import cpu_offload
 from malformed_cases import BATCH, DEFAULTS, MASK, TOKENIZER, Case, Errors, Fresh, both, hogwild, shared
 from tiny import REFUSED, build
 from torch import nn
@@ -291,6 +293,35 @@ def _inference_mode(model: Any) -> Any:
         return _run(model)
 
 
+def _with_adapter_names(model: Any) -> Any:
+    """PEFT passes an adapter per row to its layers by hooks."""
+    hook = functools.partial(lambda module, args, kwargs, adapter_names: None, adapter_names=["one", "two"])
+    handle = model.model.layers[1].mlp.up_proj.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        return _run(model)
+    finally:
+        handle.remove()
+
+
+def _int8() -> Any:
+    return torch.ao.quantization.quantize_dynamic(copy.deepcopy(build("llama")), {nn.Linear}, dtype=torch.qint8)
+
+
+def _offloaded_then_enabled(model: Any) -> Any:
+    return _run(hf_parallel.enable(cpu_offload(copy.deepcopy(build("llama")), torch.device("cpu"))))
+
+
+def _enabled_then_offloaded(model: Any) -> Any:
+    model = cpu_offload(_copy(), torch.device("cpu"))
+    cache = SharedPrefixCache()
+    _run(model, past_key_values=cache)
+    return _run(model, past_key_values=cache)
+
+
+def _logits_of_an_offloaded_model(model: Any) -> Any:
+    return _run(cpu_offload(_copy(), torch.device("cpu")), logits_cache=LogitsCache())
+
+
 def _works(name: str, call: Callable[[Any], Any]) -> Case:
     return Case(name, call, like=DEFAULTS["plain"])
 
@@ -305,6 +336,11 @@ MODELS = [
     _enable("a wrapper such as PEFT's", TypeError, "PreTrainedModel", lambda: _Wrapper(build("llama"))),
     _enable("a model without a head", UnsupportedModelError, "head", lambda: LlamaModel(build("llama").config)),
     _enable("a model on the meta device", ValueError, "meta", _meta_model),
+    _enable("a model of dynamically quantized int8", UnsupportedModelError, "quantized layers (Linear)", _int8),
+    _works("an offloaded model", _offloaded_then_enabled),
+    _works("a model that is offloaded later", _enabled_then_offloaded),
+    Case("logits of an offloaded model", _logits_of_an_offloaded_model, ValueError, "is offloaded"),
+    Case("an adapter per row by PEFT's hooks", _with_adapter_names, ValueError, "adapter_names=['one', 'two'] is not"),
     *[_enable(n, UnsupportedModelError, type(build(n)).__name__, lambda n=n: build(n)) for n in REFUSED],
     Case("disable: None", lambda _: hf_parallel.disable(None), TypeError, "PreTrainedModel"),
     Case("disable: a module", lambda _: hf_parallel.disable(nn.Linear(2, 2)), TypeError, "PreTrainedModel"),

@@ -329,6 +329,22 @@ def test_submodels_keep_their_attention_implementation() -> None:
     assert [part._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
 
 
+def test_an_image_is_refused_by_name() -> None:
+    text = ARCHITECTURES["gemma3_text"].config().to_dict()
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text,
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=100,
+    )
+    model = hf_parallel.enable(Gemma3ForConditionalGeneration(config).eval())
+    image = {"input_ids": torch.tensor([[5, 100, 100, 100, 100, 9]]), "pixel_values": torch.zeros(1, 3, 28, 28)}
+    assert model.generate(**image, max_new_tokens=2, do_sample=False).shape == (1, 8)
+    with pytest.raises(ValueError, match=r"\['pixel_values'\] are not supported by generation_mode='shared_prefix'"):
+        model.generate(**image, max_new_tokens=2, do_sample=False, generation_mode="shared_prefix")
+
+
 def test_block_attention_outside_a_mode_raises() -> None:
     model = a_copy("llama")
     model.set_attn_implementation(IMPLEMENTATION)

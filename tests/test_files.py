@@ -53,6 +53,29 @@ def test_logits_are_saved_to_regular_files_only(tmp_path: Path) -> None:
     assert (tmp_path / "pipe").is_fifo()
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no folder in which nobody can create a file")
+def test_the_error_of_a_folder_that_cannot_be_written_names_the_file() -> None:
+    for save in (filled().save, lambda path: write_atomically(path, "text")):
+        with pytest.raises(FileNotFoundError) as raised:
+            save(Path("/proc/file"))
+        assert raised.value.filename == "/proc/file"
+
+
+def test_a_full_disk_raises_an_error_that_names_the_file_and_leaves_nothing(tmp_path: Path) -> None:
+    """The limit of a process on the size of files stands for a full disk."""
+    code = "import pathlib, resource, signal, sys; sys.path[:0] = sys.argv[2:]\n"
+    code += "from test_files import filled\n"
+    code += "cache = filled()\n"
+    code += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+    code += "try: cache.save(sys.argv[1])\n"
+    code += "except OSError as error: print(error)"
+    paths = [str(tmp_path / "logits"), str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    done = subprocess.run([sys.executable, "-c", code, *paths], check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.startswith(f"{tmp_path / 'logits'} cannot be written: ")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_later_write_deletes_what_a_killed_one_left(tmp_path: Path) -> None:
     path, other = tmp_path / "logits", tmp_path / "logits.others.file"
     other.write_text("kept")

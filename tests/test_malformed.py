@@ -43,6 +43,8 @@ GREEDY = {"input_ids": BATCH, "attention_mask": MASK, "max_new_tokens": 4, "do_s
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:transformers.*"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
 ]
 
 

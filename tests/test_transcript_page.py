@@ -189,6 +189,13 @@ def first_card(run: dict[str, Any]) -> dict[str, Any]:
         (lambda run: run["sections"].append(None), "damaged"),
         (lambda run: run["stats"].update(kv_bytes="many"), "damaged"),
         (lambda run: run["sections"][0].update(notes=[["a"]]), "damaged"),
+        (lambda run: run.update(passes=10**400), "damaged: ValueError passes "),
+        (lambda run: run.update(settings={"seed": 10**5000}), "damaged: ValueError settings "),
+        (lambda run: run["stats"].update(kv_bytes=10**400), "damaged: ValueError kv_bytes "),
+        (lambda run: run["stats"].update(decoded_tokens=10**5000), "damaged: ValueError decoded_tokens "),
+        (lambda run: run["sections"][0].update(prompt_tokens=10**5000), "damaged: ValueError prompt "),
+        (lambda run: first_card(run).update(end=10**400), "damaged: ValueError end "),
+        (lambda run: first_card(run).update(gone=10**400), "damaged: ValueError gone "),
     ],
 )
 def test_a_damaged_transcript_raises(change: Any, message: str) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_parallel.cache.placement import execution_device
+
 SAMPLES = 8
 """Number of evenly spaced values that are hashed per parameter or buffer."""
 
@@ -25,7 +27,7 @@ def fingerprint(model: PreTrainedModel, caller: str = "logits_cache") -> str:
     """
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
     config.pop("transformers_version", None)
-    kind = model.device.type
+    kind = execution_device(model).type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     settings = [type(model).__name__, config, autocast, active_adapters(model)]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())

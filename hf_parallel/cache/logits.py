@@ -140,7 +140,7 @@ class LogitsCache:
             return True
 
     def save(self, path: str | Path) -> None:
-        """Write all nodes with their logits to a safetensors file, atomically."""
+        """Write all nodes with their logits to a safetensors file, atomically; raise `OSError` if that fails."""
         with self._lock:
             roots = enumerate(self._roots.values())
             tensors = {f"{i}.{name}": tensor for i, root in roots for name, tensor in _to_arrays(root).items()}
@@ -148,7 +148,10 @@ class LogitsCache:
             metadata |= {"keys": json.dumps(list(self._roots)), "top_k": json.dumps(self.top_k)}
         metadata["digest"] = _digest(metadata, tensors)
         with atomic_file(Path(path)) as temporary:
-            save_file(tensors, temporary, metadata)
+            try:
+                save_file(tensors, temporary, metadata)
+            except SafetensorError as error:
+                raise OSError(f"{path} cannot be written: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path, max_bytes: int = 1 << 30) -> LogitsCache:

@@ -19,6 +19,7 @@ from torch import nn
 from hf_parallel.cache.base import BlockCache
 from hf_parallel.cache.fingerprint import active_adapters, sampled_values
 from hf_parallel.cache.layout import Block
+from hf_parallel.cache.placement import execution_device
 from hf_parallel.kernels import RotarySpec
 
 _lock = threading.Lock()
@@ -154,7 +155,7 @@ class SharedPrefixCache(BlockCache):
                 raise RuntimeError("past_key_values is in use by another call: give each of them a cache of its own")
             self._user = user
         if not self.blocks and not self._has_device:
-            self.device = next((p.device for p in model.parameters() if not p.is_meta), self.device)
+            self.device = execution_device(model)
         if self.blocks and self._filled_by is not None:
             self._filled_by.check(model)
         else:

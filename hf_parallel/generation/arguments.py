@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation import BaseWatermarkingConfig, GenerationMode
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.validation import check_int, check_text, is_int
 
 _UNSUPPORTED_ARGUMENTS = (
+    "adapter_names",
     "assistant_model",
     "custom_generate",
     "encoder_outputs",
@@ -32,6 +33,13 @@ _UNSUPPORTED_ARGUMENTS = (
     "synced_gpus",
 )
 """Arguments of `generate` that no mode supports."""
+_RETURNED = ("output_attentions", "output_hidden_states")
+"""Settings without effect unless `return_dict_in_generate` is set."""
+_SUPPORTED_INPUTS = (
+    *("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"),
+    *_RETURNED,
+)
+"""Arguments of `model.forward` that a mode honours or does not need, or that `check_supported_settings` has checked."""
 _UNSUPPORTED_SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("dola_layers", "constraints", "force_words_ids", "compile_config"), (None,)),
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit"), (None,)),
@@ -41,14 +49,13 @@ _UNSUPPORTED_SETTINGS: dict[str, Any] = {
     "cache_implementation": (None, "dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked"),
 }
 """Settings of `GenerationConfig` that no mode supports, with the values that disable them or change no token."""
-_RETURNED = ("output_attentions", "output_hidden_states")
-"""Settings without effect unless `return_dict_in_generate` is set."""
 _PLAINLY = "; generate(..., generation_mode=None) generates without a mode"
 _SUPPORTED_STRATEGIES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 """Decoding strategies of `generate` that call `_sample`, where a mode takes over."""
 _MINIMUM = {
     **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences", "prefill_chunk_size"), 1),
     **dict.fromkeys(("min_new_tokens", "min_length", "no_repeat_ngram_size", "top_k"), 0),
+    "encoder_no_repeat_ngram_size": 0,
 }
 """Integer settings with their least allowed value."""
 _TYPES: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
@@ -60,6 +67,7 @@ _TYPES: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
             "typical_p",
             "epsilon_cutoff",
             "eta_cutoff",
+            "top_h",
             "repetition_penalty",
             "max_time",
         ),
@@ -72,11 +80,32 @@ _TYPES: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
         "True or False",
     ),
     (
-        ("bos_token_id", "pad_token_id"),
+        ("bos_token_id", "pad_token_id", "forced_bos_token_id"),
         lambda value: is_int(value) or (_is_int_tensor(value) and value.numel() == 1),
         "a token id",
     ),
-    (("eos_token_id",), lambda value: _is_int_tensor(value) or _all(value, is_int), "a token id or a list of them"),
+    (
+        ("eos_token_id", "forced_eos_token_id"),
+        lambda value: _is_int_tensor(value) or _all(value, is_int),
+        "a token id or a list of them",
+    ),
+    (
+        ("suppress_tokens", "begin_suppress_tokens"),
+        lambda value: _is_int_tensor(value) or (isinstance(value, list | tuple) and _all(value, is_int)),
+        "a list of token ids",
+    ),
+    (
+        ("exponential_decay_length_penalty",),
+        lambda value: (
+            isinstance(value, list | tuple) and len(value) == 2 and is_int(value[0]) and isinstance(value[1], Real)
+        ),
+        "a pair (index of the first penalized token, factor)",
+    ),
+    (
+        ("watermarking_config",),
+        lambda value: isinstance(value, BaseWatermarkingConfig | Mapping),
+        "a WatermarkingConfig, a SynthIDTextWatermarkingConfig or a dict",
+    ),
     (("stop_strings",), lambda value: _all(value, lambda v: isinstance(v, str)), "a string or a list of strings"),
 )
 """Settings, a check of their values, and what the values must be."""
@@ -108,6 +137,34 @@ def check_prepares_own_inputs(model: PreTrainedModel) -> None:
             "generation modes pass token ids to the model, but its prepare_inputs_for_generation was replaced by "
             f"{getattr(given, '__qualname__', given)}: virtual tokens, as of PEFT's prompt tuning, are not supported"
         )
+
+
+def check_no_adapter_names(mode: str, model: nn.Module) -> None:
+    """Raise `ValueError` if PEFT passes an adapter per row to the layers: the rows of a mode share forward passes."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():  # PEFT passes them by a `functools.partial`
+            for name in ("adapter_names", "alora_offsets"):
+                if (value := getattr(hook, "keywords", {}).get(name)) is not None:
+                    raise ValueError(
+                        f"{name}={value!r} is not supported by generation_mode={mode!r}, use one adapter for all rows "
+                        f"(set_adapter); a call that raised may have left it in the layers' forward_pre_hooks"
+                    )
+
+
+def check_model_inputs(mode: str, inputs: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for arguments of `model.forward` that no mode supports, such as images."""
+    empty = (name for name, value in inputs.items() if value is None or value is False or value == {})
+    if unknown := sorted(inputs.keys() - {*_SUPPORTED_INPUTS, *empty}):
+        raise ValueError(f"{unknown} are not supported by generation_mode={mode!r}: pass token ids and settings only")
+
+
+def check_tokens(config: GenerationConfig, vocabulary: int) -> None:
+    """Raise `ValueError` for tokens outside the vocabulary that transformers would force."""
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        value = getattr(config, name, None)
+        tokens = torch.as_tensor([] if value is None else value).flatten().tolist()
+        if not all(0 <= token < vocabulary for token in tokens):
+            raise ValueError(f"{name} must be token ids below {vocabulary}, the size of the vocabulary, got {value!r}")
 
 
 def check_supported_settings(mode: str, config: GenerationConfig) -> None:

@@ -11,12 +11,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from hf_parallel.cache import BlockCache
+from hf_parallel.cache.placement import execution_device
+from hf_parallel.generation.arguments import check_model_inputs
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.transcript.record import Record
-
-_IGNORED = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
-"""Model arguments of transformers that block attention does not need, or that ask for nothing that is returned."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +88,7 @@ def make_call(
     capabilities: Capabilities = model._parallel_capabilities
     tokenizer, cache = model_kwargs.pop("tokenizer", None), model_kwargs.pop("past_key_values", None)
     mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
-    empty = (name for name, value in model_kwargs.items() if value is None or value is False or value == {})
-    if unknown := sorted(model_kwargs.keys() - {*_IGNORED, *empty}):
-        raise ValueError(f"parallel generation does not support {unknown}; pass token ids and settings only")
+    check_model_inputs(record.mode, model_kwargs)
     prompts = _unpad(input_ids, mask, positions)
     vocabulary = vocabulary_size(model)
     for row, prompt in enumerate(prompts):
@@ -107,7 +104,7 @@ def make_call(
         )
     record.prompts, record.begin = prompts, input_ids.shape[1]
     prepared["past_key_values"] = cache if isinstance(cache, BlockCache) else None  # else an empty DynamicCache
-    ids = input_ids.to(model.device, torch.int64)
+    ids = input_ids.to(execution_device(model), torch.int64)
     return GenerationCall(model, capabilities, ids, prompts, tokenizer=tokenizer, record=record, **prepared)
 
 

@@ -226,4 +226,5 @@ def check_setting_names(cls: type[ParallelConfig], settings: Mapping[str, Any], 
         hint = f"{near} It" if near else "; it"
         if owners:
             hint = f"; it is one of {' and '.join(owners)}. {cls.mode}"
-        raise ValueError(f"{cls.mode!r} has no setting {name!r} (got {value!r}){hint} has {cls.fields()}")
+        got = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(f"{cls.mode!r} has no setting {name!r} (got {got}){hint} has {cls.fields()}")

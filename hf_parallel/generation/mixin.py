@@ -22,9 +22,10 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import logging
 
+from hf_parallel.cache.placement import execution_device
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation import arguments
-from hf_parallel.generation.call import GenerationCall, make_call
+from hf_parallel.generation.call import GenerationCall, make_call, vocabulary_size
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.streaming import report_errors
@@ -207,13 +208,15 @@ class ParallelGenerationMixin:
         arguments.check_supported_arguments(config.mode, kwargs)
         arguments.check_not_compiled(self)  # type: ignore[arg-type]
         arguments.check_prepares_own_inputs(self)  # type: ignore[arg-type]
+        arguments.check_no_adapter_names(config.mode, self)  # type: ignore[arg-type]
         arguments.check_inputs(kwargs)
         arguments.move_padding_left(kwargs)
         arguments.check_objects(kwargs)
         settings = set(vars(GenerationConfig()))
-        known = settings | set(GenerationConfig().to_dict())
+        inputs = set(inspect.signature(self.forward).parameters)  # type: ignore[attr-defined]
+        arguments.check_model_inputs(config.mode, {n: v for n, v in kwargs.items() if n in inputs - settings})
+        known = settings | set(GenerationConfig().to_dict()) | inputs
         known |= set(inspect.signature(super().generate).parameters)  # type: ignore[misc]
-        known |= set(inspect.signature(self.forward).parameters)  # type: ignore[attr-defined]
         known |= {"input_ids", "attention_mask", "position_ids", "past_key_values", "tokenizer", "assistant_tokenizer"}
         check_setting_names(type(config), kwargs, known)
         given = kwargs.get("generation_config")
@@ -223,6 +226,7 @@ class ParallelGenerationMixin:
         overrides = {name: value for name, value in kwargs.items() if name in settings}
         prepared, _ = self._prepare_generation_config(given, **overrides)  # type: ignore[attr-defined]
         arguments.check_supported_settings(config.mode, prepared)
+        arguments.check_tokens(prepared, vocabulary_size(self))  # type: ignore[arg-type]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save the model with the mode of `generation_config`; raise `ValueError` if a setting cannot be stored."""
@@ -311,8 +315,8 @@ def enable(
     Raises
     ------
     TypeError, ValueError
-        If `model` is not a `PreTrainedModel`, its weights are on the meta device, or `wait` is no number of
-        seconds, or `tokenizer` is not a tokenizer.
+        If `model` is not a `PreTrainedModel`, its weights are on the meta device and no hook of accelerate loads them,
+        `wait` is no number of seconds, or `tokenizer` is not a tokenizer.
     UnsupportedModelError
         If block attention cannot serve the model, with the reason.
     """
@@ -320,8 +324,8 @@ def enable(
     if tokenizer is not None:
         check_tokenizer(tokenizer)
     inner: Any = unwrap(model)
-    if isinstance(inner, PreTrainedModel) and inner.device.type == "meta":
-        raise ValueError(f"{type(inner).__name__} is on the meta device: load its weights first")
+    if isinstance(inner, PreTrainedModel):
+        execution_device(inner)
     if not isinstance(inner, ParallelGenerationMixin):
         with _cpu_as_default():
             found = probe_capabilities(inner) if known is None else known

@@ -23,6 +23,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.cache.placement import execution_device
 from hf_parallel.files import cache_folder, write_atomically
 from hf_parallel.kernels import RotarySpec, rotate_by
 from hf_parallel.models import attention
@@ -174,7 +175,7 @@ def _refuse(model: PreTrainedModel, reasons: dict[str, Any]) -> None:
 
 def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
     """Raise `UnsupportedModelError` if logits over blocks differ from those over a plain sequence."""
-    device, vocabulary = model.device, model.config.get_text_config(decoder=True).vocab_size
+    device, vocabulary = execution_device(model), model.config.get_text_config(decoder=True).vocab_size
     tokens = (vocabulary // 2 + torch.arange(CHECK_SHARED + sum(CHECK_TAILS), device=device)) % vocabulary
     shared, *tails = tokens.split((CHECK_SHARED, *CHECK_TAILS))
     row = torch.cat((shared, tails[-1]))
@@ -200,13 +201,17 @@ def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
     stored = cache.storage(0).keys  # under autocast less precise than the logits
     differ = (logits.double() - expected).norm() > _tolerance(stored, LOGITS_TOLERANCE) * spread
-    reason = "computes other logits over blocks than over a plain sequence: it mixes tokens outside of attention"
-    _refuse(model, {reason: differ})
+    cause = "it mixes tokens outside of attention"
+    if dynamic := {type(m).__name__ for m in model.modules() if "quantized.dynamic" in type(m).__module__}:
+        cause = f"its dynamically quantized layers ({', '.join(sorted(dynamic))}) round all tokens of a pass with one "
+        cause += "scale; quantize weights only"
+    _refuse(model, {f"computes other logits over blocks than over a plain sequence: {cause}": differ})
 
 
 def _run_one_token(model: PreTrainedModel, recorder: AttentionRecorder, position: int) -> None:
     token = model.config.get_text_config(decoder=True).vocab_size // 2
-    input_ids, position_ids = (torch.full((1, 1), value, device=model.device) for value in (token, position))
+    device = execution_device(model)
+    input_ids, position_ids = (torch.full((1, 1), value, device=device) for value in (token, position))
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     more = {"block_cache": recorder} if takes_any else {}
     model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more)

@@ -71,7 +71,8 @@ class DecodeGraphs:
     def supports(model: torch.nn.Module, device: torch.device) -> bool:
         """Return whether a model's decode steps can be captured: on one GPU, with kernels that need no CPU input."""
         distributed = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        return device.type == "cuda" and not distributed and select_backend(device) == "triton"
+        offloaded = any(parameter.is_meta for parameter in model.parameters())
+        return device.type == "cuda" and not (distributed or offloaded) and select_backend(device) == "triton"
 
     def logits(self, forward: Forward, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor:
         """Compute the logits `[T, vocabulary]` of the prepared decode step for `ids`, `int64 [T]`.

@@ -190,9 +190,14 @@ def check_run(run: Any) -> Mapping[str, Any]:
         for section in run["sections"]:
             _check_section(section)
         words = [run["mode"], *(run["style"][name] for name in TranscriptStyle._fields)]
-        _expect(all(isinstance(word, str) for word in words) and isinstance(run["passes"], int))
-        _expect(isinstance(run["settings"], Mapping) and isinstance(run["stats"], Mapping | None))
-        _expect(isinstance((run["stats"] or {}).get("kv_bytes", 0), int))
+        _expect(all(isinstance(word, str) for word in words), "mode or style")
+        _expect(_is_count(run["passes"]), "passes")
+        settings, stats = run["settings"], run["stats"]
+        _expect(isinstance(settings, Mapping) and all(map(_is_plain, settings.values())), "settings")
+        _expect(isinstance(stats, Mapping | None), "stats")
+        _expect(_is_count((stats or {}).get("kv_bytes", 0)), "kv_bytes")
+        for name, value in (stats or {}).items():
+            _expect(_is_count(value) or not isinstance(value, int), name)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the transcript is damaged: {type(error).__name__} {error}") from error
     return run
@@ -200,20 +205,27 @@ def check_run(run: Any) -> Mapping[str, Any]:
 
 def _check_section(section: Any) -> None:
     names = section["columns"]
-    _expect(isinstance(section["prompt"], str | None) and isinstance(section["prompt_tokens"], int))
-    _expect(all(isinstance(name, str) for name in names))
+    _expect(isinstance(section["prompt"], str | None) and _is_count(section["prompt_tokens"]), "prompt")
+    _expect(all(isinstance(name, str) for name in names), "columns")
     for heading, text in section["notes"]:
-        _expect(isinstance(heading, str) and isinstance(text, str))
+        _expect(isinstance(heading, str) and isinstance(text, str), "notes")
     for card in section["cards"]:
         column, begin, end, gone = card["column"], card["begin"], card["end"], card["gone"]
-        _expect(column is None or (isinstance(column, int) and 0 <= column < len(names)))
-        _expect(isinstance(begin, int) and (end is None or (isinstance(end, int) and end >= begin >= 0)))
-        _expect(gone is None or (isinstance(gone, int) and gone >= (begin if end is None else end)))
-        _expect(isinstance(card["given"], str) and isinstance(card["ended"], str))
+        _expect(column is None or (isinstance(column, int) and 0 <= column < len(names)), "column")
+        _expect(_is_count(begin), "begin")
+        _expect(end is None or (_is_count(end) and end >= begin), "end")
+        _expect(gone is None or (_is_count(gone) and gone >= (begin if end is None else end)), "gone")
+        _expect(isinstance(card["given"], str) and isinstance(card["ended"], str), "given or ended")
         for at, text, origin in card["pieces"]:
-            _expect(isinstance(at, int) and begin <= at <= end and isinstance(text, str) and isinstance(origin, str))
+            _expect(isinstance(at, int) and begin <= at <= end and isinstance(text, str), "pieces")
+            _expect(isinstance(origin, str), "pieces")
 
 
-def _expect(condition: bool) -> None:
+def _is_count(value: Any) -> bool:
+    """Return whether a value is a number of passes, tokens or bytes."""
+    return isinstance(value, int) and 0 <= value < 2**63
+
+
+def _expect(condition: bool, name: str) -> None:
     if not condition:
-        raise ValueError("a value has the wrong type or is out of range")
+        raise ValueError(f"{name} has the wrong type or is out of range")

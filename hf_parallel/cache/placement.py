@@ -1,0 +1,23 @@
+"""Device on which a model computes, which accelerate's offloading separates from that of its weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def execution_device(model: nn.Module) -> torch.device:
+    """Return the device of a model's first weight or, if it is offloaded, that on which accelerate's hooks compute.
+
+    Raises `ValueError` if the weight is on the meta device and no hook loads it.
+    """
+    weight = next(model.parameters(), None)
+    if weight is None:
+        return torch.device("cpu")
+    if not weight.is_meta:
+        return weight.device
+    for module in model.modules():
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    raise ValueError(f"{type(model).__name__} is on the meta device: load its weights first")
