@@ -129,7 +129,100 @@ def test_colours_are_explained_if_they_are_used() -> None:
     again = write("a", "b", logits_cache=cache).to_html()
     assert "replayed from cached logits" not in first
     assert "replayed from cached logits" in again
-    assert '<span data-p="1" data-o="r">a</span>' in again
+    assert '<span data-p="1" data-o="r" title="replayed, no pass">a</span>' in again
+
+
+# What it says
+
+
+def test_the_page_begins_with_tokens_passes_and_their_ratio() -> None:
+    page = Page(write(ALICE, BOB).to_html())
+    assert "28 tokens in 14 passes: 2.0x" in page.text
+    widths = [attrs["style"] for tag, attrs in page.tags if (attrs.get("style") or "").startswith("width")]
+    assert widths == ["width:40.0%", "width:80.0%"], "the bars of this run and of one token per pass"
+
+
+def test_task_answer_and_joined_answer_are_visible_above_the_columns() -> None:
+    story = "Now. ####A:......\n####B:......\n####%%%%"
+    out = tell([story + "\nSo.", EOS], branches=("aa\n####", "b\n####"))
+    run = out.to_dict()
+    run["sections"][0]["task"] = "Say a and b."
+    page = render(run)
+    above = page[: page.index('class="grid"')]
+    words = Page(above).text
+    assert "Task" in words
+    assert "Say a and b." in words
+    assert "Joined answer" in words
+    assert out.transcripts[0] in words
+    assert above.count("<details") == 0, "nothing of it needs a click"
+
+
+def test_a_transcript_without_a_task_or_stats_is_read() -> None:
+    """Older files have no task, files of interrupted calls no stats: their tokens are counted."""
+    run = write(ALICE, BOB).to_dict()
+    del run["sections"][0]["task"]
+    run["stats"] = None
+    text = Page(render(run)).text
+    assert "Task" not in text
+    assert "28 tokens in 14 passes: 2.0x" in text
+
+
+def test_tokens_without_a_pass_are_not_said_to_have_one() -> None:
+    cache = LogitsCache()
+    write(ALICE, BOB, logits_cache=cache)
+    again = Page(write(ALICE, BOB, logits_cache=cache).to_html())
+    assert "28 tokens in 0 passes" in again.text
+    assert "0 passes:" not in again.text, "there is no ratio"
+    assert "6 replayed" in again.text
+    assert not re.search(r"pass(es)? [1-9]", again.text)
+    longer = Page(write(ALICE, BOB + "yz", logits_cache=cache).to_html())
+    assert "32 tokens in 2 passes: 16.0x" in longer.text
+    assert "steps 15\u201316, 1 replayed" in longer.text
+
+
+def test_a_token_says_where_it_is_from() -> None:
+    cache = LogitsCache()
+    write("ab", "cd", logits_cache=cache)
+    run = write("abx", "cdy", logits_cache=cache).to_dict()
+    pieces = run["sections"][0]["cards"][0]["pieces"]
+    pieces += [[3, "z", "d"], [3, "!", "g"], [3, "?", "h"]]
+    titles = [attrs["title"] for tag, attrs in Page(render(run)).tags if tag in ("i", "span") and "title" in attrs]
+    assert titles[:7] == [
+        "given",
+        "replayed, no pass",
+        "replayed, no pass",
+        "step 3",
+        "step 3, draft token",
+        "given",
+        "sampled again, no pass",
+    ]
+
+
+def test_a_card_names_its_row_once() -> None:
+    """In its text, or else above it."""
+    text = Page(write(ALICE, BOB).to_html()).text
+    cards = text[text.index("Alice 1:") :]
+    assert len(re.findall("Alice", cards)) == 2
+    unnamed = Page(write(ALICE, BOB, step_prefix="- ").to_html())
+    assert [tag for tag, _ in unnamed.tags].count("h3") == 4
+
+
+def test_an_arrow_leads_from_each_joined_branch_to_the_trunk() -> None:
+    story = "Now. ####A:......\n####B:......\n####%%%%"
+    page = tell([story + "\nSo.", EOS], branches=("aa\n####", "b\n####")).to_html()
+    joins = [attrs for tag, attrs in Page(page).tags if attrs.get("class") == "join"]
+    cards = [attrs["style"] or "" for tag, attrs in Page(page).tags if tag == "article"]
+    place = re.compile(r"grid-row:(\d+) / (\d+);grid-column:(\d+)")
+    _, first, second = (place.findall(card)[0] for card in cards[:3])
+    trunk = re.findall(r"grid-row:(\d+)", cards[3])[0]
+    assert [place.findall(join["style"] or "")[0] for join in joins] == [
+        (first[1], trunk, first[2]), (second[1], trunk, second[2])
+    ]  # fmt: skip
+    assert {join["data-j"] for join in joins} == {str(len(story) + len("aa\n####"))}
+
+
+def test_steps_that_move_to_a_history_have_no_arrows() -> None:
+    assert 'class="join"' not in changed_session().output().to_html()
 
 
 def changed_session() -> Any:
@@ -188,6 +281,8 @@ def first_card(run: dict[str, Any]) -> dict[str, Any]:
         (lambda run: first_card(run).update(gone=0), "damaged"),
         (lambda run: run["sections"].append(None), "damaged"),
         (lambda run: run["stats"].update(kv_bytes="many"), "damaged"),
+        (lambda run: run["stats"].update(decoded_tokens="many"), "damaged"),
+        (lambda run: run["sections"][0].update(task=3), "damaged"),
         (lambda run: run["sections"][0].update(notes=[["a"]]), "damaged"),
         (lambda run: run.update(passes=10**400), "damaged: ValueError passes "),
         (lambda run: run.update(settings={"seed": 10**5000}), "damaged: ValueError settings "),
@@ -304,7 +399,7 @@ def test_a_branch_sees_the_trunk_and_itself_and_the_trunk_sees_joined_branches(b
 
 
 @pytest.mark.parametrize(
-    ("columns", "width", "narrowest"), [(2, 1280, 500), (2, 400, 150), (10, 1280, 100), (10, 400, 300), (24, 1280, 100)]
+    ("columns", "width", "narrowest"), [(2, 1280, 500), (2, 400, 150), (10, 1280, 100), (10, 400, 130), (24, 1280, 100)]
 )
 def test_the_page_fits_its_width_and_cards_are_wide_enough(
     browse: Callable[..., str], columns: int, width: int, narrowest: int
@@ -322,6 +417,7 @@ def test_the_page_fits_its_width_and_cards_are_wide_enough(
 
 
 MEASURING = r"""
+    document.documentElement.style.overflowY = "scroll"; // the scroll bar is there whatever the height
     const found = [], nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
     for (let node; node = nodes.nextNode();) {
       if (/^(SCRIPT|OPTION)$/.test(node.parentElement.tagName)) continue;
@@ -364,6 +460,42 @@ def test_controls_of_the_text_direction_do_not_move_other_text(
     plain, controlled = letters("", ""), letters(control, opening)
     assert [letter for letter, _ in plain] == [letter for letter, _ in controlled]
     assert max(abs(a - b) for (_, a), (_, b) in zip(plain, controlled, strict=True)) <= 2
+
+
+def with_scripts(page: str, before: str, after: str) -> str:
+    """Return a page with a script before and after its own."""
+    page = re.sub("<meta http-equiv[^>]*>", "", page)
+    page = page.replace("<body>", f"<body><script>{before}</script>")
+    return page.replace("</body>", f"<script>{after}</script></body>")
+
+
+def test_play_shows_pass_after_pass_and_which_row_reads_which(browse: Callable[..., str]) -> None:
+    before = "let tick; window.setInterval = next => { tick = next; return 1; }; window.clearInterval = () => {};"
+    after = """
+        const said = [], button = document.querySelector(".bar button"), says = document.querySelector(".says");
+        button.click();
+        for (let pass = 0; pass < 14; pass++) { said.push(`${button.textContent}: ${says.textContent}`); tick(); }
+        document.title = [...said, button.textContent].join("|");"""
+    dom = browse(with_scripts(write(ALICE, BOB).to_html(), before, after))
+    said = re.findall(r"<title>(.*)</title>", dom)[0].split("|")
+    assert said[0].endswith(
+        "Pause: Before the first pass: Alice and Bob are writing. 0 steps finished. Alice reads Bob. Bob reads Alice."
+    )
+    assert "Alice reads Bob. Bob reads Alice." in said[1]
+    assert "After pass 8: Alice and Bob are writing. In the history: Alice 1. Alice reads Bob" in said[8]
+    assert "Bob reads the history and Alice." in said[8]
+    assert said[-1].endswith("Play"), "it has stopped after the last pass"
+
+
+@pytest.mark.parametrize("columns", [2, 10])
+def test_the_passes_stay_visible_on_a_narrow_screen(browse: Callable[..., str], columns: int) -> None:
+    after = """
+        const scroll = document.querySelector(".scroll"), ticks = [...document.querySelectorAll(".tick")];
+        scroll.scrollLeft = 10000;
+        const boxes = ticks.map(tick => tick.getBoundingClientRect());
+        document.title = boxes.every(box => box.width > 10 && box.height > 10 && box.left >= 0 && box.left < 20);"""
+    dom = browse(with_scripts(write(*["long" * 40] * columns).to_html(), "", after), width=400)
+    assert "<title>true</title>" in dom
 
 
 def test_a_browser_takes_a_picture(browse: Callable[..., str], tmp_path: Path) -> None:

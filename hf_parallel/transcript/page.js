@@ -1,13 +1,15 @@
 "use strict";
 // Reads all state from data attributes: the column of a card, the passes of its text, and the event that ended it.
+const SECONDS = 20, MOST = 6; // length of a play; rows that are named
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : /(ch|s|x)$/.test(word) ? "es" : "s"}`;
 const listed = names => names.length < 2 ? names.join("") : names.slice(0, -1).join(", ") + " and " + names.at(-1);
 
 function play(section) {
   const find = selector => [...section.querySelectorAll(selector)];
   const slide = section.querySelector("input"), view = section.querySelector("select");
-  const pieces = find("[data-p]"), ticks = find(".tick");
-  const {visibility, unit, final_event: finalEvent, history} = section.parentElement.dataset;
+  const button = section.querySelector(".bar button"), says = section.querySelector(".says");
+  const pieces = find("[data-p]"), ticks = find(".tick"), joins = find(".join");
+  const {visibility, unit, final_event: finalEvent, history, tick} = section.parentElement.dataset;
   const cards = find(".card").map(element => {
     const {c, b, e, g, s, n, who} = element.dataset;
     const number = value => value === "" ? null : +value;
@@ -25,16 +27,25 @@ function play(section) {
     return visibility === "live" || (visibility === "ended" && isDone(card, pass));
   }
 
+  function reads(pass, writing, there) {
+    const found = writing.map(writer => {
+      const seen = there.filter(card => card.column !== writer.column && sees(writer.column, card, pass));
+      const names = seen.map(card => history && isDone(card, pass) ? `the ${history}` : card.column === null ? `the ${card.who}` : card.who);
+      return seen.length ? ` ${writer.column === null ? "The " : ""}${writer.who} reads ${listed([...new Set(names)])}.` : "";
+    }).filter(text => text);
+    return found.length > MOST ? [...found.slice(0, MOST), " \u2026"].join("") : found.join("");
+  }
+
   function say(viewer, pass, there) {
     const writing = there.filter(card => pass < last ? card.end !== null && card.end > pass : card.how === "").sort((a, b) => a.column - b.column);
     const finished = there.filter(card => isDone(card, pass) && card.column !== null);
-    const at = pass === 0 ? "Before the first pass" : `After pass ${pass}`;
+    const at = pass === 0 ? `Before the first ${tick}` : `After ${tick} ${pass}`;
     if (viewer === "all") {
       const who = [...new Set(writing.map(card => card.who))], one = who.length === 1;
       const does = pass < last ? one ? "is writing" : "are writing" : one ? "has not finished" : "have not finished";
-      const now = who.length ? `${listed(who)} ${does}` : pass < last ? "no row is writing" : "all rows have ended";
+      const now = who.length ? `${who.length > MOST ? plural(who.length, "row") : listed(who)} ${does}` : pass < last ? "no row is writing" : "all rows have ended";
       const moved = history ? finished.sort((a, b) => a.end - b.end).map(card => card.name).join(" \u00b7 ") : "";
-      return `${at}: ${now}. ` + (moved ? `In the ${history}: ${moved}.` : `${plural(finished.length, unit)} finished.`);
+      return `${at}: ${now}. ` + (moved ? `In the ${history}: ${moved}.` : `${plural(finished.length, unit)} finished.`) + reads(pass, writing, there);
     }
     const seen = finished.filter(card => card.column !== viewer && sees(viewer, card, pass));
     const live = there.filter(card => card.column !== viewer && card.column !== null && !isDone(card, pass) && sees(viewer, card, pass)).sort((a, b) => a.column - b.column);
@@ -51,6 +62,7 @@ function play(section) {
     const viewer = chosen === "all" ? "all" : chosen === "" ? null : +chosen;
     section.querySelector("output").textContent = `${pass}/${last}`;
     for (const piece of pieces) piece.classList.toggle("later", +piece.dataset.p > pass);
+    for (const join of joins) join.classList.toggle("later", +join.dataset.j > pass);
     for (const card of cards) {
       const begun = card.begin <= pass;
       card.element.classList.toggle("later", !begun);
@@ -58,11 +70,26 @@ function play(section) {
       card.element.classList.toggle("unseen", begun && viewer !== "all" && !sees(viewer, card, pass));
     }
     for (const tick of ticks) tick.classList.toggle("now", +tick.dataset.from <= pass && pass < +tick.dataset.to);
-    section.querySelector(".says").textContent = say(viewer, pass, cards.filter(card => isThere(card, pass)));
+    says.textContent = say(viewer, pass, cards.filter(card => isThere(card, pass)));
   }
 
-  const go = pass => { slide.value = pass; show(); };
-  slide.addEventListener("input", show);
+  let timer = 0;
+  function pause() {
+    clearInterval(timer);
+    timer = 0;
+    button.textContent = "\u25b6 Play";
+    says.ariaLive = "polite";
+  }
+  const go = pass => { pause(); slide.value = pass; show(); };
+  const next = () => { slide.value = +slide.value + 1; show(); if (+slide.value === last) pause(); };
+  button.addEventListener("click", () => {
+    if (timer) return pause();
+    if (+slide.value === last) { slide.value = 0; show(); }
+    button.textContent = "\u275a\u275a Pause";
+    says.ariaLive = "off"; // a screen reader would read out every pass
+    timer = setInterval(next, Math.min(400, Math.max(40, SECONDS * 1000 / last)));
+  });
+  slide.addEventListener("input", () => go(slide.value));
   view.addEventListener("change", show);
   for (const tick of ticks) tick.addEventListener("click", () => go(tick.dataset.from));
   section.querySelector(".grid").addEventListener("click", event => {

@@ -10,27 +10,31 @@ import base64
 import hashlib
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from hf_parallel.transcript.record import COMPUTED, DRAFTED, HOTSPOT, REPLAYED
-from hf_parallel.transcript.sections import TranscriptStyle, check_run
+from hf_parallel.transcript.record import DRAFTED, HOTSPOT, REPLAYED
+from hf_parallel.transcript.sections import GIVEN, TranscriptStyle, check_run
 
 HUES = (215, 335, 35, 160, 270, 5, 95, 190)
 """Hues of the columns, in degrees."""
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _DIRECTIONS = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Controls of the text direction. Cards isolate them; names lose them, as they are parts of sentences."""
+_WITHOUT_PASS = (REPLAYED, HOTSPOT)
 _ORIGINS = {
     REPLAYED: "replayed from cached logits, without a forward pass",
     HOTSPOT: "sampled again at a hotspot",
     DRAFTED: "draft token, verified in the forward pass of an earlier token",
 }
+_SOURCES = {DRAFTED: "draft token", REPLAYED: "replayed, no pass", HOTSPOT: "sampled again, no pass", GIVEN: "given"}
+"""Words about a token that follow its pass, if it has one."""
+_TICKS = {"pass": "passes", "step": "steps"}
+"""Units of the vertical axis, with their plural: a step is a pass, unless all rows were replayed in it."""
 _VISIBILITY = {
     "live": "columns see each other's text as it is written",
     "ended": "columns see each other's finished steps",
@@ -57,10 +61,13 @@ def render(run: Mapping[str, Any]) -> str:
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
     style = {name: _DIRECTIONS.sub("", run["style"][name]) for name in TranscriptStyle._fields}
     origins = {piece[2] for section in run["sections"] for card in section["cards"] for piece in card["pieces"]}
+    speed = _speed(run)
+    style["tick"] = "pass" if speed["passes"] == run["passes"] else "step"
     return _TEMPLATES.get_template("page.html").render(
         title=" \u00b7 ".join(filter(None, [run["mode"] or "hf_parallel", str(run.get("model", ""))])),
         style=style,
-        facts=_facts(run["passes"], run["stats"] or {}),
+        speed=speed,
+        facts=_facts(run["stats"] or {}),
         visibility=_VISIBILITY.get(style["visibility"], ""),
         settings="\n".join(f"{name} = {value!r}" for name, value in run["settings"].items()),
         origins={origin: words for origin, words in _ORIGINS.items() if origin in origins},
@@ -70,12 +77,23 @@ def render(run: Mapping[str, Any]) -> str:
     )
 
 
-def _facts(passes: int, stats: Mapping[str, Any]) -> list[tuple[Any, str]]:
-    counts = {
-        name: stats[f"{name}_tokens"] for name in ("decoded", "prefilled", "replayed") if f"{name}_tokens" in stats
-    }
-    facts: list[tuple[Any, str]] = [(passes, "decode passes")]
-    facts += [(count, f"tokens {name}") for name, count in counts.items() if count or name != "replayed"]
+def _speed(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of generated tokens and of decode passes, and their ratio (None: nothing to compare).
+
+    Without stats, as after an interrupted call, the tokens are counted. Steps in which all rows were replayed ran no
+    pass.
+    """
+    cards = [card for section in run["sections"] for card in section["cards"]]
+    generated = [piece for card in cards for piece in card["pieces"] if piece[2] != GIVEN]
+    replayed = {at for at, _, origin in generated if at and origin in _WITHOUT_PASS}
+    passes = run["passes"] - len(replayed - {at for at, _, origin in generated if origin not in _WITHOUT_PASS})
+    tokens = (run["stats"] or {}).get("decoded_tokens", len(generated))
+    return {"tokens": tokens, "passes": passes, "ratio": tokens / passes if tokens and passes > 0 else None}
+
+
+def _facts(stats: Mapping[str, Any]) -> list[tuple[Any, str]]:
+    counts = {name: stats.get(f"{name}_tokens", 0) for name in ("prefilled", "replayed")}
+    facts: list[tuple[Any, str]] = [(count, f"tokens {name}") for name, count in counts.items() if count]
     return [*facts, (f"{stats['kv_bytes'] / 1e6:.1f} MB", "KV cache")] if "kv_bytes" in stats else facts
 
 
@@ -83,7 +101,7 @@ def _section(section: Mapping[str, Any], style: Mapping[str, str]) -> dict[str, 
     """Return a section as the template needs it, with grid rows and the positions of the cards."""
     section = {**section, "columns": [_DIRECTIONS.sub("", name) for name in section["columns"]]}
     cards = section["cards"]
-    intervals = _intervals(cards)
+    intervals = _intervals(cards, {at for _, at in _joined(cards, style)})
     heights = [min(max(16, 3 * (end - begin)), 240) for begin, end in intervals]  # pixels
     moved = {_end(card) for card in cards if style["history"] and card["ended"] == style["final_event"]}
     return {
@@ -92,20 +110,53 @@ def _section(section: Mapping[str, Any], style: Mapping[str, str]) -> dict[str, 
         "rows": " ".join(f"minmax({height}px,auto)" for height in heights),
         "moves": [line for line, (begin, _) in enumerate(intervals, start=1) if begin in moved],
         "cards": list(_cards(section, style, intervals)),
+        "joins": list(_joins(cards, style, intervals)),
         "spans": any(card["column"] is None for card in cards),
     }
 
 
-def _intervals(cards: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+def _intervals(cards: Sequence[Mapping[str, Any]], joins: Set[int]) -> list[tuple[int, int]]:
     """Return the rows of the grid: intervals of passes in which no card begins, ends or is removed.
 
-    Cards without a pass, such as given text, have a row of their own. The last row follows the last pass.
+    Cards without a pass, such as given text, have a row of their own, and so have the arrows of a join. The last row
+    follows the last pass.
     """
     spans = [(card["begin"], _end(card)) for card in cards]
     gone = [card["gone"] for card in cards if card["gone"] is not None]
     bounds = sorted({0, *gone, *(at for span in spans for at in span)})
-    empty = {begin for begin, end in spans if begin == end}
+    empty = joins | {begin for begin, end in spans if begin == end}
     return sorted([*zip(bounds, bounds[1:], strict=False), *((at, at) for at in empty), (bounds[-1], bounds[-1] + 1)])
+
+
+def _joined(cards: Sequence[Mapping[str, Any]], style: Mapping[str, str]) -> Iterator[tuple[Mapping[str, Any], int]]:
+    """Yield the finished cards that a card across all columns continues, and the pass after which it begins."""
+    across = sorted(card["begin"] for card in cards if card["column"] is None and _end(card) > card["begin"])
+    for card in cards:
+        later = bisect_left(across, _end(card))
+        if (
+            style["visibility"] == "never"
+            and card["column"] is not None
+            and later < len(across)
+            and _is_done(card, style)
+        ):
+            yield card, across[later]
+
+
+def _joins(
+    cards: Sequence[Mapping[str, Any]], style: Mapping[str, str], intervals: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield place, hue and pass of an arrow from each joined card to the one that continues it."""
+    for card, at in _joined(cards, style):
+        rows = f"{1 + bisect_left(intervals, (_end(card), _end(card)))} / {2 + bisect_left(intervals, (at, at))}"
+        yield f"grid-row:{rows};grid-column:{card['column'] + 2}", _hue(card), at
+
+
+def _hue(card: Mapping[str, Any]) -> int:
+    return HUES[(card["column"] or 0) % len(HUES)]
+
+
+def _is_done(card: Mapping[str, Any], style: Mapping[str, str]) -> bool:
+    return card["ended"] in (style["final_event"], "join")
 
 
 def _end(card: Mapping[str, Any]) -> int:
@@ -130,21 +181,32 @@ def _cards(
         yield {
             **card,
             "place": f"grid-row:{top} / {bottom};grid-column:{'2 / -1' if column is None else column + 2}",
-            "hue": HUES[(column or 0) % len(HUES)],
+            "hue": _hue(card),
             "name": name,
             "row_name": row_name,
-            "passes": f"pass {end}" if end <= begin + 1 else f"{begin + 1}\u2013{end}",
-            "parts": _parts(card),
+            "is_named": row_name.casefold() in card["given"].casefold(),
+            "passes": _passes(card, style),
+            "parts": _parts(card, style),
             "footer": _footer(card, style),
         }
 
 
-def _parts(card: Mapping[str, Any]) -> list[tuple[str, int | None, str]]:
-    """Return the text of a card by pass: text, pass (None: given) and origin, without blank text around it."""
-    parts: list[tuple[str, int | None, str]] = [(card["given"], None, COMPUTED)]
-    for (at, origin), pieces in groupby(card["pieces"], key=lambda piece: (piece[0], piece[2])):
-        parts.append(("".join(text for _, text, _ in pieces), at, origin))
-    visible = [index for index, (text, _, _) in enumerate(parts) if text.strip()]
+def _passes(card: Mapping[str, Any], style: Mapping[str, str]) -> str:
+    """Return the passes that computed tokens of a card, in words, and how many tokens were replayed without one."""
+    replayed = sum(origin in _WITHOUT_PASS for _, _, origin in card["pieces"])
+    computed = [at for at, _, origin in card["pieces"] if origin not in (*_WITHOUT_PASS, GIVEN)]
+    words = []
+    if computed:
+        first, last = computed[0], computed[-1]
+        words = [f"{style['tick']} {first}" if first == last else f"{_TICKS[style['tick']]} {first}\u2013{last}"]
+    return ", ".join([*words, *([f"{replayed} replayed"] if replayed else [])])
+
+
+def _parts(card: Mapping[str, Any], style: Mapping[str, str]) -> list[tuple[str, int | None, str, str]]:
+    """Return the text of a card by token, without blank text around it: text, pass (None: given), origin, source."""
+    parts: list[tuple[str, int | None, str, str]] = [(card["given"], None, GIVEN, _SOURCES[GIVEN])]
+    parts += [(text, at, origin, _source(at, origin, style)) for at, text, origin in card["pieces"]]
+    visible = [index for index, (text, *_) in enumerate(parts) if text.strip()]
     parts = parts[visible[0] : visible[-1] + 1] if visible else []
     if parts:
         parts[0] = (parts[0][0].lstrip(), *parts[0][1:])
@@ -152,10 +214,16 @@ def _parts(card: Mapping[str, Any]) -> list[tuple[str, int | None, str]]:
     return [part for part in parts if part[0]]
 
 
+def _source(at: int, origin: str, style: Mapping[str, str]) -> str:
+    """Return in words where a token is from."""
+    has_pass = origin not in (*_WITHOUT_PASS, GIVEN)
+    return ", ".join(filter(None, [f"{style['tick']} {at}" if has_pass else "", _SOURCES.get(origin, "")]))
+
+
 def _footer(card: Mapping[str, Any], style: Mapping[str, str]) -> str:
-    done = card["ended"] in (style["final_event"], "join")
-    moved = [f"into the {style['history']} after pass {_end(card)}"] if style["history"] else []
+    done = _is_done(card, style)
+    moved = [f"into the {style['history']} after {style['tick']} {_end(card)}"] if style["history"] else []
     notes = moved if done else ["unfinished"]
     if card["gone"] is not None:  # finished cards leave the history, if there is one; others leave with their worker
-        notes.append(f"{'forgotten' if done and style['history'] else 'left'} after pass {card['gone']}")
+        notes.append(f"{'forgotten' if done and style['history'] else 'left'} after {style['tick']} {card['gone']}")
     return ", ".join(notes)

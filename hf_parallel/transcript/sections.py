@@ -15,11 +15,15 @@ from typing import Any, NamedTuple
 
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.transcript.record import COMPUTED, Record
+from hf_parallel.transcript.task import find_task
 
 FORMAT, VERSION = "hf_parallel run", 2
 """Values of `format` and `version` in a transcript."""
 GIVEN = "g"
 """Origin of text that was inserted, not generated; the other origins are those of `Record.origins`."""
+
+COUNTS = ("decoded_tokens", "prefilled_tokens", "replayed_tokens", "kv_bytes")
+"""Statistics that a page shows."""
 
 
 @dataclass
@@ -58,7 +62,8 @@ class Section:
     prompt_tokens: int
     columns: list[str]
     cards: list[Card]  # in the order in which they began
-    notes: list[tuple[str, str]] = field(default_factory=list)  # headings and texts shown below the columns
+    notes: list[tuple[str, str]] = field(default_factory=list)  # headings and texts shown above the columns
+    task: str | None = None  # what the prompt asks for; None: unknown, as in older files
 
 
 def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
@@ -133,6 +138,8 @@ def completion_sections(record: Record, sequences: Sequence[Sequence[int]], toke
     sections = []
     for rows in groups:
         shared = commonprefix([prompts[row] for row in rows])
+        prompt = tokenizer.decode(shared)
+        task = find_task(prompt, tokenizer) if len(shared) == max(len(prompts[row]) for row in rows) else None
         cards = []
         for column, row in enumerate(rows):
             tokens = sequences[row][record.begin : record.lengths[row]]
@@ -141,7 +148,7 @@ def completion_sections(record: Record, sequences: Sequence[Sequence[int]], toke
         names = [record.config.row_name(places[row].index) for row in rows]
         if record.config.rows_per_prompt == 1 or len(set(names)) < len(names):
             names = [f"completion {number}" for number in range(1, len(rows) + 1)]
-        sections.append(Section(tokenizer.decode(shared), len(shared), names, cards))
+        sections.append(Section(prompt, len(shared), names, cards, task=task))
     return sections
 
 
@@ -195,7 +202,8 @@ def check_run(run: Any) -> Mapping[str, Any]:
         settings, stats = run["settings"], run["stats"]
         _expect(isinstance(settings, Mapping) and all(map(_is_plain, settings.values())), "settings")
         _expect(isinstance(stats, Mapping | None), "stats")
-        _expect(_is_count((stats or {}).get("kv_bytes", 0)), "kv_bytes")
+        for name in COUNTS:
+            _expect(_is_count((stats or {}).get(name, 0)), name)
         for name, value in (stats or {}).items():
             _expect(_is_count(value) or not isinstance(value, int), name)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -206,6 +214,7 @@ def check_run(run: Any) -> Mapping[str, Any]:
 def _check_section(section: Any) -> None:
     names = section["columns"]
     _expect(isinstance(section["prompt"], str | None) and _is_count(section["prompt_tokens"]), "prompt")
+    _expect(isinstance(section.get("task"), str | None), "task")
     _expect(all(isinstance(name, str) for name in names), "columns")
     for heading, text in section["notes"]:
         _expect(isinstance(heading, str) and isinstance(text, str), "notes")

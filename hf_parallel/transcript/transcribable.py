@@ -15,6 +15,7 @@ from hf_parallel.transcript.sections import (
     separate_overlapping,
     transcript_dict,
 )
+from hf_parallel.transcript.task import find_task
 
 
 class Transcribable:
@@ -63,5 +64,7 @@ class Transcribable:
             separate_overlapping(cards, names, record.config.transcript_style.spanning)
             tokens = record.prompts[prompt]
             text = None if tokenizer is None else tokenizer.decode(tokens.tolist())
-            sections.append(Section(text, len(tokens), names, cards, self.notes(prompt)))
+            rules = record.config.system_prompt() or ""
+            task = None if text is None else find_task(text, tokenizer, rules)
+            sections.append(Section(text, len(tokens), names, cards, self.notes(prompt), task))
         return sections
