@@ -61,13 +61,22 @@ def test_every_fenced_block_has_a_language() -> None:
         assert set(fences[1::2]) <= {""}, page
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_code_fits_eighty_columns(page: Path) -> None:
+    """Wider blocks scroll in the pages and wrap in a terminal."""
+    text = re.sub(r"^:::.*\n(?:    .*\n?)*", "", page.read_text(), flags=re.MULTILINE)  # without mkdocstrings options
+    code = [line for block in re.findall(r"^```\w+\n(.*?)^```$", text, re.M | re.S) for line in block.splitlines()]
+    code += [line for line in text.splitlines() if line.startswith("    ")]
+    assert [line for line in code if len(line) > 80] == []
+
+
 # Commands
 
 
 def commands(page: Path) -> Iterator[list[str]]:
     """Yield the commands of a page: in shell blocks, in blocks indented by four spaces, and in its text."""
-    text = page.read_text()
-    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    text = page.read_text().replace("\\\n", " ")  # continued lines
+    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(rf"^    ((?:{'|'.join((*COMMANDS, *UNCHECKED))}) .*)$", text, re.MULTILINE)
     lines += re.findall(rf"`((?:{'|'.join(COMMANDS)}) [^`]*)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
     own_modes = re.findall(r'mode: ClassVar\[str\] = "(\w+)"', text)  # a page may define a mode
