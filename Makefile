@@ -29,6 +29,7 @@ test: lint ## lint, then run the tests in several processes
 lint: $(READY) ## check style, formatting and types
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+	@$(RUN) -m ruff format --check --line-length 80 README.md $$(find docs -name '*.md')
 	@$(RUN) -m mypy
 
 bench: $(READY) ## run the benchmarks

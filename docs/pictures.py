@@ -2,6 +2,7 @@
 
 Views and rotation offsets are read from the caches. `workers` animates a recorded run of the embedded model:
 `hf-parallel generate "Plan a picnic in the park." --seed 5 --max-new-tokens 42 -o docs/recorded_run.json`.
+`docs/images/transcript-hogwild.png` is a screenshot of its page, 1280 x 640 pixels: `hf-parallel view`, `#pass=30&as=0`.
 With `--check` the script changes nothing and returns 1 if a picture is out of date.
 """
 
@@ -28,19 +29,21 @@ FOLDER = Path(__file__).parent / "pictures"
 RECORDED_RUN = Path(__file__).parent / "recorded_run.json"
 WIDTH = 540
 ROTARY = {0: RotarySpec(inv_freq=(1.0,))}
-INK, FAINT = "#1f2933", "#5f6b77"
 COLORS = {
-    "prompt": "#c9d6e2",
-    "header": "#e9edf1",
-    "history": "#a9d6b8",
-    "first": "#f6c177",
-    "second": "#8fb8ea",
-    "third": "#d9a5d0",
-    "fourth": "#a5d8d8",
-    "replayed": "#d5e8b4",
-    "new": "#ffffff",
+    "page": ("#ffffff", "#14171b"),
+    "ink": ("#1f2933", "#e6e8ea"),
+    "faint": ("#5f6b77", "#9aa4ae"),
+    "prompt": ("#c9d6e2", "#3d4f61"),
+    "header": ("#e9edf1", "#2b323a"),
+    "history": ("#a9d6b8", "#275c3a"),
+    "first": ("#f6c177", "#74490c"),
+    "second": ("#8fb8ea", "#244f86"),
+    "third": ("#d9a5d0", "#6b3561"),
+    "fourth": ("#a5d8d8", "#1f5b5b"),
+    "replayed": ("#d5e8b4", "#475f1c"),
+    "new": ("#ffffff", "#1d2227"),
 }
-"""Colors of blocks by kind, the same in all pictures; light enough for dark text."""
+"""Colors of page, text and blocks by kind, in light and dark mode; the same in all pictures."""
 
 BRANCHES = (("Rome", "first", 12), ("Oslo", "second", 15), ("Lima", "third", 8))
 """Title, color and length of each branch of an answer."""
@@ -75,8 +78,8 @@ class Drawing:
         """Add a box with round corners."""
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         self.parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="4" fill="{COLORS[color]}" '
-            f'stroke="{INK}" stroke-width="1"{dash}>{self._appear(since)}</rect>'
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="4" class="{color} box" '
+            f'stroke-width="1"{dash}>{self._appear(since)}</rect>'
         )
 
     def text(
@@ -91,10 +94,10 @@ class Drawing:
         since: int = 0,
     ) -> None:
         """Add a line of text with its baseline at `y`."""
-        color = FAINT if faint else INK
+        color = "faint" if faint else "ink"
         font = ' font-family="ui-monospace, Menlo, Consolas, monospace" xml:space="preserve"' if mono else ""
         self.parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{color}"{font}>'
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" class="{color}"{font}>'
             f"{escape(text)}{self._appear(since)}</text>"
         )
 
@@ -102,8 +105,7 @@ class Drawing:
         """Add a line, optionally with an arrow head."""
         head = ' marker-end="url(#head)"' if arrow else ""
         self.parts.append(
-            f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{FAINT}" '
-            f'stroke-width="1.3"{head}/>'
+            f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" class="line" stroke-width="1.3"{head}/>'
         )
 
     def heading(self, text: str) -> None:
@@ -141,12 +143,19 @@ class Drawing:
                 f'height="{height:.0f}" role="img" font-family="system-ui, sans-serif">',
                 f"<title>{escape(self.title)}</title>",
                 '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-                f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{FAINT}"/></marker></defs>',
-                f'<rect width="{self.width}" height="{height:.0f}" rx="8" fill="#ffffff"/>',
+                'orient="auto"><path d="M0 0 L8 4 L0 8 z" class="faint"/></marker></defs>',
+                f"<style>{_colors(0)} @media (prefers-color-scheme: dark) {{ {_colors(1)} }}</style>",
+                f'<rect width="{self.width}" height="{height:.0f}" rx="8" class="page"/>',
                 *self.parts,
                 "</svg>\n",
             ]
         )
+
+
+def _colors(mode: int) -> str:
+    """Return the rules of light (0) or dark (1) mode. A dark page needs its own, as it shows pictures unchanged."""
+    rules = [f".{name} {{ fill: {colors[mode]} }}" for name, colors in COLORS.items()]
+    return " ".join([*rules, f".box {{ stroke: {COLORS['ink'][mode]} }} .line {{ stroke: {COLORS['faint'][mode]} }}"])
 
 
 def fill(block: Block, length: int) -> Block:

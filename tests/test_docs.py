@@ -161,6 +161,34 @@ def test_figures_follow_the_reports_and_unknown_ones_raise() -> None:
         figures.filled("1.00<!-- cpu: shared_prefix.ratios.no_such_ratio -->")
 
 
+def contrast(first: str, second: str) -> float:
+    """Return the contrast ratio of two colors `#rrggbb` (WCAG 2.2)."""
+
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])
+def test_text_of_pictures_is_legible(mode: int) -> None:
+    colors = {name: modes[mode] for name, modes in script("pictures").COLORS.items()}
+    assert contrast(colors["page"], "#000000" if mode else "#ffffff") < 1.5, "it has the color of the pages"
+    for name, color in colors.items():
+        assert name in ("ink", "faint") or contrast(colors["ink"], color) >= 4.5, name
+    assert contrast(colors["faint"], colors["page"]) >= 4.5
+
+
+def test_every_picture_has_colors_for_dark_mode() -> None:
+    for path in script("pictures").FOLDER.iterdir():
+        text = path.read_text()
+        assert "@media (prefers-color-scheme: dark)" in text
+        assert not re.search(r'(fill|stroke)="#', text), "attributes are the same in both modes"
+
+
 def test_pictures_equal_what_their_script_draws() -> None:
     pictures = script("pictures")
     drawn = {f"{draw.__name__}.svg": draw().svg() for draw in pictures.PICTURES}
