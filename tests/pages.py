@@ -21,6 +21,8 @@ from hf_parallel.generation.resampling.policies import POLICIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHER_TOOLS = ROOT / "docs" / "other_tools.md"
+"""Its code needs further libraries; `test_other_tools.py` runs it."""
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OWN_MODES = [name for name, cls in MODES.items() if cls.__module__.startswith("hf_parallel.")]
 """Modes of the package, not those that tests define."""
@@ -35,7 +37,12 @@ def name_of(page: Path) -> str:
 
 def blocks(page: Path, *languages: str) -> list[str]:
     """Return the fenced blocks of a page in the given languages."""
-    return [text for language, text in FENCED.findall(page.read_text()) if language in languages]
+    return blocks_of(page.read_text(), *languages)
+
+
+def blocks_of(text: str, *languages: str) -> list[str]:
+    """Return the fenced blocks of a text in the given languages."""
+    return [block for language, block in FENCED.findall(text) if language in languages]
 
 
 @contextmanager
@@ -75,9 +82,12 @@ _probe_once = functools.cache(mixin.probe_capabilities)
 def run(blocks: list[str], name: str) -> dict[str, Any]:
     """Run blocks of code in one namespace and return it."""
     module = ModuleType("page_of_the_tests")  # dataclasses look their module up
-    with patch.dict(sys.modules, {module.__name__: module}):
+    sys.modules[module.__name__] = module  # `patch.dict` would forget what the code imports; datasets loads only once
+    try:
         for number, block in enumerate(blocks, start=1):
             exec(compile(block, f"{name}, block {number}", "exec"), vars(module))
+    finally:
+        del sys.modules[module.__name__]
     return vars(module)
 
 

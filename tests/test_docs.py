@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from pages import OWN_MODES, PAGES, ROOT, blocks, name_of, run, small_scale
+from pages import OTHER_TOOLS, OWN_MODES, PAGES, ROOT, blocks, name_of, run, small_scale
 
 import hf_parallel
 from hf_parallel.cli.generate import generate
@@ -26,7 +26,7 @@ from hf_parallel.cli.settings import read_settings
 from hf_parallel.generation import MODES
 
 DOCS = ROOT / "docs"
-WITH_CODE = [page for page in PAGES if blocks(page, "python")]
+WITH_CODE = [page for page in PAGES if blocks(page, "python") and page != OTHER_TOOLS]
 COMMANDS = ("hf-parallel", "make", "pip", "python")
 UNCHECKED = ("cd", "git")
 """Other commands in shell blocks, whose arguments are not checked."""
