@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import threading
 import weakref
@@ -248,3 +249,22 @@ def test_block_attention_is_that_of_its_thread(model: Any) -> None:
         assert model.config._attn_implementation == IMPLEMENTATION
         assert in_threads(lambda: model.config._attn_implementation) == ["sdpa"]
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_clones_that_share_the_weights_serve_threads_at_the_same_time(model: Any) -> None:
+    """As in docs/other_tools.md."""
+    ids = torch.stack(tiny.make_prompts([9]))
+
+    def sample(model: Any, seed: int) -> list[list[int]]:
+        settings = {"num_return_sequences": 4, "do_sample": True, "seed": seed, "max_new_tokens": 16}
+        return model.generate(ids, generation_mode="shared_prefix", **settings).tolist()
+
+    clones = []
+    for _ in range(4):
+        memo = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+        clones.append(copy.deepcopy(model, memo))
+        assert all(a is b for a, b in zip(clones[-1].parameters(), model.parameters(), strict=True))
+    expected = [sample(model, seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert list(pool.map(sample, clones, range(4))) == expected
