@@ -142,7 +142,7 @@ BAD_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "code_fence": _BAD_TEXT,
         "redundancy_prompt": _BAD_TEXT,
         "redundancy_interval": (0, -5, 1.5, "x", None, True),
-        "answer_pattern": (*_BAD_TEXT, "(", "[a-", "*"),
+        "answer_pattern": (*_BAD_TEXT, "(", "[a-", "*", "((a{1000}){1000}){1000}", "a{100000000}"),
         "stop_on_answer": ("some", "", None, True, ["any"]),
         "finisher_prompt": _BAD_TEXT,
         "finisher_tokens": (-1, 1.5, "x", None, True),

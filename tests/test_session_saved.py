@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import tiny
 import torch
 import transformers
 from ascii_tokenizer import AsciiTokenizer
-from talks import PROMPT, WORDY, begin, change_at_random, logits_during, state
+from talks import PROMPT, WORDY, Scripts, begin, change_at_random, logits_during, scripted, state
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor
 from workers import TOKENIZER, small_model
@@ -24,6 +26,7 @@ import hf_parallel
 from hf_parallel import HogwildSession
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.hogwild import LAYOUTS
+from hf_parallel.generation.modes.hogwild.journal import write_journal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -288,6 +291,93 @@ def test_a_changed_file_raises(saved: Path, tmp_path: Path, name: str, change: A
     (tmp_path / "changed.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="changed.json is damaged"):
         load(tmp_path / "changed.json")
+
+
+def forge(saved: Path, path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """Write a changed copy of a file with the digest of its new content."""
+    state = json.loads(saved.read_text())
+    head = {name: state.pop(name) for name in ("format", "version", "digest")}
+    change(state)
+    write_journal(path, state)
+    assert json.loads(path.read_text())["digest"] != head["digest"]
+    return path
+
+
+def event(state: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the first event of a journal with a key."""
+    return next(event for event in state["journal"] if kind in event)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s.pop("transformers"), "transformers must be a string"),
+        (lambda s: s.update(model=5), "model must be a string"),
+        (lambda s: s.update(prompt="x"), "prompt must be a list of tokens"),
+        (lambda s: s["prompt"].append(-1), "prompt must be a list of tokens"),
+        (lambda s: s["prompt"].append(10**6), "prompt, .* are damaged: input_ids .* 1000000, outside the vocabulary"),
+        (lambda s: s.update(prompt=[]), "prompt, .* are damaged: input_ids must hold at least one token"),
+        (lambda s: s.update(settings=None), "settings must be an object"),
+        (lambda s: s["settings"].update(num_workers="x"), "settings: num_workers must be an int"),
+        (lambda s: s["settings"].update(magic=1), "settings: .* no setting 'magic'"),
+        (
+            lambda s: s["settings"].update(answer_pattern="((a{1000}){1000}){1000}"),
+            "settings: answer_pattern must have",
+        ),
+        (
+            lambda s: s["settings"].update(answer_pattern="a" * 10**6),
+            "settings: answer_pattern must have at most 10000",
+        ),
+        (lambda s: s.update(generation=[]), "generation must be an object"),
+        (lambda s: s["generation"].update(streamer=5), r"generation has \['streamer'\]"),
+        (lambda s: s["generation"].update(early_stopping=["a"]), "prompt, settings or generation are damaged"),
+        (lambda s: s["generation"].update(sequence_bias=[""]), "prompt, settings or generation are damaged"),
+        (lambda s: s.update(helpers=3), "helpers must be a list of strings"),
+        (lambda s: s.update(given=3), "given must be a list of strings"),
+        (lambda s: s.update(tokens=[["a"]]), "tokens must be a list of lists of tokens"),
+        (lambda s: s.update(journal="x"), "journal must be a list"),
+        (lambda s: s["journal"].append({}), r"journal\[\d+\] must be a pass or a change, got {}"),
+        (lambda s: s["journal"].append({"magic": 1}), r"journal\[\d+\] must be a pass or a change"),
+        (lambda s: s["journal"].append({"pass": []}), r"journal\[\d+\] must be a pass or a change"),
+        (lambda s: s["journal"].append({"pass": [[0, 5]]}), r"journal\[\d+\] must be a pass or a change"),
+        (lambda s: s["journal"].append({"pass": [[9, 5, 0]]}), r"rows \[9\] were active"),
+        (lambda s: s["journal"].append({"pass": [[0, 10**6, 0]]}), r"journal\[\d+\] does not fit .* vocabulary"),
+        (lambda s: event(s, "tell").pop("tokens"), r"journal\[\d+\] must be a pass or a change"),
+        (lambda s: event(s, "tell").update(tell=99), r"journal\[\d+\] does not fit"),
+        (lambda s: event(s, "tell").update(tokens=[10**6]), r"journal\[\d+\] does not fit"),
+        (lambda s: event(s, "add").update(add="common"), r"journal\[\d+\] does not fit"),
+        (lambda s: event(s, "add").update(add=None), r"journal\[\d+\] must be a pass or a change"),
+        (lambda s: event(s, "remove").update(remove=99), r"journal\[\d+\] does not fit"),
+        (lambda s: event(s, "remove").update(remove=-1), r"journal\[\d+\] must be a pass or a change"),
+        (lambda s: event(s, "forget").update(forget=99), r"journal\[\d+\] does not fit"),
+    ],
+)
+def test_a_forged_file_with_a_right_digest_raises_an_error_that_names_file_and_field(
+    saved: Path, tmp_path: Path, change: Any, said: str
+) -> None:
+    path = forge(saved, tmp_path / "forged.json", change)
+    with pytest.raises(ValueError, match=rf"(?s)forged\.json .*{said}"):
+        load(path)
+
+
+def test_wrong_helpers_are_not_blamed_on_the_file(saved: Path) -> None:
+    with pytest.raises(TypeError, match=r"^streamer must have the methods"):
+        load(saved, streamer="stdout")
+    with pytest.raises(ValueError, match=r"^tokenizer must be a tokenizer"):
+        load(saved, tokenizer="gpt2")
+
+
+def test_a_catastrophic_answer_pattern_is_given_up_in_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its search takes twice as long with each `x`; the time limit holds once, not at each token."""
+    session = scripted("x" * 60, "x" * 60, answer_pattern="(?:x|x)+y")
+    session.run(60)
+    session.save(tmp_path / "slow.json")
+    caplog.clear()
+    began = time.monotonic()
+    other = load(tmp_path / "slow.json", logits_processor=[Scripts("", "")])
+    assert time.monotonic() - began < 20
+    assert other.texts == session.texts
+    assert sum("stopped after" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_file_of_another_version_raises(saved: Path, tmp_path: Path) -> None:

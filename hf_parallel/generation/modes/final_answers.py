@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,22 @@ BOXED = rf"\\boxed\{{({_BRACED})\}}"
 """`\\boxed{answer}`, with balanced braces in the answer up to three deep."""
 PATTERN_SECONDS = 1.0
 """Time limit for a regular expression on one text."""
+PATTERN_LENGTH, PATTERN_REPEATS = 10_000, 100_000
+"""Limits of a regular expression, which hold its compilation below a second: characters, and the product of the repeat
+counts `{n}`, as `regex` compiles repeated parts n times."""
 _NUMBER = re.compile(r"\+?(-?)(\d+|\d{1,3}(?:,\d{3})+)(?:\.(\d*))?")
 _logger = logging.getLogger(__name__)
 
 
 def check_pattern(name: str, pattern: Any) -> None:
-    """Raise a `ValueError` unless `pattern` is a string that is a regular expression."""
+    """Raise a `ValueError` unless `pattern` is a string that is a regular expression, and not too large to compile."""
     check_text(name, pattern)
+    repeats = math.prod(max(1, int(count)) for count in re.findall(r"\{\s*(\d{1,9})", pattern[:PATTERN_LENGTH]))
+    if len(pattern) > PATTERN_LENGTH or repeats > PATTERN_REPEATS:
+        raise ValueError(
+            f"{name} must have at most {PATTERN_LENGTH} characters, and repeat counts whose product is at most "
+            f"{PATTERN_REPEATS}, got {pattern[:80]!r}"
+        )
     try:
         regex.compile(pattern)
     except (regex.error, RecursionError) as error:
@@ -46,7 +56,33 @@ def find_answer(pattern: str, text: str) -> str | None:
     """
     if not pattern:
         return None
-    answers = [match.group(1 if match.re.groups else 0) for match in find_matches(pattern, text)]
+    return _last_answer(find_matches(pattern, text))
+
+
+class AnswerSearch:
+    """Searches many texts by one pattern as `find_answer`, but no longer after it has been stopped on one of them.
+
+    Otherwise a pattern that is too slow for a growing text would use up the time limit at each token.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+
+    def find(self, text: str) -> str | None:
+        """Return the last non-blank final answer in a text, or None."""
+        if not self.pattern:
+            return None
+        try:
+            return _last_answer(list(regex.finditer(self.pattern, text, timeout=PATTERN_SECONDS)))
+        except TimeoutError:
+            message = "the regular expression %r was stopped after %s s on one text: no further answer is searched for"
+            _logger.warning(message, self.pattern, PATTERN_SECONDS)
+            self.pattern = ""
+            return None
+
+
+def _last_answer(matches: Sequence[Any]) -> str | None:
+    answers = [match.group(1 if match.re.groups else 0) for match in matches]
     return next((answer for answer in reversed(answers) if answer and answer.strip()), None)
 
 

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TextStreamer
+from transformers import GenerationConfig, PreTrainedModel, TextStreamer
 
 from hf_parallel.cache.fingerprint import fingerprint
+from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.files import warn_on_other_version
-from hf_parallel.generation.arguments import encode
+from hf_parallel.generation.arguments import check_objects, encode
 from hf_parallel.generation.call import vocabulary_size
+from hf_parallel.generation.config import make_config
 from hf_parallel.generation.mixin import Claim, ParallelGenerationMixin, enable, unwrap
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, default_name
 from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
@@ -290,24 +292,33 @@ class HogwildSession:
         warn_on_other_version(path, state["transformers"])
         if state["model"] != fingerprint(unwrap(enable(model)), "HogwildSession.load"):
             raise ValueError(f"{path} was saved with another model, or with other weights, adapters or dtype of it")
-        session = cls(
-            model,
-            tokenizer,
-            torch.tensor([state["prompt"]]),
-            parallel_config=HogwildConfig(**state["settings"]),
-            streamer=streamer,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
-            **state["generation"],
-        )
+        helpers = {
+            "streamer": streamer,
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+        }
+        check_objects(helpers)
+        check_tokenizer(tokenizer)
+        if unknown := state["generation"].keys() - vars(GenerationConfig()).keys():
+            raise ValueError(f"{path} is damaged: generation has {sorted(unknown)}, which generate does not know")
+        try:
+            config = make_config(HogwildConfig.mode, state["settings"])
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: settings: {error}") from error
+        try:
+            prompt = torch.tensor([state["prompt"]], dtype=torch.int64)
+            session = cls(model, tokenizer, prompt, parallel_config=config, **helpers, **state["generation"])
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} was saved with another tokenizer, or its prompt, settings or generation are damaged: {error}"
+            ) from error
         with session._model_held(Claim()):
             try:
                 session._run.restore(state)
             except ValueError as error:
-                raise ValueError(
-                    f"{path} was saved with another tokenizer, or with other processors or criteria: {error}"
-                ) from error
+                message = "is damaged, or was saved with another tokenizer, or with other processors or criteria"
+                raise ValueError(f"{path} {message}: {error}") from error
         return session
 
     def _find(self, name: Any) -> Worker:

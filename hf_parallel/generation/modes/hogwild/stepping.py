@@ -18,7 +18,7 @@ from transformers import GenerationConfig, MaxTimeCriteria
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.generation.arguments import check_inputs
-from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_prompt
 from hf_parallel.generation.modes.hogwild.output import COMMON
@@ -172,7 +172,11 @@ class SteppedRun(HogwildRun):
             raise ValueError(f"it had the processors and criteria {state['helpers']}, this session has {self._helpers}")
         record, given = self.loop.call.record, state.get("given", state["settings"])  # older files lack `given`
         record.settings = {name: value for name, value in record.settings.items() if name in given}
-        for event in state["journal"]:
+        for number, event in enumerate(state["journal"]):
+            if not self._fits(event):
+                raise ValueError(
+                    f"journal[{number}] does not fit the events before it, or the vocabulary: {event!r:.200}"
+                )
             if "pass" in event:
                 self._repeat_pass(event["pass"])
                 continue
@@ -182,6 +186,21 @@ class SteppedRun(HogwildRun):
         self._compute_backlog()
         if self._tokens != state["tokens"]:
             raise ValueError("its texts have other tokens")
+
+    def _fits(self, event: Mapping[str, Any]) -> bool:
+        """Return whether the numbers of an event stand for workers, steps and tokens that there are."""
+        tokens = [entry[1] for entry in event.get("pass", ())] + event.get("tokens", [])
+        if max(tokens, default=0) >= vocabulary_size(self.loop.call.model):
+            return False
+        has_history = self.config.layout != "contiguous"
+        if "tell" in event:
+            return has_history if event["tell"] is None else event["tell"] in [w.number for w in self.active]
+        if "add" in event:
+            names = [worker.name for worker in self.present]
+            return event["add"] not in (*names, COMMON, "") and not self.group.is_full()
+        if "remove" in event:
+            return event["remove"] in [worker.number for worker in self.present]
+        return "pass" in event or (has_history and event["forget"] < len(self.group.finished))
 
     @property
     def _helpers(self) -> list[str]:
