@@ -108,7 +108,7 @@ BAD_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "logits_cache": ("logits.safetensors", {}, 5),
         "replay": ("sometimes", 5, None, ["stepwise"]),
         "prefetch": ("yes", 1, True),
-        "num_workers": (0, -1, 2.0, "2", None, True, [2], torch.tensor(2)),
+        "num_workers": (0, -1, 10**30, 2.0, "2", None, True, [2], torch.tensor(2)),
         "layout": ("diagonal", "", None, 3, ["combined"], np.array(["combined", "contiguous"])),
         "worker_names": (
             "AB",

@@ -85,7 +85,7 @@ _TYPES: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
         "a token id",
     ),
     (
-        ("eos_token_id", "forced_eos_token_id"),
+        ("eos_token_id", "forced_eos_token_id", "decoder_start_token_id"),
         lambda value: _is_int_tensor(value) or _all(value, is_int),
         "a token id or a list of them",
     ),

@@ -27,6 +27,8 @@ NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
 """Default names of the first workers."""
 RECOGNIZABLE = 12
 """Least number of characters around the names of a collaboration prompt by which it is recognized in a prompt."""
+MAX_WORKERS = 1000
+"""Limit of `num_workers` that holds its checks below a second."""
 LATE_STEP = 1234567890
 """Step number for checks of step prefixes: it has every digit, and more digits than any step of a call."""
 
@@ -130,6 +132,8 @@ class HogwildConfig(ReplayConfig):
         if self.prefetch:
             raise ValueError("prefetch must be None or False for hogwild, whose workers decode in lockstep, got True")
         check_int("num_workers", self.num_workers, at_least=1)
+        if self.num_workers > MAX_WORKERS:
+            raise ValueError(f"num_workers must be at most {MAX_WORKERS}, got {self.num_workers!r}")
         check_choice("layout", self.layout, LAYOUTS)
         headers = ("history_header", "others_header", "own_header", "step_gap")
         for name in (*headers, "code_fence", "redundancy_prompt", "finisher_prompt"):

@@ -42,6 +42,8 @@ def open_run(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any]) 
     config: Any = take_parallel_config(model.generation_config, settings)
     _check_config(config)
     settings |= _prompt_arguments(prompt, tokenizer, config)
+    if (rows := settings.get("num_return_sequences")) not in (None, 1):  # before the prompt is repeated
+        raise ValueError(f"a session has one prompt and num_return_sequences=1, got num_return_sequences={rows!r}")
     _set_default_length(model, settings)
     with model.prepared_call(config, {**settings, "tokenizer": tokenizer}) as call:
         pass
@@ -170,7 +172,8 @@ class SteppedRun(HogwildRun):
         """
         if self._helpers != state["helpers"]:
             raise ValueError(f"it had the processors and criteria {state['helpers']}, this session has {self._helpers}")
-        record, given = self.loop.call.record, state.get("given", state["settings"])  # older files lack `given`
+        record, given = self.loop.call.record, state.get("given")
+        given = state["settings"] if given is None else given  # older files lack it
         record.settings = {name: value for name, value in record.settings.items() if name in given}
         for number, event in enumerate(state["journal"]):
             if not self._fits(event):
