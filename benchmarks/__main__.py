@@ -62,7 +62,7 @@ def set_up(options: argparse.Namespace) -> tuple[Any, Any]:
     transformers.logging.set_verbosity_error()
     if options.threads:
         torch.set_num_threads(options.threads)
-    model, tokenizer = load_model(options.model, getattr(torch, options.dtype), options.device)
+    model, tokenizer = load_model(options.model, getattr(torch, options.dtype), options.device, preset=False)
     return hf_parallel.enable(model), tokenizer
 
 

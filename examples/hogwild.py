@@ -12,16 +12,15 @@ else:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
 hf_parallel.enable(model)
 
-preset = hf_parallel.HogwildConfig.presets["embedded"]
-config = hf_parallel.HogwildConfig(num_workers=2, seed=5, **(preset.settings if MODEL is None else {}))
-prompt = hf_parallel.hogwild_prompt("Task: Plan a picnic in the park.", tokenizer, config)
+prompt = hf_parallel.hogwild_prompt("Plan a picnic in the park.", tokenizer, num_workers=2)
 out = model.generate(
     **prompt,
-    parallel_config=config,
+    generation_mode="hogwild",
     tokenizer=tokenizer,
+    num_workers=2,
+    seed=5,
     max_new_tokens=48,  # forward passes; each appends one token per worker
     return_dict_in_generate=True,
-    **preset.generation,
 )
 for step in out.history[0]:
     print(f"pass {step.forward_pass or '-':>3}  {' '.join(step.text.split())}")

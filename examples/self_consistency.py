@@ -19,9 +19,10 @@ out = model.generate(
     generation_mode="self_consistency",
     tokenizer=tokenizer,
     num_answers=6,
-    answer_pattern=r"(\d+)",  # the last number; the default is \boxed{...}
+    answer_pattern=r"(?:=|is|equals) *(\d+)",  # no operand; the last match counts; the default is \boxed{...}
     do_sample=True,
     temperature=0.7,
+    top_p=0.9,
     seed=0,
     max_new_tokens=32,
     return_dict_in_generate=True,
@@ -31,4 +32,4 @@ for text, found in zip(out.texts[0], out.found[0], strict=True):
 print(f"\nvotes: {out.votes[0]}, answer: {out.answers[0]}")
 
 # Prints:
-#   votes: {...}, answer: ...
+#   votes: {'12': ...}, answer: 12

@@ -128,10 +128,11 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
             prompt_text = Chat(prompt_text)  # type: ignore[arg-type] # from a dataset
         if not isinstance(prompt_text, str | Chat):
             raise _invalid_inputs(prompt_text)
-        rules = None if parallel_config is None or not prompt_helper else parallel_config.system_prompt()
-        if rules is None:
+        config = parallel_config if prompt_helper else None
+        rules = None if config is None else config.system_prompt()
+        if config is None or rules is None:
             return super().preprocess(prompt_text, **kwargs)
-        task: Any = prompt_text
+        task: Any = config.task_text(prompt_text) if isinstance(prompt_text, str) else prompt_text
         template: dict[str, Any] = {}
         if isinstance(prompt_text, Chat):
             task = prompt_text.messages

@@ -78,7 +78,12 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any
 
         monkeypatch.setitem(vars(loaded), "generate", generate)
         monkeypatch.setitem(vars(loaded), "prepared_call", prepared_call)
-        monkeypatch.setattr(cli_generate, "load", lambda options: (loaded, Tokenizer()))
+
+        def load(name: Any, dtype: Any, device: Any, preset: bool) -> Any:
+            loaded.generation_config.parallel_preset = "embedded" if preset and name is None else None
+            return loaded, Tokenizer()
+
+        monkeypatch.setattr(cli_generate, "load_model", load)
         return calls
 
     return use

@@ -6,8 +6,9 @@ import copy
 import functools
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,8 @@ OWN_MODES = [name for name, cls in MODES.items() if cls.__module__.startswith("h
 """Modes of the package, not those that tests define."""
 NEW_TOKENS = 4
 """Maximum number of new tokens after an opening."""
+READ_TOKENS = 28
+"""The same where a test reads the text."""
 
 
 def name_of(page: Path) -> str:
@@ -46,8 +49,8 @@ def blocks_of(text: str, *languages: str) -> list[str]:
 
 
 @contextmanager
-def small_scale(embedded: tuple[Any, Any]) -> Iterator[None]:
-    """Load the embedded model for every Hub id and end texts early.
+def small_scale(embedded: tuple[Any, Any], new_tokens: int = NEW_TOKENS) -> Iterator[None]:
+    """Load the embedded model for every Hub id and end texts after `new_tokens`.
 
     The model is probed once, not at every `enable`. On exit the model is restored, and modes and policies that the code
     has registered are removed.
@@ -56,17 +59,21 @@ def small_scale(embedded: tuple[Any, Any]) -> Iterator[None]:
     models, tokenizers = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
     config, modes, policies = copy.deepcopy(model.generation_config), dict(MODES), dict(POLICIES)
     try:
-        with (
-            patch.object(hf_parallel, "load_embedded_model", lambda **_: embedded),
-            patch.object(mixin, "probe_capabilities", _probe_once),
-            patch.object(hf_parallel.HogwildSession, "run", _few_passes(hf_parallel.HogwildSession.run)),
-            patch.object(models, "from_pretrained", _unless_local(models.from_pretrained, model)),
-            patch.object(tokenizers, "from_pretrained", _unless_local(tokenizers.from_pretrained, tokenizer)),
-            patch.object(ParallelGenerationMixin, "generate", _short(ParallelGenerationMixin.generate, tokenizer)),
-            patch.object(
-                transformers.GenerationMixin, "generate", _short(transformers.GenerationMixin.generate, tokenizer)
-            ),
-        ):
+        with ExitStack() as stack:
+            for patched in (
+                patch.object(hf_parallel, "load_embedded_model", lambda **_: embedded),
+                patch.object(mixin, "probe_capabilities", _probe_once),
+                patch.object(
+                    hf_parallel.HogwildSession, "run", _few_passes(hf_parallel.HogwildSession.run, new_tokens)
+                ),
+                patch.object(models, "from_pretrained", _unless_local(models.from_pretrained, model)),
+                patch.object(tokenizers, "from_pretrained", _unless_local(tokenizers.from_pretrained, tokenizer)),
+                *(
+                    patch.object(cls, "generate", _short(cls.generate, tokenizer, new_tokens))
+                    for cls in (ParallelGenerationMixin, transformers.GenerationMixin)
+                ),
+            ):
+                stack.enter_context(patched)
             yield
     finally:
         hf_parallel.disable(model)
@@ -96,12 +103,19 @@ def _unless_local(load: Any, stand_in: Any) -> Any:
     return staticmethod(lambda name, *args, **kwargs: load(name, *args, **kwargs) if Path(name).is_dir() else stand_in)
 
 
-def _few_passes(run: Any) -> Any:
+def garbled(printed: str) -> list[str]:
+    """Return lines that a looping model prints: headings, and lines with the words of an earlier one."""
+    headings = re.findall(r"(?m)^.*#{2,} .*$", printed)
+    texts = [" ".join(re.findall(r"[^\W\d]+", line)) for line in printed.splitlines()]
+    return headings + [text for text, count in Counter(texts).items() if count > 1 and len(text.split()) > 3]
+
+
+def _few_passes(run: Any, most: int) -> Any:
     """Return a session's `run` with few passes."""
-    return functools.wraps(run)(lambda session, passes=NEW_TOKENS: run(session, min(passes, NEW_TOKENS)))
+    return functools.wraps(run)(lambda session, passes=most: run(session, min(passes, most)))
 
 
-def _short(generate: Any, tokenizer: Any) -> Any:
+def _short(generate: Any, tokenizer: Any, new_tokens: int) -> Any:
     """Return a `generate` with few new tokens after an opening and titles."""
     plain = transformers.GenerationMixin.generate
 
@@ -111,7 +125,7 @@ def _short(generate: Any, tokenizer: Any) -> Any:
         if kwargs.get("generation_config") is None and not again:
             titles = "".join(f"####{title}:......\n" for title in kwargs.get("titles", ()))
             beginning = kwargs.get("opening", "") + titles + kwargs.get("terminator", "")
-            most = NEW_TOKENS + len(tokenizer(beginning).input_ids)
+            most = new_tokens + len(tokenizer(beginning).input_ids)
             kwargs["max_new_tokens"] = min(kwargs.get("max_new_tokens", most), most)
         return generate(model, *args, **kwargs)
 

@@ -197,19 +197,14 @@ def test_values_are_json_or_text_and_text_settings_stay_text(text: str, default:
     assert cli_settings.parse(text, default) == value
 
 
-def test_options_override_the_preset_of_the_embedded_model() -> None:
+def test_only_given_settings_are_passed_on_so_that_presets_can_fill_in_the_others() -> None:
     config, settings = cli_settings.read_settings(options("x", "--temperature", "0.3", "--set", "step_prefix={name}> "))
-    assert (config.step_prefix, config.own_header) == ("{name}> ", "\n\n")  # type: ignore[union-attr]
-    assert (settings["temperature"], settings["do_sample"], settings["top_p"]) == (0.3, True, 0.9)
-    config, settings = cli_settings.read_settings(options("x", "--no-preset", "--seed", "7"))
+    assert config is not None
+    assert config.to_dict() == {"step_prefix": "{name}> "}
+    assert settings == {"temperature": 0.3, "do_sample": True, "max_new_tokens": 256}
+    config, settings = cli_settings.read_settings(options("x", "--seed", "7", "--greedy"))
     assert config == HogwildConfig(seed=7)
-    assert settings == {"max_new_tokens": 256}
-
-
-def test_greedy_removes_the_sampling_settings_of_the_preset() -> None:
-    _, settings = cli_settings.read_settings(options("x", "--greedy"))
-    assert settings["do_sample"] is False
-    assert not {"temperature", "top_p", "top_k"} & settings.keys()
+    assert settings == {"do_sample": False, "max_new_tokens": 256}
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])

@@ -16,14 +16,14 @@ import pytest
 import torch
 from mode_cases import BUILT_IN, every_setting
 from tiny import build, left_pad, make_prompts
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
 import hf_parallel
 from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, SharedPrefixConfig
 from hf_parallel.cli.settings import describe
 from hf_parallel.generation import MODES
-from hf_parallel.generation.config import make_config
+from hf_parallel.generation.config import Preset, make_config
 
 IDS = make_prompts([5])[0][None]
 
@@ -174,6 +174,113 @@ def test_settings_of_several_sources_are_merged(echo: type[ParallelConfig], mode
     model.generation_config.parallel_config = {"times": 3, "reverse": False}
     out = model.generate(IDS, max_new_tokens=4, parallel_config=echo(reverse=True))
     assert torch.equal(out, repeated(3).flip(1))
+
+
+@pytest.fixture
+def marked(echo: type[ParallelConfig], model: Any) -> Any:
+    """A model with a preset of `echo`."""
+    sampling = {"do_sample": True, "temperature": 0.5, "no_repeat_ngram_size": 2}
+    echo.presets = {"small": Preset({"times": 5, "reverse": True}, sampling)}
+    model.generation_config.parallel_preset = "small"
+    return model
+
+
+@pytest.mark.parametrize("source", ["keyword", "parallel_config", "generation_config", "model"])
+def test_every_source_overrides_the_preset(source: str, echo: type[ParallelConfig], marked: Any) -> None:
+    arguments: dict[str, Any] = {"generation_mode": "echo", "max_new_tokens": 4}
+    assert torch.equal(marked.generate(IDS, **arguments), repeated(5).flip(1))
+    if source == "keyword":
+        arguments["times"] = 2
+    elif source == "parallel_config":
+        arguments["parallel_config"] = echo(times=2)
+    elif source == "generation_config":
+        arguments["generation_config"] = GenerationConfig(max_new_tokens=arguments.pop("max_new_tokens"))
+        arguments["generation_config"].parallel_config = {"times": 2}
+    else:
+        marked.generation_config.parallel_config = {"times": 2}
+    assert torch.equal(marked.generate(IDS, **arguments), repeated(2).flip(1))
+
+
+@pytest.mark.parametrize("where", ["keywords", "generation_config", "model"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (True, 0.5, 2)),
+        ({"temperature": 0.9}, (True, 0.9, 2)),
+        ({"do_sample": False}, (False, 1.0, 2)),
+        ({"do_sample": False, "no_repeat_ngram_size": 0}, (False, 1.0, 0)),
+        ({"do_sample": True}, (True, 0.5, 2)),
+    ],
+    ids=str,
+)
+def test_given_settings_of_generate_override_those_of_the_preset(
+    where: str,
+    given: dict[str, Any],
+    expected: Any,
+    echo: type[ParallelConfig],
+    marked: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls: list[Any] = []
+    make_run = echo.make_run
+    monkeypatch.setattr(echo, "make_run", lambda self, call: calls.append(call) or make_run(self, call))
+    arguments: dict[str, Any] = {"generation_mode": "echo", "max_new_tokens": 4}
+    if where == "keywords":
+        arguments |= given
+    elif where == "model":
+        marked.generation_config.update(**given)
+    else:
+        arguments = {"generation_mode": "echo", "generation_config": GenerationConfig(max_new_tokens=4, **given)}
+    logging.warning_once.cache_clear()
+    marked.generate(IDS, **arguments)
+    (config,) = (call.generation_config for call in calls)
+    assert (config.do_sample, config.temperature, config.no_repeat_ngram_size) == expected
+    assert not caplog.text
+    assert (
+        arguments.get("generation_config", config).do_sample is given.get("do_sample") or where != "generation_config"
+    )
+
+
+def test_presets_are_used_only_by_marked_models_and_modes_with_a_preset_of_that_name(
+    echo: type[ParallelConfig], marked: Any
+) -> None:
+    greedy = {"max_new_tokens": 4, "generation_mode": "shared_prefix"}
+    plain = hf_parallel.enable(copy.deepcopy(build("llama")))
+    assert torch.equal(marked.generate(IDS, **greedy), plain.generate(IDS, **greedy))
+    assert torch.equal(plain.generate(IDS, max_new_tokens=4, generation_mode="echo"), repeated(2))
+    for name in ("other", None):
+        marked.generation_config.parallel_preset = name
+        assert torch.equal(marked.generate(IDS, max_new_tokens=4, generation_mode="echo"), repeated(2))
+    marked.generation_config.parallel_preset = ["small"]
+    with pytest.raises(ValueError, match=r"parallel_preset must be a string, got \['small'\]"):
+        marked.generate(IDS, max_new_tokens=4, generation_mode="echo")
+
+
+def test_a_copied_a_saved_and_an_exported_model_keep_their_preset(
+    echo: type[ParallelConfig], marked: Any, tmp_path: Path
+) -> None:
+    marked.generation_config._from_model_config = False  # as after loading a generation_config.json
+    marked.save_pretrained(tmp_path / "saved")
+    loaded = hf_parallel.enable(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
+    for other in (copy.deepcopy(marked), pickle.loads(pickle.dumps(marked)), loaded):
+        assert torch.equal(other.generate(IDS, max_new_tokens=4, generation_mode="echo"), repeated(5).flip(1))
+    marked.generation_config.generation_mode = "echo"
+    hf_parallel.hub.export(marked, tmp_path / "exported")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+    assert torch.equal(exported.generate(IDS, max_new_tokens=4), repeated(5).flip(1))
+
+
+def test_the_embedded_model_is_marked_unless_told_not_to(embedded: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = embedded
+    assert model.generation_config.parallel_preset == "embedded"
+    tokenizer.save_pretrained(tmp_path)
+    marked = AutoTokenizer.from_pretrained(tmp_path)
+    for kept in (tokenizer, marked, copy.deepcopy(tokenizer)):
+        assert "Task: Add." in kept.decode(hf_parallel.hogwild_prompt("Add.", kept)["input_ids"][0])
+    model, tokenizer = hf_parallel.load_embedded_model(preset=False)
+    assert not hasattr(model.generation_config, "parallel_preset")
+    assert "Task: Add." not in tokenizer.decode(hf_parallel.hogwild_prompt("Add.", tokenizer)["input_ids"][0])
 
 
 def test_mode_is_taken_from_keyword_then_object_then_generation_configs(echo: type[ParallelConfig], model: Any) -> None:

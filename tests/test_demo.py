@@ -71,16 +71,29 @@ def test_demo_writes_no_terminal_commands_into_a_pipe(quick_demo: str) -> None:
     assert "\x1b" not in quick_demo
 
 
+def test_demo_times_both_ways_in_turns_and_shows_different_sampled_completions(quick_demo: str) -> None:
+    lines = [line.strip() for line in quick_demo.splitlines()]
+    ways = [line.removesuffix(" ...") for line in lines if line.endswith(" ...")]
+    assert ways == ["shared_prefix", "generate", "shared_prefix"]
+    sampled = [line for line in lines[lines.index("Sampled, 4 of 4 completions:") :] if line.startswith("- ")]
+    assert len(sampled) == 4
+    assert len(set(sampled)) > 1
+
+
 def test_a_demo_with_other_tokens_says_so(monkeypatch: pytest.MonkeyPatch, embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
-    outputs = iter([torch.full((2, 12), token) for token in (20, 21)])
+    outputs = iter([torch.full((2, 12), token) for token in (20, 20, 21)])
 
     def measure(*arguments: Any) -> demo.Measured:
         return demo.Measured(next(outputs), prefill=1.0, step=1.0, total=2.0, kv_bytes=8)
 
     monkeypatch.setattr(demo, "measure", measure)
     console = a_pipe()
-    demo.show_shared_prefix(console, model, tokenizer, demo.Sizes(prompt=10, rows=2, new_tokens=2))
+    hf_parallel.enable(model)
+    try:
+        demo.show_shared_prefix(console, model, tokenizer, demo.Sizes(prompt=10, rows=2, new_tokens=2))
+    finally:
+        hf_parallel.disable(model)
     assert "same tokens: NO" in printed(console)
 
 
@@ -183,13 +196,13 @@ def test_columns_need_space() -> None:
 
 def test_the_view_shows_the_text_and_cache_size_of_hogwild(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
-    config = HogwildConfig(seed=3, **HogwildConfig.presets["embedded"].settings)
+    config = HogwildConfig(seed=3)  # the model's preset adds the texts
     view = LiveColumns(config, a_terminal())
     hf_parallel.enable(model)
     try:
         with view, view.watching(model):
             output = model.generate(
-                **hogwild_prompt("Task: Plan a picnic.", tokenizer, config),
+                **hogwild_prompt("Plan a picnic.", tokenizer, config),
                 generation_mode="hogwild",
                 parallel_config=config,
                 tokenizer=tokenizer,

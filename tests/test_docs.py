@@ -17,7 +17,19 @@ from typing import Any
 
 import pytest
 import yaml
-from pages import OTHER_TOOLS, OWN_MODES, PAGES, ROOT, blocks, name_of, run, small_scale
+from pages import (
+    NEW_TOKENS,
+    OTHER_TOOLS,
+    OWN_MODES,
+    PAGES,
+    READ_TOKENS,
+    ROOT,
+    blocks,
+    garbled,
+    name_of,
+    run,
+    small_scale,
+)
 
 import hf_parallel
 from hf_parallel.cli.generate import generate
@@ -27,6 +39,14 @@ from hf_parallel.generation import MODES
 
 DOCS = ROOT / "docs"
 WITH_CODE = [page for page in PAGES if blocks(page, "python") and page != OTHER_TOOLS]
+SHOWN = {
+    "README.md": r"\[\['Mars', 'Venus', 'Jupiter'\]\]",
+    "docs/index.md": r"(?m)^Alice: \w(.|\n)*^Bob: \w|^Bob: \w(.|\n)*^Alice: \w",
+    "docs/modes/hogwild.md": r"Alice 1 ended at pass \d+ \| Alice: \w",
+    "docs/modes/pdos.md": r"\[\['Mars', 'Venus', 'Jupiter'\]\] \d+ tokens in \d+ forward passes",
+    "docs/modes/baselines.md": r"^\{'12': \d.*\} 12\n",
+}
+"""Pages whose examples show a text: a pattern of what they print."""
 COMMANDS = ("hf-parallel", "make", "pip", "python")
 UNCHECKED = ("cd", "git")
 """Other commands in shell blocks, whose arguments are not checked."""
@@ -47,11 +67,26 @@ def script(name: str) -> ModuleType:
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_code_of_page_runs(
-    page: Path, embedded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path,
+    embedded: tuple[Any, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with small_scale(embedded):
+    shown, long = SHOWN.get(name_of(page)), page.parent != ROOT  # README's examples take too long
+    with small_scale(embedded, READ_TOKENS if shown and long else NEW_TOKENS):
         run(blocks(page, "python"), name_of(page))
+    if shown:
+        printed = capsys.readouterr().out
+        assert not long or not garbled(printed)
+        assert re.search(shown, printed), printed
+
+
+def test_loops_of_a_model_are_recognised() -> None:
+    assert garbled("### What I am writing right now\n\n### What I am writing right now")
+    assert garbled("1: You are right about that.\n2: You are right about that.")
+    assert not garbled("Alice: Yes.\nAlice: Yes.\nBob: You are right about that.\n####Mars: red")
 
 
 def test_every_fenced_block_has_a_language() -> None:

@@ -47,6 +47,7 @@ EVERY_SETTING: dict[str, Any] = {
     "finisher_prompt": "So ",
     "finisher_tokens": 5,
     "collaboration_prompt": "{names} work.",
+    "task_prompt": "Task: {task}",
 }
 """A value other than the default for each setting that can be stored."""
 SMALL_CALL: dict[str, Any] = {

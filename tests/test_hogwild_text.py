@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,14 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hf_parallel
 from hf_parallel import HogwildConfig, hogwild_prompt
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.modes.hogwild.worker import ends_step
 
 
 @pytest.fixture(scope="module")
-def tokenizer(embedded: tuple[Any, Any]) -> Any:
-    return embedded[1]
+def tokenizer() -> Any:
+    return hf_parallel.load_embedded_model(preset=False)[1]
 
 
 # Incremental detokenization
@@ -239,6 +241,32 @@ def test_the_embedded_models_template_is_used(tokenizer: Any) -> None:
     text = tokenizer.decode(hogwild_prompt("Add 2 and 2.", tokenizer)["input_ids"][0])
     assert text.startswith("<|im_start|>system\n2 assistants, Alice, Bob, work on the task")
     assert text.endswith("<|im_start|>user\nAdd 2 and 2.<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_embedded_model_has_a_prompt_of_its_own(embedded: tuple[Any, Any], tokenizer: Any) -> None:
+    marked = embedded[1]
+    text = marked.decode(hogwild_prompt("Add 2 and 2.", marked)["input_ids"][0])
+    assert "Alice, Bob solve tasks together. They talk in short sentences" in text
+    assert text.endswith("<|im_start|>user\nTask: Add 2 and 2.<|im_end|>\n<|im_start|>assistant\n")
+    for talk in ({"config": HogwildConfig(collaboration_prompt="Talk.")}, {"collaboration_prompt": "Talk."}):
+        text = marked.decode(hogwild_prompt("Add.", marked, **talk)["input_ids"][0])
+        assert text.startswith("<|im_start|>system\nTalk.<|im_end|>\n<|im_start|>user\nTask: Add.")
+    default_texts = {name: getattr(HogwildConfig, name) for name in ("collaboration_prompt", "task_prompt")}
+    default = hogwild_prompt("Add.", tokenizer)["input_ids"]
+    assert torch.equal(hogwild_prompt("Add.", marked, **default_texts)["input_ids"], default)
+    chat = [{"role": "user", "content": "Add."}]
+    assert "user\nAdd." in marked.decode(hogwild_prompt(chat, marked)["input_ids"][0])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_the_example_of_the_embedded_models_prompt_has_all_workers(embedded: tuple[Any, Any], count: int) -> None:
+    tokenizer = embedded[1]
+    text = tokenizer.decode(hogwild_prompt("Add.", tokenizer, num_workers=count)["input_ids"][0])
+    assert set(re.findall(r"(?m)^(?!Task)(\w+): ", text)) == set(HogwildConfig(num_workers=count).names)
+    names = [f"Nora {i}" for i in range(count)]
+    text = tokenizer.decode(hogwild_prompt("Add.", tokenizer, num_workers=count, worker_names=names)["input_ids"][0])
+    assert set(re.findall(r"(?m)^(Nora \d): ", text)) == set(names)
+    assert not re.search("Alice|Bob", text)
 
 
 @pytest.mark.parametrize("task", ["", "  \n", None, 3, ["Add"]])

@@ -6,8 +6,9 @@ All statements about speed and equality of tokens are measured while the demo ru
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from rich.table import Column, Table
 
 from hf_parallel.cli.live import live_view, make_console
 from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
-from hf_parallel.generation import Preset, build_prompt, enable
+from hf_parallel.generation import build_prompt, enable
 from hf_parallel.generation.config import SAMPLING
 from hf_parallel.generation.modes import HogwildConfig, SharedPrefixConfig
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.loading import load_model
 
 TASK = "Plan a picnic in the park for ten people."
+SHOWN = 4
+"""Sampled completions that are printed."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print("Stopped; on to the second part (Ctrl-C again to exit).\n")
         except UnsupportedModelError as error:
             console.print(f"Skipped: {error}\n")
-        show_shared_prefix(console, model, tokenizer, sizes)
+        show_shared_prefix(console, model, tokenizer, sizes, options.seed)
         console.print(Rule("3. Your own model", align="left"))
         console.print(NEXT_STEPS, soft_wrap=True)
     except KeyboardInterrupt:
@@ -71,9 +74,8 @@ def load(name: str | None, console: Console) -> tuple[Any, Any]:
 
 def show_workers(console: Console, model: Any, tokenizer: Any, options: argparse.Namespace, passes: int) -> None:
     """Show workers that generate concurrently."""
-    preset = Preset() if options.model else HogwildConfig.presets["embedded"]
-    config = HogwildConfig(seed=options.seed, **preset.settings)
-    prompt = build_prompt(HogwildConfig, preset.task.format(task=options.task), tokenizer, config)
+    config = HogwildConfig(seed=options.seed)
+    prompt = build_prompt(HogwildConfig, options.task, tokenizer, config)
     console.print(Rule(f"1. {config.num_workers} workers, one KV cache", align="left"))
     console.print(
         f"{' and '.join(config.names)} are rows of one batch over one KV cache. Each sees the text of the others token "
@@ -103,8 +105,8 @@ class Measured:
     kv_bytes: int
 
 
-def show_shared_prefix(console: Console, model: Any, tokenizer: Any, sizes: Sizes) -> None:
-    """Compare completions of one prompt by plain `generate` and over a shared prefix."""
+def show_shared_prefix(console: Console, model: Any, tokenizer: Any, sizes: Sizes, seed: int = 0) -> None:
+    """Compare completions of one prompt by plain `generate` and over a shared prefix, and show sampled ones."""
     mode = SharedPrefixConfig.mode
     ids = long_prompt(tokenizer, sizes.prompt).to(model.device)
     rows, new = sizes.rows, sizes.new_tokens
@@ -112,19 +114,31 @@ def show_shared_prefix(console: Console, model: Any, tokenizer: Any, sizes: Size
     console.print(Rule(f"2. One prompt, {rows} completions", align="left"))
     console.print(
         f"A prompt of {ids.shape[1]} tokens, {rows} completions of {new} tokens, greedy, float32, on {device}. "
-        f"The same call of generate, without and with generation_mode={mode!r}:\n"
+        f"The same call of generate, without and with generation_mode={mode!r}, in turns:\n"
     )
     batch = ids.repeat(rows, 1)
     settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
     bars = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
     with Progress(*bars, console=console, disable=not console.is_interactive) as progress:
-        shared = measure(progress, mode, model, batch, settings | {"generation_mode": mode})
-        plain = measure(progress, "generate", model, batch, settings | {"generation_mode": None})
-    console.print(comparison(plain, shared, rows))
-    same = bool(torch.equal(plain.sequences, shared.sequences))
-    console.print(f"\nsame tokens: {'yes' if same else 'NO'} (compared just now: {rows} x {new})")
-    text = tokenizer.decode(shared.sequences[0, ids.shape[1] :], skip_special_tokens=True)
-    console.print(f"Text of every completion: {' '.join(text.split())}\n")
+        with_mode, without = settings | {"generation_mode": mode}, settings | {"generation_mode": None}
+        before = measure(progress, mode, model, batch, with_mode)  # other load on the machine affects both ways
+        plain = measure(progress, "generate", model, batch, without)
+        after = measure(progress, mode, model, batch, with_mode)
+    console.print(comparison(plain, mean(before, after), rows))
+    same = all(torch.equal(plain.sequences, shared.sequences) for shared in (before, after))
+    console.print(f"\nsame tokens: {'yes' if same else 'NO'} (compared just now: {rows} x {new})\n")
+    console.print(f"Sampled, {SHOWN} of {rows} completions:")
+    sampling = {**SAMPLING, "seed": seed, "max_new_tokens": new, "generation_mode": mode}
+    for row in model.generate(ids, num_return_sequences=rows, **sampling)[:SHOWN, ids.shape[1] :]:
+        console.print(f"- {' '.join(tokenizer.decode(row, skip_special_tokens=True).split())}", markup=False)
+    console.print()
+
+
+def mean(*measured: Measured) -> Measured:
+    """Return measured calls as one, with their mean times."""
+    names = ("prefill", "step", "total")
+    times = {name: statistics.mean(getattr(call, name) for call in measured) for name in names}
+    return replace(measured[0], **times)
 
 
 def measure(progress: Progress, name: str, model: Any, ids: torch.Tensor, settings: dict[str, Any]) -> Measured:
@@ -171,7 +185,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", metavar="ID_OR_PATH", help="a chat model (default: the embedded one)")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of each worker (128)")
     parser.add_argument("--task", default=TASK, metavar="TEXT", help=f"task of the workers ({TASK})")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the workers' sampling (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
     options = parser.parse_args(arguments)
     if options.max_new_tokens is not None and options.max_new_tokens < 1:
         parser.error(f"argument --max-new-tokens: must be at least 1, got {options.max_new_tokens}")

@@ -18,13 +18,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.cli.interruptible import InterruptibleCall
-from hf_parallel.cli.settings import PLAIN, describe, embedded_preset, read_settings
+from hf_parallel.cli.settings import PLAIN, describe, read_settings
 from hf_parallel.files import write_atomically
 from hf_parallel.generation import GenerationStats, ParallelConfig, enable
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.printing import ConsoleStreamer
-from hf_parallel.generation.prompts import encode_task
+from hf_parallel.generation.prompts import build_prompt, encode_task
 from hf_parallel.generation.resampling.config import ReplayConfig
 from hf_parallel.generation.rng import mix
 from hf_parallel.generation.validation import is_int
@@ -235,7 +235,7 @@ def _check_writable(option: str, path: Path) -> None:
 def load(options: argparse.Namespace) -> tuple[Any, Any]:
     """Load the model and its tokenizer."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return load_model(options.model, getattr(torch, options.dtype, None), device)
+    return load_model(options.model, getattr(torch, options.dtype, None), device, not options.no_preset)
 
 
 def encode(
@@ -245,15 +245,14 @@ def encode(
 
     Applies the chat template and adds the instructions of the mode, unless `options.raw` is set.
     """
-    template, instructions = "{task}", None
-    if config is not None and not options.raw:
-        preset, instructions = embedded_preset(options), config.system_prompt()
-        if make_config(config.mode, preset.settings, config).system_prompt() == instructions:
-            template = preset.task  # written for the preset's instructions
     rows = []
     for prompt in prompts:
-        task = template.format(task=prompt)
-        tokens = tokenizer(task, return_tensors="pt") if options.raw else encode_task(instructions, task, tokenizer)
+        if options.raw:
+            tokens = tokenizer(prompt, return_tensors="pt")
+        elif config is None:
+            tokens = encode_task(None, prompt, tokenizer)
+        else:
+            tokens = build_prompt(type(config), prompt, tokenizer, config)
         rows.append(tokens["input_ids"].flatten().to(device))
     masks = [torch.ones_like(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0, padding_side="left")

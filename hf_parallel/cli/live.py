@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from hf_parallel.cache import BlockCache
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation import ParallelConfig
+from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.printing import printable
 
 COLORS = ("cyan", "magenta", "yellow", "blue", "green", "red")
@@ -89,7 +90,9 @@ class LiveView:
 
     @contextmanager
     def watching(self, model: PreTrainedModel) -> Iterator[None]:
-        """Count forward passes and read the size of the cache with a forward hook."""
+        """Count forward passes and read the size of the cache with a forward hook. Apply a preset of the model."""
+        settings = {"parallel_config": self.config}
+        self.config = take_parallel_config(model.generation_config, settings) or self.config  # type: ignore[arg-type]
 
         def measure(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             cache = kwargs.get("past_key_values")

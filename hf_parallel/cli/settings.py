@@ -13,9 +13,9 @@ import transformers
 from transformers import GenerationConfig
 
 from hf_parallel.cache.logits import LogitsCache
-from hf_parallel.generation import MODES, ParallelConfig, Preset
+from hf_parallel.generation import MODES, ParallelConfig
 from hf_parallel.generation.arguments import check_values
-from hf_parallel.generation.config import check_setting_names, make_config
+from hf_parallel.generation.config import SAMPLING_ONLY, check_setting_names, make_config
 
 PLAIN = "generate"  # value of `--mode` for `generate` without a mode
 GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
@@ -28,8 +28,6 @@ GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
 )
 """Settings of `generate` that have an option: name, type, help."""
 GENERATION_SETTINGS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Settings of `generate` that have an effect only with `do_sample=True`."""
 _CONSTANTS = {"True": True, "False": False, "None": None}
 _PROCESSORS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "temperature": (transformers.TemperatureLogitsWarper, 1),
@@ -60,37 +58,29 @@ def _default(field: dataclasses.Field[Any]) -> str:
     return repr(value)
 
 
-def embedded_preset(options: argparse.Namespace) -> Preset:
-    """Return the mode's preset for the embedded model; an empty one for other models and with `--no-preset`."""
-    presets = MODES[options.mode].presets if options.mode in MODES else {}
-    return presets.get("embedded", Preset()) if options.model is None and not options.no_preset else Preset()
-
-
 def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, dict[str, Any]]:
     """Return the mode's config (None without a mode) and the arguments of `generate`; check them."""
     cls = MODES.get(options.mode)
-    preset = embedded_preset(options)
     given, flags = _given_options(options)
     of_mode: dict[str, Any] = {"seed": given.pop("seed")} if "seed" in given else {}
     for text in options.set:
         name, value = _parse_set(text, cls, flags)
         (of_mode if cls is not None and name in cls.fields() else given)[name] = value
         flags[name] = f"--set {name}={value}" if name == "do_sample" else f"--set {name}"
-    sampling = [flags[name] for name in _SAMPLING if given.get(name) is not None] + ["--sample"] * bool(options.sample)
+    sampling = [flags[name] for name in SAMPLING_ONLY if given.get(name) is not None] + ["--sample"] * bool(
+        options.sample
+    )
     if sampling and not given.setdefault("do_sample", True):
         raise ValueError(f"{flags['do_sample']} disables sampling, so it cannot be combined with {', '.join(sampling)}")
-    settings = {**preset.generation, **given}
-    if settings.get("max_length") is None:
-        settings.setdefault("max_new_tokens", 256)
-    if not settings.get("do_sample", True):
-        settings = {name: value for name, value in settings.items() if name not in _SAMPLING}
-    _check_generation(settings)
+    if given.get("max_length") is None:
+        given.setdefault("max_new_tokens", 256)
+    _check_generation(given)
     if options.logits_cache is not None or (cls is not None and cls.needs_logits_cache):
         if cls is None or "logits_cache" not in cls.fields():
             raise ValueError(f"--logits-cache needs a mode with logits_cache, got --mode {options.mode}")
         path = options.logits_cache
         of_mode["logits_cache"] = LogitsCache.load(path) if path is not None and path.exists() else LogitsCache()
-    return None if cls is None else make_config(cls.mode, of_mode, preset.settings), settings
+    return None if cls is None else make_config(cls.mode, of_mode), given
 
 
 def _given_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:

@@ -16,7 +16,8 @@ from typing_extensions import Self
 
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.registry import MODES
-from hf_parallel.generation.validation import check_bool, is_int, json_error, suggestion
+from hf_parallel.generation.validation import check_bool, check_text, is_int, json_error, suggestion
+from hf_parallel.models.embedded import PRESET_MARK
 from hf_parallel.transcript.sections import TranscriptStyle
 
 
@@ -34,11 +35,10 @@ class RowPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings that suit one model: those of the mode, those of `generate`, and a template for the task."""
+    """Defaults of a mode for one model: settings of the mode, and settings of `generate`."""
 
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    task: str = "{task}"
 
 
 SAMPLING: dict[str, Any] = {
@@ -49,6 +49,8 @@ SAMPLING: dict[str, Any] = {
     "no_repeat_ngram_size": 5,
 }
 """Settings of `generate` for a small model, which repeats itself under greedy decoding."""
+SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings of `generate` that have an effect only with `do_sample=True`."""
 
 
 class ModeRun(Protocol):
@@ -89,7 +91,7 @@ class ParallelConfig:
     rows_name: ClassVar[str] = ""
     """Record field for the texts of a prompt's rows, in merged or interrupted calls. Empty: none."""
     presets: ClassVar[Mapping[str, Preset]] = {}
-    """Settings by model; `embedded` is the model of `load_embedded_model`."""
+    """Defaults for single models, by the name with which a model is marked; see `preset_of`."""
     example_arguments: ClassVar[Mapping[str, str]] = {}
     """Source code of further arguments of `generate` that an example of the mode needs."""
 
@@ -164,6 +166,10 @@ class ParallelConfig:
         """
         return None
 
+    def task_text(self, task: str) -> str:
+        """Return a task as `build_prompt` inserts it into the prompt; by default unchanged."""
+        return task
+
     @classmethod
     def fields(cls) -> list[str]:
         """Return the names of the settings."""
@@ -187,6 +193,19 @@ class ParallelConfig:
             if reason := json_error(value):
                 raise ValueError(f"{name}={value!r} cannot be stored: {reason}")
         return settings
+
+
+def preset_of(mode: Any, marked: Any) -> Preset:
+    """Return the preset of a mode for a model that is marked with its name; an empty one without a mark.
+
+    `marked` is the model's generation config or its tokenizer, whose attribute or init argument `parallel_preset` is
+    the name. Raises `ValueError` if it is not a string.
+    """
+    name = getattr(marked, PRESET_MARK, None) or getattr(marked, "init_kwargs", {}).get(PRESET_MARK)
+    if name is None or not isinstance(mode, str) or mode not in MODES:
+        return Preset()
+    check_text(PRESET_MARK, name)
+    return MODES[mode].presets.get(name, Preset())
 
 
 def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) -> ParallelConfig:

@@ -6,6 +6,7 @@ The model's class is replaced by a subclass whose `generate` looks for a mode, l
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import math
@@ -26,7 +27,13 @@ from hf_parallel.cache.placement import execution_device
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import GenerationCall, make_call, vocabulary_size
-from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
+from hf_parallel.generation.config import (
+    SAMPLING_ONLY,
+    ParallelConfig,
+    check_setting_names,
+    make_config,
+    preset_of,
+)
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.streaming import report_errors
 from hf_parallel.models.capabilities import Capabilities, probe_capabilities
@@ -83,7 +90,7 @@ class ParallelGenerationMixin:
                 `generation_config.generation_mode`, or plain generation.
             parallel_config : ParallelConfig or dict, optional
                 The mode's settings in one object. Keyword arguments override it, it overrides
-                `generation_config.parallel_config`.
+                `generation_config.parallel_config`, and that a preset of the model.
 
             A mode uses the tokenizer given to `enable` if `tokenizer` is not passed.
 
@@ -120,6 +127,7 @@ class ParallelGenerationMixin:
         if kwargs.get("tokenizer") is None and self._parallel_tokenizer is not None:
             kwargs["tokenizer"] = self._parallel_tokenizer
         with torch.no_grad(), _cpu_as_default():
+            _add_preset(config.mode, self.generation_config, kwargs)  # type: ignore[attr-defined]
             prepared = config.prepare(kwargs)
             self._check_arguments(config, kwargs)
             claim = claim or Claim(config)
@@ -263,7 +271,22 @@ def take_parallel_config(own: GenerationConfig, kwargs: dict[str, Any]) -> Paral
         return None
     settings = {name: kwargs.pop(name) for name in _fields(mode) if name in kwargs}
     saved = [_stored_settings(s, mode) for s in stored if getattr(s, "generation_mode", mode) in (mode, None)]
-    return make_config(mode, settings, config, *(source for pair in saved for source in pair))
+    of_preset = preset_of(mode, own).settings
+    return make_config(mode, settings, config, *(source for pair in saved for source in pair), of_preset)
+
+
+def _add_preset(mode: str, own: GenerationConfig, kwargs: dict[str, Any]) -> None:
+    """Add the preset's settings of `generate` that neither the arguments nor a generation config gives."""
+    config = kwargs.get("generation_config")
+    known = {name: v for c in (own, config) if c is not None for name, v in vars(c).items() if v is not None} | kwargs
+    missing = {name: value for name, value in preset_of(mode, own).generation.items() if name not in known}
+    if not {**missing, **known}.get("do_sample"):
+        missing = {name: value for name, value in missing.items() if name not in SAMPLING_ONLY}
+    if config is None:
+        kwargs |= missing
+    elif missing:
+        kwargs["generation_config"] = copy.deepcopy(config)
+        kwargs["generation_config"].update(**missing)
 
 
 def _fields(mode: Any) -> Sequence[str]:

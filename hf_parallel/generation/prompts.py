@@ -10,7 +10,7 @@ from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import is_valid_message
 
 from hf_parallel.detokenizer import check_tokenizer
-from hf_parallel.generation.config import ParallelConfig, check_setting_names
+from hf_parallel.generation.config import ParallelConfig, check_setting_names, preset_of
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_template, check_text
 
@@ -44,7 +44,8 @@ def build_prompt(
     tokenizer
         If it has no chat template, a blank line separates instructions and task.
     config : ParallelConfig, optional
-        Settings of the mode. Alternatively pass them as keyword arguments.
+        Settings of the mode. Alternatively pass them as keyword arguments. The tokenizer of a model with presets, see
+        `load_embedded_model`, adds those of the mode; given settings override them.
 
     Returns
     -------
@@ -64,7 +65,8 @@ def build_prompt(
         raise ValueError(f"pass a {cls.__name__} or its settings, got config={config!r} and {sorted(settings)}")
     check_setting_names(cls, settings)
     config = cls(**settings) if config is None else config
-    return encode_task(config.system_prompt(), task, tokenizer)
+    config = type(config)(**{**preset_of(config.mode, tokenizer).settings, **config.given()})
+    return encode_task(config.system_prompt(), config.task_text(task) if isinstance(task, str) else task, tokenizer)
 
 
 def chain_of_draft_prompt(

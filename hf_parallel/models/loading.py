@@ -14,16 +14,19 @@ from hf_parallel.models.embedded import load_embedded_model
 
 
 def load_model(
-    name: str | None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
+    name: str | None,
+    dtype: torch.dtype | None = torch.float32,
+    device: torch.device | str = "cpu",
+    preset: bool = True,
 ) -> tuple[Any, Any]:
     """Load a model in evaluation mode, and its tokenizer.
 
     `name` is a folder, or a model id on the Hub (default: the embedded model). With `dtype=None`, weights keep the
-    dtype in which they were saved; the embedded model has float32. Raises `ValueError` if `name` is not a folder, the
-    model is not in the Hub's cache, and the Hub cannot be reached.
+    dtype in which they were saved; the embedded model has float32. `preset`: see `load_embedded_model`. Raises
+    `ValueError` if `name` is not a folder, the model is not in the Hub's cache, and the Hub cannot be reached.
     """
     if name is None:
-        return load_embedded_model(dtype=dtype or torch.float32, device=device)
+        return load_embedded_model(dtype=dtype or torch.float32, device=device, preset=preset)
     if not Path(name).is_dir():
         _check_hub(name)
     tokenizer = AutoTokenizer.from_pretrained(name)

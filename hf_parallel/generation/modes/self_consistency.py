@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from hf_parallel.generation.arguments import check_tokenizer_given, encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.caller import name_prompts, warn_caller
-from hf_parallel.generation.config import SAMPLING, Preset, RowPlace
+from hf_parallel.generation.config import Preset, RowPlace
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.final_answers import BOXED, check_pattern, find_answer, leaders, majority, normal_form
 from hf_parallel.generation.modes.stages import (
@@ -25,6 +25,9 @@ from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.resampling.config import ReplayConfig
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text
 from hf_parallel.transcript.sections import TranscriptStyle
+
+_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+"""For a small model. No repetition penalty, which would make the numbers of the question unlikely in the answer."""
 
 
 @dataclass
@@ -59,7 +62,7 @@ class SelfConsistencyConfig(ReplayConfig):
     streams_text: ClassVar[bool] = True
     streams_tokens = "at_end"
     rows_name: ClassVar[str] = "texts"
-    presets: ClassVar[Mapping[str, Preset]] = {"embedded": Preset(generation=SAMPLING)}
+    presets: ClassVar[Mapping[str, Preset]] = {"embedded": Preset(generation=_SAMPLING)}
     example_arguments: ClassVar[Mapping[str, str]] = {"do_sample": "True"}
 
     num_answers: int = 5

@@ -38,6 +38,16 @@ def default_name(index: int) -> str:
     return NAMES[index] if index < len(NAMES) else f"Worker {index + 1}"
 
 
+class _Names(list[str]):
+    """Names in a template: `{names}` lists them, `{names[i]}` is one of them for any `i`."""
+
+    def __format__(self, spec: str) -> str:
+        return format(", ".join(self), spec)
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index % len(self))
+
+
 @dataclass
 class HogwildConfig(ReplayConfig):
     r"""Workers over one shared KV cache. `max_new_tokens` counts forward passes, each of which adds a token per worker.
@@ -80,7 +90,10 @@ class HogwildConfig(ReplayConfig):
     finisher_tokens : int
         Token budget of the early finisher. 0: there is none.
     collaboration_prompt : str
-        System prompt of `hogwild_prompt`; may contain `{names}` and `{count}`.
+        System prompt of `hogwild_prompt`; may contain `{names}`, `{count}`, and the names of single workers as
+        `{names[0]}`, `{names[1]}`, ..., which start over after the last worker.
+    task_prompt : str
+        Text of a task that is a string in `hogwild_prompt`; contains `{task}`.
 
     Notes
     -----
@@ -125,6 +138,7 @@ class HogwildConfig(ReplayConfig):
         "you are going to do, use and check each other's results, and change your plan when somebody else was faster. "
         "Never repeat what is being done already. Whoever is sure of the final answer writes it inside \\boxed{{}}."
     )
+    task_prompt: str = "{task}"
 
     def validate(self) -> None:
         """Check every setting; see `ParallelConfig.validate`."""
@@ -154,7 +168,10 @@ class HogwildConfig(ReplayConfig):
             check_template("step_prefix", self.step_prefix, name=worker, step=1)
         if not self.step_prefix:
             raise ValueError("step_prefix must not be empty: the first token of a step is predicted from it")
-        check_template("collaboration_prompt", self.collaboration_prompt, names="Alice, Bob", count=self.num_workers)
+        check_template("collaboration_prompt", self.collaboration_prompt, **self._prompt_fields())
+        check_template("task_prompt", self.task_prompt, task="")
+        if "{task}" not in self.task_prompt:
+            raise ValueError(f"task_prompt must contain {{task}}, got {self.task_prompt!r}")
 
     @property
     def names(self) -> list[str]:
@@ -196,7 +213,14 @@ class HogwildConfig(ReplayConfig):
 
     def system_prompt(self) -> str:
         """Return `collaboration_prompt` with the names of the workers."""
-        return self.collaboration_prompt.format(names=", ".join(self.names), count=self.num_workers)
+        return self.collaboration_prompt.format(**self._prompt_fields())
+
+    def task_text(self, task: str) -> str:
+        """Return `task_prompt` with the task."""
+        return self.task_prompt.format(task=task)
+
+    def _prompt_fields(self) -> dict[str, Any]:
+        return {"names": _Names(self.names), "count": self.num_workers}
 
     def names_in(self, prompt: str) -> str | None:
         """Return the workers' names in a prompt that contains `collaboration_prompt`; None if they cannot be told."""

@@ -14,18 +14,19 @@ _SMALL_MODEL: dict[str, Any] = {
     "redundancy_prompt": "",
     "answer_pattern": "",
     "finisher_tokens": 0,
+    "task_prompt": "Task: {task}",
     "collaboration_prompt": """{names} solve tasks together. They talk in short sentences, share the work and agree on \
 a plan. Example:
 
 Task: Plan a birthday party for our sister.
 
-Alice: I will bake a chocolate cake with strawberries. Can you write the invitations?
+{names[0]}: I will bake a chocolate cake with strawberries. Can you write the invitations?
 
-Bob: Yes, I will write ten invitations tonight. Who takes care of the music?
+{names[1]}: Yes, I will write ten invitations tonight. Who takes care of the music?
 
-Alice: I will ask my cousin, he plays the guitar.
+{names[2]}: I will ask my cousin, he plays the guitar.
 
-Bob: Great, then I will buy lemonade and paper cups.""",
+{names[3]}: Great, then I will buy lemonade and paper cups.""",
 }
-EMBEDDED_PRESET = Preset(_SMALL_MODEL, SAMPLING, task="Task: {task}")
+EMBEDDED_PRESET = Preset(_SMALL_MODEL, SAMPLING)
 """For a model of 135 million parameters, which follows an example dialogue better than headings and rules."""
