@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -56,6 +58,10 @@ def test_notebook_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the notebook writes a page
+    display = ModuleType("IPython.display")
+    monkeypatch.setattr(display, "HTML", str, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
     with small_scale(embedded):
         run(["".join(cell["source"]) for cell in cells(notebook, "code")], notebook.name)
     shown = capsys.readouterr().out
@@ -71,7 +77,23 @@ def test_notebook_has_format_4(notebook: Path) -> None:
     both = [*cells(notebook, "code"), *cells(notebook, "markdown")]
     assert len(both) == len(content["cells"]) == len({cell["id"] for cell in both})
     assert all(re.fullmatch(r"[\w-]{1,64}", cell["id"]) and cell["metadata"] == {} for cell in both)
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells(notebook, "code"))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_shows_the_outputs_of_one_run_and_a_page(notebook: Path) -> None:
+    code = cells(notebook, "code")
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert {(output["output_type"], output.get("name")) for output in outputs} == {
+        ("stream", "stdout"),
+        ("execute_result", None),
+    }
+    printed = ["".join(output["text"]) for output in outputs if "text" in output]
+    assert len(printed) == sum("print(" in "".join(cell["source"]) for cell in code)
+    assert not garbled("\n".join(text for text in printed if "forward pass\n" not in text))
+    pages = ["".join(output["data"]["text/html"]) for output in outputs if "data" in output]
+    assert any("<iframe srcdoc=" in page and "Jupiter" in page for page in pages)
+    assert notebook.stat().st_size < 300_000
 
 
 def cells(notebook: Path, kind: str) -> list[dict[str, Any]]:
