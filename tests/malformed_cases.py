@@ -307,7 +307,15 @@ NUMBERS = [
     shared("a negative forced eos", ValueError, "forced_eos_token_id", forced_eos_token_id=[5, -1]),
     shared("a forced eos as text", ValueError, "forced_eos_token_id", forced_eos_token_id="</s>"),
     shared("forced eos tokens", forced_eos_token_id=torch.tensor([5, 6])),
-    shared("a forced bos outside the vocabulary", ValueError, "forced_bos_token_id", forced_bos_token_id=10**6),
+    shared("a forced bos outside the vocabulary, which is not used", forced_bos_token_id=10**6),
+    shared(
+        "a forced bos outside the vocabulary",
+        ValueError,
+        "forced_bos_token_id",
+        forced_bos_token_id=10**6,
+        input_ids=ONE[:, :1],
+    ),
+    shared("suppressed tokens as an array", suppress_tokens=np.array([5, 6])),
     shared("suppressed tokens as text", ValueError, "suppress_tokens", suppress_tokens="x"),
     shared("one token to suppress at the beginning", ValueError, "begin_suppress_tokens", begin_suppress_tokens=5),
     *both(
@@ -329,6 +337,7 @@ NUMBERS = [
         exponential_decay_length_penalty=(2, "b"),
     ),
     shared("a length penalty", exponential_decay_length_penalty=(2, 1.1)),
+    shared("a length penalty from a float", exponential_decay_length_penalty=(2.0, 1.1)),
     *both("a number as watermark", ValueError, "watermarking_config must be a Watermark", watermarking_config=5),
     shared("a watermark as a dict", watermarking_config={"bias": 1.0}),
     shared(

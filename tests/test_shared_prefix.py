@@ -18,6 +18,7 @@ from transformers.generation.utils import GenerateOutput
 
 import hf_parallel
 from hf_parallel import ParallelOutput, SharedPrefixCache, SharedPrefixConfig
+from hf_parallel.generation.prefill import SUFFIX_CAPACITY
 
 EVERY_SETTING: dict[str, Any] = {
     "seed": 5,
@@ -202,6 +203,13 @@ def test_ended_row_costs_nothing(enabled: Enable) -> None:
     assert going[-1] < len(lengths)
     assert output.stats is not None
     assert output.stats.decoded_tokens == sum(lengths) < new.numel()
+
+
+def test_rows_may_end_before_the_table_of_tokens_has_grown_to_its_limit(enabled: Enable) -> None:
+    model, ids = enabled("llama"), tiny.make_prompts([9])[0][None]
+    end = int(plainly(model, ids).sequences[0, ids.shape[1] + 3])
+    settings = {"max_new_tokens": 2 * SUFFIX_CAPACITY, "eos_token_id": end}
+    assert torch.equal(shared(model, ids, **settings).sequences, plainly(model, ids, **settings).sequences)
 
 
 def test_embedded_model_equals_generate(embedded: tuple[LlamaForCausalLM, PreTrainedTokenizerBase]) -> None:

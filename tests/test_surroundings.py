@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import pickle
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,12 +153,20 @@ def test_a_model_whose_input_preparation_was_replaced_raises(model: PreTrainedMo
     expected = model.generate(torch.stack(PROMPTS), **call)
     try:
         model.prepare_inputs_for_generation = lambda *args, **kwargs: own(*args, **kwargs)
-        with pytest.raises(ValueError, match="prepare_inputs_for_generation was replaced .* virtual tokens"):
+        with pytest.raises(ValueError, match="prepare_inputs_for_generation, but .* was replaced by .* virtual tokens"):
             model.generate(torch.stack(PROMPTS), **call)
-        model.prepare_inputs_for_generation = own  # as PEFT restores it
-        assert torch.equal(model.generate(torch.stack(PROMPTS), **call), expected)
+        for harmless in (own, functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs))):
+            model.prepare_inputs_for_generation = harmless  # PEFT restores the model's own
+            assert torch.equal(model.generate(torch.stack(PROMPTS), **call), expected)
     finally:
         del model.prepare_inputs_for_generation
+
+
+def test_a_session_refuses_virtual_tokens_of_a_wrapper(model: PreTrainedModel) -> None:
+    wrapped = Adapted(model)
+    wrapped.active_peft_config = SimpleNamespace(is_prompt_learning=True)
+    with pytest.raises(ValueError, match="virtual tokens"):
+        hf_parallel.HogwildSession(wrapped, AsciiTokenizer(), PROMPTS[0][None], **small_call("hogwild"))
 
 
 # The tokenizer of an enabled model
@@ -184,6 +196,16 @@ def test_modes_use_the_tokenizer_of_enable_unless_the_call_has_one(model: PreTra
     assert texts() == one
     hf_parallel.enable(model, tokenizer=Shifted())
     assert texts() == other
+
+
+def test_copies_share_the_tokenizer_and_pickles_do_not_hold_it(model: PreTrainedModel) -> None:
+    tokenizer: Any = AsciiTokenizer()
+    tokenizer.lock = threading.Lock()  # which cannot be copied
+    call = {**GREEDY, **small_call("hogwild")}
+    twin = copy.deepcopy(hf_parallel.enable(model, tokenizer=tokenizer))
+    assert torch.equal(twin.generate(torch.stack(PROMPTS), **call), model.generate(torch.stack(PROMPTS), **call))
+    with pytest.raises(ValueError, match=r"or enable\(model, tokenizer="):
+        pickle.loads(pickle.dumps(model)).generate(torch.stack(PROMPTS), **call)
 
 
 def test_a_disabled_model_forgets_its_tokenizer(model: PreTrainedModel) -> None:

@@ -6,6 +6,7 @@ each error names the argument, its value and what is allowed.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -91,13 +92,13 @@ _TYPES: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
     ),
     (
         ("suppress_tokens", "begin_suppress_tokens"),
-        lambda value: _is_int_tensor(value) or (isinstance(value, list | tuple) and _all(value, is_int)),
+        lambda value: _is_int_array(value) or (isinstance(value, list | tuple) and _all(value, is_int)),
         "a list of token ids",
     ),
     (
         ("exponential_decay_length_penalty",),
         lambda value: (
-            isinstance(value, list | tuple) and len(value) == 2 and is_int(value[0]) and isinstance(value[1], Real)
+            isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(item, Real) for item in value)
         ),
         "a pair (index of the first penalized token, factor)",
     ),
@@ -132,11 +133,16 @@ def check_not_compiled(model: nn.Module) -> None:
 def check_prepares_own_inputs(model: PreTrainedModel) -> None:
     """Raise `ValueError` if the model's function that prepares inputs was replaced, as by PEFT's prompt tuning."""
     given, own = (getattr(where, "prepare_inputs_for_generation", None) for where in (model, type(model)))
-    if getattr(given, "__func__", given) is not own:
+    if _plain_function(given) is not _plain_function(own):
         raise ValueError(
-            "generation modes pass token ids to the model, but its prepare_inputs_for_generation was replaced by "
-            f"{getattr(given, '__qualname__', given)}: virtual tokens, as of PEFT's prompt tuning, are not supported"
+            "generation modes do not call prepare_inputs_for_generation, but that of the model was replaced by "
+            f"{getattr(given, '__qualname__', given)} (PEFT's prompt tuning adds its virtual tokens there)"
         )
+
+
+def _plain_function(method: Any) -> Any:
+    method = inspect.unwrap(method) if method is not None else None  # a wrapper made by `functools.wraps`
+    return getattr(method, "__func__", method)
 
 
 def check_no_adapter_names(mode: str, model: nn.Module) -> None:
@@ -158,10 +164,12 @@ def check_model_inputs(mode: str, inputs: Mapping[str, Any]) -> None:
         raise ValueError(f"{unknown} are not supported by generation_mode={mode!r}: pass token ids and settings only")
 
 
-def check_tokens(config: GenerationConfig, vocabulary: int) -> None:
+def check_tokens(config: GenerationConfig, vocabulary: int, prompt_length: int) -> None:
     """Raise `ValueError` for tokens outside the vocabulary that transformers would force."""
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         value = getattr(config, name, None)
+        if name == "forced_bos_token_id" and prompt_length > 1:
+            continue  # it is forced after a prompt of one token only
         tokens = torch.as_tensor([] if value is None else value).flatten().tolist()
         if not all(0 <= token < vocabulary for token in tokens):
             raise ValueError(f"{name} must be token ids below {vocabulary}, the size of the vocabulary, got {value!r}")
@@ -301,6 +309,10 @@ def _check_tensor(value: Any, name: str) -> None:
 
 def _is_int_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
+
+
+def _is_int_array(value: Any) -> bool:
+    return _is_int_tensor(value) or (isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.integer))
 
 
 def _all(value: Any, is_valid: Callable[[Any], bool]) -> bool:

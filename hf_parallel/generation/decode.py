@@ -203,6 +203,8 @@ class DecodeLoop:
     def record_truncated(self) -> None:
         """Record the rows that `max_length` ended, in a loop whose rows are those of the call."""
         rows = [row for row, length in enumerate(self.table.lengths) if length >= self.call.max_length]
+        if not rows:  # then the table may have fewer columns
+            return
         last = self.table.ids[rows, self.call.max_length - 1].tolist()
         ends = self.call.eos_token_ids
         self.call.record.truncated.update(row for row, token in zip(rows, last, strict=True) if token not in ends)

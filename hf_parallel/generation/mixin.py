@@ -68,13 +68,26 @@ class Claim:
         return type(None), ()  # a copy of the model is free
 
 
+class _SharedTokenizer:
+    """The tokenizer given to `enable`. Copies of the model share it; pickles do not hold it."""
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self.tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: Any) -> _SharedTokenizer:
+        return self
+
+    def __reduce__(self) -> tuple[type[_SharedTokenizer], tuple[()]]:
+        return _SharedTokenizer, ()
+
+
 class ParallelGenerationMixin:
     """`generate` with a `generation_mode`. `hf_parallel.enable` adds it to a model's class."""
 
     _parallel_capabilities: Capabilities
     _parallel_claim: Claim | None = None
     _parallel_wait: float = 0.0
-    _parallel_tokenizer: Any = None
+    _parallel_tokenizer: _SharedTokenizer
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,12 +137,13 @@ class ParallelGenerationMixin:
         self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim | None = None
     ) -> Iterator[GenerationCall]:
         """Let transformers prepare a call, and hold the model while the context is open; `kwargs` is modified."""
-        if kwargs.get("tokenizer") is None and self._parallel_tokenizer is not None:
-            kwargs["tokenizer"] = self._parallel_tokenizer
+        if kwargs.get("tokenizer") is None and self._parallel_tokenizer.tokenizer is not None:
+            kwargs["tokenizer"] = self._parallel_tokenizer.tokenizer
         with torch.no_grad(), _cpu_as_default():
             _add_preset(config.mode, self.generation_config, kwargs)  # type: ignore[attr-defined]
             prepared = config.prepare(kwargs)
             self._check_arguments(config, kwargs)
+            arguments.move_padding_left(kwargs)
             claim = claim or Claim(config)
             with self.claimed(claim):
                 claim.preparing = True
@@ -212,13 +226,12 @@ class ParallelGenerationMixin:
             super()._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     def _check_arguments(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:
-        """Raise an error for invalid or unsupported arguments, before anything is prepared; `kwargs` is modified."""
+        """Raise an error for invalid or unsupported arguments, before anything is prepared."""
         arguments.check_supported_arguments(config.mode, kwargs)
         arguments.check_not_compiled(self)  # type: ignore[arg-type]
         arguments.check_prepares_own_inputs(self)  # type: ignore[arg-type]
         arguments.check_no_adapter_names(config.mode, self)  # type: ignore[arg-type]
         arguments.check_inputs(kwargs)
-        arguments.move_padding_left(kwargs)
         arguments.check_objects(kwargs)
         settings = set(vars(GenerationConfig()))
         inputs = set(inspect.signature(self.forward).parameters)  # type: ignore[attr-defined]
@@ -234,7 +247,8 @@ class ParallelGenerationMixin:
         overrides = {name: value for name, value in kwargs.items() if name in settings}
         prepared, _ = self._prepare_generation_config(given, **overrides)  # type: ignore[attr-defined]
         arguments.check_supported_settings(config.mode, prepared)
-        arguments.check_tokens(prepared, vocabulary_size(self))  # type: ignore[arg-type]
+        ids = kwargs["inputs"] if kwargs.get("inputs") is not None else kwargs.get("input_ids")
+        arguments.check_tokens(prepared, vocabulary_size(self), 1 if ids is None else ids.shape[1])  # type: ignore[arg-type]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save the model with the mode of `generation_config`; raise `ValueError` if a setting cannot be stored."""
@@ -353,14 +367,14 @@ def enable(
         with _cpu_as_default():
             found = probe_capabilities(inner) if known is None else known
         inner._parallel_capabilities, inner._parallel_claim = found, None
-        inner._parallel_wait, inner._parallel_tokenizer = 0.0, None
+        inner._parallel_wait, inner._parallel_tokenizer = 0.0, _SharedTokenizer()
         inner.__class__ = _enabled_class(type(inner))  # type: ignore[arg-type]
         if mode := getattr(inner.generation_config, "generation_mode", None):
             _logger.warning_once(f"generate uses generation_mode={mode!r}, which the model's generation_config names")
     if seconds is not None:
         inner._parallel_wait = seconds
     if tokenizer is not None:
-        inner._parallel_tokenizer = tokenizer
+        inner._parallel_tokenizer = _SharedTokenizer(tokenizer)
     return model
 
 

@@ -13,6 +13,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.resampling.distributions import HOST, DistributionCache, dense
@@ -56,7 +57,7 @@ class Replayer:
         self._num_replayed: dict[int, int] = {}  # tokens by row
         self._tracked: set[int] = set()  # rows that have a cursor
         self._cached: set[int] = set()  # rows whose next token is sampled from cached logits
-        prefetch = loop.call.model.device.type not in HOST if prefetch is None else prefetch
+        prefetch = execution_device(loop.call.model).type not in HOST if prefetch is None else prefetch
         self._prefetcher = Prefetcher(self.distributions, policy.looks_ahead) if prefetch else None
 
     @contextmanager

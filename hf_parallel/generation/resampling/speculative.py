@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 from hf_parallel.cache import Segment
+from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.resampling.distributions import HOST
 from hf_parallel.generation.resampling.drafts import MAX_DRAFT_TOKENS, DraftSampler, NgramDrafter
@@ -27,7 +28,7 @@ class SpeculativeDecoder:
 
     def __init__(self, loop: DecodeLoop, replayer: Replayer, max_tokens: int | None = None) -> None:
         self.loop, self.replayer = loop, replayer
-        self._on_cpu = loop.call.model.device.type in HOST
+        self._on_cpu = execution_device(loop.call.model).type in HOST
         self.max_tokens = (MAX_DRAFT_TOKENS if self._on_cpu else 0) if max_tokens is None else max_tokens
 
     def start(self) -> bool:

@@ -64,6 +64,10 @@ class HogwildSession:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, prompt: Any, **settings: Any) -> None:
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError(
+                "a session passes token ids to the model: virtual tokens of PEFT's prompt learning are lost"
+            )
         model = unwrap(enable(model))
         self._model: Any = model
         self._location = model.device, model.dtype
