@@ -48,7 +48,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = one_layer.build()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["resample", *options, "--stress", "0.3", "--output", str(path)])
-        patch.setattr(benchmarks.__main__, "load_model", lambda *options: (model, Chat()))
+        patch.setattr(benchmarks.__main__, "load_model", lambda *options, **marks: (model, Chat()))
         assert resample.main() == 0
     return json.loads(path.read_text(), parse_constant=pytest.fail)
 

@@ -169,7 +169,7 @@ def test_tokens_are_copied_before_the_next_pass_and_nothing_waits_for_the_device
 
 
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "synchronize")
-MAY_WAIT = {"read", "_for_rows", "reorder_cache", "batch_select_indices", "last_tokens"}
+MAY_WAIT = {"read", "record_truncated", "_for_rows", "reorder_cache", "batch_select_indices", "last_tokens"}
 """Functions that run once per call, or on the host alone; `Sampler.read` is where a step waits."""
 
 
