@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import linecache
+import trace
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,7 @@ from workers import SETTINGS, TOKENIZER, small_model, write
 
 import hf_parallel
 from hf_parallel.cli import main as cli
+from hf_parallel.generation.modes.final_answers import BOXED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,19 +40,35 @@ def outline(text: str) -> Any:
     return small_model().generate(PROMPT, generation_mode="skeleton_of_thought", do_sample=False, **settings)
 
 
+def finish_a_session(**settings: Any) -> None:
+    settings = {**SETTINGS, "max_new_tokens": 3, "do_sample": False, **settings}
+    del settings["tokenizer"]
+    with hf_parallel.HogwildSession(small_model(), TOKENIZER, PROMPT, **settings) as session:
+        session.finish()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: vote("a", "b"), "no answer to the prompt matches answer_pattern="),
-        (lambda: vote("a", "b", vote="final", final="c"), "no conclusion to the prompt matches answer_pattern="),
-        (lambda: write("a", "b", finisher="c"), "of the early finisher of the prompt matches answer_pattern="),
         (
-            lambda: write("a", "b", "\\boxed{1}", "d", prompts=("P", "Q"), finisher="c"),
-            "of 1 of 2 prompts matches answer_pattern=",
+            lambda: vote("a", "b", answer_pattern="[0-9]" * 20),
+            f"answer_pattern='{'[0-9]' * 8}'..., so there is no vote",
+        ),
+        (lambda: vote("a", "b", vote="final", final="c"), "no conclusion to the prompt matches answer_pattern="),
+        (lambda: vote("a", "b", vote="final", final="c"), ", so there is no final answer"),
+        (
+            lambda: write("a", "b", finisher="c", answer_pattern=BOXED),
+            "of the early finisher of the prompt matches answer_pattern=",
         ),
         (
+            lambda: write("a", "b", "\\boxed{1}", "d", prompts=("P", "Q"), finisher="c", answer_pattern=BOXED),
+            "of 1 of 2 prompts matches answer_pattern=",
+        ),
+        (lambda: finish_a_session(answer_pattern="never"), "of the prompt matches answer_pattern='never'"),
+        (
             lambda: tell(["No.", EOS]),
-            "in parallel for the prompt: the model opened no block; titles=[...] gives it one",
+            "in parallel for the prompt: the model opened no block; pass titles=[...]",
         ),
         (
             lambda: tell(["####A:......\n####%%%%", EOS], max_new_tokens=30),
@@ -69,13 +88,28 @@ def test_a_call_without_answer_or_parallel_part_warns_once(call: Callable[[], An
         lambda: vote(["\\boxed{1}", EOS], "b"),
         lambda: write("a", "b", finisher="4}"),
         lambda: write("a", "b", answer_pattern="", finisher="c"),
-        lambda: write("a", "b"),  # neither a pattern nor a finisher: nobody asked for an answer
+        lambda: write("a", "b", finisher="c"),  # no pattern was given: the task may have no answer in a box
+        lambda: finish_a_session(),
         lambda: tell([".", EOS], branches=["a\n####", "b\n####"], titles=["A", "B"]),
         lambda: outline("1. a\n2. b\n3."),
     ],
 )
 def test_other_calls_do_not_warn(call: Callable[[], Any]) -> None:
     assert warned(call) == []
+
+
+@pytest.mark.parametrize("mode", ["hogwild", "pdos", "self_consistency", "skeleton_of_thought"])
+def test_the_streamer_has_ended_when_a_call_warns(mode: str) -> None:
+    texts: list[str] = []
+    streamer = hf_parallel.ConsoleStreamer(TOKENIZER, io.StringIO())
+    settings = {"hogwild": {"answer_pattern": BOXED}, "self_consistency": {"num_answers": 2, "do_sample": True}}
+    call = {"do_sample": False, "max_new_tokens": 3, "tokenizer": TOKENIZER, **settings.get(mode, {})}
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        patch.setattr(warnings, "showwarning", lambda *_: texts.append(streamer.out.getvalue()))
+        small_model().generate(PROMPT, generation_mode=mode, streamer=streamer, **call)
+    assert texts == [streamer.out.getvalue()]
+    assert texts[0].endswith("\n")
 
 
 def test_a_warning_points_at_the_line_of_the_call() -> None:
@@ -85,6 +119,14 @@ def test_a_warning_points_at_the_line_of_the_call() -> None:
     (warning,) = [one for one in caught if "opened no block" in str(one.message)]
     assert warning.filename == __file__
     assert linecache.getline(__file__, warning.lineno).strip() == "small_model().generate(PROMPT, **call)"
+
+
+def test_a_warning_points_past_the_standard_library_and_installed_packages() -> None:
+    call = {"generation_mode": "pdos", "tokenizer": TOKENIZER, "max_new_tokens": 2, "do_sample": False}
+    with pytest.warns(UserWarning, match="opened no block") as caught:
+        trace.Trace(count=0, trace=0).runfunc(small_model().generate, PROMPT, **call)
+    (warning,) = [one for one in caught if "opened no block" in str(one.message)]
+    assert warning.filename == __file__
 
 
 NAMED = {"collaboration_prompt": "The workers {names} ({count}) share this task."}
@@ -99,6 +141,20 @@ NAMED = {"collaboration_prompt": "The workers {names} ({count}) share this task.
         ({}, {}, None),
         ({"worker_names": ["Ann", "Ben"]}, {"worker_names": ["Ann", "Ben"]}, None),
         ({"collaboration_prompt": "Dear {names}!"}, {"collaboration_prompt": "Dear {names}!"}, None),
+        *(
+            ({"collaboration_prompt": text, **given}, {"collaboration_prompt": text}, message)
+            for text in (
+                "{count:d} workers, {names:<20}, share this task.",
+                "{count:,} of {names[1]}, {names}, share this task.",
+                "Workers {names} ({count:>5}) share this task.",
+            )
+            for given, message in (({}, None), ({"num_workers": 3}, "names the workers Alice, Bob, Carol, but"))
+        ),
+        (
+            {"collaboration_prompt": "{names!r} share this task."},
+            {"collaboration_prompt": "{names!r} share this task."},
+            None,
+        ),
     ],
 )
 def test_a_prompt_that_names_other_workers_warns(

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 import warnings
+from pathlib import Path
+from types import FrameType
 
-_LIBRARIES = {"contextlib", "hf_parallel", "hf_parallel_command", "torch", "transformers"}
+_OWN = ("hf_parallel", "hf_parallel_command")
+_STANDARD = Path(sysconfig.get_path("stdlib"))
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def warn_caller(message: str) -> None:
-    """Issue a `UserWarning` at the innermost frame that belongs neither to this package nor to a library it uses."""
+    """Issue a `UserWarning` at the innermost frame outside this package, installed packages and the standard library.
+
+    If there is none, as in a thread that runs `generate` itself, it is issued at the outermost frame.
+    """
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+    while frame.f_back is not None and _is_library(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, UserWarning, stacklevel=level)
+
+
+def _is_library(frame: FrameType) -> bool:
+    file = Path(frame.f_code.co_filename)
+    installed = file.is_relative_to(_STANDARD) or not _INSTALLED.isdisjoint(file.parts)
+    return installed or frame.f_globals.get("__name__", "").partition(".")[0] in _OWN
 
 
 def name_prompts(affected: list[bool]) -> str:

@@ -21,6 +21,8 @@ PATTERN_SECONDS = 1.0
 PATTERN_LENGTH, PATTERN_REPEATS = 10_000, 100_000
 """Limits of a regular expression, which hold its compilation below a second: characters, and the product of the repeat
 counts `{n}`, as `regex` compiles repeated parts n times."""
+SHOWN_LENGTH = 40
+"""Characters of a regular expression that messages show."""
 _NUMBER = re.compile(r"\+?(-?)(\d+|\d{1,3}(?:,\d{3})+)(?:\.(\d*))?")
 _logger = logging.getLogger(__name__)
 
@@ -38,6 +40,11 @@ def check_pattern(name: str, pattern: Any) -> None:
         regex.compile(pattern)
     except (regex.error, RecursionError) as error:
         raise ValueError(f"{name} must be a regular expression, got {pattern!r} ({error})") from error
+
+
+def shortened(pattern: str) -> str:
+    """Return a regular expression for a message: as a literal, of a long one the beginning."""
+    return repr(pattern) if len(pattern) <= SHOWN_LENGTH else f"{pattern[:SHOWN_LENGTH]!r}..."
 
 
 def find_matches(pattern: str, text: str) -> list[Any]:

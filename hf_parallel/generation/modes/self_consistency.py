@@ -14,7 +14,15 @@ from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.caller import name_prompts, warn_caller
 from hf_parallel.generation.config import Preset, RowPlace
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.modes.final_answers import BOXED, check_pattern, find_answer, leaders, majority, normal_form
+from hf_parallel.generation.modes.final_answers import (
+    BOXED,
+    check_pattern,
+    find_answer,
+    leaders,
+    majority,
+    normal_form,
+    shortened,
+)
 from hf_parallel.generation.modes.stages import (
     CompletionRow,
     StagedRun,
@@ -140,8 +148,8 @@ class SelfConsistencyRun(StagedRun):
         final = [given[index] for given, index in zip(found, chosen, strict=True)]
         fields["answers"] = final
         tokens = [rows[index].tokens for rows, index in zip(answers, chosen, strict=True)]
-        self._warn_without(final, "answer")
         output = self.output(SelfConsistencyOutput, tokens, **fields)
+        self._warn_without(final, "answer", "vote")
         rows = [prompt * n + index for prompt, index in enumerate(chosen)]
         return _with_scores(output, loop, rows, max(map(len, tokens)))
 
@@ -166,15 +174,15 @@ class SelfConsistencyRun(StagedRun):
         fields |= {"answers": final, "conclusions": [row.prefix + row.text for row in conclusions]}
         fields["chosen"] = [_index_of(answer, given) for answer, given in zip(final, fields["found"], strict=True)]
         tokens = [before + row.tokens for before, row in zip(read, conclusions, strict=True)]
-        self._warn_without(final if config.answer_pattern else (), "conclusion")
         output = self.output(SelfConsistencyOutput, tokens, **fields)
+        self._warn_without(final if config.answer_pattern else (), "conclusion", "final answer")
         return _with_scores(output, loop, range(call.num_rows), max(len(row.tokens) for row in conclusions))
 
-    def _warn_without(self, answers: Sequence[str | None], text: str) -> None:
+    def _warn_without(self, answers: Sequence[str | None], text: str, result: str) -> None:
         missing = [answer is None for answer in answers]
         if any(missing):
-            pattern = self.config.answer_pattern
-            warn_caller(f"no {text} to {name_prompts(missing)} matches answer_pattern={pattern!r}, so there is no vote")
+            pattern = f"answer_pattern={shortened(self.config.answer_pattern)}"
+            warn_caller(f"no {text} to {name_prompts(missing)} matches {pattern}, so there is no {result}")
 
     def _reading(self, answers: Sequence[CompletionRow]) -> list[int]:
         """Tokens of all answers with their headers, and of the conclusion's prompt."""
@@ -213,6 +221,8 @@ class SelfConsistencyOutput(ParallelOutput):
     scores, logits : tuple of [batch, vocabulary], optional
         Of the chosen answer, or of the tokens after `conclusion_prompt`.
     """
+
+    item_names: ClassVar[Mapping[str, str]] = {"answers": "answer", "conclusions": "conclusion"}
 
     texts: list[list[str]] | None = None
     """Per prompt all answers."""

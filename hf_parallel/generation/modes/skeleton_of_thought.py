@@ -6,7 +6,7 @@ The limited number of workers and the conclusion follow Hogwild! Inference, sect
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -192,8 +192,7 @@ class SkeletonRun(StagedRun):
         self._run_stage(SkeletonAnswer.outline_rows)
         self._run_stage(SkeletonAnswer.point_rows, self.config.point_workers)
         self._run_stage(SkeletonAnswer.conclusion_rows)
-        warn_sequential([answer.fallback for answer in answers])
-        return self.output(
+        output = self.output(
             SkeletonOfThoughtOutput,
             [answer.tokens for answer in answers],
             texts=[answer.text for answer in answers],
@@ -202,6 +201,8 @@ class SkeletonRun(StagedRun):
             conclusions=[answer.conclusion for answer in answers],
             fallback=[answer.fallback for answer in answers],
         )
+        warn_sequential([answer.fallback for answer in answers])
+        return output
 
     def _run_stage(
         self, rows_of: Callable[[SkeletonAnswer], list[CompletionRow]], max_active: int | None = None
@@ -348,6 +349,8 @@ class SkeletonOfThoughtOutput(ParallelOutput):
     sequences : int64 [batch, length]
         Each prompt with its answer: headings, points and conclusion.
     """
+
+    item_names: ClassVar[Mapping[str, str]] = {"texts": "text", "outlines": "outline", "conclusions": "conclusion"}
 
     texts: list[str] | None = None
     """The answers."""

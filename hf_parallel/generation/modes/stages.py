@@ -291,9 +291,9 @@ def check_vocabulary(call: GenerationCall, texts: Sequence[str], needed: Sequenc
     for text in filter(None, (*texts, *needed)):
         tokens = encode(call.tokenizer, text)
         if text in needed and not tokens:
-            raise ValueError(f"tokenizer must give at least one token for {text!r}, got none")
+            raise ValueError(f"tokenizer must return at least one token for {text!r}, got none")
         if max(tokens, default=0) >= vocabulary:
-            raise ValueError(f"tokenizer gives tokens outside the model's vocabulary of {vocabulary} for {text!r}")
+            raise ValueError(f"tokenizer returns tokens outside the model's vocabulary of {vocabulary} for {text!r}")
 
 
 def check_no_prompt_relative_settings(call: GenerationCall, mode: str) -> None:

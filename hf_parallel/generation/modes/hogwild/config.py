@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any, ClassVar
 
 import regex
@@ -33,6 +34,10 @@ LATE_STEP = 1234567890
 """Step number for checks of step prefixes: it has every digit, and more digits than any step of a call."""
 
 
+FIELD = "\x01"
+"""Stands for a field in the text of a template."""
+
+
 def default_name(index: int) -> str:
     """Return the default name of a worker."""
     return NAMES[index] if index < len(NAMES) else f"Worker {index + 1}"
@@ -46,6 +51,21 @@ class _Names(list[str]):
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(index % len(self))
+
+
+def _around(template: str, field: str) -> tuple[str, str]:
+    """Return the text of a template before a field, and from there to the next field of that name."""
+    text = "".join(
+        literal + ("" if name is None else "\x00" if name == field and not conversion else FIELD)
+        for literal, name, _, conversion in Formatter().parse(template)
+    )
+    before, _, after = text.partition("\x00")
+    return before, after.partition("\x00")[0]
+
+
+def _pattern(text: str) -> str:
+    """Return a regular expression for text of a template, in which a field may have any value and format."""
+    return regex.escape(text).replace(FIELD, r"[^\n]{1,100}?")
 
 
 @dataclass
@@ -202,8 +222,12 @@ class HogwildConfig(ReplayConfig):
         return self.names[index] if index < self.num_workers else default_name(index)
 
     def step_text(self, index: int, step: int, text: str) -> str:
-        """Return the text of a step without its `step_prefix`."""
-        return text.removeprefix(self.step_prefix_of(self.row_name(index), step))
+        """Return the text of a step without its `step_prefix`; a worker that joined a session may have any name."""
+        if index < self.num_workers:
+            return text.removeprefix(self.step_prefix_of(self.row_name(index), step))
+        before, after = _around(self.step_prefix, "name")
+        found = find_matches(f"{_pattern(before)}.*{_pattern(after)}", text)
+        return text[found[0].end() :] if found and found[0].start() == 0 else text
 
     @property
     def transcript_style(self) -> TranscriptStyle:
@@ -223,16 +247,15 @@ class HogwildConfig(ReplayConfig):
         return {"names": _Names(self.names), "count": self.num_workers}
 
     def names_in(self, prompt: str) -> str | None:
-        """Return the workers' names in a prompt that contains `collaboration_prompt`; None if they cannot be told."""
-        names, count = "\x00", "\x01"
-        text = self.collaboration_prompt.format(names=names, count=count)
-        before, _, after = text.partition(names)
-        after = after.partition(names)[0]
-        if not after.strip() or len(before + after) < RECOGNIZABLE:
+        """Return the workers' names in a prompt that contains `collaboration_prompt`.
+
+        None: they cannot be determined.
+        """
+        before, after = _around(self.collaboration_prompt, "names")
+        if not after.replace(FIELD, "").strip() or len(before + after) < RECOGNIZABLE:
             return None
-        before, after = (regex.escape(part).replace(count, r"\d+") for part in (before, after))
-        found = find_matches(rf"{before}([^\n]{{1,500}}?){after}", prompt)
-        return found[0].group(1) if found else None
+        found = find_matches(rf"{_pattern(before)}([^\n]{{1,500}}?){_pattern(after)}", prompt)
+        return found[0].group(1).strip() if found else None
 
     def prepare(self, kwargs: dict[str, Any]) -> None:
         """Check the tokenizer and the streamer before `generate` prepares the call."""

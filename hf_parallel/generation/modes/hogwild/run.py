@@ -25,6 +25,7 @@ from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.caller import name_prompts, warn_caller
 from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.modes.final_answers import shortened
 from hf_parallel.generation.modes.hogwild.group import Finisher, WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_steps
 from hf_parallel.generation.modes.hogwild.worker import Worker
@@ -90,6 +91,7 @@ class HogwildRun:
         output = self.loop.output(HogwildOutput, **self.fields())
         if isinstance(output, torch.Tensor):
             self.cache.reset()
+        self.warn_unanswered()
         return output
 
     def finish(self) -> None:
@@ -98,13 +100,15 @@ class HogwildRun:
             worker.stop(finished=False)
         config = self.config
         unanswered = [group for group in self.groups if group.answer is None]
-        reads = bool(config.finisher_tokens and config.finisher_prompt and config.answer_pattern)
-        if reads and unanswered:
+        if unanswered and config.finisher_tokens and config.finisher_prompt and config.answer_pattern:
             self._run_finishers(unanswered)
-        missing = [group.answer is None for group in self.groups]
-        if any(missing) and config.answer_pattern and (reads or "answer_pattern" in config.given()):
-            pattern = f"answer_pattern={config.answer_pattern!r}"
-            warn_caller(f"no text of the workers or of the early finisher of {name_prompts(missing)} matches {pattern}")
+
+    def warn_unanswered(self) -> None:
+        """Warn if no text matches an `answer_pattern` that was given: the default one does not fit every task."""
+        missing, pattern = [group.answer is None for group in self.groups], self.config.answer_pattern
+        if any(missing) and pattern and "answer_pattern" in self.config.given():
+            texts = f"no text of the workers or of the early finisher of {name_prompts(missing)}"
+            warn_caller(f"{texts} matches answer_pattern={shortened(pattern)}")
 
     def _run_finishers(self, unanswered: Sequence[WorkerGroup]) -> None:
         config, loop = self.config, self.loop

@@ -182,7 +182,9 @@ class HogwildSession:
                 self._run.finish()
         finally:
             claim.active = False
-        return self._run.loop.output(HogwildOutput, **self._run.fields())
+        output = self._run.loop.output(HogwildOutput, **self._run.fields())
+        self._run.warn_unanswered()
+        return output
 
     def close(self) -> None:
         """Free the memory of the cache. Texts can still be read."""
@@ -198,9 +200,8 @@ class HogwildSession:
 
         `to` is the name of a worker, whose unfinished step the text continues on a new line, or begins if the step has
         no text yet; or `common`, to append it to the history as a step of its own, followed by the separator unless it
-        ends with it. Raises `ValueError` if the
-        worker does not exist or has stopped, if the text is empty or cannot be encoded, and for `common` in the layout
-        `contiguous`, which has no history.
+        ends with it. Raises `ValueError` if the worker does not exist or has stopped, if the text is empty or cannot be
+        encoded, and for `common` in the layout `contiguous`, which has no history.
         """
         with self._change():
             worker = None if to == COMMON else self._find(to)

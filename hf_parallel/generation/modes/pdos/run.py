@@ -126,8 +126,6 @@ class PDOSRun:
             self._pass_tokens = Counter(self._pass_stages)
             loop.decode(rows, logits, self._on_token, self._move_joined, self._schedule)
         sampler, trunks = loop.sampler, self.trunks
-        none = "the model opened no block; titles=[...] gives it one"
-        warn_sequential([None if trunk.blocks else trunk.fallback or none for trunk in trunks])
         sampler.scores, sampler.logits = (_align(kept, trunks) for kept in (sampler.scores, sampler.logits))
         output = loop.output(
             PDOSOutput,
@@ -139,6 +137,8 @@ class PDOSRun:
         )
         if isinstance(output, torch.Tensor):
             cache.reset()
+        none = "the model opened no block; pass titles=[...]"
+        warn_sequential([None if trunk.blocks else trunk.fallback or none for trunk in trunks])
         return output
 
     def _prefill_opening(self) -> tuple[list[PDOSRow], torch.Tensor]:
