@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +12,14 @@ import pytest
 import tiny
 import torch
 from mode_cases import BUILT_IN, small_call
-from workers import SETTINGS, TOKENIZER, Scripted, small_model
+from transformers import LogitsProcessor
+from workers import SETTINGS, TOKENIZER, Scripted, slow_model, small_model
 
 from hf_parallel import (
     ConsoleStreamer,
     HogwildConfig,
     HogwildSession,
+    LogitsCache,
     ParallelConfig,
     PDOSConfig,
     SelfConsistencyConfig,
@@ -60,6 +64,11 @@ def test_a_group_is_printed_before_the_next_one() -> None:
 def test_whitespace_is_printed_inside_a_text_but_not_around_it() -> None:
     events = [("begin", "a", 0), *(("write", "a", text) for text in (" \n", "one ", "\n", "two", "\n\n"))]
     assert printed(*events) == "one \ntwo\n"
+
+
+def test_a_text_that_has_ended_does_not_change() -> None:
+    begun = [("begin", "a", 0), ("begin", "b", 0), ("write", "b", "one"), ("close", "b")]
+    assert printed(*begun, ("write", "b", " two"), ("write_mark", "b", "(cut)"), ("close", "b")) == "\n\none\n"
 
 
 def test_terminal_commands_in_generated_text_are_not_printed_to_a_terminal() -> None:
@@ -185,14 +194,98 @@ def test_tokens_after_the_end_of_a_row_are_not_printed() -> None:
 
 def test_texts_that_a_session_injects_are_printed() -> None:
     file = io.StringIO()
-    settings = {**SETTINGS, "logits_processor": [Scripted(["One.\n\nTwo", "Uno"])], "max_new_tokens": 9}
-    del settings["tokenizer"]
-    session = HogwildSession(small_model(), TOKENIZER, PROMPT, streamer=ConsoleStreamer(TOKENIZER, file), **settings)
-    session.inject("common", "Rain.")
-    session.run()
-    session.close()
+    with session(file, logits_processor=[Scripted(["One.\n\nTwo", "Uno"])]) as opened:
+        opened.inject("common", "Rain.")
+        opened.run()
     assert "[common]\nRain." in file.getvalue()
     assert file.getvalue().startswith("Alice 1: One.\n\n")
+
+
+def session(file: io.StringIO, **settings: Any) -> HogwildSession:
+    given = {**SETTINGS, "max_new_tokens": 9, "finisher_tokens": 0, "do_sample": False, **settings}
+    del given["tokenizer"]
+    return HogwildSession(small_model(), TOKENIZER, PROMPT, streamer=ConsoleStreamer(TOKENIZER, file), **given)
+
+
+@pytest.mark.parametrize("prefix", ["{name} {step}: ", "**{name} [{step}]:**", "> "])
+def test_a_worker_that_joins_a_session_gets_no_other_name(prefix: str) -> None:
+    file = io.StringIO()
+    with session(file, step_prefix=prefix) as opened:
+        opened.run(2)
+        opened.add_worker("Zed")
+        opened.run()
+    assert prefix.format(name="Zed", step=1).strip() in file.getvalue()
+    assert "Carol" not in file.getvalue()
+    assert "[]" not in file.getvalue()
+
+
+class Failing(LogitsProcessor):
+    """Raises at the third token."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise ZeroDivisionError
+        return scores
+
+
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_a_call_after_one_that_raised_is_printed_on_a_new_line(mode: str) -> None:
+    call = {**small_call(mode), "do_sample": True, "seed": 3, "tokenizer": TOKENIZER}
+    file, fresh = io.StringIO(), io.StringIO()
+    streamer = ConsoleStreamer(TOKENIZER, file)
+    with pytest.raises(ZeroDivisionError):
+        small_model().generate(PROMPT, streamer=streamer, **call, logits_processor=[Failing()])
+    begun = file.getvalue()
+    for other in (streamer, ConsoleStreamer(TOKENIZER, fresh)):
+        small_model().generate(PROMPT, streamer=other, **call)
+    assert file.getvalue() == begun + "\n" * bool(begun) + fresh.getvalue()
+
+
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_a_call_without_a_mode_can_follow_a_call_in_a_mode(mode: str) -> None:
+    reused, fresh = (ConsoleStreamer(TOKENIZER, io.StringIO(), max_new_tokens=5) for _ in range(2))
+    call = {**small_call(mode), "do_sample": True, "seed": 3, "tokenizer": TOKENIZER}
+    small_model().generate(PROMPT, streamer=reused, **call)
+    begin = len(reused.out.getvalue())
+    for streamer in (reused, fresh):
+        small_model().generate(PROMPT, streamer=streamer, max_new_tokens=5, do_sample=False)
+    assert reused.out.getvalue()[begin:] == fresh.out.getvalue() != ""
+
+
+def test_a_streamer_that_has_ended_does_not_keep_the_cache_of_its_call() -> None:
+    cache = LogitsCache()
+    alive, streamer = weakref.ref(cache), ConsoleStreamer(TOKENIZER, io.StringIO())
+    small_model().generate(
+        PROMPT, generation_mode="resample", logits_cache=cache, streamer=streamer, max_new_tokens=3, do_sample=True
+    )
+    del cache
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("mode", ["shared_prefix", None])
+def test_sequences_that_headings_do_not_divide_raise_before_generation(mode: str | None) -> None:
+    streamer, passes = ConsoleStreamer(TOKENIZER, io.StringIO(), ["== P", "== Q"]), []
+    with (
+        small_model().register_forward_hook(lambda *_: passes.append(1)),
+        pytest.raises(ValueError, match="got 3 sequences and 2 headings"),
+    ):
+        small_model().generate(PROMPT.repeat(3, 1), generation_mode=mode, streamer=streamer, max_new_tokens=2)
+    assert not passes
+
+
+@pytest.mark.parametrize("mode", ["shared_prefix", "hogwild", "self_consistency"])
+def test_a_text_that_a_time_limit_ended_is_not_marked(mode: str) -> None:
+    file, cut = io.StringIO(), {"max_new_tokens": 100, "max_time": 0.3}
+    call = {"tokenizer": TOKENIZER, "do_sample": True, "streamer": ConsoleStreamer(TOKENIZER, file), **cut}
+    with slow_model(0.1):
+        small_model().generate(PROMPT, generation_mode=mode, **call)
+    assert file.getvalue()
+    assert "[truncated]" not in file.getvalue()
 
 
 def test_the_console_streamer_needs_a_tokenizer() -> None:

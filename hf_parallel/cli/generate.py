@@ -114,7 +114,8 @@ def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[s
         print()
     out = StringIO() if options.format == "jsonl" else sys.stdout
     ends, budget = call.model.generation_config.eos_token_id, call.arguments.get("max_new_tokens")
-    printer = ConsoleStreamer(call.tokenizer, out, headings, ends if isinstance(ends, list) else [ends], budget)
+    ends = ends if isinstance(ends, list) else [ends]
+    printer = ConsoleStreamer(call.tokenizer, out, headings, eos_token_ids=ends, max_new_tokens=budget)
     call.run(printer)
     printer.end()  # has no effect unless the call was interrupted
     if options.format == "jsonl":

@@ -65,7 +65,7 @@ class InterruptibleCall:
     def records(self, prompts: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield one object per answer: its prompt, its text and the fields of the mode's output.
 
-        `truncated` says whether the token budget of any of the answer's rows ended it.
+        `truncated` is True if the token budget of any of the answer's rows ended it.
 
         An interrupted call yields only answers that have text. Their text is everything generated so far, and of the
         mode's fields they have only the texts of the rows (`ParallelConfig.rows_name`).
@@ -91,8 +91,10 @@ class InterruptibleCall:
     def _answers(self) -> Iterator[tuple[str, dict[str, Any]]]:
         output, begin = self.output, self.arguments["input_ids"].shape[1]
         records = output.to_records() if isinstance(output, ParallelOutput) else [{} for _ in output.sequences]
-        place = None if self.config is None else self._record.place
-        truncated = {row if place is None else place(row)[0] for row in self._streamer.truncated}
+        if self.config is None:  # nothing is recorded without a mode, and its streamer is a ConsoleStreamer
+            truncated = self._streamer.truncated
+        else:
+            truncated = {self._record.place(row)[0] for row in self._record.truncated}
         for index, record in enumerate(records):
             fields = {**record, "truncated": index in truncated}
             if self.config is not None and self.config.merges_rows:

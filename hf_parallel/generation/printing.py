@@ -40,32 +40,38 @@ class SequentialPrinter:
 
     def __init__(self, out: TextIO, headings: Sequence[str], by_end: bool = False) -> None:
         self.out, self.headings, self.by_end = out, headings, by_end
+        self._clean: Callable[[str], str] = printable if out.isatty() else str
+        self._group: int | None = None  # group of the line that is not ended yet
+        self._drop_texts()
+
+    def _drop_texts(self) -> None:
         self._texts: dict[Hashable, _Text] = {}
         self._buffered: list[_Text] = []  # unfinished ones in the order of begin(), ended ones of close()
         self._current: _Text | None = None
-        self._group: int | None = None  # group of the line that is not ended yet
-        self._clean: Callable[[str], str] = printable if out.isatty() else str
 
     def begin(self, key: Hashable, group: int, heading: str = "") -> None:
-        """Begin a text of a group."""
+        """Begin a text of a group. Raises `IndexError` if there is no heading for the group."""
         text = self._texts[key] = _Text(group, heading)
         self._buffered.append(text)
         self._print_next()
 
     def write(self, key: Hashable, text: str) -> None:
-        """Append to a text."""
-        self._texts[key].text += text
-        if self._texts[key] is self._current:
-            self._print_new(self._current)
+        """Append to a text, unless it has ended. Raises `KeyError` if it has not begun."""
+        of_key = self._texts[key]
+        if not of_key.ended:
+            of_key.text += text
+        if of_key is self._current:
+            self._print_new(of_key)
 
     def write_mark(self, key: Hashable, mark: str) -> None:
-        """Append a mark to a text, after its last character that is not whitespace."""
+        """Append a mark to a text, after its last character that is not whitespace; otherwise as `write`."""
         text = self._texts[key]
-        text.text = text.text.rstrip()
-        self.write(key, f" {mark}")
+        if not text.ended:
+            text.text = text.text.rstrip()
+            self.write(key, f" {mark}")
 
     def close(self, key: Hashable) -> None:
-        """End a text. Has no effect on a text that has ended."""
+        """End a text, unless it has ended. Raises `KeyError` if it has not begun."""
         text = self._texts[key]
         if text is self._current:
             self._current = None
@@ -116,7 +122,7 @@ class ConsoleStreamer(SequentialPrinter):
 
     A row is printed as it grows; the next ones follow when it has ended. Rows of one answer, such as the workers of
     hogwild, are printed step by step in the order in which steps end. Texts that a token budget ended are followed by
-    `[truncated]`. Modes that stream text give the rows their names.
+    `[truncated]`. Modes that stream text name the rows.
 
     Parameters
     ----------
@@ -127,9 +133,15 @@ class ConsoleStreamer(SequentialPrinter):
     headings : sequence of str
         A heading for each prompt. Default: none.
     eos_token_ids : collection of int
-        Tokens that end a row, without a mode; a mode knows those of its call.
+        Tokens that end a row in calls without a mode. In a mode, those of the call are used.
     max_new_tokens : int, optional
-        Token budget of a row, without a mode.
+        Token budget of a row in calls without a mode, whose texts are marked only if it is given.
+
+    Raises
+    ------
+    ValueError
+        If `tokenizer` cannot decode tokens; in a call, before anything is generated, if the number of sequences is not
+        a multiple of the number of headings.
 
     Examples
     --------
@@ -142,21 +154,29 @@ class ConsoleStreamer(SequentialPrinter):
         tokenizer: Any,
         file: TextIO | None = None,
         headings: Sequence[str] = (),
+        *,
         eos_token_ids: Collection[int] = (),
         max_new_tokens: int | None = None,
     ) -> None:
         check_tokenizer(tokenizer)
         super().__init__(sys.stdout if file is None else file, headings or [""])
         self.tokenizer = tokenizer
+        self._eos_token_ids, self._max_new_tokens = set(eos_token_ids), max_new_tokens
+        self._skipped = set(getattr(tokenizer, "all_special_ids", ()))
+        self._reset(len(self.headings))
+
+    def _reset(self, num_sequences: int) -> None:
+        """Set the state before a call, until `begin_call` a call without a mode; the last one may have been cut off."""
+        self.print_line("")
+        self._drop_texts()
         self.completions: list[IncrementalDetokenizer] = []
         """Tokens of each row, if tokens are printed."""
         self.truncated: set[int] = set()
-        """Rows that a token budget ended."""
-        self._ends, self._max_new_tokens = set(eos_token_ids), max_new_tokens
-        self._skipped = set(getattr(tokenizer, "all_special_ids", ()))
+        """Rows that a token budget ended; in a mode, those of the call's record."""
+        self.by_end = self._prints_text = False
+        self._ends = self._eos_token_ids
         self._config: ParallelConfig | None = None
-        self._num_sequences = len(self.headings)
-        self._prints_text, self._num_puts = False, 0
+        self._num_sequences, self._num_puts = num_sequences, 0
         self._steps: dict[int, int] = {}
 
     def begin_call(self, call: Any) -> None:
@@ -169,9 +189,10 @@ class ConsoleStreamer(SequentialPrinter):
     def put(self, value: Any) -> None:
         """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
         if value.ndim > 1:
-            self._num_sequences = len(value)
-            self._texts, self._steps, self.completions, self.truncated = {}, {}, [], set()
-            self._num_puts = 0
+            if len(value) % len(self.headings):
+                counts = f"{len(value)} sequences and {len(self.headings)} headings"
+                raise ValueError(f"the number of sequences must be a multiple of the number of headings, got {counts}")
+            self._reset(len(value))
         elif not self._prints_text:
             self._put_tokens(value.tolist())
 
@@ -212,13 +233,14 @@ class ConsoleStreamer(SequentialPrinter):
         for row in self.truncated.intersection(range(len(self.completions))):
             self.write_mark((row, 1), TRUNCATED)
         super().end()
+        self._config = None  # which may hold a large cache
 
     def _has_ended(self, row: int) -> bool:
         return row not in self._steps or self._texts[row, self._steps[row]].ended
 
     def _begin_step(self, row: int, text: str) -> None:
         step = self._steps[row] = self._steps.get(row, 0) + 1
-        answers = max(self._num_sequences // len(self.headings), 1)
+        answers = self._num_sequences // len(self.headings)
         sequence, name = row, ""
         if self._config is not None:
             sequence, index, _ = self._config.place(row, self._num_sequences)

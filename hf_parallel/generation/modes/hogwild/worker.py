@@ -52,9 +52,9 @@ class Worker(Row):
         complete = ends_step(self._generated, added, config.separator, config.sentence_ends, config.code_fence)
         answer_stops = self._answer_stops()
         if ended or answer_stops or self.passes >= group.call.max_new_tokens or group.is_full():
-            ended = is_eos or (ended and not group.timed_out())
             if not (ended or complete or answer_stops):
                 group.call.record.truncated.add(self.index)
+            ended = is_eos or (ended and not group.timed_out())  # a step that `max_time` ends is unfinished
             self.stop(finished=ended or complete or (answer_stops and self.answered))
             return False
         if complete:
