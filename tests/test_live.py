@@ -17,6 +17,7 @@ from workers import TOKENIZER, small_model
 
 import hf_parallel
 from hf_parallel import HogwildConfig, ParallelStreamer, PDOSConfig, SelfConsistencyConfig, SharedPrefixConfig
+from hf_parallel.cli.interruptible import InterruptibleCall
 from hf_parallel.cli.live import ABOVE, LiveColumns, LiveLines, LiveTails, LiveView, live_view
 from hf_parallel.generation import MODES
 
@@ -255,3 +256,12 @@ def test_a_row_that_begins_another_text_is_not_done() -> None:
     for event in ("begin", "token", "end", "begin", "token"):
         view.write_row(0, "a" if event != "end" else "", event)
     assert (view.rows[0].name, view.rows[0].done, len(view.rows[0].steps)) == ("Outline", False, 2)
+
+
+def test_answers_of_a_live_view_say_which_are_truncated() -> None:
+    """The record of the call has this, whatever the streamer is."""
+    config = SharedPrefixConfig()
+    arguments = {"input_ids": PROMPT, "max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
+    call = InterruptibleCall(small_model(), TOKENIZER, config, arguments)
+    call.run(LiveView(config, a_pipe(), TOKENIZER))
+    assert [record["truncated"] for record in call.records(["P"])] == [True]

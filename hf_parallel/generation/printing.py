@@ -50,7 +50,7 @@ class SequentialPrinter:
         self._current: _Text | None = None
 
     def begin(self, key: Hashable, group: int, heading: str = "") -> None:
-        """Begin a text of a group. Raises `IndexError` if there is no heading for the group."""
+        """Begin a text of a group. Printing it raises `IndexError` if there is no heading for the group."""
         text = self._texts[key] = _Text(group, heading)
         self._buffered.append(text)
         self._print_next()
