@@ -205,6 +205,10 @@ def test_a_card_names_its_row_once() -> None:
     assert len(re.findall("Alice", cards)) == 2
     unnamed = Page(write(ALICE, BOB, step_prefix="- ").to_html())
     assert [tag for tag, _ in unnamed.tags].count("h3") == 4
+    short = Page(write(ALICE, BOB, worker_names=["a", "Al"], step_prefix="Also: ").to_html())
+    assert [tag for tag, _ in short.tags].count("h3") == 4
+    marked = Page(write(ALICE, BOB, worker_names=["a", "*b*"], step_prefix="**{name} [{step}]:** ").to_html())
+    assert [tag for tag, _ in marked.tags].count("h3") == 0
 
 
 def test_an_arrow_leads_from_each_joined_branch_to_the_trunk() -> None:

@@ -1,6 +1,6 @@
 "use strict";
 // Reads all state from data attributes: the column of a card, the passes of its text, and the event that ended it.
-const SECONDS = 20, MOST = 6; // length of a play; rows that are named
+const PLAY_SECONDS = 20, MAX_NAMED = 6; // length of a play; rows that are named
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : /(ch|s|x)$/.test(word) ? "es" : "s"}`;
 const listed = names => names.length < 2 ? names.join("") : names.slice(0, -1).join(", ") + " and " + names.at(-1);
 
@@ -33,7 +33,7 @@ function play(section) {
       const names = seen.map(card => history && isDone(card, pass) ? `the ${history}` : card.column === null ? `the ${card.who}` : card.who);
       return seen.length ? ` ${writer.column === null ? "The " : ""}${writer.who} reads ${listed([...new Set(names)])}.` : "";
     }).filter(text => text);
-    return found.length > MOST ? [...found.slice(0, MOST), " \u2026"].join("") : found.join("");
+    return found.length > MAX_NAMED ? [...found.slice(0, MAX_NAMED), " \u2026"].join("") : found.join("");
   }
 
   function say(viewer, pass, there) {
@@ -43,7 +43,7 @@ function play(section) {
     if (viewer === "all") {
       const who = [...new Set(writing.map(card => card.who))], one = who.length === 1;
       const does = pass < last ? one ? "is writing" : "are writing" : one ? "has not finished" : "have not finished";
-      const now = who.length ? `${who.length > MOST ? plural(who.length, "row") : listed(who)} ${does}` : pass < last ? "no row is writing" : "all rows have ended";
+      const now = who.length ? `${who.length > MAX_NAMED ? plural(who.length, "row") : listed(who)} ${does}` : pass < last ? "no row is writing" : "all rows have ended";
       const moved = history ? finished.sort((a, b) => a.end - b.end).map(card => card.name).join(" \u00b7 ") : "";
       return `${at}: ${now}. ` + (moved ? `In the ${history}: ${moved}.` : `${plural(finished.length, unit)} finished.`) + reads(pass, writing, there);
     }
@@ -87,7 +87,7 @@ function play(section) {
     if (+slide.value === last) { slide.value = 0; show(); }
     button.textContent = "\u275a\u275a Pause";
     says.ariaLive = "off"; // a screen reader would read out every pass
-    timer = setInterval(next, Math.min(400, Math.max(40, SECONDS * 1000 / last)));
+    timer = setInterval(next, Math.min(400, Math.max(40, PLAY_SECONDS * 1000 / last)));
   });
   slide.addEventListener("input", () => go(slide.value));
   view.addEventListener("change", show);

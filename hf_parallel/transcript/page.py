@@ -24,7 +24,7 @@ HUES = (215, 335, 35, 160, 270, 5, 95, 190)
 """Hues of the columns, in degrees."""
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _DIRECTIONS = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Controls of the text direction. Cards isolate them; names lose them, as they are parts of sentences."""
+"""Controls of the text direction. They are isolated in cards, and removed from names, which are parts of sentences."""
 _WITHOUT_PASS = (REPLAYED, HOTSPOT)
 _ORIGINS = {
     REPLAYED: "replayed from cached logits, without a forward pass",
@@ -184,11 +184,16 @@ def _cards(
             "hue": _hue(card),
             "name": name,
             "row_name": row_name,
-            "is_named": row_name.casefold() in card["given"].casefold(),
+            "is_named": _begins_with(card["given"], row_name),
             "passes": _passes(card, style),
             "parts": _parts(card, style),
             "footer": _footer(card, style),
         }
+
+
+def _begins_with(text: str, name: str) -> bool:
+    """Return whether a text begins with a name as a whole word, after marks such as those of bold type."""
+    return re.match(rf"[\W_]*{re.escape(name.casefold())}(?![^\W_])", text.casefold()) is not None
 
 
 def _passes(card: Mapping[str, Any], style: Mapping[str, str]) -> str:

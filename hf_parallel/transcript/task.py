@@ -13,6 +13,20 @@ def find_task(prompt: str, tokenizer: Any, instructions: str = "") -> str | None
 
     In a prompt of the tokenizer's chat template the task is the last user message. The instructions can precede it in
     this message, and do so in the prompt if there is no template.
+
+    Parameters
+    ----------
+    prompt : str
+        Text of the whole prompt, special tokens included.
+    tokenizer
+        Its chat template, if it has one, is the one of the prompt.
+    instructions : str
+        Those of the mode, see `ParallelConfig.system_prompt`. Empty: none.
+
+    Returns
+    -------
+    str or None
+        The task without surrounding whitespace.
     """
     begin, end = _around_user_message(tokenizer)
     start, stop = prompt.rfind(begin) if begin else -1, prompt.rfind(end) if end else -1
@@ -34,7 +48,9 @@ def _around_user_message(tokenizer: Any) -> tuple[str, str]:
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             for messages in (chat, longer)
         )
-    except Exception:  # templates are programs: one that cannot render these chats says nothing about the prompt
+    except (
+        Exception
+    ):  # templates are programs: for one that cannot render these chats, nothing is removed from the prompt
         return "", ""
     before = [text.partition(mark)[0][::-1] for text, mark in ((first, _FIRST), (last, _SECOND))]
     return commonprefix(before)[::-1], first.partition(_FIRST)[2].rstrip()
