@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.transcript.record import Record
 from hf_parallel.transcript.transcribable import Transcribable
-
-ITEM_NAMES = {
-    "answers": "answer",
-    "conclusions": "conclusion",
-    "outlines": "outline",
-    "texts": "text",
-    "transcripts": "transcript",
-}
-"""Names of the texts in `to_records`, by the field that has one text for each answer."""
 
 
 @dataclass
@@ -31,6 +23,9 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
     past_key_values : BlockCache
         The cache of the call.
     """
+
+    item_names: ClassVar[Mapping[str, str]] = {}
+    """Names of the texts in `to_records`, by the field that has one text for each answer."""
 
     stats: GenerationStats | None = None
     """Cost of the call."""
@@ -51,7 +46,7 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
             fields = {self.record.config.rows_name: grouped(fields.pop("texts"), count), **fields}
         items = [{n: v[i] if isinstance(v, list) else v for n, v in fields.items()} for i in range(count)]
         return [
-            {_item_name(name, value): _plain(value) for name, value in {**item, "stats": self.stats}.items()}
+            {self._item_name(name, value): _plain(value) for name, value in {**item, "stats": self.stats}.items()}
             for item in items
         ]
 
@@ -62,15 +57,14 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
         fields = [field.name for field in dataclasses.fields(cls) if field.name not in common]
         return fields + [name for name, value in vars(cls).items() if isinstance(value, property)]
 
+    def _item_name(self, name: str, value: Any) -> str:
+        return self.item_names.get(name, name) if value is None or isinstance(value, str) else name
+
 
 def grouped(items: list[Any], count: int) -> list[list[Any]]:
     """Return the items in `count` consecutive groups of equal length."""
     size = len(items) // count
     return [items[i * size : (i + 1) * size] for i in range(count)]
-
-
-def _item_name(name: str, value: Any) -> str:
-    return ITEM_NAMES.get(name, name) if value is None or isinstance(value, str) else name
 
 
 def _plain(value: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hf_parallel.generation.outputs import ParallelOutput
 
@@ -39,6 +40,12 @@ class HogwildOutput(ParallelOutput):
     scores, logits : tuple of [batch * num_workers, vocabulary], optional
         One entry per generated token. `sequences` also contains inserted tokens, so its columns do not match them.
     """
+
+    item_names: ClassVar[Mapping[str, str]] = {
+        "transcripts": "transcript",
+        "answers": "answer",
+        "conclusions": "conclusion",
+    }
 
     history: list[list[Step]] | None = None
     """Finished steps in the order in which they ended, followed by unfinished ones."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hf_parallel.generation.outputs import ParallelOutput
 
@@ -62,6 +64,8 @@ class PDOSOutput(ParallelOutput):
     scores, logits : tuple of [batch, vocabulary], optional
         For each token of the answer those that it was sampled from; zeros for tokens that were not sampled.
     """
+
+    item_names: ClassVar[Mapping[str, str]] = {"transcripts": "transcript"}
 
     blocks: list[list[ParallelBlock]] | None = None
     """Parallel blocks of each prompt's answer, in order."""
