@@ -33,8 +33,6 @@ EXAMPLES = """examples:
   hf-parallel generate "Plan a picnic for ten people."              two workers, the embedded model
   hf-parallel generate "..." --format live -o run.json              live view, and save the transcript
   hf-parallel view run.json -o run.html                             open the transcript in a browser
-  hf-parallel generate "..." --mode shared_prefix --sample --num-return-sequences 8
-  hf-parallel generate "..." --mode pdos --model Qwen/Qwen3-8B --set join=rotate
   hf-parallel generate --file prompts.txt --lines --format jsonl > answers.jsonl
 """
 

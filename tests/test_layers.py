@@ -59,11 +59,13 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in python_files(ROOT / PACKAGE)}
+SOURCES = {**MODULES, "hf_parallel_command": ROOT / "hf_parallel_command.py"}
+"""Modules of the package and the one beside it."""
 
 
 def imports(name: str) -> Iterator[str]:
     """Yield the modules of the package that a module imports, also under TYPE_CHECKING."""
-    for node in _import_nodes(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+    for node in _import_nodes(ast.parse(SOURCES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         else:
@@ -82,6 +84,13 @@ def layer(name: str) -> str:
     inside = name.removeprefix(PACKAGE).lstrip(".")
     layers = [layer for layer in LAYERS if inside == layer or inside.startswith(layer + ".")]
     return max(layers, key=len, default=inside.split(".")[0])
+
+
+def test_the_version_has_one_source() -> None:
+    """`pyproject.toml` reads it from the package, and the command from the metadata that are made of it."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.search(r'^version = \{ attr = "hf_parallel.__version__" \}', project, re.MULTILINE)
+    assert not re.search(r'^version = "', project, re.MULTILINE)
 
 
 def test_all_layers_exist() -> None:
@@ -131,10 +140,10 @@ def test_a_cycle_would_be_found() -> None:
     assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if layer(name) != "generation.modes"])
+@pytest.mark.parametrize("name", [name for name in SOURCES if layer(name) != "generation.modes"])
 def test_modes_are_named_in_generation_modes_alone(name: str) -> None:
     """Neither in strings (except docstrings), nor as identifiers, nor by imports of a mode's files."""
-    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    tree = ast.parse(SOURCES[name].read_text(encoding="utf-8"))
     word = re.compile(rf"(?<![\w.])({'|'.join(MODE_NAMES)})(?!\w)")
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = []
@@ -156,9 +165,9 @@ def test_file_is_short_and_has_a_docstring(path: Path) -> None:
     assert ast.get_docstring(ast.parse(text)), "the module has no docstring"
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", SOURCES)
 def test_public_functions_and_classes_are_documented(name: str) -> None:
-    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    tree = ast.parse(SOURCES[name].read_text(encoding="utf-8"))
     assert not (missing := list(undocumented(tree, name))), f"no docstring: {missing}"
 
 

