@@ -19,7 +19,8 @@ out = model.generate(
     generation_mode="self_consistency",
     tokenizer=tokenizer,
     num_answers=6,
-    answer_pattern=r"(?:=|is|equals) *(\d+)",  # no operand; the last match counts; the default is \boxed{...}
+    # no operand; the last match counts; the default is \boxed{...}
+    answer_pattern=r"(?:=|is|equals) *(\d+)",
     do_sample=True,
     temperature=0.7,
     top_p=0.9,

@@ -113,6 +113,13 @@ def test_every_row_equals_plain_generate(model: Any, tokenizer: Any) -> None:
     assert out.stats.prefilled_tokens == sum(len(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS)
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_row_that_the_token_budget_ended_is_recorded(model: Any, tokenizer: Any, ends: bool) -> None:
+    eos = list(range(model.config.vocab_size)) if ends else None
+    out = generate(model, tokenizer, eos_token_id=eos)
+    assert out.record.truncated == (set() if ends else set(range(len(out.sequences))))
+
+
 def test_one_opening_is_streamed_like_other_text(
     model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
