@@ -80,7 +80,8 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any
         monkeypatch.setitem(vars(loaded), "prepared_call", prepared_call)
 
         def load(name: Any, dtype: Any, device: Any, preset: bool) -> Any:
-            loaded.generation_config.parallel_preset = "embedded" if preset and name is None else None
+            mark = "embedded" if preset and name is None else None
+            monkeypatch.setattr(loaded.generation_config, "parallel_preset", mark, raising=False)
             return loaded, Tokenizer()
 
         monkeypatch.setattr(cli_generate, "load_model", load)

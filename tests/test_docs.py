@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from pages import (
+    FALSE_WARNINGS,
     NEW_TOKENS,
     OTHER_TOOLS,
     OWN_MODES,
@@ -47,6 +48,8 @@ SHOWN = {
     "docs/modes/baselines.md": r"^\{'12': \d.*\} 12\n",
 }
 """Pages whose examples show a text: a pattern of what they print."""
+SEQUENTIAL = DOCS / "modes" / "pdos.md"
+"""Shows an answer without a parallel part, about which `generate` warns."""
 COMMANDS = ("hf-parallel", "make", "pip", "python")
 UNCHECKED = ("cd", "git")
 """Other commands in shell blocks, whose arguments are not checked."""
@@ -65,7 +68,13 @@ def script(name: str) -> ModuleType:
 # Code
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name_of(page), marks=[pytest.mark.filterwarnings(*FALSE_WARNINGS)] * (page != SEQUENTIAL))
+        for page in WITH_CODE
+    ],
+)
 def test_code_of_page_runs(
     page: Path,
     embedded: tuple[Any, Any],

@@ -11,12 +11,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from pages import NEW_TOKENS, OWN_MODES, READ_TOKENS, ROOT, garbled, run, small_scale
+from pages import FALSE_WARNINGS, NEW_TOKENS, OWN_MODES, READ_TOKENS, ROOT, garbled, run, small_scale
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
+@pytest.mark.filterwarnings(*FALSE_WARNINGS)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path, embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
     repeats = example.stem == "resample"  # samples of one state may be equal
@@ -49,6 +50,7 @@ def test_example_is_short_and_documented(example: Path) -> None:
     assert "\nMODEL = None  # " in source
 
 
+@pytest.mark.filterwarnings(*FALSE_WARNINGS)
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(
     notebook: Path,
