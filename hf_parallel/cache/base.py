@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from hf_parallel.cache.arena import Arena
 from hf_parallel.cache.layout import Block, ForwardPass, Segment, View, plan_passes, view_length
+from hf_parallel.cache.trace import Trace
 from hf_parallel.kernels import AttentionPlan, LayerStorage, RotarySpec, rotate_by
 
 
@@ -54,6 +55,7 @@ class BlockCache(Cache):
     ) -> None:
         super().__init__(layers=[])
         self.rotary = dict(rotary) if rotary is not None else None
+        self.trace: Trace | None = None  # of the running call
         self.device, self._has_device = torch.device(device or "cpu"), device is not None
         self.reset()
 
@@ -68,7 +70,7 @@ class BlockCache(Cache):
         self._updated: set[int] = set()  # layers that the prepared pass has updated, under stock attention
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pass": None, "_last": None}  # plans of passes hold kernel buffers
+        return self.__dict__ | {"_pass": None, "_last": None, "trace": None}  # plans of passes hold kernel buffers
 
     # Blocks
 
@@ -105,6 +107,7 @@ class BlockCache(Cache):
         block.extent.owners += 1
         block.length = at
         self.blocks.add(tail)
+        self._trace_copy(block, at, at + tail.length, tail, 0)
         return tail
 
     def fork(self, block: Block, extra_capacity: int = 0) -> Block:
@@ -120,6 +123,7 @@ class BlockCache(Cache):
                 source = block.extent.range(block.first + start, stop - start)
                 target = copy.extent.range(copy.length, stop - start)
                 self.arena.copy(source, target, copy.length - start, self.rotary)
+                self._trace_copy(block, start, stop, copy, copy.length)
                 copy.length += stop - start
         except BaseException:
             self.free(copy)
@@ -142,6 +146,7 @@ class BlockCache(Cache):
         self.reserve([(target, target.length + source.length)])
         end = target.extent.range(target.first + target.length, source.length)
         self.arena.copy(source.tokens, end, delta, self.rotary)
+        self._trace_copy(source, 0, source.length, target, target.length)
         target.length += source.length
         source.length = 0
 
@@ -169,6 +174,10 @@ class BlockCache(Cache):
     def kv_bytes(self) -> int:
         """Bytes of the keys and values of all unique tokens."""
         return sum(block.length for block in self.blocks) * self.arena.bytes_per_token
+
+    def _trace_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:
+        if self.trace is not None:
+            self.trace.add_copy(source, start, stop, target, at)
 
     def _check_owned(self, block: Block) -> None:
         if block not in self.blocks:

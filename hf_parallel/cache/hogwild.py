@@ -147,6 +147,7 @@ class HogwildCache(SharedPrefixCache):
             kept = self._copy_of(history, [(0, start), (stop, history.length)])
             history.extent, kept.extent = kept.extent, history.extent
             history.first, history.length = 0, kept.length
+            self._trace_copy(kept, 0, kept.length, history, 0)
             self.free(kept)
             del space.step_lengths[index]
         else:

@@ -58,6 +58,13 @@ class GenerationCall:
         """Maximum number of new tokens of a row."""
         return self.max_length - self.input_ids.shape[1]
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether the record traces the forward passes: it is returned, and `sequences` do not say all of them."""
+        config = self.record.config
+        returned = bool(self.generation_config.return_dict_in_generate) and self.past_key_values is None
+        return returned and config is not None and not config.rows_continue_prompts
+
     @cached_property
     def pad_token_id(self) -> int:
         """Padding token of rows that have ended."""

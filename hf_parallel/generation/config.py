@@ -88,6 +88,10 @@ class ParallelConfig:
 
     The mode's output then has `texts`, one per row, and `transcripts`, one per prompt.
     """
+    rows_continue_prompts: ClassVar[bool] = False
+    """Whether `sequences` alone say how each row was computed: its prompt, then its own tokens, as in `generate`."""
+    text_markers: ClassVar[Mapping[str, str]] = {}
+    """Markers of annotated text with a skeleton, for training: see `hf_parallel.training.dialects`. Empty: none."""
     rows_name: ClassVar[str] = ""
     """Record field for the texts of a prompt's rows, in merged or interrupted calls. Empty: none."""
     presets: ClassVar[Mapping[str, Preset]] = {}

@@ -15,6 +15,7 @@ from transformers import StoppingCriteriaList
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.cache.trace import Trace
 from hf_parallel.generation.backlog import Backlog, SpeculativeDecoding, TokenReplayer
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.outputs import ParallelOutput
@@ -53,6 +54,8 @@ class DecodeLoop:
         stream: bool = True,
     ) -> None:
         self.call, self.cache, self.table = call, cache, table
+        if call.is_traced:
+            call.record.trace = cache.trace = call.record.trace or Trace()
         self.stats = GenerationStats() if stats is None else stats
         self.runner = ModelRunner(call, cache, self.stats)
         self.backlog = Backlog(self.runner)
@@ -145,6 +148,9 @@ class DecodeLoop:
         on_token = on_token or _set_pending
         self.call.record.passes += is_pass
         self.stats.decoded_tokens += len(tokens)
+        if self.cache.trace is not None:
+            for row, token in zip(rows, tokens, strict=True):
+                self.cache.trace.add_sample(row.index, token, row.last_segment, row.view)
         if self.streamer is not None:
             shown = torch.full((len(self.table.lengths),), self.table.pad_token_id)
             shown[[row.index for row in rows]] = torch.tensor(tokens)

@@ -20,6 +20,7 @@ class Row:
     index: int
     view: View
     pending: list[int] = field(default_factory=list)
+    last_segment: Segment | None = None  # of the last pass that it took part in
 
     def segments(self) -> PassInputs:
         """Return the row's inputs of the next pass; its next token follows the last of them."""
@@ -36,11 +37,12 @@ class Row:
 
 
 def collect_inputs(rows: Iterable[Row]) -> tuple[PassInputs, list[int]]:
-    """Return the inputs of rows, and for each row the index of its last segment."""
+    """Return the inputs of rows in their next pass, and for each row the index of its last segment."""
     inputs: PassInputs = []
     ends = []
     for row in rows:
         inputs += row.segments()
+        row.last_segment = inputs[-1][0]
         ends.append(len(inputs) - 1)
     return inputs, ends
 

@@ -90,6 +90,8 @@ class ModelRunner:
             self.cache.rollback()
             raise
         self.cache.commit()
+        if self.cache.trace is not None:
+            self.cache.trace.add_pass(passes, forward, ids)
         self.stats.forward_passes += 1
         return logits
 

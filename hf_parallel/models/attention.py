@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.base import ActiveAttention, active_attention
-from hf_parallel.kernels import AttentionParams, block_attention
+from hf_parallel.kernels import AttentionParams, RotarySpec, block_attention
 
 IMPLEMENTATION = "hf_parallel"
 """Name under which block attention is registered with Transformers."""
@@ -30,6 +30,17 @@ IMPLEMENTATION = "hf_parallel"
 
 class UnsupportedModelError(ValueError):
     """Raised for a model that block attention does not support, or a mode that it does not support on this model."""
+
+
+class Attention(Protocol):
+    """Takes the cache's place where keys are not kept, as in training."""
+
+    rotary: Mapping[int, RotarySpec | None] | None
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Return the attention of one layer, `[B, T, heads, head_dim]`, for a query `[B, heads, T, head_dim]`."""
 
 
 @dataclass(eq=False)
@@ -70,7 +81,7 @@ def _block_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    block_cache: BlockCache | AttentionRecorder | None = None,
+    block_cache: BlockCache | AttentionRecorder | Attention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function of the implementation, called by each layer.
@@ -91,15 +102,17 @@ def _block_attention_forward(
     if dropout:
         raise UnsupportedModelError(f"attention dropout must be 0 while generating in parallel, got {dropout}")
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
-    layer = cache.storage(layer_idx)
     params = AttentionParams(
-        num_kv_heads=layer.num_kv_heads,
+        num_kv_heads=key.shape[1],
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         rotary=None if cache.rotary is None else cache.rotary.get(layer_idx),
         softcap=softcap,
         sinks=s_aux,
         window=sliding_window,
     )
+    if not isinstance(cache, BlockCache):
+        return cache.attend(query, key, value, params), None
+    layer = cache.storage(layer_idx)
     mixed = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
         packed = query[0].transpose(0, 1).to(layer.keys.dtype)
@@ -120,7 +133,9 @@ AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 
 @contextmanager
-def block_attention_enabled(model: PreTrainedModel, cache: BlockCache | AttentionRecorder) -> Iterator[None]:
+def block_attention_enabled(
+    model: PreTrainedModel, cache: BlockCache | AttentionRecorder | Attention
+) -> Iterator[None]:
     """Run a model with block attention over `cache` in this context; other threads use the model's own attention."""
     active = ActiveAttention(cache, _configs(model.config))
     try:

@@ -40,6 +40,7 @@ class Record:
     events: list[Event] = field(default_factory=list)  # none in modes that stream no text
     truncated: set[int] = field(default_factory=set)  # rows that a token budget ended, as streamers number them
     origins: dict[int, str] = field(default_factory=dict)  # a letter per new token of a row, with a LogitsCache
+    trace: Any = None  # a Trace of the forward passes, if the call returns this record and its cache began empty
 
     @property
     def mode(self) -> str:

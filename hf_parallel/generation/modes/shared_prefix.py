@@ -48,6 +48,7 @@ class SharedPrefixConfig(ReplayConfig):
     """
 
     mode: ClassVar[str] = "shared_prefix"
+    rows_continue_prompts: ClassVar[bool] = True
 
     levels: Any = None
     keep_completions: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,6 +69,7 @@ class PDOSConfig(BlockFormat, ParallelConfig):
     mode: ClassVar[str] = "pdos"
     streams_text: ClassVar[bool] = True
     streams_tokens = "when_final"
+    text_markers: ClassVar[Mapping[str, str]] = BlockFormat().markers
 
     join: str = "reencode"
     parallel_hint: bool = True
