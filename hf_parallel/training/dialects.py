@@ -1,0 +1,276 @@
+"""Dialects: annotated text of models that work in parallel, as examples (docs/training.md).
+
+A dialect is data: tags, the positions of branches, and how the text after them sees them. `parse` splits a text into
+sequential pieces and regions of branches; `layout` lays them out in blocks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from hf_parallel.generation.arguments import encode
+from hf_parallel.generation.registry import MODES
+
+POSITIONS = ("depth", "overlap", "concatenated")
+"""See `Dialect.positions`."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Format of parallel text.
+
+    Parameters
+    ----------
+    region : pair of str
+        Tags that open and close a region with branches. Text in it, but outside of branches, is sequential.
+    branch : pair of str
+        Tags that open and close a branch. They belong to the branch. A branch may contain regions.
+    positions : str
+        `depth`: all branches of a region start at the same position, and the text after them at the end of the longest.
+        `overlap`: all start at the same position; the text after them sees them one after the other.
+        `concatenated`: each starts where the one before it ends, though it does not see it.
+    """
+
+    region: tuple[str, str]
+    branch: tuple[str, str]
+    positions: str = "depth"
+
+    def __post_init__(self) -> None:
+        tags = (*self.region, *self.branch)
+        if len(set(tags)) != 4 or not all(isinstance(tag, str) and tag for tag in tags):
+            raise ValueError(f"region and branch must be four different tags, got {tags!r}")
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions must be one of {list(POSITIONS)}, got {self.positions!r}")
+
+
+@dataclass(frozen=True)
+class SkeletonDialect:
+    """Format of text whose parts are announced by a skeleton of titles, which is dropped when the parts begin.
+
+    A part begins with `branch_marker`, its title and `title_end`; in the skeleton `ellipsis` follows. `terminator` ends
+    the parts.
+    """
+
+    branch_marker: str
+    title_end: str
+    ellipsis: str
+    terminator: str
+
+
+AnyDialect: TypeAlias = Dialect | SkeletonDialect
+_OTHERS = {
+    "multiverse": Dialect(("<Parallel>", "</Parallel>"), ("<Path>", "</Path>")),
+    "threadweaver": Dialect(("<Parallel>", "</Parallel>"), ("<Thread>", "</Thread>")),
+}
+"""Dialects of Multiverse (Yang et al., 2025) and ThreadWeaver (Lian et al., 2025)."""
+
+
+def get_dialect(dialect: str | AnyDialect) -> AnyDialect:
+    """Return a dialect by its name: of a mode that writes annotated text, or of another paper.
+
+    Raises `ValueError` for an unknown name.
+    """
+    own = {mode: SkeletonDialect(**cls.text_markers) for mode, cls in MODES.items() if cls.text_markers}
+    known: dict[str, AnyDialect] = {**own, **_OTHERS}
+    if isinstance(dialect, str) and dialect not in known:
+        raise ValueError(f"dialect must be one of {sorted(known)} or a Dialect, got {dialect!r}")
+    return known[dialect] if isinstance(dialect, str) else dialect
+
+
+@dataclass
+class Piece:
+    """Sequential text, or the branches between two sequential texts, each a list of pieces."""
+
+    text: str = ""
+    branches: list[list[Piece]] = field(default_factory=list)
+
+
+def parse(text: str, dialect: Dialect) -> list[Piece]:
+    """Return the pieces of a text. Raises `ValueError`, with line and tag, if its tags are not balanced."""
+    tags = dialect.region + dialect.branch
+    pattern = re.compile("|".join(map(re.escape, sorted(tags, key=len, reverse=True))))
+    pieces: list[Piece] = [Piece()]
+    stack: list[tuple[str, int, list[Piece]]] = []  # open tags, with their line and the pieces around them
+    begin = 0
+    for found in pattern.finditer(text):
+        tag, line = found[0], text.count("\n", 0, found.start()) + 1
+        index = tags.index(tag)
+        innermost = stack[-1][0] if stack else ""
+        if index % 2 and innermost != tags[index - 1]:
+            raise ValueError(f"line {line}: {tag} closes {_open(stack)}")
+        if tag == dialect.branch[0] and innermost != dialect.region[0]:
+            raise ValueError(f"line {line}: {tag} must be directly in {dialect.region[0]}, but is in {_open(stack)}")
+        if tag == dialect.region[0] and innermost == tag:
+            raise ValueError(f"line {line}: {tag} must be in a branch, but is in {_open(stack)}")
+        cut = found.start() if tag == dialect.branch[0] else found.end()
+        _append(pieces, text[begin:cut])
+        begin = cut
+        if tag == dialect.branch[0]:
+            stack.append((tag, line, pieces))
+            pieces = [Piece()]
+        elif tag == dialect.branch[1]:
+            outer = stack.pop()[2]
+            if not outer[-1].branches:
+                outer.append(Piece())
+            outer[-1].branches.append(pieces)
+            pieces = outer
+        elif index == 0:
+            stack.append((tag, line, pieces))
+        else:
+            stack.pop()
+    if stack:
+        raise ValueError(f"line {stack[-1][1]}: {stack[-1][0]} is not closed")
+    _append(pieces, text[begin:])
+    return pieces
+
+
+def _append(pieces: list[Piece], text: str) -> None:
+    """Append sequential text. Whitespace between two branches is dropped: nothing would compute it."""
+    if pieces[-1].branches:
+        if not text.strip():
+            return
+        pieces.append(Piece())
+    pieces[-1].text += text
+
+
+def _open(stack: Sequence[tuple[str, int, list[Piece]]]) -> str:
+    return f"{stack[-1][0]} of line {stack[-1][1]}" if stack else "nothing"
+
+
+class Builder:
+    """Blocks, segments and targets of one text, in the form of `ParallelExample`."""
+
+    def __init__(self) -> None:
+        self.input_ids: list[int] = []
+        self.position_ids: list[int] = []
+        self.contents: list[list[int]] = []
+        self.segments: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
+        self.targets: list[tuple[int, int, int]] = []  # query, token, row
+
+    def append(self, at: Place, tokens: Sequence[int], row: int, is_target: bool = True) -> Place:
+        """Append a block of tokens after a place. Return the place after it."""
+        if not tokens:
+            return at
+        first, n = len(self.input_ids), len(tokens)
+        self.input_ids += tokens
+        self.position_ids += range(at.position, at.position + n)
+        numbers = list(range(first, first + n))
+        view = [*at.view, (len(self.contents), at.position, n)]
+        self.contents.append(numbers)
+        self.segments.append((first, n, at.position, view))
+        if is_target:
+            queries = [at.last, *numbers[:-1]]
+            self.targets += [(q, token, row) for q, token in zip(queries, tokens, strict=True) if q is not None]
+        return Place(view, at.position + n, numbers[-1])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where text continues: what it sees, its position, and the token whose logits predict it (None: it is given)."""
+
+    view: list[tuple[int, int, int]] = field(default_factory=list)
+    position: int = 0
+    last: int | None = None
+
+
+def lay_out(text: str, tokenizer: Any, dialect: AnyDialect, prompt: Sequence[int], join: str) -> Builder:
+    """Return the blocks of a text after the tokens of a prompt; see `ParallelExample.from_text`."""
+    builder = Builder()
+    at = builder.append(Place(), prompt, 0, is_target=False)
+    if isinstance(dialect, Dialect):
+        _Regions(builder, tokenizer, dialect).place(parse(text, dialect), at, 0)
+    else:
+        _Skeletons(builder, tokenizer, dialect, join).place(text, at)
+    return builder
+
+
+class _Regions:
+    """Lays out the pieces of `parse`. Each branch is a row of its own."""
+
+    def __init__(self, builder: Builder, tokenizer: Any, dialect: Dialect) -> None:
+        self.builder, self.tokenizer, self.dialect = builder, tokenizer, dialect
+        self._rows = 0
+
+    def place(self, pieces: Sequence[Piece], at: Place, row: int) -> Place:
+        for piece in pieces:
+            if piece.branches:
+                at = self._join(at, self._branches(piece.branches, at))
+            else:
+                at = self.builder.append(at, encode(self.tokenizer, piece.text), row)
+        return at
+
+    def _branches(self, branches: Sequence[list[Piece]], at: Place) -> list[Place]:
+        ends: list[Place] = []
+        for first, *others in branches:
+            self._rows += 1
+            follows = self.dialect.positions == "concatenated" and ends
+            begin = Place(at.view, ends[-1].position if follows else at.position)
+            tag, row = self.dialect.branch[0], self._rows
+            begin = self.builder.append(begin, encode(self.tokenizer, tag), row, is_target=False)
+            ends.append(self.place([Piece(first.text.removeprefix(tag)), *others], begin, row))
+        return ends
+
+    def _join(self, at: Place, ends: Sequence[Place]) -> Place:
+        """Return the place after branches; nothing predicts the token there."""
+        if self.dialect.positions == "overlap":
+            return moved(at, ends)
+        view = [*at.view, *(block for end in ends for block in end.view[len(at.view) :])]
+        return Place(view, max(end.position for end in ends))
+
+
+def moved(at: Place, ends: Sequence[Place]) -> Place:
+    """Return the place after branches that are seen one after the other."""
+    view, position = list(at.view), at.position
+    for end in ends:
+        shift = position - at.position
+        view += [(block, start + shift, n) for block, start, n in end.view[len(at.view) :]]
+        position += end.position - at.position
+    return Place(view, position)
+
+
+class _Skeletons:
+    """Lays out answers with skeletons: a skeleton, which is dropped, its parts, and the text after them."""
+
+    def __init__(self, builder: Builder, tokenizer: Any, fmt: SkeletonDialect, join: str) -> None:
+        self.builder, self.tokenizer, self.format, self.join = builder, tokenizer, fmt, join
+        self._rows = 0
+
+    def place(self, text: str, at: Place) -> None:
+        fmt, begin = self.format, 0
+        while (opened := text.find(fmt.branch_marker, begin)) >= 0:
+            line = text.count("\n", 0, opened) + 1
+            closed = text.find(fmt.terminator, opened)
+            if closed < 0:
+                raise ValueError(f"line {line}: {fmt.branch_marker} opens a block that {fmt.terminator} does not close")
+            at = self.builder.append(at, encode(self.tokenizer, text[begin:opened]), 0)
+            at = self._block(text[opened:closed], at, line)
+            begin = closed + len(fmt.terminator)
+        self.builder.append(at, encode(self.tokenizer, text[begin:]), 0)
+
+    def _block(self, text: str, at: Place, line: int) -> Place:
+        fmt, builder = self.format, self.builder
+        branches: list[tuple[str, str]] = []
+        for part in text.split(fmt.branch_marker)[1:]:
+            title, title_end, content = part.partition(fmt.title_end)
+            if not title_end or "\n" in title:
+                raise ValueError(f"line {line}: the title {title!r} does not end with {fmt.title_end!r} on its line")
+            branches.append((f"{fmt.branch_marker}{title}{fmt.title_end}", content))
+            line += part.count("\n")
+        skeleton = "".join(f"{prefix}{fmt.ellipsis}\n" for prefix, _ in branches) + fmt.terminator
+        builder.append(at, encode(self.tokenizer, skeleton), 0)
+        marker = encode(self.tokenizer, fmt.branch_marker)[0]
+        ends: list[Place] = []
+        for prefix, content in branches:
+            self._rows += 1
+            begin = builder.append(Place(at.view, at.position), encode(self.tokenizer, prefix), self._rows, False)
+            end = builder.append(begin, encode(self.tokenizer, content), self._rows)
+            builder.targets.append((end.last or 0, marker, self._rows))
+            ends.append(end)
+        if self.join == "rotate":
+            after = moved(at, ends)
+            return builder.append(after, encode(self.tokenizer, fmt.terminator), 0, is_target=False)
+        joined = [t for prefix, content in branches for part in (prefix, content) for t in encode(self.tokenizer, part)]
+        return builder.append(at, [*joined, *encode(self.tokenizer, fmt.terminator)], 0, is_target=False)

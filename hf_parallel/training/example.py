@@ -1,0 +1,241 @@
+"""ParallelExample: one parallel text as integers, with what each token saw when it was computed (docs/training.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.generation.arguments import encode
+from hf_parallel.generation.validation import check_choice
+from hf_parallel.training.dialects import AnyDialect, get_dialect, lay_out
+
+
+@dataclass(eq=False)
+class ParallelExample:
+    """Tokens in blocks, and the view of each: integers only, O(tokens x blocks of a view) of them.
+
+    Each token was computed once, as part of a segment: consecutive tokens of one row, with the blocks that the row saw.
+    A query at position `p` of its view sees a block that starts there at `start` up to the block's length and up to
+    itself: keys `j < min(length, p - start + 1)`. A token that moved is in several blocks.
+
+    All arrays are int64. `T` tokens, `B` blocks of `K` tokens in all, `S` segments whose views have `V` blocks in all,
+    `N` targets.
+    """
+
+    input_ids: np.ndarray
+    """`[T]`."""
+    position_ids: np.ndarray
+    """`[T]`. Positions to which the model rotates queries and keys."""
+    block_lengths: np.ndarray
+    """`[B]`. Tokens of each block."""
+    block_tokens: np.ndarray
+    """`[K]`. Indices of the tokens of the blocks, one block after the other."""
+    segment_lengths: np.ndarray
+    """`[S]`. Tokens of each segment, in the order of `input_ids`."""
+    segment_positions: np.ndarray
+    """`[S]`. Position of a segment's first token in its view."""
+    view_lengths: np.ndarray
+    """`[S]`. Number of blocks that a segment sees."""
+    view_blocks: np.ndarray
+    """`[V]`. These blocks, one segment after the other."""
+    view_starts: np.ndarray
+    """`[V]`. Where they start in the view."""
+    view_stops: np.ndarray
+    """`[V]`. How many of their tokens exist for the segment."""
+    target_queries: np.ndarray
+    """`[N]`. Index of the token whose logits predict a generated token."""
+    target_ids: np.ndarray
+    """`[N]`. The generated token."""
+    target_rows: np.ndarray
+    """`[N]`. Row that generated it."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @classmethod
+    def from_output(cls, output: Any) -> ParallelExample:
+        """Return the tokens of a run, in the order in which they were computed.
+
+        Parameters
+        ----------
+        output : ParallelOutput
+            Return value of `generate(..., generation_mode=..., return_dict_in_generate=True)`, or of a session.
+
+        Raises
+        ------
+        ValueError
+            If the run has no complete trace, because parts of it were in a cache that it was given.
+        """
+        record = getattr(output, "record", None)
+        if record is None:
+            got = type(output).__name__
+            raise ValueError(f"output must be that of a mode with return_dict_in_generate=True, got {got}")
+        if record.config.rows_continue_prompts:
+            rows = zip(output.sequences.tolist(), record.lengths, strict=True)
+            prompts = [prompt.tolist() for prompt in record.prompts]
+            return cls.from_tree(prompts, [row[record.begin : length] for row, length in rows])
+        if record.trace is None or getattr(record.config, "logits_cache", None) is not None:
+            raise ValueError(
+                f"a run of {record.mode} can be traced only without past_key_values and logits_cache, which hold parts "
+                "of it"
+            )
+        trace = record.trace.compile()
+        samples = np.array(trace.samples, np.int64).reshape(-1, 3)
+        return cls._from_segments(
+            trace.input_ids,
+            trace.position_ids,
+            trace.contents,
+            trace.segments,
+            samples[:, 1],
+            samples[:, 2],
+            samples[:, 0],
+        )
+
+    @classmethod
+    def from_tree(cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> ParallelExample:
+        """Return completions of prompts as a tree, in which every shared prefix is computed once.
+
+        Parameters
+        ----------
+        prompts, completions : sequences of token ids
+            One prompt per completion. Targets are all tokens of the completions, in order.
+        """
+        tree = SharedPrefixCache()
+        leaves = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            leaves.append(tree.insert(np.array([*prompt, *completion], np.int64)[:-1]))
+        nodes = list(tree.nodes())
+        number = {node: i for i, node in enumerate(nodes)}
+        ends = np.cumsum([len(node.tokens) for node in nodes]).tolist()
+        first = {node: end - len(node.tokens) for node, end in zip(nodes, ends, strict=True)}
+        contents = [list(range(first[node], first[node] + len(node.tokens))) for node in nodes]
+        segments = []
+        for node in nodes:
+            view, start = [], 0
+            for part in node.path:
+                view.append((number[part], start, len(part.tokens)))
+                start += len(part.tokens)
+            segments.append((first[node], len(node.tokens), node.start, view))
+        queries, ids, rows = [], [], []
+        for row, (prompt, completion, leaf) in enumerate(zip(prompts, completions, leaves, strict=True)):
+            path = np.concatenate([contents[number[node]] for node in leaf.path])
+            queries.append(path[len(prompt) - 1 :])
+            ids.append(np.array(completion, np.int64))
+            rows.append(np.full(len(completion), row))
+        input_ids = np.concatenate([node.tokens for node in nodes])
+        positions = np.concatenate([node.start + np.arange(len(node.tokens)) for node in nodes])
+        return cls._from_segments(
+            input_ids, positions, contents, segments, np.concatenate(queries), np.concatenate(ids), np.concatenate(rows)
+        )
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str,
+        tokenizer: Any,
+        dialect: str | AnyDialect,
+        prompt: str | Sequence[int] = (),
+        join: str = "reencode",
+    ) -> ParallelExample:
+        """Return an annotated text as the mode or the paper of its dialect would compute it.
+
+        Targets are all tokens that the model generates: not the prompt, and not what is forced (the opening of a
+        branch, and the first token after its region).
+
+        Parameters
+        ----------
+        text : str
+            The whole answer, branches joined.
+        tokenizer : PreTrainedTokenizerBase
+        dialect : str, Dialect or SkeletonDialect
+            `pdos`, `multiverse`, `threadweaver`, or a format.
+        prompt : str or sequence of token ids
+        join : str
+            For `pdos`: `reencode` or `rotate`, as in `PDOSConfig`.
+
+        Raises
+        ------
+        ValueError
+            For an unknown dialect, or tags that are not balanced: with the line and the tag.
+        """
+        check_choice("join", join, ("reencode", "rotate"))
+        given = encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        found = lay_out(text, tokenizer, get_dialect(dialect), given, join)
+        targets = np.array(found.targets, np.int64).reshape(-1, 3)
+        return cls._from_segments(
+            np.array(found.input_ids), np.array(found.position_ids), found.contents, found.segments, *targets.T
+        )
+
+    @classmethod
+    def _from_segments(
+        cls,
+        input_ids: np.ndarray,
+        position_ids: np.ndarray,
+        contents: Sequence[Sequence[int]],
+        segments: Sequence[tuple[int, int, int, Sequence[tuple[int, int, int]]]],
+        target_queries: np.ndarray,
+        target_ids: np.ndarray,
+        target_rows: np.ndarray,
+    ) -> ParallelExample:
+        views = np.array([block for *_, view in segments for block in view], np.int64).reshape(-1, 3)
+        integers = [
+            input_ids,
+            position_ids,
+            list(map(len, contents)),
+            [token for content in contents for token in content],
+            [length for _, length, _, _ in segments],
+            [position for _, _, position, _ in segments],
+            [len(view) for *_, view in segments],
+            *views.T,
+            target_queries,
+            target_ids,
+            target_rows,
+        ]
+        return cls(*(np.asarray(values, np.int64) for values in integers))
+
+    def with_one_target_each(self) -> ParallelExample:
+        """Return an example in which no token has more than one target.
+
+        A token with several targets, such as the last one of a prompt with several completions, is followed by copies
+        that are queries only: no token sees their keys.
+        """
+        order = np.argsort(self.target_queries, kind="stable")
+        queries = self.target_queries[order]
+        extra = order[1:][queries[1:] == queries[:-1]]  # targets after the first one of their token
+        if not len(extra):
+            return self
+        segment_of = np.repeat(np.arange(len(self.segment_lengths)), self.segment_lengths)
+        firsts = np.cumsum(self.segment_lengths) - self.segment_lengths
+        copied = self.target_queries[extra]
+        segments = segment_of[copied]
+        offsets = np.cumsum(self.view_lengths) - self.view_lengths
+        blocks = np.concatenate([offsets[s] + np.arange(self.view_lengths[s]) for s in segments])
+        targets = self.target_queries.copy()
+        targets[extra] = len(self) + np.arange(len(extra))
+        return replace(
+            self,
+            input_ids=np.append(self.input_ids, self.input_ids[copied]),
+            position_ids=np.append(self.position_ids, self.position_ids[copied]),
+            segment_lengths=np.append(self.segment_lengths, np.ones_like(copied)),
+            segment_positions=np.append(
+                self.segment_positions, self.segment_positions[segments] + copied - firsts[segments]
+            ),
+            view_lengths=np.append(self.view_lengths, self.view_lengths[segments]),
+            view_blocks=np.append(self.view_blocks, self.view_blocks[blocks]),
+            view_starts=np.append(self.view_starts, self.view_starts[blocks]),
+            view_stops=np.append(self.view_stops, self.view_stops[blocks]),
+            target_queries=targets,
+        )
+
+    def to_dict(self) -> dict[str, list[int]]:
+        """Return the arrays as lists, for a `datasets.Dataset`."""
+        return {field.name: getattr(self, field.name).tolist() for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Sequence[int]]) -> ParallelExample:
+        """Return the example of `to_dict`."""
+        return cls(**{field.name: np.asarray(values[field.name], np.int64) for field in fields(cls)})

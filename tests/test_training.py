@@ -1,0 +1,362 @@
+"""Training layouts: logits of a recorded run, gradients of trees, batches for `Trainer`."""
+
+from __future__ import annotations
+
+import copy
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from architectures import ARCHITECTURES
+from ascii_tokenizer import AsciiTokenizer
+from mode_cases import small_call
+from torch.nn import functional as F
+
+import hf_parallel
+from hf_parallel.generation.arguments import encode
+from hf_parallel.generation.sampling import Sampler
+from hf_parallel.kernels import AttentionParams, RotarySpec
+from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.training import (
+    DataCollatorForParallel,
+    ParallelExample,
+    prepare_model,
+    teacher_forced_logits,
+    tree_logprobs,
+)
+from hf_parallel.training.attention import LayoutBatch
+from hf_parallel.training.dialects import Dialect
+from hf_parallel.training.layout import make_views
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+IDS = tiny.make_prompts([9], seed=4)[0][None]
+SINGLE = ("mixtral", "qwen3_moe", "gpt_oss")
+"""Models whose experts have no kernel in float64."""
+
+
+def enabled(name: str = "llama") -> Any:
+    """Return a tiny model in float64 where possible."""
+    model = copy.deepcopy(tiny.build(name))
+    return hf_parallel.enable(model if name in SINGLE else model.double())
+
+
+def run(model: Any, mode: str, **settings: Any) -> tuple[ParallelExample, torch.Tensor]:
+    """Return a sampled run, and the logits that the model computed for each sampled token, `[N, vocabulary]`."""
+    computed: list[torch.Tensor] = []
+    plain = Sampler.distribution
+
+    def spy(sampler: Sampler, rows: Any, logits: torch.Tensor) -> torch.Tensor:
+        computed.append(logits)  # in the model's dtype, unlike `output.logits`
+        return plain(sampler, rows, logits)
+
+    call = {**small_call(mode), "max_new_tokens": 30, "tokenizer": AsciiTokenizer(), "do_sample": True, **settings}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sampler, "distribution", spy)
+        output = model.generate(IDS, return_dict_in_generate=True, **call)
+    return ParallelExample.from_output(output), torch.cat(computed)
+
+
+def hogwild(model: Any, **settings: Any) -> tuple[ParallelExample, torch.Tensor]:
+    return run(model, "hogwild", **{"num_workers": 2, "finisher_tokens": 0, **settings})
+
+
+def difference(model: Any, example: ParallelExample, expected: torch.Tensor) -> float:
+    with torch.no_grad():
+        logits = teacher_forced_logits(model, example)
+    return float((logits[torch.from_numpy(example.target_queries)] - expected).abs().max())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_of_a_run_of_workers_are_computed_again_in_one_pass(name: str) -> None:
+    model = enabled(name)
+    try:
+        example, expected = hogwild(model)
+    except UnsupportedModelError:
+        pytest.skip("hogwild rotates keys")
+    assert difference(model, example, expected) < (1e-4 if name in SINGLE else 1e-9)
+    assert len(make_views(example)) == 3
+
+
+@pytest.mark.parametrize("layout", hf_parallel.cache.hogwild.LAYOUTS)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_run_has_one_view_more_than_workers(layout: str, workers: int) -> None:
+    model = enabled()
+    example, expected = hogwild(model, layout=layout, num_workers=workers, max_new_tokens=60)
+    assert difference(model, example, expected) < 1e-9
+    assert len(make_views(example)) <= 1 + workers
+
+
+PDOS = {"opening": "", "titles": ["a", "b"], "branch_max_new_tokens": 6, "max_new_tokens": 80}
+
+
+@pytest.mark.parametrize("join", ["reencode", "rotate"])
+def test_logits_of_branches_and_of_what_follows_them(join: str) -> None:
+    model = enabled()
+    example, expected = run(model, "pdos", **PDOS, join=join)
+    assert len(set(example.target_rows.tolist())) == 3  # trunk and branches
+    assert difference(model, example, expected) < 1e-9
+
+
+@pytest.mark.parametrize("mode", ["self_consistency", "skeleton_of_thought"])
+def test_logits_of_runs_of_several_stages(mode: str) -> None:
+    model = enabled()
+    example, expected = run(model, mode)
+    assert difference(model, example, expected) < 1e-9
+
+
+@pytest.mark.parametrize("mode", ["shared_prefix", "resample"])
+def test_logits_of_completions(mode: str) -> None:
+    model, cache = enabled(), hf_parallel.SharedPrefixCache()
+    settings = {"max_new_tokens": 12, "num_return_sequences": 3, "do_sample": True, "return_dict_in_generate": True}
+    call = {**small_call(mode), **settings, "past_key_values": cache}
+    for _ in range(2):  # the second time parts of it are cached
+        output = model.generate(IDS, **call, output_logits=True)
+    example = ParallelExample.from_output(output)
+    expected = torch.stack([output.logits[n][row] for row in range(3) for n in range(12)])
+    assert example.target_ids.tolist() == output.sequences[:, 9:].flatten().tolist()
+    assert difference(model, example, expected) < 1e-6
+
+
+def test_an_early_finisher_reads_all_workers() -> None:
+    model = enabled()
+    example, expected = run(model, "hogwild", num_workers=2, max_new_tokens=12, finisher_tokens=5)
+    assert difference(model, example, expected) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "name", ["input_ids", "block_tokens", "segment_positions", "view_blocks", "view_starts", "view_stops"]
+)
+def test_a_wrong_integer_changes_logits(name: str) -> None:
+    model = enabled()
+    example, expected = hogwild(model)
+    for index in (3, 40):
+        values = getattr(example, name).copy()
+        values[index] += -1 if values[index] else 1
+        try:
+            wrong = difference(model, ParallelExample.from_dict({**vars(example), name: values}), expected)
+        except (IndexError, ValueError, RuntimeError):
+            continue
+        assert wrong > 1e-6
+
+
+def test_an_example_survives_a_dataset() -> None:
+    datasets = pytest.importorskip("datasets")
+    example, _ = hogwild(enabled())
+    stored = datasets.Dataset.from_list([example.to_dict()])[0]
+    assert all(
+        np.array_equal(getattr(ParallelExample.from_dict(stored), name), values)
+        for name, values in vars(example).items()
+    )
+
+
+def test_a_run_that_was_partly_cached_before_has_no_trace() -> None:
+    model = enabled()
+    given = {"logits_cache": hf_parallel.LogitsCache()}, {"past_key_values": hf_parallel.SharedPrefixCache()}
+    for settings in given:
+        with pytest.raises(ValueError, match="a run of self_consistency can be traced only without"):
+            run(model, "self_consistency", **settings)
+
+
+# Trees
+
+PROMPT = tiny.make_prompts([25], seed=1)[0]
+COMPLETIONS = tiny.make_prompts([6, 1, 9, 4], seed=2)
+COMPLETIONS.append(torch.cat((COMPLETIONS[0][:4], COMPLETIONS[1])))
+
+
+def full_logprobs(model: Any, prompt: torch.Tensor, completion: torch.Tensor) -> torch.Tensor:
+    row = torch.cat((prompt, completion))[None]
+    logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]
+
+
+def gradients(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in SINGLE])
+def test_log_probabilities_of_a_tree_equal_those_of_rows(name: str) -> None:
+    model = copy.deepcopy(tiny.build(name)).double()
+    with torch.no_grad():
+        tree = tree_logprobs(model, PROMPT, COMPLETIONS)
+        rows = [full_logprobs(model, PROMPT, completion) for completion in COMPLETIONS]
+    tolerance = 1e-6 if model.config._attn_implementation == "eager" else 1e-9  # eager softmax is in float32
+    torch.testing.assert_close(tree, rows, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_of_a_tree_equal_those_of_rows(name: str, checkpointing: bool) -> None:
+    model = copy.deepcopy(tiny.build(name)).double()
+    weights = [torch.rand(len(completion), dtype=torch.float64) for completion in COMPLETIONS]
+    rows = gradients(
+        model, sum((full_logprobs(model, PROMPT, c) * w).sum() for c, w in zip(COMPLETIONS, weights, strict=True))
+    )
+    if checkpointing:
+        model.train()
+        model.gradient_checkpointing_enable()
+    tree = gradients(
+        model, sum((p * w).sum() for p, w in zip(tree_logprobs(model, PROMPT, COMPLETIONS), weights, strict=True))
+    )
+    exact = 1e-9 if name == "gpt_neox" else 1e-6  # other models normalize in float32
+    assert (tree - rows).abs().max() < exact * rows.abs().max()
+
+
+def test_several_prompts_share_their_beginning() -> None:
+    model = copy.deepcopy(tiny.build("llama")).double()
+    prompts = [PROMPT, PROMPT, torch.cat((PROMPT[:10], COMPLETIONS[2]))]
+    tree = tree_logprobs(model, prompts, COMPLETIONS[:3])
+    rows = [full_logprobs(model, p, c) for p, c in zip(prompts, COMPLETIONS[:3], strict=True)]
+    torch.testing.assert_close(tree, rows, rtol=0, atol=1e-9)
+    example = ParallelExample.from_tree([p.tolist() for p in prompts], [c.tolist() for c in COMPLETIONS[:3]])
+    assert len(example) == len(PROMPT) + sum(len(c) - 1 for c in COMPLETIONS[:3]) + len(COMPLETIONS[2])
+
+
+# Batches
+
+TOKENIZER = SimpleNamespace(pad_token_id=tiny.PAD)
+
+
+def examples(model: Any) -> list[ParallelExample]:
+    tree = ParallelExample.from_tree([PROMPT.tolist()] * 5, [c.tolist() for c in COMPLETIONS])
+    return [hogwild(model)[0], hogwild(model, num_workers=1, max_new_tokens=9)[0], tree]
+
+
+def mean_loss(model: Any, given: list[ParallelExample]) -> torch.Tensor:
+    parts = [
+        F.cross_entropy(
+            teacher_forced_logits(model, e)[torch.from_numpy(e.target_queries)].float(),
+            torch.from_numpy(e.target_ids),
+            reduction="sum",
+        )
+        for e in given
+    ]
+    return sum(parts) / sum(len(e.target_ids) for e in given)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_batch_gives_the_loss_of_its_examples(name: str, checkpointing: bool) -> None:
+    model = enabled(name)
+    given = examples(model)
+    expected = mean_loss(model, given)
+    of_examples = gradients(model, expected)
+    if checkpointing:
+        model.train()
+        model.gradient_checkpointing_enable()
+    batch = DataCollatorForParallel(TOKENIZER)(given)
+    assert int((batch["labels"] != -100).sum()) == sum(len(e.target_ids) for e in given)
+    assert int(batch["attention_mask"].sum()) == sum(len(e.with_one_target_each()) for e in given)
+    loss = prepare_model(model)(**batch, use_cache=False).loss
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradients(model, loss), of_examples, rtol=0, atol=1e-6)
+
+
+def test_a_prepared_model_computes_plain_batches_as_before() -> None:
+    model = enabled()
+    expected = model(input_ids=IDS).logits
+    assert torch.equal(prepare_model(prepare_model(model))(input_ids=IDS).logits, expected)
+    assert model.generate(IDS, max_new_tokens=4, generation_mode="shared_prefix").shape == (1, 13)
+
+
+def test_gradients_of_the_merged_attention() -> None:
+    example, _ = hogwild(enabled(), max_new_tokens=6)
+    layout = LayoutBatch([example])
+    shape = (1, 2, len(example), 4)
+    query, key, value = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    spec = RotarySpec((1.0, 0.1))
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        return layout.attend(query, key, value, AttentionParams(2, 0.5, spec, softcap=3.0, sinks=sinks, window=20))
+
+    assert torch.autograd.gradcheck(attend, (query, key, value, sinks), fast_mode=True)
+
+
+def test_models_that_are_not_enabled_raise() -> None:
+    example = ParallelExample.from_tree([[5, 6]], [[7]])
+    for function in (lambda m: teacher_forced_logits(m, example), prepare_model):
+        with pytest.raises(ValueError, match=r"call hf_parallel.enable\(model\) first"):
+            function(tiny.build("llama"))
+
+
+# Dialects
+
+NESTED = (
+    "Hi <Parallel>two\n<Path>1: a</Path>\n<Path>2: b <Parallel><Path>c</Path><Path>dd</Path></Parallel> e</Path>\n"
+    "so</Parallel> end"
+)
+
+
+def seen_by(example: ParallelExample, tokenizer: Any, query: int) -> str:
+    """Return the text that a token sees, in the order of `input_ids`."""
+    seen: set[int] = set()
+    for view in make_views(example):
+        for row in np.flatnonzero(view.queries == query):
+            seen |= set(view.keys[view.mask()[row]].tolist())
+    return tokenizer.decode(example.input_ids[sorted(seen)].tolist())
+
+
+@pytest.mark.parametrize(
+    ("positions", "after"), [("depth", "longest"), ("overlap", "sum"), ("concatenated", "sum")], ids=lambda value: value
+)
+def test_branches_do_not_see_each_other_and_the_text_after_them_sees_all(positions: str, after: str) -> None:
+    tokenizer, dialect = AsciiTokenizer(), Dialect(("<Parallel>", "</Parallel>"), ("<Path>", "</Path>"), positions)
+    example = ParallelExample.from_text(NESTED, tokenizer, dialect, prompt="Q")
+    model = enabled()
+    assert teacher_forced_logits(model, example).isfinite().all()
+    text = tokenizer.decode(example.input_ids.tolist())
+    inner = text.index("dd</Path>")
+    assert seen_by(example, tokenizer, inner) == "QHi <Parallel>two\n<Path>2: b <Parallel><Path>d"
+    assert seen_by(example, tokenizer, len(text) - 1) == text
+    first, second = (text.index(f"<Path>{i}") for i in (1, 2))
+    begins = example.position_ids[[first, second]]
+    assert (begins[0] == begins[1]) == (positions != "concatenated")
+    lengths = np.array([text.index("</Path>") + 7 - first, text.index("so<") - 1 - second])
+    if positions == "concatenated":
+        assert example.position_ids[-1] == len(text) - 1
+    elif positions == "overlap":
+        assert example.segment_positions[-1] + example.segment_lengths[-1] == len(text)
+    else:
+        assert example.segment_positions[-1] < begins[0] + lengths.sum()
+
+
+def test_text_of_the_mode_pdos_is_laid_out_as_the_mode_computes_it() -> None:
+    """With `join="reencode"`, the text after a block is that of the whole sequential text."""
+    model, tokenizer = enabled(), AsciiTokenizer()
+    text = "I look.\n####a: x y\n####b: zz\n####%%%%\nSo done."
+    prompt = IDS[0].tolist()
+    for join in ("reencode", "rotate"):
+        example = ParallelExample.from_text(text, tokenizer, "pdos", prompt, join)
+        logits = teacher_forced_logits(model, example)
+        assert logits.isfinite().all()
+        targets = tokenizer.decode(example.target_ids.tolist())
+        assert targets == "I look.\n####a:......\n####b:......\n####%%%% x y\n# zz\n#\nSo done."
+    sequential = model(input_ids=torch.tensor([[*prompt, *encode(tokenizer, text)]])).logits[0]
+    reencoded = teacher_forced_logits(model, ParallelExample.from_text(text, tokenizer, "pdos", prompt))
+    length = len("\nSo done.")
+    torch.testing.assert_close(reencoded[-length:], sequential[-length:], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "dialect", "message"),
+    [
+        ("a</Path>", "multiverse", "line 1: </Path> closes nothing"),
+        ("\n<Path>x</Path>", "multiverse", "line 2: <Path> must be directly in <Parallel>, but is in nothing"),
+        ("<Parallel>\n<Path>x</Parallel>", "multiverse", "line 2: </Parallel> closes <Path> of line 2"),
+        ("<Parallel>\n<Thread>", "threadweaver", "line 2: <Thread> is not closed"),
+        ("\n####a: b\n####c: d\n", "pdos", "line 2: #### opens a block that ####%%%% does not close"),
+        ("####a: b\n####c\n####%%%%", "pdos", "line 2: the title 'c\\n' does not end with ':' on its line"),
+        ("a", "magic", "dialect must be one of ['multiverse', 'pdos', 'threadweaver'] or a Dialect, got 'magic'"),
+    ],
+)
+def test_malformed_text_is_named_with_its_line_and_tag(text: str, dialect: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ParallelExample.from_text(text, AsciiTokenizer(), dialect)
