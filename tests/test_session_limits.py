@@ -350,9 +350,9 @@ def test_a_finished_session_can_be_read() -> None:
 def test_a_task_and_a_chat_get_the_prompt_of_the_mode(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
     config = hf_parallel.HogwildConfig(num_workers=2)
-    expected = hf_parallel.hogwild_prompt("Name a river.", tokenizer, config)["input_ids"]
     chat = [{"role": "user", "content": "Name a river."}]
     for prompt in ("Name a river.", chat):
+        expected = hf_parallel.hogwild_prompt(prompt, tokenizer, config)["input_ids"]
         session = HogwildSession(model, tokenizer, prompt, num_workers=2)
         assert torch.equal(session.output().sequences[:1, : expected.shape[1]], expected)
     hf_parallel.disable(model)

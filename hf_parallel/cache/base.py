@@ -67,6 +67,7 @@ class BlockCache(Cache):
         self._pass: ForwardPass | None = None
         self._last: ForwardPass | None = None  # last committed decode step, from which the next one is derived
         self._undo: list[tuple[Block, int]] = []
+        self._freed_later: list[Block] | None = None
         self._updated: set[int] = set()  # layers that the prepared pass has updated, under stock attention
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,11 +86,24 @@ class BlockCache(Cache):
         return blocks
 
     def free(self, block: Block) -> None:
-        """Delete a block and release its memory."""
+        """Delete a block and release its memory; between `defer_frees` and `free_deferred`, after `free_deferred`."""
         self._check_owned(block)
+        if self._freed_later is not None:
+            self._freed_later.append(block)
+            return
         self._last = None
         self.blocks.remove(block)
         self.arena.release(block.extent)
+
+    def defer_frees(self) -> None:
+        """Keep blocks that are freed from now on until `free_deferred`, so that a change can be undone."""
+        self._freed_later = []
+
+    def free_deferred(self, keep: bool = False) -> None:
+        """End `defer_frees`. `keep`: the change was undone, and its blocks remain."""
+        freed, self._freed_later = self._freed_later or [], None
+        for block in () if keep else freed:
+            self.free(block)
 
     def truncate(self, block: Block, length: int) -> None:
         """Remove a block's tokens from index `length` on; raises `ValueError` unless `0 <= length <= block.length`."""

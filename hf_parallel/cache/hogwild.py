@@ -130,26 +130,27 @@ class HogwildCache(SharedPrefixCache):
     def move_ended(self, space: Workspace, count: int | None = None) -> None:
         """Move the first `count` pending steps (default: all) into the history block, with keys rotated."""
         for _ in range(len(space.pending_steps) if count is None else count):
-            step, length = space.pending_steps[0], space.pending_steps[0].length
+            step, *pending = space.pending_steps
+            lengths = [*space.step_lengths, step.length]
             self.move(step, space.history)
-            self.free(space.pending_steps.pop(0))
-            space.step_lengths.append(length)
+            space.pending_steps, space.step_lengths = pending, lengths  # nothing interrupts these assignments
+            self.free(step)
 
     def remove_step(self, space: Workspace, index: int) -> None:
         """Remove an ended step from the history; keys of the steps after it are rotated to their new positions.
 
-        Copies the history. If that fails, nothing has changed. Tokens that were computed while the step was visible
-        stay unchanged.
+        Copies the history into a new block. Tokens that were computed while the step was visible stay unchanged.
         """
+        workers = [*space.step_workers[:index], *space.step_workers[index + 1 :]]
         if index < len(space.step_lengths):
-            history, start = space.history, sum(space.step_lengths[:index])
+            removed, start = space.history, sum(space.step_lengths[:index])
             stop = start + space.step_lengths[index]
-            kept = self._copy_of(history, [(0, start), (stop, history.length)])
-            history.extent, kept.extent = kept.extent, history.extent
-            history.first, history.length = 0, kept.length
-            self._trace_copy(kept, 0, kept.length, history, 0)
-            self.free(kept)
-            del space.step_lengths[index]
+            kept = self._copy_of(removed, [(0, start), (stop, removed.length)])
+            lengths = [*space.step_lengths[:index], *space.step_lengths[index + 1 :]]
+            space.history, space.step_lengths, space.step_workers = kept, lengths, workers
         else:
-            self.free(space.pending_steps.pop(index - len(space.step_lengths)))
-        del space.step_workers[index]
+            position = index - len(space.step_lengths)
+            removed = space.pending_steps[position]
+            pending = [*space.pending_steps[:position], *space.pending_steps[position + 1 :]]
+            space.pending_steps, space.step_workers = pending, workers
+        self.free(removed)

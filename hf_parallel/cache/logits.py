@@ -81,13 +81,15 @@ class LogitsCache:
         return closing(Cursors(self))
 
     def nodes(self) -> Iterator[tuple[str, TrieNode]]:
-        """Yield every node with the key of its model, parents first."""
-        with self._lock:
+        """Return an iterator over every node with the key of its model, parents first, as they are now."""
+        nodes: list[tuple[str, TrieNode]] = []
+        with self._lock:  # not around a generator, which an interrupt may leave suspended
             stack = list(self._roots.items())
             while stack:
                 key, node = stack.pop()
-                yield key, node
+                nodes.append((key, node))
                 stack.extend((key, child) for child in node.children.values())
+        return iter(nodes)
 
     def children(self, node: TrieNode) -> list[TrieNode]:
         """Return a copy of the list of a node's children."""

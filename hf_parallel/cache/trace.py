@@ -89,6 +89,20 @@ class Trace:
         held = () if segment is not None else tuple((block, block.length) for block in view)
         self._samples.append(_Sample(row, token, segment, held))
 
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """What `restore` needs: numbers of events, of steps in the last event, and of samples."""
+        last = self._events[-1] if self._events else None
+        return len(self._events), len(last.ids) if isinstance(last, _Passes) else 0, len(self._samples)
+
+    def restore(self, state: tuple[int, int, int]) -> None:
+        """Forget what was recorded since `state`."""
+        events, steps, samples = state
+        del self._events[events:], self._samples[samples:]
+        last = self._events[-1] if self._events else None
+        if isinstance(last, _Passes):
+            del last.ids[steps:], last.given[steps:]
+
     def compile(self) -> CompiledTrace:
         """Return the run as integers. Raises `ValueError` if it read tokens that an earlier call had computed."""
         return _Compiler().compile(self._events, self._samples)

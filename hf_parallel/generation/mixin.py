@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import inspect
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ _BUSY = (
     "this model is already generating in parallel: generate was called again from a processor, a streamer or another "
     "thread; enable(model, wait=True) lets threads wait for each other"
 )
-_CLAIM_LOCK = threading.Lock()
+_CLAIM_LOCK, _ENABLE_LOCK = threading.Lock(), threading.RLock()
 POLL_SECONDS = 0.001
 """Interval at which a waiting thread checks whether the model is free."""
 
@@ -61,7 +62,7 @@ class Claim:
     """
 
     def __init__(self, config: ParallelConfig | None = None) -> None:
-        self.config, self.thread = config, threading.get_ident()
+        self.config, self.thread, self.process = config, threading.get_ident(), os.getpid()
         self.active = self.preparing = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -139,7 +140,7 @@ class ParallelGenerationMixin:
         """Let transformers prepare a call, and hold the model while the context is open; `kwargs` is modified."""
         if kwargs.get("tokenizer") is None and self._parallel_tokenizer.tokenizer is not None:
             kwargs["tokenizer"] = self._parallel_tokenizer.tokenizer
-        with torch.no_grad(), _cpu_as_default():
+        with torch.no_grad(), cpu_as_default():
             _add_preset(config.mode, self.generation_config, kwargs)  # type: ignore[attr-defined]
             prepared = config.prepare(kwargs)
             self._check_arguments(config, kwargs)
@@ -184,7 +185,8 @@ class ParallelGenerationMixin:
 
     def _active_claim(self) -> Claim | None:
         claim = self._parallel_claim
-        return claim if claim is not None and claim.active else None
+        is_held = claim is not None and claim.active and claim.process == os.getpid()  # not after a fork
+        return claim if is_held else None
 
     def _generate(self, kwargs: dict[str, Any], args: tuple[Any, ...]) -> Any:
         positional = [kwargs.pop(name, None) for name in _POSITIONAL]
@@ -363,19 +365,24 @@ def enable(
     inner: Any = unwrap(model)
     if isinstance(inner, PreTrainedModel):
         execution_device(inner)
-    if not isinstance(inner, ParallelGenerationMixin):
-        with _cpu_as_default():
-            found = probe_capabilities(inner) if known is None else known
-        inner._parallel_capabilities, inner._parallel_claim = found, None
-        inner._parallel_wait, inner._parallel_tokenizer = 0.0, _SharedTokenizer()
-        inner.__class__ = _enabled_class(type(inner))  # type: ignore[arg-type]
-        if mode := getattr(inner.generation_config, "generation_mode", None):
-            _logger.warning_once(f"generate uses generation_mode={mode!r}, which the model's generation_config names")
+    with _ENABLE_LOCK:
+        if not isinstance(inner, ParallelGenerationMixin):
+            _add_mixin(inner, known)
     if seconds is not None:
         inner._parallel_wait = seconds
     if tokenizer is not None:
         inner._parallel_tokenizer = _SharedTokenizer(tokenizer)
     return model
+
+
+def _add_mixin(model: Any, known: Capabilities | None) -> None:
+    with cpu_as_default():
+        found = probe_capabilities(model) if known is None else known
+    model._parallel_capabilities, model._parallel_claim = found, None
+    model._parallel_wait, model._parallel_tokenizer = 0.0, _SharedTokenizer()
+    model.__class__ = _enabled_class(type(model))  # type: ignore[arg-type]
+    if mode := getattr(model.generation_config, "generation_mode", None):
+        _logger.warning_once(f"generate uses generation_mode={mode!r}, which the model's generation_config names")
 
 
 def is_enabled(model: Any) -> bool:
@@ -420,7 +427,7 @@ def _wait_seconds(wait: Any) -> float:
     return float(wait)
 
 
-def _cpu_as_default() -> AbstractContextManager[Any]:
+def cpu_as_default() -> AbstractContextManager[Any]:
     """Create tensors without a device on the CPU, whatever default device the caller has set."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 

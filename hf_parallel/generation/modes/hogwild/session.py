@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, TextStreamer
@@ -21,7 +23,7 @@ from hf_parallel.files import warn_on_other_version
 from hf_parallel.generation.arguments import check_objects, encode
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.config import make_config
-from hf_parallel.generation.mixin import Claim, ParallelGenerationMixin, enable, unwrap
+from hf_parallel.generation.mixin import POLL_SECONDS, Claim, ParallelGenerationMixin, cpu_as_default, enable, unwrap
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, default_name
 from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, Step
@@ -29,6 +31,16 @@ from hf_parallel.generation.modes.hogwild.stepping import open_run
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int, check_text, is_int
+
+_T = TypeVar("_T")
+_TURNS_LOCK = threading.Lock()
+
+
+class _Turn:
+    """Turn of a thread in a session. `is_over = True` in a `finally` ends it, also if a traceback is kept."""
+
+    def __init__(self) -> None:
+        self.thread, self.is_over = threading.get_ident(), False
 
 
 class HogwildSession:
@@ -71,10 +83,11 @@ class HogwildSession:
         model = unwrap(enable(model))
         self._model: Any = model
         self._location = model.device, model.dtype
-        self._run = open_run(model, tokenizer, prompt, settings)
+        with cpu_as_default():
+            self._run = open_run(model, tokenizer, prompt, settings)
         self._call, self.config = self._run.loop.call, self._run.config
         self._ended_by = ""
-        self._queue, self._lock, self._busy = threading.Lock(), threading.RLock(), False
+        self._turns: list[_Turn] = []  # of threads, in the order in which they asked; the first is running
 
     def __enter__(self) -> HogwildSession:
         return self
@@ -136,8 +149,7 @@ class HogwildSession:
 
         Rows are workers in the order in which they joined, removed ones included.
         """
-        with self._exclusive():
-            return self._run.loop.result(HogwildOutput, **self._run.fields())
+        return self._exclusively(lambda: self._run.loop.result(HogwildOutput, **self._run.fields()))
 
     def step(self) -> dict[str, str]:
         """Run one forward pass, in which every active worker gets one token. Return as `run`."""
@@ -157,15 +169,20 @@ class HogwildSession:
         try:
             with self._model_held(claim):
                 for _ in itertools.count() if passes is None else range(passes):
-                    with self._exclusive():
-                        self._check_open()
-                        if not self._run.active:
-                            break
-                        for name, text in self._run.step().items():
-                            written[name] = written.get(name, "") + text
+                    if not self._exclusively(partial(self._step, written)):
+                        break
         finally:
             claim.active = False
         return written
+
+    def _step(self, written: dict[str, str]) -> bool:
+        """Run one step and append its texts to `written`. Return whether a worker was active."""
+        self._check_open()
+        if not self._run.active:
+            return False
+        for name, text in self._run.step().items():
+            written[name] = written.get(name, "") + text
+        return True
 
     def finish(self) -> HogwildOutput:
         """Stop all workers and, if none has answered, let the early finisher answer. Return the final output.
@@ -174,26 +191,31 @@ class HogwildSession:
         """
         claim = Claim()
         try:
-            with self._model_held(claim), self._exclusive():
-                self._check_open()
-                self._ended_by = "finished"
-                self._run.group.move_ended_steps()
-                self._run.active = []
-                self._run.finish()
+            with self._model_held(claim):
+                self._exclusively(self._finish)
         finally:
             claim.active = False
         output = self._run.loop.output(HogwildOutput, **self._run.fields())
         self._run.warn_unanswered()
         return output
 
+    def _finish(self) -> None:
+        self._check_open()
+        self._ended_by = "finished"
+        self._run.group.move_ended_steps()
+        self._run.active = []
+        self._run.finish()
+
     def close(self) -> None:
         """Free the memory of the cache. Texts can still be read."""
-        with self._exclusive():
-            if not self._ended_by and self._call.streamer is not None:
-                self._call.streamer.end()
-            self._ended_by, self._run.active = "closed", []
-            self._run.loop.runner.graphs = None
-            self._run.cache.reset()
+        self._exclusively(self._close)
+
+    def _close(self) -> None:
+        if not self._ended_by and self._call.streamer is not None:
+            self._call.streamer.end()
+        self._ended_by, self._run.active = "closed", []
+        self._run.loop.runner.graphs = None
+        self._run.cache.reset()
 
     def inject(self, to: str, text: str) -> None:
         """Append a text, without a name or template, which the model reads in the next forward pass.
@@ -203,20 +225,22 @@ class HogwildSession:
         ends with it. Raises `ValueError` if the worker does not exist or has stopped, if the text is empty or cannot be
         encoded, and for `common` in the layout `contiguous`, which has no history.
         """
-        with self._change():
-            worker = None if to == COMMON else self._find(to)
-            if worker is None and self.config.layout == "contiguous":
-                raise ValueError(f"to must be one of {self.writing}: the layout 'contiguous' has no history")
-            if worker is not None and worker.stopped:
-                raise ValueError(f"to must be one of {[*self.writing, COMMON]}: {to} has stopped")
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"text must be a non-empty string, got {text!r}")
-            if worker is not None:
-                text = worker.on_new_line(text)
-            elif not text.endswith(self.config.separator):
-                text += self.config.separator
-            number = None if worker is None else worker.number
-            self._run.apply({"tell": number, "text": text, "tokens": self._encode("text", text)})
+        self._change(partial(self._inject, to, text))
+
+    def _inject(self, to: str, text: str) -> None:
+        worker = None if to == COMMON else self._find(to)
+        if worker is None and self.config.layout == "contiguous":
+            raise ValueError(f"to must be one of {self.writing}: the layout 'contiguous' has no history")
+        if worker is not None and worker.stopped:
+            raise ValueError(f"to must be one of {[*self.writing, COMMON]}: {to} has stopped")
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"text must be a non-empty string, got {text!r}")
+        if worker is not None:
+            text = worker.on_new_line(text)
+        elif not text.endswith(self.config.separator):
+            text += self.config.separator
+        number = None if worker is None else worker.number
+        self._run.apply({"tell": number, "text": text, "tokens": self._encode("text", text)})
 
     def forget(self, step: Step | int) -> None:
         """Remove a finished step from memory; later steps move up, but no text is recomputed.
@@ -224,13 +248,15 @@ class HogwildSession:
         `step` is an element of `history`, or its index. Raises `ValueError` if there is no such step, and in the layout
         `contiguous`, which has no history.
         """
-        with self._change():
-            if self.config.layout == "contiguous":
-                raise ValueError("the layout 'contiguous' has no history from which a step could be removed")
-            found = [i for i, other in enumerate(self.history) if other == step or (is_int(step) and i == step)]
-            if not found:
-                raise ValueError(f"step must be one of the {len(self.history)} in history, or its index, got {step!r}")
-            self._run.apply({"forget": found[0]})
+        self._change(partial(self._forget, step))
+
+    def _forget(self, step: Step | int) -> None:
+        if self.config.layout == "contiguous":
+            raise ValueError("the layout 'contiguous' has no history from which a step could be removed")
+        found = [i for i, other in enumerate(self.history) if other == step or (is_int(step) and i == step)]
+        if not found:
+            raise ValueError(f"step must be one of the {len(self.history)} in history, or its index, got {step!r}")
+        self._run.apply({"forget": found[0]})
 
     def add_worker(self, name: str | None = None) -> str:
         """Add a worker, which starts writing in the next forward pass. Return its name.
@@ -239,27 +265,28 @@ class HogwildSession:
         Alice, Bob, Carol, ... that no worker has had. Raises `ValueError` if the name is taken, is `common` or cannot
         be encoded, if the streamer supports one row only, and if `max_new_tokens` or the model's positions are used up.
         """
-        with self._change():
-            if self.passes >= self._call.max_new_tokens:
-                raise ValueError(f"no pass is left for a worker: max_new_tokens={self._call.max_new_tokens} is used up")
-            if self._run.group.is_full():
-                raise ValueError("no capacity is left for a worker: the model's positions are used up")
-            if name is None:
-                used = {worker.name for worker in self._run.workers}
-                name = next(new for i in itertools.count(len(used)) if (new := default_name(i)) not in used)
-            if not isinstance(name, str) or not name or name in (*self.names, COMMON):
-                raise ValueError(f"name must be none of {[*self.names, COMMON]} and not empty, got {name!r}")
-            if isinstance(self._call.streamer, TextStreamer):
-                kind = type(self._call.streamer).__name__
-                raise ValueError(f"streamer must be a ParallelStreamer for several workers, got a {kind}")
-            self._encode("name", self.config.step_prefix_of(name))
-            self._run.apply({"add": name})
+        return self._change(partial(self._add_worker, name))
+
+    def _add_worker(self, name: str | None) -> str:
+        if self.passes >= self._call.max_new_tokens:
+            raise ValueError(f"no pass is left for a worker: max_new_tokens={self._call.max_new_tokens} is used up")
+        if self._run.group.is_full():
+            raise ValueError("no capacity is left for a worker: the model's positions are used up")
+        if name is None:
+            used = {worker.name for worker in self._run.workers}
+            name = next(new for i in itertools.count(len(used)) if (new := default_name(i)) not in used)
+        if not isinstance(name, str) or not name or name in (*self.names, COMMON):
+            raise ValueError(f"name must be none of {[*self.names, COMMON]} and not empty, got {name!r}")
+        if isinstance(self._call.streamer, TextStreamer):
+            kind = type(self._call.streamer).__name__
+            raise ValueError(f"streamer must be a ParallelStreamer for several workers, got a {kind}")
+        self._encode("name", self.config.step_prefix_of(name))
+        self._run.apply({"add": name})
         return name
 
     def remove_worker(self, name: str) -> None:
         """Remove a worker and its unfinished step; its finished steps stay. Raises `ValueError` for unknown names."""
-        with self._change():
-            self._run.apply({"remove": self._find(name).number})
+        self._change(lambda: self._run.apply({"remove": self._find(name).number}))
 
     def save(self, path: str | Path) -> None:
         """Write the session to a JSON file, atomically.
@@ -268,9 +295,11 @@ class HogwildSession:
         criteria must be passed to `load` again, and their internal state is not saved. Raises `ValueError` for settings
         that are not plain data, for `output_scores` and `output_logits`, and for offloaded weights.
         """
-        with self._exclusive():
-            self._check_open()
-            write_journal(path, self._run.state())
+        self._exclusively(partial(self._save, path))
+
+    def _save(self, path: str | Path) -> None:
+        self._check_open()
+        write_journal(path, self._run.state())
 
     @classmethod
     def load(
@@ -312,18 +341,21 @@ class HogwildSession:
         except ValueError as error:
             raise ValueError(f"{path} is damaged: settings: {error}") from error
         try:
-            prompt = torch.tensor([state["prompt"]], dtype=torch.int64)
+            prompt = torch.tensor([state["prompt"]], dtype=torch.int64, device="cpu")
             session = cls(model, tokenizer, prompt, parallel_config=config, **helpers, **state["generation"])
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} was saved with another tokenizer, or its prompt, settings or generation are damaged: {error}"
             ) from error
-        with session._model_held(Claim()):
-            try:
-                session._run.restore(state)
-            except ValueError as error:
-                message = "is damaged, or was saved with another tokenizer, or with other processors or criteria"
-                raise ValueError(f"{path} {message}: {error}") from error
+        claim = Claim()
+        try:
+            with session._model_held(claim):
+                session._exclusively(partial(session._run.restore, state))
+        except ValueError as error:
+            message = "is damaged, or was saved with another tokenizer, or with other processors or criteria"
+            raise ValueError(f"{path} {message}: {error}") from error
+        finally:
+            claim.active = False
         return session
 
     def _find(self, name: Any) -> Worker:
@@ -354,28 +386,33 @@ class HogwildSession:
                 raise ValueError("the weights of the model have changed since this session began") from error
             yield
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Exclude other threads. The queue admits a waiting thread before a thread in `run`."""
-        with self._queue:
-            self._lock.acquire()
+    def _exclusively(self, function: Callable[[], _T]) -> _T:
+        """Call a function while no other thread uses the session. Threads take turns in the order of their calls."""
+        turn = _Turn()
         try:
-            if self._busy:
-                raise RuntimeError("this session is in a step: it was called again from a processor or a streamer")
-            self._busy = True
-            try:
-                yield
-            finally:
-                self._busy = False
+            while not self._is_first(turn):
+                time.sleep(POLL_SECONDS)
+            with cpu_as_default():
+                return function()
         finally:
-            self._lock.release()
+            turn.is_over = True
 
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        with self._exclusive():
+    def _is_first(self, turn: _Turn) -> bool:
+        with _TURNS_LOCK:
+            self._turns = [other for other in self._turns if not other.is_over]
+            if turn not in self._turns:
+                if any(other.thread == turn.thread for other in self._turns):
+                    raise RuntimeError("this session is in a step: it was called again from a processor or a streamer")
+                self._turns.append(turn)
+            return self._turns[0] is turn
+
+    def _change(self, change: Callable[[], _T]) -> _T:
+        def changed() -> _T:
             self._check_open()
             with self._run.transaction():
-                yield
+                return change()
+
+        return self._exclusively(changed)
 
     def _check_open(self) -> None:
         if self._ended_by:

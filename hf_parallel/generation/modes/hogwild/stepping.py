@@ -19,7 +19,7 @@ from hf_parallel.cache import BlockCache
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.generation.arguments import check_inputs
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
-from hf_parallel.generation.mixin import take_parallel_config
+from hf_parallel.generation.mixin import Claim, take_parallel_config
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_prompt
 from hf_parallel.generation.modes.hogwild.output import COMMON
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
@@ -45,8 +45,12 @@ def open_run(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any]) 
     if (rows := settings.get("num_return_sequences")) not in (None, 1):  # before the prompt is repeated
         raise ValueError(f"a session has one prompt and num_return_sequences=1, got num_return_sequences={rows!r}")
     _set_default_length(model, settings)
-    with model.prepared_call(config, {**settings, "tokenizer": tokenizer}) as call:
-        pass
+    claim = Claim(config)
+    try:
+        with model.prepared_call(config, {**settings, "tokenizer": tokenizer}, claim) as call:
+            pass
+    finally:
+        claim.active = False
     if call.num_rows != 1:
         raise ValueError(f"a session has one prompt and num_return_sequences=1, got {call.num_rows} rows")
     if any(isinstance(criterion, MaxTimeCriteria) for criterion in call.stopping_criteria):
@@ -237,9 +241,11 @@ class SteppedRun(HogwildRun):
 def _restored_on_error(cache: BlockCache, table: TokenTable, objects: Sequence[Any]) -> Iterator[None]:
     """Restore the attributes of objects, the table and the blocks of the cache if the body raises.
 
-    Lists, dicts and sets get their items back; the items themselves are not copied. Blocks that the body has freed or
-    moved are not restored, so it must do this last.
+    Lists, dicts and sets get their items back; the items themselves are not copied. Blocks that the body frees are kept
+    until it has ended. It must not move blocks.
     """
+    trace_state = None if cache.trace is None else cache.trace.state
+    cache.defer_frees()
     lengths = {block: block.length for block in cache.blocks}
     attributes = [(item, dict(vars(item))) for item in (*objects, table)]
     containers = [
@@ -259,11 +265,15 @@ def _restored_on_error(cache: BlockCache, table: TokenTable, objects: Sequence[A
             (value.extend if isinstance(value, list) else value.update)(items)
         for row, length in enumerate(table.lengths):
             table.truncate(row, length)
+        cache.free_deferred(keep=True)
+        if cache.trace is not None and trace_state is not None:
+            cache.trace.restore(trace_state)
         for block in cache.blocks - lengths.keys():
             cache.free(block)
         for block, length in lengths.items():
             block.length = length
         raise
+    cache.free_deferred()
 
 
 def _plain(value: Any) -> Any:
