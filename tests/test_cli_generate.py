@@ -340,7 +340,7 @@ def test_an_interrupt_prints_the_text_so_far(
     interrupt(monkeypatch, after=9)
     assert cli.main([*WORKERS, "--stats"]) == 130
     printed = capsys.readouterr()
-    assert printed.out == "Alice 1: Ann.\n\nBob 1: Bo is sl\n\nAlice 2: Tw\n"
+    assert printed.out == "Alice 1: Ann.\n\nBob 1: Bo is sl [interrupted]\n\nAlice 2: Tw [interrupted]\n"
     assert printed.err == "interrupted after 9 decode passes, 16 tokens\n"
 
 
@@ -379,6 +379,15 @@ def test_an_interrupt_leaves_a_json_line_per_answer(
         ("Q", "ddd"),
     ]
     assert all(record.keys() == {"prompt", "generated_text", "interrupted"} for record in records)
+
+
+def test_an_interrupt_after_all_texts_is_on_the_last_line(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model(["\\boxed{4}", tiny.EOS], ["\\boxed{5}", tiny.EOS])
+    interrupt(monkeypatch, 1)  # the chosen answer follows the prompt
+    assert cli.main(VOTE) == 130
+    assert capsys.readouterr().out.endswith("\n\\boxed{5}\n[interrupted]\n")
 
 
 def test_an_interrupted_vote_has_the_answers_so_far(

@@ -23,7 +23,7 @@ from hf_parallel.files import write_atomically
 from hf_parallel.generation import GenerationStats, ParallelConfig, enable
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.mixin import take_parallel_config
-from hf_parallel.generation.printing import ConsoleStreamer
+from hf_parallel.generation.printing import INTERRUPTED, ConsoleStreamer
 from hf_parallel.generation.prompts import build_prompt, encode_task
 from hf_parallel.generation.resampling.config import ReplayConfig
 from hf_parallel.generation.rng import mix
@@ -117,7 +117,9 @@ def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[s
     ends = ends if isinstance(ends, list) else [ends]
     printer = ConsoleStreamer(call.tokenizer, out, headings, eos_token_ids=ends, max_new_tokens=budget)
     call.run(printer)
-    printer.end()  # has no effect unless the call was interrupted
+    if call.interrupted:
+        printer.mark_unfinished(INTERRUPTED)
+        printer.end()
     if options.format == "jsonl":
         for record in call.records(prompts):
             print_record(record)

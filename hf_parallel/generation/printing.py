@@ -15,6 +15,8 @@ from hf_parallel.generation.config import ParallelConfig
 
 TRUNCATED = "[truncated]"
 """Follows a text that its token budget ended."""
+INTERRUPTED = "[interrupted]"
+"""Follows a text that was not finished when the call was interrupted."""
 
 
 def printable(text: str, kept: str = "\n\t", replacement: str = "\ufffd") -> str:
@@ -80,6 +82,14 @@ class SequentialPrinter:
             self._buffered.remove(text)
             self._buffered.append(text)
         text.ended = True
+
+    def mark_unfinished(self, mark: str) -> None:
+        """Append a mark to every unfinished text. If all have ended, print it as a separate line."""
+        unfinished = [key for key, text in self._texts.items() if not text.ended]
+        for key in unfinished:
+            self.write_mark(key, mark)
+        if not unfinished:
+            self.print_line(mark)
 
     def end(self) -> None:
         """Print all buffered texts and end the line."""
