@@ -85,6 +85,18 @@ def test_finished_steps_are_distinguished_from_unfinished_ones() -> None:
     assert {card["given"] + text_of(card): card["end"] for card in cards if card["ended"] == "step"} == moved
 
 
+def truncated_texts(section: dict[str, Any]) -> list[str]:
+    return [text_of(card) for card in section["cards"] if card["truncated"]]
+
+
+def test_the_last_card_of_a_row_says_that_a_token_budget_ended_it() -> None:
+    assert truncated_texts(one_section(write("A.\n\nB", ["U.\n\n", EOS]))) == ["B"]
+    out = completions(["Some"], generation_mode="shared_prefix")
+    assert truncated_texts(one_section(out, Tokenizer())) == [text_of(one_section(out, Tokenizer())["cards"][0])]
+    out = tell(["####A:......\n####B:......\n####%%%%", EOS], branches=("aaa", ["b", EOS]), branch_max_new_tokens=3)
+    assert truncated_texts(one_section(out)) == ["aaa"]
+
+
 def test_each_prompt_has_its_own_section() -> None:
     out = write("a", "b", "c", "d", prompts=["P", "QQ"])
     assert out.names == [["Alice", "Bob"]] * 2

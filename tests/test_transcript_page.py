@@ -115,11 +115,11 @@ def test_text_without_a_pass_has_its_own_row() -> None:
     assert places[:3] == [("1", "2"), ("2", "3"), ("2", "3")]
 
 
-def test_a_finished_step_shows_when_it_moved_and_an_unfinished_one_that_it_did_not() -> None:
+def test_a_finished_step_shows_when_it_moved_and_the_last_one_that_it_is_truncated() -> None:
     text = Page(write(ALICE, BOB).to_html()).text
     assert "into the history after pass 6" in text
     assert "into the history after pass 13" in text
-    assert text.count("unfinished") == 2
+    assert text.count("truncated") == 2
     assert "into the history" not in Page(write(ALICE, BOB, layout="contiguous").to_html()).text
 
 
@@ -158,12 +158,15 @@ def test_task_answer_and_joined_answer_are_visible_above_the_columns() -> None:
 
 
 def test_a_transcript_without_a_task_or_stats_is_read() -> None:
-    """Older files have no task, files of interrupted calls no stats: their tokens are counted."""
+    """Older files have no task and no `truncated`, files of interrupted calls no stats: their tokens are counted."""
     run = write(ALICE, BOB).to_dict()
     del run["sections"][0]["task"]
+    for card in run["sections"][0]["cards"]:
+        del card["truncated"]
     run["stats"] = None
     text = Page(render(run)).text
     assert "Task" not in text
+    assert text.count("unfinished") == 2
     assert "28 tokens in 14 passes: 2.0x" in text
 
 
@@ -283,6 +286,7 @@ def first_card(run: dict[str, Any]) -> dict[str, Any]:
         (lambda run: first_card(run).pop("given"), "damaged"),
         (lambda run: first_card(run).update(gone="x"), "damaged"),
         (lambda run: first_card(run).update(gone=0), "damaged"),
+        (lambda run: first_card(run).update(truncated="x"), "damaged"),
         (lambda run: run["sections"].append(None), "damaged"),
         (lambda run: run["stats"].update(kv_bytes="many"), "damaged"),
         (lambda run: run["stats"].update(decoded_tokens="many"), "damaged"),

@@ -228,7 +228,11 @@ def _source(at: int, origin: str, style: Mapping[str, str]) -> str:
 def _footer(card: Mapping[str, Any], style: Mapping[str, str]) -> str:
     done = _is_done(card, style)
     moved = [f"into the {style['history']} after {style['tick']} {_end(card)}"] if style["history"] else []
-    notes = moved if done else ["unfinished"]
+    notes = moved if done else []
+    if card.get("truncated", False):
+        notes.append("truncated")
+    elif not done:
+        notes.append("unfinished")
     if card["gone"] is not None:  # finished cards leave the history, if there is one; others leave with their worker
         notes.append(f"{'forgotten' if done and style['history'] else 'left'} after {style['tick']} {card['gone']}")
     return ", ".join(notes)

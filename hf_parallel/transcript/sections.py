@@ -37,6 +37,7 @@ class Card:
     given: str = ""  # text that it began with
     pieces: list[tuple[int, str, str]] = field(default_factory=list)  # decode pass, text and origin of each token
     gone: int | None = None  # decode pass after which no row attends to it: it was forgotten, or its worker removed
+    truncated: bool = False  # whether a token budget ended its row; only the row's last card
 
 
 class TranscriptStyle(NamedTuple):
@@ -101,6 +102,9 @@ def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
             generated = event == "token" and (at > 0 or row in record.origins)
             card.pieces.append((at, text, next(origins.get(row, iter(())), COMPUTED) if generated else GIVEN))
             card.begin, card.end = min(card.begin, before), at
+    for row in record.truncated:
+        for card in [card for card in cards_by_row.get(row, []) if card.given or card.pieces][-1:]:
+            card.truncated = True
     return {prompt: [card for card in cards if card.given or card.pieces] for prompt, cards in found.items()}
 
 
@@ -144,7 +148,9 @@ def completion_sections(record: Record, sequences: Sequence[Sequence[int]], toke
         for column, row in enumerate(rows):
             tokens = sequences[row][record.begin : record.lengths[row]]
             rest = tokenizer.decode(prompts[row][len(shared) :])
-            cards.append(_completion(column, rest, tokens, record.origins.get(row, ""), tokenizer))
+            card = _completion(column, rest, tokens, record.origins.get(row, ""), tokenizer)
+            card.truncated = row in record.truncated
+            cards.append(card)
         names = [record.config.row_name(places[row].index) for row in rows]
         if record.config.rows_per_prompt == 1 or len(set(names)) < len(names):
             names = [f"completion {number}" for number in range(1, len(rows) + 1)]
@@ -224,6 +230,7 @@ def _check_section(section: Any) -> None:
         _expect(_is_count(begin), "begin")
         _expect(end is None or (_is_count(end) and end >= begin), "end")
         _expect(gone is None or (_is_count(gone) and gone >= (begin if end is None else end)), "gone")
+        _expect(isinstance(card.get("truncated", False), bool), "truncated")  # which older files lack
         _expect(isinstance(card["given"], str) and isinstance(card["ended"], str), "given or ended")
         for at, text, origin in card["pieces"]:
             _expect(isinstance(at, int) and begin <= at <= end and isinstance(text, str), "pieces")
