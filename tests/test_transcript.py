@@ -200,8 +200,8 @@ def completions(prompts: list[str], **settings: Any) -> Any:
 
 def test_completions_of_one_prompt_are_columns_and_need_the_tokenizer() -> None:
     out = completions(["Some", "More"], generation_mode="shared_prefix", num_return_sequences=3)
-    with pytest.raises(ValueError, match="shared_prefix streams no text: pass the tokenizer"):
-        out.to_dict()
+    with pytest.raises(ValueError, match=r"shared_prefix streams no text, so pass the tokenizer: to_html\(tokenizer\)"):
+        out.to_html()
     sections = out.to_dict(Tokenizer())["sections"]
     assert [section["prompt"] for section in sections] == ["Some", "More"]
     assert [len(section["columns"]) for section in sections] == [3, 3]

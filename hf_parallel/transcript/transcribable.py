@@ -55,7 +55,8 @@ class Transcribable:
     def _sections(self, record: Record, tokenizer: Any) -> list[Section]:
         if not record.events:
             if tokenizer is None:
-                raise ValueError(f"{record.mode} streams no text: pass the tokenizer that decodes its tokens")
+                calls = "to_html(tokenizer) or to_dict(tokenizer)"
+                raise ValueError(f"{record.mode} streams no text, so pass the tokenizer: {calls}")
             return completion_sections(record, self.sequences.tolist(), tokenizer)
         sections = []
         for prompt, cards in sorted(cards_by_prompt(record).items()):
