@@ -294,6 +294,8 @@ def test_a_transcript_is_saved_and_viewed(model: Any, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert cli.main(["view", str(run), "-o", "-"]) == 0
     assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
+    assert cli.main(["view", str(run), "-o", str(tmp_path / "run.pdf")]) == 2
+    assert "run.pdf must end in .html or .htm" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "run.html", "page.html"}
 
 

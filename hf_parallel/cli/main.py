@@ -120,6 +120,8 @@ def run_view(options: argparse.Namespace) -> int:
     target = options.output or (options.run_file if piped else options.run_file.with_suffix(".html"))
     if options.open and target == Path("-"):
         raise ValueError("--open needs a file to open; name one with -o")
+    if options.output not in (None, Path("-")) and options.output.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"-o {options.output} must end in .html or .htm, or be - for stdout")
     try:
         run = json.loads(sys.stdin.read() if piped else options.run_file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # also for a wrong encoding and for endless nesting
