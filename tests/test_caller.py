@@ -50,20 +50,23 @@ def finish_a_session(**settings: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: vote("a", "b"), "no answer to the prompt matches answer_pattern="),
+        (lambda: vote("a", "b"), "no answer to the prompt matches answer_pattern (the default, \\boxed{...}), so"),
         (
             lambda: vote("a", "b", answer_pattern="[0-9]" * 20),
             f"answer_pattern='{'[0-9]' * 8}'..., so there is no vote",
         ),
-        (lambda: vote("a", "b", vote="final", final="c"), "no conclusion to the prompt matches answer_pattern="),
+        (
+            lambda: vote("a", "b", vote="final", final="c"),
+            "no conclusion to the prompt matches answer_pattern (the default, ",
+        ),
         (lambda: vote("a", "b", vote="final", final="c"), ", so there is no final answer"),
         (
             lambda: write("a", "b", finisher="c", answer_pattern=BOXED),
-            "of the early finisher of the prompt matches answer_pattern=",
+            "of the early finisher of the prompt matches answer_pattern (the default, \\boxed{...})",
         ),
         (
             lambda: write("a", "b", "\\boxed{1}", "d", prompts=("P", "Q"), finisher="c", answer_pattern=BOXED),
-            "of 1 of 2 prompts matches answer_pattern=",
+            "of 1 of 2 prompts matches answer_pattern (the default, \\boxed{...})",
         ),
         (lambda: finish_a_session(answer_pattern="never"), "of the prompt matches answer_pattern='never'"),
         (

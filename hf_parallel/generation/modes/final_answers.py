@@ -42,9 +42,11 @@ def check_pattern(name: str, pattern: Any) -> None:
         raise ValueError(f"{name} must be a regular expression, got {pattern!r} ({error})") from error
 
 
-def shortened(pattern: str) -> str:
-    """Return a regular expression for a message: as a literal, of a long one the beginning."""
-    return repr(pattern) if len(pattern) <= SHOWN_LENGTH else f"{pattern[:SHOWN_LENGTH]!r}..."
+def describe_pattern(pattern: str) -> str:
+    """Return `answer_pattern` and its value for a message: the default by its meaning, of a long one the beginning."""
+    if pattern == BOXED:
+        return "answer_pattern (the default, \\boxed{...})"
+    return f"answer_pattern={pattern[:SHOWN_LENGTH]!r}" + "..." * (len(pattern) > SHOWN_LENGTH)
 
 
 def find_matches(pattern: str, text: str) -> list[Any]:

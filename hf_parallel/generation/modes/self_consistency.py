@@ -17,11 +17,11 @@ from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.final_answers import (
     BOXED,
     check_pattern,
+    describe_pattern,
     find_answer,
     leaders,
     majority,
     normal_form,
-    shortened,
 )
 from hf_parallel.generation.modes.stages import (
     CompletionRow,
@@ -181,7 +181,7 @@ class SelfConsistencyRun(StagedRun):
     def _warn_without(self, answers: Sequence[str | None], text: str, result: str) -> None:
         missing = [answer is None for answer in answers]
         if any(missing):
-            pattern = f"answer_pattern={shortened(self.config.answer_pattern)}"
+            pattern = describe_pattern(self.config.answer_pattern)
             warn_caller(f"no {text} to {name_prompts(missing)} matches {pattern}, so there is no {result}")
 
     def _reading(self, answers: Sequence[CompletionRow]) -> list[int]:

@@ -25,7 +25,7 @@ from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.caller import name_prompts, warn_caller
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.modes.final_answers import shortened
+from hf_parallel.generation.modes.final_answers import describe_pattern
 from hf_parallel.generation.modes.hogwild.group import Finisher, WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_steps
 from hf_parallel.generation.modes.hogwild.worker import Worker
@@ -108,7 +108,7 @@ class HogwildRun:
         missing, pattern = [group.answer is None for group in self.groups], self.config.answer_pattern
         if any(missing) and pattern and "answer_pattern" in self.config.given():
             texts = f"no text of the workers or of the early finisher of {name_prompts(missing)}"
-            warn_caller(f"{texts} matches answer_pattern={shortened(pattern)}")
+            warn_caller(f"{texts} matches {describe_pattern(pattern)}")
 
     def _run_finishers(self, unanswered: Sequence[WorkerGroup]) -> None:
         config, loop = self.config, self.loop
