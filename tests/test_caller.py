@@ -186,4 +186,5 @@ def test_the_command_line_prints_a_warning_on_one_line(
     printed = capsys.readouterr()
     assert json.loads(printed.out)["generated_text"].startswith("a")
     assert printed.err.startswith("hf-parallel: warning: nothing was generated in parallel for the prompt: the model ")
+    assert printed.err.endswith("; give --set titles='[...]'\n")
     assert printed.err.count("\n") == 1

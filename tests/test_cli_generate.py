@@ -332,6 +332,22 @@ def test_links_are_followed_and_pipes_are_not_replaced(tmp_path: Path) -> None:
     os.close(reader)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--mode", "shared_prefix", "--num-return-sequences", "3"],
+        ["--mode", "generate", "--num-return-sequences", "3"],
+        ["--mode", "self_consistency", "--no-preset"],
+    ],
+)
+def test_the_error_for_several_greedy_answers_names_the_option_for_sampling(
+    model: Any, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    model()
+    assert cli.main(["generate", "P", "--raw", *arguments]) == 2
+    assert capsys.readouterr().err.endswith(": add --sample\n")
+
+
 # Interrupts
 
 

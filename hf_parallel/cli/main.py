@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import warnings
@@ -40,6 +41,12 @@ EXAMPLES = f"""examples:
   hf-parallel generate "..." --mode {SharedPrefixConfig.mode} --sample --num-return-sequences 8
   hf-parallel generate "..." --mode {PDOSConfig.mode} --model Qwen/Qwen3-8B --set join=rotate
 """
+_IN_OPTIONS = (
+    (r"\b(?:pass|give) do_sample=True", "add --sample"),
+    (r"^(Greedy methods .*num_return_sequences.*?)\.?$", r"\1: add --sample"),
+    (r"\b(?:pass|give) (\w+)=(\[\.\.\.\])", r"give --set \1='\2'"),
+)
+"""Parts of messages that name arguments of `generate`, and what they are on the command line."""
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 
 
@@ -67,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         known = isinstance(error, ValueError | OSError | ImportError)
-        message = ("" if known else f"{type(error).__name__}: ") + " ".join(str(error).split())
+        message = ("" if known else f"{type(error).__name__}: ") + _in_options(str(error))
         print(f"hf-parallel: error: {message}", file=sys.stderr)
         status = 2
     finally:
@@ -80,7 +87,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"hf-parallel: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"hf-parallel: warning: {_in_options(str(message))}", file=sys.stderr)
+
+
+def _in_options(message: str) -> str:
+    """Return a message on one line, with options in place of the arguments that it asks for."""
+    message = " ".join(message.split())
+    for arguments, option in _IN_OPTIONS:
+        message = re.sub(arguments, option, message)
+    return message
 
 
 def run_demo(arguments: Sequence[str]) -> int:
