@@ -51,6 +51,8 @@ def test_logits_are_saved_to_regular_files_only(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not a regular file"):
         filled().save(tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(ValueError, match="pipe is not a regular file"):
+        LogitsCache.load(tmp_path / "pipe")
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no folder in which nobody can create a file")

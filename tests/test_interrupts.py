@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,10 @@ pytestmark = [
 ]
 
 IDS = tiny.make_prompts([9], seed=4)[0][None]
-FILES = ("mixin.py", "attention.py", "linear.py", "contextlib.py", "session.py", "prefill.py", "decode.py", "runner.py")
+FILES = (
+    *("mixin.py", "attention.py", "linear.py", "contextlib.py", "prefill.py", "decode.py", "runner.py"),
+    *("session.py", "stepping.py", "hogwild.py", "base.py"),
+)
 """Files whose code holds the model, exchanges parts of it, or releases them."""
 
 
@@ -95,6 +99,59 @@ def test_any_interrupt_of_a_session_leaves_the_model_usable() -> None:
         except KeyboardInterrupt as error:
             kept.append(error)
         assert torch.equal(generate(model), plain), at
+        assert torch.equal(generate(model, generation_mode="shared_prefix"), plain), at
+
+
+CHANGES: dict[str, Callable[[HogwildSession], Any]] = {
+    "forget": lambda session: session.forget(0),
+    "remove": lambda session: session.remove_worker("Bob"),
+    "inject": lambda session: session.inject("common", "x"),
+    "add": lambda session: session.add_worker(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_any_interrupt_of_a_change_makes_it_or_leaves_the_session_unchanged(name: str) -> None:
+    """While the traceback is kept, other threads can use the session, too."""
+    model, change = small_model(), CHANGES[name]
+
+    def begun() -> HogwildSession:
+        session = HogwildSession(model, prompt=IDS, **{**SETTINGS, "num_workers": 2, "seed": 3})
+        for text in ("So", "or not"):
+            session.inject("common", text)
+        session.run(3)
+        return session
+
+    unchanged, changed = begun(), begun()
+    places = chosen(profiled(lambda: change(changed)))
+    expected = [list(session.run(3).values()) for session in (unchanged, changed)]
+    for at in places:
+        session, kept = begun(), []
+        try:
+            profiled(lambda session=session: change(session), at)  # type: ignore[misc]
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        written: list[list[str]] = []
+        thread = threading.Thread(target=lambda: written.append(list(session.run(3).values())), daemon=True)  # noqa: B023
+        thread.start()
+        thread.join(20)
+        assert written, at
+        assert written[0] in expected, at
+
+
+def test_an_interrupted_start_of_a_session_leaves_the_model_free() -> None:
+    model = small_model()
+    plain = generate(model)
+
+    def begin() -> HogwildSession:
+        return HogwildSession(model, prompt=IDS, **SETTINGS)
+
+    for at in chosen(profiled(begin)):
+        kept = []
+        try:
+            profiled(begin, at)
+        except KeyboardInterrupt as error:
+            kept.append(error)
         assert torch.equal(generate(model, generation_mode="shared_prefix"), plain), at
 
 

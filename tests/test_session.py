@@ -435,3 +435,13 @@ def test_a_transcript_shows_all_workers_and_injected_texts() -> None:
     assert texts == ["Alice 1: On\nWhy? ex", "Bob 1: Un", "It rains.\n\n", "Carol 1: xx"]
     assert [card["column"] for card in section["cards"]] == [0, 1, 3, 2]
     assert "It rains." in session.output().to_html()
+
+
+def test_a_session_begun_in_inference_mode_goes_on_outside_of_it() -> None:
+    expected = begin()
+    expected.run(4)
+    with torch.inference_mode():
+        session = begin()
+        session.run(2)
+    session.run(2)
+    assert session.texts == expected.texts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import os
 import pickle
 import threading
 import weakref
@@ -268,3 +269,24 @@ def test_clones_that_share_the_weights_serve_threads_at_the_same_time(model: Any
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
             assert list(pool.map(sample, clones, range(4))) == expected
+
+
+def test_threads_may_enable_one_model_at_the_same_time() -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    with ThreadPoolExecutor(8) as pool:
+        assert all(enabled is model for enabled in pool.map(lambda _: hf_parallel.enable(model), range(16)))
+    assert hf_parallel.is_enabled(model)
+
+
+def test_a_process_that_is_forked_during_a_call_can_generate() -> None:
+    model, claim = hf_parallel.enable(copy.deepcopy(tiny.build("llama"))), Claim()
+    ids = tiny.make_prompts([5])[0][None]
+    expected = model.generate(ids, max_new_tokens=3, generation_mode="shared_prefix")  # type: ignore[operator]
+    try:
+        with model.claimed(claim):  # type: ignore[operator]
+            if not (child := os.fork()):
+                found = model.generate(ids, max_new_tokens=3, generation_mode="shared_prefix")  # type: ignore[operator]
+                os._exit(0 if torch.equal(found, expected) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        claim.active = False

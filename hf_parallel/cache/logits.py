@@ -164,6 +164,8 @@ class LogitsCache:
         """
         if Path(path).is_dir():
             raise IsADirectoryError(f"{path} is a folder; pass a file that `LogitsCache.save` wrote")
+        if Path(path).exists() and not Path(path).is_file():  # reading a pipe would wait for a writer
+            raise ValueError(f"{path} is not a regular file")
         cache = cls(max_bytes)
         try:
             with safe_open(path, framework="pt") as file:

@@ -18,8 +18,9 @@ class TokenTable:
     def __init__(self, input_ids: torch.Tensor, pad_token_id: int, capacity: int) -> None:
         rows, length = input_ids.shape
         self.pad_token_id = pad_token_id
-        self.ids = input_ids.new_full((rows, length + max(capacity, 1)), pad_token_id)
-        self.ids[:, :length] = input_ids
+        with torch.inference_mode(False):  # a session may go on outside of inference mode
+            self.ids = input_ids.new_full((rows, length + max(capacity, 1)), pad_token_id)
+            self.ids[:, :length] = input_ids
         self.lengths = [length] * rows
         self._indexed: tuple[list[int], torch.Tensor] | None = None
 
@@ -56,7 +57,8 @@ class TokenTable:
     def fork(self, row: int, count: int) -> list[int]:
         """Append `count` copies of a row; return their indices."""
         first = len(self.lengths)
-        self.ids = torch.cat((self.ids, self.ids[row].expand(count, -1)))
+        with torch.inference_mode(False):
+            self.ids = torch.cat((self.ids, self.ids[row].expand(count, -1)))
         self.lengths += [self.lengths[row]] * count
         return list(range(first, first + count))
 
@@ -77,6 +79,7 @@ class TokenTable:
 
     def _reserve(self, length: int) -> None:
         if length > self.ids.shape[1]:
-            ids = self.ids.new_full((self.ids.shape[0], max(length, 2 * self.ids.shape[1])), self.pad_token_id)
-            ids[:, : self.ids.shape[1]] = self.ids
+            with torch.inference_mode(False):
+                ids = self.ids.new_full((self.ids.shape[0], max(length, 2 * self.ids.shape[1])), self.pad_token_id)
+                ids[:, : self.ids.shape[1]] = self.ids
             self.ids = ids
