@@ -107,7 +107,11 @@ def exchanged(model: PreTrainedModel) -> None:
     head.weight = torch.nn.Parameter(head.weight.detach() * 1.5)
 
 
-@pytest.mark.parametrize("change", [written, exchanged])
+def other_frequencies(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)  # type: ignore[union-attr,operator]
+
+
+@pytest.mark.parametrize("change", [written, exchanged, other_frequencies])
 @pytest.mark.parametrize("copied", [False, True], ids=["itself", "copy"])
 def test_a_cache_of_earlier_weights_raises(
     change: Callable[[PreTrainedModel], None], copied: bool, model: PreTrainedModel, cache: SharedPrefixCache

@@ -262,12 +262,13 @@ def test_a_streamer_of_one_row_allows_one_worker() -> None:
         session.add_worker()
 
 
-def test_changed_weights_raise() -> None:
+@pytest.mark.parametrize("through_data", [False, True])
+def test_changed_weights_raise(through_data: bool) -> None:
     model = hf_parallel.enable(dense.in_float64(tiny.build("llama")))
     session = begin(model)
     session.step()
     with torch.no_grad():
-        model.lm_head.weight.add_(1.0)
+        (model.lm_head.weight.data if through_data else model.lm_head.weight).add_(1.0)
     with pytest.raises(ValueError, match="weights of the model have changed"):
         session.step()
 

@@ -52,8 +52,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sampled_values(model: nn.Module) -> dict[tuple[torch.dtype, torch.device], torch.Tensor]:
-    """Return some values of every floating-point parameter, as float32; not of offloaded or special ones."""
-    tensors = [parameter.detach() for parameter in model.parameters()]
+    """Return some values of every floating-point parameter and buffer, as float32; not of offloaded or special ones."""
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
     plain = [t for t in tensors if type(t) is torch.Tensor and not t.is_meta and t.is_floating_point()]
     return {kind: values.float().nan_to_num() for kind, values in _sampled(plain).items()}
 

@@ -88,7 +88,8 @@ class _WeightsVersion:
     def _read(model: nn.Module) -> list[Any]:
         """Active adapters, and object id and version counter of each parameter.
 
-        Offloaded parameters are left out: they are replaced at each use.
+        Offloaded parameters are left out: they are replaced at each use. Buffers are compared by value: some rotary
+        embeddings register them again in each forward pass.
         """
         present = (parameter for parameter in model.parameters() if not parameter.is_meta)
         versions = [(id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in present]

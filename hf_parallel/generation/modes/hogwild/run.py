@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import (
@@ -54,6 +54,9 @@ _LENGTH_PROCESSORS = (
 class HogwildRun:
     """Groups of workers, one per prompt, and their decode loop. `workers` are in the order of the rows."""
 
+    outlives_call: ClassVar[bool] = False
+    """Whether the cache is used by later calls, between which weights may change."""
+
     def __init__(self, config: Any, call: GenerationCall) -> None:
         headers = (config.history_header, config.others_header, config.own_header, config.step_gap)
         prefixes = [config.step_prefix_of(name) for name in config.names]
@@ -66,7 +69,7 @@ class HogwildRun:
             raise ValueError("hogwild creates its own cache; past_key_values cannot be given")
         self.config = config
         self.cache = HogwildCache(call.capabilities.rotary, device=call.input_ids.device)
-        self.cache.claim(call.model, call.claim, kept=False)
+        self.cache.claim(call.model, call.claim, kept=self.outlives_call)
         self.workers: list[Worker] = []
         call = _adapt_processors(call, self.workers)
         capacity = min(2 * call.max_new_tokens, TABLE_CAPACITY)

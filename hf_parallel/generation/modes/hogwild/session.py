@@ -381,7 +381,7 @@ class HogwildSession:
             raise ValueError(f"the model was on {before} when this session began, now it is on {now}: move it back")
         with torch.no_grad(), self._model.claimed(claim), self._run.loop.running():
             try:
-                self._run.cache.claim(self._run.loop.call.model, claim, kept=False)
+                self._run.cache.claim(self._run.loop.call.model, claim, kept=True)
             except ValueError as error:
                 raise ValueError("the weights of the model have changed since this session began") from error
             yield

@@ -68,6 +68,7 @@ class SteppedRun(HogwildRun):
     """
 
     config: HogwildConfig
+    outlives_call = True
 
     def __init__(self, config: HogwildConfig, call: GenerationCall) -> None:
         super().__init__(config, call)
