@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import tracemalloc
@@ -132,6 +133,7 @@ def test_num_bytes_of_a_node_covers_its_python_objects() -> None:
         write(cache, [1, 2], *random.integers(0, 3, 10).tolist())
     for _, node in cache.nodes():
         node.sampled_with = "settings"  # one string object for all nodes of a call
+    gc.collect()  # Python's free lists, which hold the tuples of `nodes`
     python, _ = tracemalloc.get_traced_memory()  # Python objects without tensor storage
     tracemalloc.stop()
     nodes = sum(1 for _ in cache.nodes())
