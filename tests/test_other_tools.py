@@ -61,7 +61,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def refuse(*args: Any, **kwargs: Any) -> None:
-    """What AutoModelForImageTextToText does for a text model; smolagents tries it first."""
+    """Stand-in for AutoModelForImageTextToText with a text model; smolagents tries it first."""
     raise ValueError("Unrecognized configuration class")
 
 

@@ -132,7 +132,7 @@ def test_colours_are_explained_if_they_are_used() -> None:
     assert '<span data-p="1" data-o="r" title="replayed, no pass">a</span>' in again
 
 
-# What it says
+# Its text
 
 
 def test_the_page_begins_with_tokens_passes_and_their_ratio() -> None:

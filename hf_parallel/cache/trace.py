@@ -91,7 +91,7 @@ class Trace:
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """What `restore` needs: numbers of events, of steps in the last event, and of samples."""
+        """Argument of `restore`: numbers of events, of steps in the last event, and of samples."""
         last = self._events[-1] if self._events else None
         return len(self._events), len(last.ids) if isinstance(last, _Passes) else 0, len(self._samples)
 

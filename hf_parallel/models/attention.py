@@ -70,7 +70,7 @@ _all_active: weakref.WeakSet[ActiveAttention] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
-def _block_attention_forward(
+def block_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -128,7 +128,7 @@ def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Ten
     return None
 
 
-AttentionInterface.register(IMPLEMENTATION, _block_attention_forward)
+AttentionInterface.register(IMPLEMENTATION, block_attention_forward)
 AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 

@@ -17,7 +17,7 @@ from hf_parallel.generation.mixin import is_enabled, unwrap
 from hf_parallel.kernels import AttentionParams, RotarySpec
 from hf_parallel.kernels.dense import matmul_attention
 from hf_parallel.kernels.rope import rotate, table_dtype
-from hf_parallel.models.attention import block_attention_enabled
+from hf_parallel.models.attention import block_attention_enabled, block_attention_forward
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.layout import View, make_views
@@ -160,7 +160,7 @@ def _attention_forward(
     parallel_layout: _Active | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Attention function of the implementation. Without a layout it is that of `sdpa`, or of `eager` if it must be."""
+    """Attention function of the implementation: block attention over the layout, `sdpa` without one."""
     if parallel_layout is None:
         if softcap is not None or s_aux is not None:
             raise ValueError(
@@ -170,16 +170,9 @@ def _attention_forward(
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **given)
     if dropout:
         raise ValueError(f"attn_implementation={IMPLEMENTATION!r} has no attention dropout, got {dropout}")
-    layer_idx: Any = module.layer_idx
-    params = AttentionParams(
-        num_kv_heads=key.shape[1],
-        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        rotary=None if parallel_layout.rotary is None else parallel_layout.rotary.get(layer_idx),
-        softcap=softcap,
-        sinks=s_aux,
-        window=sliding_window,
+    return block_attention_forward(
+        module, query, key, value, None, scaling, 0.0, sliding_window, softcap, s_aux, block_cache=parallel_layout
     )
-    return parallel_layout.attend(query, key, value, params), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention_forward)

@@ -23,8 +23,8 @@ def write_journal(path: str | Path, state: dict[str, Any]) -> None:
 def read_journal(path: str | Path) -> dict[str, Any]:
     """Read a file of `write_journal`. Raise `OSError` if it is missing, `ValueError` if it is damaged or outdated.
 
-    Types are checked here, as a digest does not protect from a file that somebody has written on purpose; whether the
-    values fit the model and each other is checked where they are used.
+    Checks types only, as a digest does not protect against deliberate changes; values are checked where they are
+    used.
     """
     try:
         state = json.loads(Path(path).read_text())
