@@ -20,22 +20,21 @@ from hf_parallel.training.example import ParallelExample
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Queries and keys of one masked attention. A query sees the keys of up to `G` groups, the first ones of each."""
+    """Queries and keys of one masked attention. A query sees up to `G` intervals of the keys."""
 
     queries: np.ndarray  # int64 [Q], ascending
     query_positions: np.ndarray  # int64 [Q]
-    query_groups: np.ndarray  # int64 [Q, G], -1: none
-    query_stops: np.ndarray  # int64 [Q, G], number of keys of the group that the query sees
+    begins: np.ndarray  # int64 [Q, G], first key of each interval
+    ends: np.ndarray  # int64 [Q, G], after its last key; 0: no interval
     keys: np.ndarray  # int64 [K]
     key_positions: np.ndarray  # int64 [K]
-    key_groups: np.ndarray  # int64 [K]
-    key_indices: np.ndarray  # int64 [K], in the group
 
     def mask(self, window: int | None = None) -> np.ndarray:
         """Return which keys each query sees, `bool [Q, K]`; `window` as in `AttentionParams`."""
-        seen = np.zeros((len(self.queries), len(self.keys)), bool)
-        for group, stop in zip(self.query_groups.T, self.query_stops.T, strict=True):
-            seen |= (group[:, None] == self.key_groups) & (self.key_indices < stop[:, None])
+        keys = np.arange(len(self.keys))
+        seen = np.zeros((len(self.queries), len(keys)), bool)
+        for begin, end in zip(self.begins.T, self.ends.T, strict=True):
+            seen |= (begin[:, None] <= keys) & (keys < end[:, None])
         if window is not None:
             seen &= self.query_positions[:, None] - self.key_positions < window
         return seen
@@ -91,12 +90,21 @@ def _segments(example: ParallelExample) -> Iterator[list[_Seen]]:
 
 
 def _fixed_starts(segments: Sequence[Sequence[_Seen]]) -> dict[int, int]:
-    """Return the blocks that all segments see at the same place of their views, with that place."""
-    starts: dict[int, set[int]] = defaultdict(set)
+    """Return the blocks that all segments see at the same place of their views, with that place.
+
+    A step that has become the history counts too: it is seen at several places only while a worker writes it.
+    """
+    seen_at: dict[int, list[_Seen]] = defaultdict(list)
     for view in segments:
         for seen in view:
-            starts[seen.block].add(seen.start)
-    return {block: min(values) for block, values in starts.items() if len(values) == 1}
+            seen_at[seen.block].append(seen)
+    fixed = {}
+    for block, found in seen_at.items():
+        starts, length = {seen.start for seen in found}, max(seen.stop for seen in found)
+        final = [seen.start for seen in found if seen.stop == length]
+        if len(starts) == 1 or (len(final) > 1 and len(set(final)) == 1):
+            fixed[block] = final[0]
+    return fixed
 
 
 def _growing(segments: Sequence[Sequence[_Seen]]) -> set[int]:
@@ -126,41 +134,51 @@ class _Colors:
 
 
 def _make_view(example: ParallelExample, contents: Sequence[np.ndarray], parts: Sequence[_Part]) -> View:
-    firsts = np.cumsum([0, *example.segment_lengths])
-    groups: dict[tuple[int, int], int] = {}
-    stops: list[int] = []
-    queries, positions, slots = [], [], []
+    parts = [part for part in parts if part.blocks]
+    stops: dict[tuple[int, int], int] = {}  # keys of each block, by block and start, in order of appearance
     for part in parts:
-        if not part.blocks:
-            continue
-        n, first = int(example.segment_lengths[part.segment]), int(firsts[part.segment])
-        within = example.segment_positions[part.segment] + np.arange(n)
-        queries.append(first + np.arange(n))
-        positions.append(within + part.shift)
-        row = []
         for seen in part.blocks:
-            group = groups.setdefault((seen.block, seen.start + part.shift), len(groups))
-            if group == len(stops):
-                stops.append(0)
-            stops[group] = max(stops[group], seen.stop)
-            row.append((np.full(n, group), np.minimum(seen.stop, within - seen.start + 1)))
-        slots.append(row)
-    width = max(map(len, slots))
-    lengths = [len(q) for q in queries]
-    table = np.full((2, sum(lengths), width), -1, np.int64)
+            group = (seen.block, seen.start + part.shift)
+            stops[group] = max(stops.get(group, 0), seen.stop)
+    begins = dict(zip(stops, np.cumsum([0, *stops.values()]).tolist(), strict=False))
+    firsts = np.cumsum([0, *example.segment_lengths]).tolist()
+    lengths, starts = example.segment_lengths.tolist(), example.segment_positions.tolist()
+    queries, positions, rows = [], [], []
+    for part in parts:
+        n, start = lengths[part.segment], starts[part.segment]
+        queries.append(firsts[part.segment] + np.arange(n))
+        positions.append(start + part.shift + np.arange(n))
+        rows.append(_intervals(part, start, n, begins))
+    table = np.zeros((2, sum(map(len, queries)), max(map(len, rows))), np.int64)
     begin = 0
-    for n, row in zip(lengths, slots, strict=True):
-        for slot, columns in enumerate(row):
-            table[:, begin : begin + n, slot] = columns
-        begin += n
-    held = [(contents[block][:stop], shift, stop) for (block, shift), stop in zip(groups, stops, strict=True)]
+    for query, row in zip(queries, rows, strict=True):
+        for slot, interval in enumerate(row):
+            table[0, begin : begin + len(query), slot], table[1, begin : begin + len(query), slot] = interval
+        begin += len(query)
     return View(
         queries=np.concatenate(queries),
         query_positions=np.concatenate(positions),
-        query_groups=table[0],
-        query_stops=table[1],
-        keys=np.concatenate([tokens for tokens, _, _ in held]),
-        key_positions=np.concatenate([shift + np.arange(stop) for _, shift, stop in held]),
-        key_groups=np.repeat(np.arange(len(held)), stops),
-        key_indices=np.concatenate([np.arange(stop) for stop in stops]),
+        begins=table[0],
+        ends=table[1],
+        keys=np.concatenate([contents[block][:stop] for (block, _), stop in stops.items()]),
+        key_positions=np.concatenate([start + np.arange(stop) for (_, start), stop in stops.items()]),
     )
+
+
+def _intervals(
+    part: _Part, start: int, n: int, begins: dict[tuple[int, int], int]
+) -> list[tuple[int, np.ndarray | int]]:
+    """Return the keys that a segment of `n` tokens sees: pairs of a first key and the key after the last, int or [n].
+
+    Blocks whose keys follow each other make one interval. Blocks end at `start` or before, but for the segment's own.
+    """
+    found: list[tuple[int, np.ndarray | int]] = []
+    for seen in part.blocks:
+        begin = begins[seen.block, seen.start + part.shift]
+        end: np.ndarray | int = begin + seen.stop
+        if seen.start + seen.stop > start + 1:
+            end = begin + np.minimum(seen.stop, start - seen.start + 1 + np.arange(n))
+        if found and isinstance(found[-1][1], int) and found[-1][1] == begin:
+            begin = found.pop()[0]
+        found.append((begin, end))
+    return found
