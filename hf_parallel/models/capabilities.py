@@ -113,13 +113,13 @@ def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
     return found
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
-    """Return the model's number of positions (`max_position_embeddings`), or None if it has no limit."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+def max_positions(config: Any) -> int | None:
+    """Return a model's number of positions (`max_position_embeddings`), or None if it has no limit."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def _position_limit(model: PreTrainedModel) -> int:
-    return max_positions(model) or max(PROBE_POSITIONS) + 1
+    return max_positions(model.config) or max(PROBE_POSITIONS) + 1
 
 
 @contextmanager

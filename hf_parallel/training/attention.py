@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -21,17 +23,30 @@ from hf_parallel.models.attention import block_attention_enabled, block_attentio
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.layout import View, make_views
-from hf_parallel.training.masks import IMPLEMENTATION
+from hf_parallel.training.masks import IMPLEMENTATION, block_mask, check_positions
+
+FLEX_FROM = 2048
+"""Keys of a view from which on flex attention computes it on a GPU."""
 
 
 class LayoutBatch:
     """Views of the examples of a batch, with the rotation tables and masks that all layers share.
 
     Padded to the example with most tokens `T`, to `Q` queries and `K` keys in each view. The collator passes it to the
-    model as the keyword argument `parallel_layout`, from where it reaches the attention function of each layer.
+    model in the place of the cache, `past_key_values`: there a model that is not prepared cannot ignore it.
+
+    Parameters
+    ----------
+    examples : list of ParallelExample
+    device : torch.device or str
+    flex : bool, optional
+        Compute views by flex attention, without masks and scores of `[Q, K]`. Default: on a CUDA device, if a view has
+        at least `FLEX_FROM` keys. PyTorch has no gradients of it on a CPU.
     """
 
-    def __init__(self, examples: Sequence[ParallelExample], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, examples: Sequence[ParallelExample], device: torch.device | str = "cpu", flex: bool | None = None
+    ) -> None:
         self.length = max(map(len, examples))
         of_examples = [make_views(example) for example in examples]
         count = max(map(len, of_examples))
@@ -39,6 +54,12 @@ class LayoutBatch:
             _BatchView.of(examples, [views[i] if i < len(views) else None for views in of_examples], self.length)
             for i in range(count)
         ]
+        self.num_positions = max(
+            1 + max(int(view.query_positions.max()), int(example.position_ids.max()))
+            for example, views in zip(examples, of_examples, strict=True)
+            for view in views
+        )
+        self._flex = flex
         self.to(device)
 
     def to(self, device: torch.device | str, **_: Any) -> LayoutBatch:
@@ -47,20 +68,28 @@ class LayoutBatch:
             view.to(torch.device(device))
         return self
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Raise `ValueError`: a model asks its cache for this."""
+        raise ValueError(
+            "the model of this batch is not prepared: call hf_parallel.training.prepare_model(model) first"
+        )
+
+    get_mask_sizes = get_seq_length
+
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Attention of one layer: `query` `[B, heads, T, head_dim]`; returns `[B, T, heads, head_dim]`."""
+        if len(self.views) == 1 and params.softcap is None and params.sinks is None:
+            return self._attend_once(query, key, value, params)
         dtype = table_dtype(query.dtype)
         shape = (*query.shape[:2], self.length + 1)  # padded queries write to the last row
         total = torch.full(shape, float("-inf"), dtype=dtype, device=query.device)
         parts = []
         for view in self.views:
-            q = _rotated(_take(query, view.queries), view.query_rotation, params.rotary, view)
-            k = _rotated(_take(key, view.keys), view.key_rotation, params.rotary, view)
-            mask, is_blind = view.mask(params.window, q.dtype)
-            part, lse = matmul_attention(q, k, _take(value, view.keys), mask, False, params.scale, params.softcap)
-            lse = lse.to(dtype).masked_fill(is_blind, float("-inf"))
+            q, k, v = view.take(query, key, value, params.rotary)
+            part, lse = self._attend_view(view, q, k, v, params)
+            lse = lse.to(dtype).masked_fill(view.is_blind(params.window), float("-inf"))
             index = view.queries[:, None].expand(lse.shape)
             total = total.scatter(2, index, torch.logaddexp(total.gather(2, index), lse))
             parts.append((index, part.to(dtype), lse))
@@ -72,6 +101,59 @@ class LayoutBatch:
             out = out.scatter_add(2, index[..., None].expand(part.shape), part * weight[..., None])
         return out[:, :, : self.length].transpose(1, 2).to(query.dtype)
 
+    def _attend_once(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Attention over the only view, whose queries are all tokens in order."""
+        view = self.views[0]
+        q, k, v = view.take(query, key, value, params.rotary)
+        if self._uses_flex(view, q):
+            return self._attend_view(view, q, k, v, params)[0].transpose(1, 2)
+        mask = view.mask(params.window)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, scale=params.scale, enable_gqa=q.shape[1] != k.shape[1]
+        ).transpose(1, 2)
+
+    def _attend_view(
+        self, view: _BatchView, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and log-sum-exp of one view, `[B, heads, Q, head_dim]` and `[B, heads, Q]`."""
+        if self._uses_flex(view, q):
+            return flex(q, k, v, view.block_mask(params.window), params.scale, params.softcap)
+        added = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~view.mask(params.window), float("-inf"))
+        return matmul_attention(q, k, v, added, False, params.scale, params.softcap)
+
+    def _uses_flex(self, view: _BatchView, q: torch.Tensor) -> bool:
+        wanted = q.is_cuda and view.keys.shape[1] >= FLEX_FROM if self._flex is None else self._flex
+        return wanted and q.dtype != torch.float64
+
+
+def flex(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and log-sum-exp of flex attention; compiled on a GPU."""
+
+    def score_mod(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
+
+    function = _compiled_flex() if q.is_cuda else flex_attention
+    out, extra = function(
+        q,
+        k,
+        v,
+        score_mod=None if softcap is None else score_mod,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    return out, extra.lse
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=True)
+
 
 class _BatchView:
     """One view of each example, padded; `queries` and `keys` are `int64 [B, Q]` and `[B, K]`, padding is index T."""
@@ -79,8 +161,7 @@ class _BatchView:
     def __init__(self, queries: Any, keys: Any, query_rotation: Any, key_rotation: Any, views: Sequence[View | None]):
         self.queries, self.keys = torch.from_numpy(queries), torch.from_numpy(keys)
         self.query_rotation, self.key_rotation, self._views = query_rotation, key_rotation, views
-        self.tables: dict[Any, Any] = {}
-        self._masks: dict[Any, Any] = {}
+        self._cached: dict[Any, Any] = {}  # tables and masks on the device
 
     @classmethod
     def of(cls, examples: Sequence[ParallelExample], views: Sequence[View | None], length: int) -> _BatchView:
@@ -97,23 +178,53 @@ class _BatchView:
     def to(self, device: torch.device) -> None:
         if self.queries.device != device:
             self.queries, self.keys = self.queries.to(device), self.keys.to(device)
-            self.tables, self._masks = {}, {}
+            self._cached = {}
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what is added to the scores, `[B, 1, Q, K]`, and which queries see no key here, `bool [B, 1, Q]`."""
-        key = (window, dtype)
-        if key not in self._masks:
-            seen = np.zeros((*self.queries.shape, self.keys.shape[1]), bool)
-            for row, view in enumerate(self._views):
-                if view is not None:
-                    seen[row, : len(view.queries), : len(view.keys)] = view.mask(window)
-            is_blind = ~seen.any(-1)
-            seen[..., 0] |= is_blind  # otherwise their softmax is NaN
-            allowed = torch.from_numpy(seen).to(self.queries.device)[:, None]
-            added = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-            added = added.masked_fill(~allowed, float("-inf"))
-            self._masks[key] = added, torch.from_numpy(is_blind).to(allowed.device)[:, None]
-        return self._masks[key]
+    def take(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotarySpec | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the queries, keys and values of the view, rotated to its positions."""
+        q, k = _take(query, self.queries), _take(key, self.keys)
+        return self._rotated(q, "query", rotary), self._rotated(k, "key", rotary), _take(value, self.keys)
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """Return which keys each query sees, `bool [B, 1, Q, K]`. Those without any see the first, to avoid NaN."""
+        return self._get(("mask", window), lambda: self._masks(window)[0])
+
+    def is_blind(self, window: int | None) -> torch.Tensor:
+        """Return which queries see no key, `bool [B, 1, Q]`."""
+        return self._get(("blind", window), lambda: self._masks(window)[1])
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """Return the mask for flex attention."""
+        shape = (self.queries.shape[1], self.keys.shape[1])
+        return self._get(("flex", window), lambda: block_mask(self._views, shape, window, self.queries.device))
+
+    def _get(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._cached:
+            self._cached[key] = make()
+        return self._cached[key]
+
+    def _masks(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = np.zeros((*self.queries.shape, self.keys.shape[1]), bool)
+        for row, view in enumerate(self._views):
+            if view is not None:
+                seen[row, : len(view.queries), : len(view.keys)] = view.mask(window)
+        is_blind = ~seen.any(-1)
+        seen[..., 0] |= is_blind
+        mask, blind = (torch.from_numpy(values).to(self.queries.device)[:, None] for values in (seen, is_blind))
+        self._cached[("mask", window)], self._cached[("blind", window)] = mask, blind
+        return mask, blind
+
+    def _rotated(self, x: torch.Tensor, name: str, spec: RotarySpec | None) -> torch.Tensor:
+        rotation = self.query_rotation if name == "query" else self.key_rotation
+        if spec is None or not rotation.any():
+            return x
+        dtype, shape = table_dtype(x.dtype), (len(rotation), 1, rotation.shape[1], -1)
+        cos, sin = self._get(
+            (spec, dtype, name), lambda: [t.view(shape) for t in spec.tables(rotation.flatten(), dtype, x.device)]
+        )
+        return rotate(x, cos, sin, spec)
 
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -122,22 +233,15 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-def _rotated(x: torch.Tensor, rotation: np.ndarray, spec: RotarySpec | None, view: _BatchView) -> torch.Tensor:
-    if spec is None or not rotation.any():
-        return x
-    key = (spec, x.dtype, rotation is view.key_rotation)
-    if key not in view.tables:
-        tables = spec.tables(rotation.flatten(), table_dtype(x.dtype), x.device)
-        view.tables[key] = [table.view(len(rotation), 1, rotation.shape[1], -1) for table in tables]
-    cos, sin = view.tables[key]
-    return rotate(x, cos, sin, spec)
-
-
 class _Active:
     """A layout in the place of the cache, for one forward pass of a model with this rotary embedding."""
 
-    def __init__(self, layout: LayoutBatch, rotary: Mapping[int, RotarySpec | None] | None) -> None:
-        self._layout, self.rotary = layout, rotary
+    def __init__(self, layout: LayoutBatch, model: nn.Module, capabilities: Capabilities) -> None:
+        if capabilities.rotary is None and len(layout.views) > 1:
+            raise ValueError(f"the tokens of this batch move, but {capabilities.why_no_rotation}")
+        check_positions(layout.num_positions, model.config)
+        self._layout = layout.to(next(model.parameters()).device)
+        self.rotary: Mapping[int, RotarySpec | None] | None = capabilities.rotary
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -163,9 +267,7 @@ def _attention_forward(
     """Attention function of the implementation: block attention over the layout, `sdpa` without one."""
     if parallel_layout is None:
         if softcap is not None or s_aux is not None:
-            raise ValueError(
-                f"attn_implementation={IMPLEMENTATION!r} needs a parallel_layout: use DataCollatorForParallel"
-            )
+            raise ValueError(f"attn_implementation={IMPLEMENTATION!r} needs batches of DataCollatorForParallel")
         given = {"scaling": scaling, "dropout": dropout, **kwargs}
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **given)
     if dropout:
@@ -203,12 +305,11 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
 
 def _activate(capabilities: Capabilities, model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Give the layout of a batch the model's rotary embedding, before a forward pass."""
-    layout = kwargs.get("parallel_layout")
+    layout = kwargs.get("past_key_values")
     if not isinstance(layout, LayoutBatch):
         return None
-    if capabilities.rotary is None and len(layout.views) > 1:
-        raise ValueError(f"the tokens of this batch move, but {capabilities.why_no_rotation}")
-    return args, {**kwargs, "parallel_layout": _Active(layout.to(kwargs["input_ids"].device), capabilities.rotary)}
+    active = _Active(layout, model, capabilities)
+    return args, {**kwargs, "past_key_values": None, "use_cache": False, "parallel_layout": active}
 
 
 def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> torch.Tensor:
@@ -221,12 +322,17 @@ def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> t
     model : PreTrainedModel
         An enabled model; its attention implementation does not matter.
     example : ParallelExample
+
+    Raises
+    ------
+    ValueError
+        If the model is not enabled, has fewer positions than the example needs, or cannot rotate tokens that move.
     """
     inner = unwrap(model)
     if not is_enabled(inner):
         raise ValueError(f"{type(inner).__name__} is not enabled: call hf_parallel.enable(model) first")
     capabilities = inner._parallel_capabilities
-    active = _Active(LayoutBatch([example], inner.device), capabilities.rotary)
+    active = _Active(LayoutBatch([example]), inner, capabilities)
     ids, positions = (torch.from_numpy(v)[None].to(inner.device) for v in (example.input_ids, example.position_ids))
     kwargs = {"block_cache": active} if capabilities.keyword else {}
     with block_attention_enabled(inner, active):

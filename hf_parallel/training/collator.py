@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hf_parallel.detokenizer import check_tokenizer
+from hf_parallel.generation.validation import check_int
 from hf_parallel.training.attention import LayoutBatch
+from hf_parallel.training.dialects import AnyDialect, get_dialect
 from hf_parallel.training.example import ParallelExample
 
 IGNORED = -100
@@ -15,12 +18,30 @@ IGNORED = -100
 
 
 class DataCollatorForParallel:
-    """Pads examples to one batch, for a model that `prepare_model` has prepared.
+    """Batches parallel texts, for a model that `prepare_model` has prepared.
+
+    Each feature is a `ParallelExample`, the dict of its `to_dict()`, or, with a dialect, a dict of texts: `prompt` and
+    `completion` as in TRL's datasets, strings or chat messages, or `text` alone. The end-of-sequence token is appended
+    to a text that does not end with it.
 
     Parameters
     ----------
     tokenizer : PreTrainedTokenizerBase
-        Gives the padding token.
+        Encodes texts and gives the padding token.
+    dialect : str, Dialect or SkeletonDialect, optional
+        Format of the texts, see `ParallelExample.from_text`.
+    max_length : int, optional
+        Longer examples raise a `ValueError`. Default: the tokenizer's `model_max_length`.
+    packing : bool
+        Put several examples into one row of the batch, of at most `max_length` tokens, instead of padding each.
+    train_on_forced : bool
+        Of texts, the openings of branches are targets too.
+
+    Raises
+    ------
+    ValueError
+        For features that are none of these, texts that are malformed or a tokenizer that cannot encode the tags of the
+        dialect, and examples that are too long: with the index of the feature in the batch.
 
     Examples
     --------
@@ -28,20 +49,35 @@ class DataCollatorForParallel:
     >>> trainer = Trainer(model, args, train_dataset=dataset, data_collator=DataCollatorForParallel(tokenizer))
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        dialect: str | AnyDialect | None = None,
+        *,
+        max_length: int | None = None,
+        packing: bool = False,
+        train_on_forced: bool = False,
+    ) -> None:
+        if max_length is None:
+            max_length = getattr(tokenizer, "model_max_length", None)
+        else:
+            check_int("max_length", max_length, 1)
+        if packing and (max_length is None or max_length > 2**30):
+            raise ValueError("packing=True needs max_length, the number of tokens of a row")
+        if dialect is not None:
+            check_tokenizer(tokenizer)
+            dialect = get_dialect(dialect)
+        self.tokenizer, self.dialect, self.max_length = tokenizer, dialect, max_length
+        self.packing, self.train_on_forced = packing, train_on_forced
 
-    def __call__(self, features: Sequence[ParallelExample | dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[ParallelExample | Mapping[str, Any]]) -> dict[str, Any]:
         """Return the arguments of the model: `int64 [B, T]` each, and the layout.
 
         `labels` and `shift_labels` hold the target of each token at its own index, as its logits predict it.
         """
-        examples = [
-            (
-                feature if isinstance(feature, ParallelExample) else ParallelExample.from_dict(feature)
-            ).with_one_target_each()
-            for feature in features
-        ]
+        examples = [self._example(index, feature) for index, feature in enumerate(features)]
+        if self.packing:
+            examples = [ParallelExample.pack(row) for row in _fill_rows(examples, self.max_length)]
         longest = max(map(len, examples))
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         batch = {
@@ -53,4 +89,46 @@ class DataCollatorForParallel:
             batch["position_ids"][row, : len(example)] = torch.from_numpy(example.position_ids)
             batch["attention_mask"][row, : len(example)] = 1
             batch["labels"][row, torch.from_numpy(example.target_queries)] = torch.from_numpy(example.target_ids)
-        return {**batch, "shift_labels": batch["labels"], "parallel_layout": LayoutBatch(examples)}
+        return {**batch, "shift_labels": batch["labels"], "past_key_values": LayoutBatch(examples)}
+
+    def _example(self, index: int, feature: ParallelExample | Mapping[str, Any]) -> ParallelExample:
+        try:
+            example = feature if isinstance(feature, ParallelExample) else self._read(feature)
+        except ValueError as error:
+            raise ValueError(f"feature {index} of the batch: {error}") from error
+        example = example.with_one_target_each()
+        if self.max_length is not None and len(example) > self.max_length:
+            raise ValueError(f"feature {index} of the batch has {len(example)} tokens, max_length is {self.max_length}")
+        return example
+
+    def _read(self, feature: Mapping[str, Any]) -> ParallelExample:
+        if "view_blocks" in feature:
+            return ParallelExample.from_dict(feature)
+        key = "completion" if "completion" in feature else "text"
+        if self.dialect is None or key not in feature:
+            raise ValueError(
+                "it must be a ParallelExample, its to_dict(), or, with a dialect, have text or prompt and completion; "
+                f"got {type(feature).__name__} {sorted(feature)}, dialect={self.dialect!r}"
+            )
+        prompt, text = feature.get("prompt", ""), feature[key]
+        if not isinstance(prompt, str):
+            prompt = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        if not isinstance(text, str):
+            text = "".join(message["content"] for message in text)
+        if (eos := self.tokenizer.eos_token) and not text.endswith(eos):
+            text += eos
+        return ParallelExample.from_text(
+            text, self.tokenizer, self.dialect, prompt, train_on_forced=self.train_on_forced
+        )
+
+
+def _fill_rows(examples: Sequence[ParallelExample], length: Any) -> list[list[ParallelExample]]:
+    """Distribute examples over rows of at most `length` tokens: the longest first, each to the first row it fits."""
+    rows: list[list[ParallelExample]] = []
+    for example in sorted(examples, key=len, reverse=True):
+        fitting = (row for row in rows if sum(map(len, row)) + len(example) <= length)
+        row = next(fitting, None)
+        if row is None:
+            rows.append(row := [])
+        row.append(example)
+    return rows

@@ -39,11 +39,14 @@ class Dialect:
     positions: str = "depth"
 
     def __post_init__(self) -> None:
-        tags = (*self.region, *self.branch)
-        if len(set(tags)) != 4 or not all(isinstance(tag, str) and tag for tag in tags):
-            raise ValueError(f"region and branch must be four different tags, got {tags!r}")
+        if len(set(self.tags)) != 4 or not all(isinstance(tag, str) and tag for tag in self.tags):
+            raise ValueError(f"region and branch must be four different tags, got {self.tags!r}")
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {list(POSITIONS)}, got {self.positions!r}")
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return (*self.region, *self.branch)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class SkeletonDialect:
     title_end: str
     ellipsis: str
     terminator: str
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return (self.branch_marker, self.title_end, self.ellipsis, self.terminator)
 
 
 AnyDialect: TypeAlias = Dialect | SkeletonDialect
@@ -90,7 +97,7 @@ class Piece:
 
 def parse(text: str, dialect: Dialect) -> list[Piece]:
     """Return the pieces of a text. Raises `ValueError`, with line and tag, if its tags are not balanced."""
-    tags = dialect.region + dialect.branch
+    tags = dialect.tags
     pattern = re.compile("|".join(map(re.escape, sorted(tags, key=len, reverse=True))))
     pieces: list[Piece] = [Piece()]
     stack: list[tuple[str, int, list[Piece]]] = []  # open tags, with their line and the pieces around them
@@ -176,22 +183,29 @@ class Place:
     last: int | None = None
 
 
-def lay_out(text: str, tokenizer: Any, dialect: AnyDialect, prompt: Sequence[int], join: str) -> Builder:
+def lay_out(
+    text: str, tokenizer: Any, dialect: AnyDialect, prompt: Sequence[int], join: str, train_on_forced: bool
+) -> Builder:
     """Return the blocks of a text after the tokens of a prompt; see `ParallelExample.from_text`."""
+    for tag in dialect.tags:
+        decoded = tokenizer.decode(encode(tokenizer, tag))
+        if decoded.strip() != tag.strip():
+            raise ValueError(f"the tokenizer cannot encode {tag!r} of the dialect: its tokens are those of {decoded!r}")
     builder = Builder()
     at = builder.append(Place(), prompt, 0, is_target=False)
     if isinstance(dialect, Dialect):
-        _Regions(builder, tokenizer, dialect).place(parse(text, dialect), at, 0)
+        _Regions(builder, tokenizer, dialect, train_on_forced).place(parse(text, dialect), at, 0)
     else:
-        _Skeletons(builder, tokenizer, dialect, join).place(text, at)
+        _Skeletons(builder, tokenizer, dialect, join, train_on_forced).place(text, at)
     return builder
 
 
 class _Regions:
     """Lays out the pieces of `parse`. Each branch is a row of its own."""
 
-    def __init__(self, builder: Builder, tokenizer: Any, dialect: Dialect) -> None:
+    def __init__(self, builder: Builder, tokenizer: Any, dialect: Dialect, train_on_forced: bool) -> None:
         self.builder, self.tokenizer, self.dialect = builder, tokenizer, dialect
+        self.train_on_forced = train_on_forced
         self._rows = 0
 
     def place(self, pieces: Sequence[Piece], at: Place, row: int) -> Place:
@@ -207,9 +221,9 @@ class _Regions:
         for first, *others in branches:
             self._rows += 1
             follows = self.dialect.positions == "concatenated" and ends
-            begin = Place(at.view, ends[-1].position if follows else at.position)
+            begin = Place(at.view, ends[-1].position if follows else at.position, at.last)
             tag, row = self.dialect.branch[0], self._rows
-            begin = self.builder.append(begin, encode(self.tokenizer, tag), row, is_target=False)
+            begin = self.builder.append(begin, encode(self.tokenizer, tag), row, self.train_on_forced)
             ends.append(self.place([Piece(first.text.removeprefix(tag)), *others], begin, row))
         return ends
 
@@ -234,8 +248,11 @@ def moved(at: Place, ends: Sequence[Place]) -> Place:
 class _Skeletons:
     """Lays out answers with skeletons: a skeleton, which is dropped, its parts, and the text after them."""
 
-    def __init__(self, builder: Builder, tokenizer: Any, fmt: SkeletonDialect, join: str) -> None:
+    def __init__(
+        self, builder: Builder, tokenizer: Any, fmt: SkeletonDialect, join: str, train_on_forced: bool
+    ) -> None:
         self.builder, self.tokenizer, self.format, self.join = builder, tokenizer, fmt, join
+        self.train_on_forced = train_on_forced
         self._rows = 0
 
     def place(self, text: str, at: Place) -> None:
@@ -265,7 +282,7 @@ class _Skeletons:
         ends: list[Place] = []
         for prefix, content in branches:
             self._rows += 1
-            begin = builder.append(Place(at.view, at.position), encode(self.tokenizer, prefix), self._rows, False)
+            begin = builder.append(at, encode(self.tokenizer, prefix), self._rows, self.train_on_forced)
             end = builder.append(begin, encode(self.tokenizer, content), self._rows)
             builder.targets.append((end.last or 0, marker, self._rows))
             ends.append(end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -52,6 +52,35 @@ class ParallelExample:
     """`[N]`. The generated token."""
     target_rows: np.ndarray
     """`[N]`. Row that generated it."""
+
+    def __post_init__(self) -> None:
+        tokens, blocks, segments = len(self), len(self.block_lengths), len(self.segment_lengths)
+        sizes = {
+            "position_ids": tokens,
+            "block_tokens": self.block_lengths.sum(),
+            "segment_positions": segments,
+            "view_lengths": segments,
+            "view_blocks": self.view_lengths.sum(),
+            "view_starts": len(self.view_blocks),
+            "view_stops": len(self.view_blocks),
+            "target_ids": len(self.target_queries),
+            "target_rows": len(self.target_queries),
+        }
+        for name, size in sizes.items():
+            if len(getattr(self, name)) != size:
+                raise ValueError(f"{name} must have {size} integers, got {len(getattr(self, name))}: was it truncated?")
+        if self.segment_lengths.sum() != tokens:
+            raise ValueError(
+                f"input_ids must have {self.segment_lengths.sum()} integers, got {tokens}: was it truncated?"
+            )
+        limits = {"block_tokens": tokens, "view_blocks": blocks, "target_queries": tokens}
+        for field in fields(self):
+            values, limit = getattr(self, field.name), limits.get(field.name, 2**62)
+            if len(values) and not 0 <= values.min() <= values.max() < limit:
+                wrong = int(values.min() if values.min() < 0 else values.max())
+                raise ValueError(f"{field.name} must be between 0 and {limit - 1}, got {wrong}")
+        if (self.view_stops > self.block_lengths[self.view_blocks]).any():
+            raise ValueError("view_stops must be at most the lengths of the blocks in view_blocks")
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -140,6 +169,7 @@ class ParallelExample:
         dialect: str | AnyDialect,
         prompt: str | Sequence[int] = (),
         join: str = "reencode",
+        train_on_forced: bool = False,
     ) -> ParallelExample:
         """Return an annotated text as the mode or the paper of its dialect would compute it.
 
@@ -156,15 +186,18 @@ class ParallelExample:
         prompt : str or sequence of token ids
         join : str
             For `pdos`: `reencode` or `rotate`, as in `PDOSConfig`.
+        train_on_forced : bool
+            The openings of branches are targets too, of the token before the region's branches.
 
         Raises
         ------
         ValueError
-            For an unknown dialect, or tags that are not balanced: with the line and the tag.
+            For an unknown dialect, a tokenizer that cannot encode its tags, or tags that are not balanced: with the
+            line and the tag.
         """
         check_choice("join", join, ("reencode", "rotate"))
         given = encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
-        found = lay_out(text, tokenizer, get_dialect(dialect), given, join)
+        found = lay_out(text, tokenizer, get_dialect(dialect), given, join, train_on_forced)
         targets = np.array(found.targets, np.int64).reshape(-1, 3)
         return cls._from_segments(
             np.array(found.input_ids), np.array(found.position_ids), found.contents, found.segments, *targets.T
@@ -231,11 +264,39 @@ class ParallelExample:
             target_queries=targets,
         )
 
+    @classmethod
+    def pack(cls, examples: Sequence[ParallelExample]) -> ParallelExample:
+        """Return several examples as one, in which no token sees those of another example."""
+        tokens = list(map(len, examples))
+        sizes = {
+            "block_tokens": tokens,
+            "target_queries": tokens,
+            "view_blocks": [len(example.block_lengths) for example in examples],
+            "target_rows": [1 + int(example.target_rows.max(initial=-1)) for example in examples],
+        }
+        packed = {}
+        for name in (field.name for field in fields(cls)):
+            columns = [getattr(example, name) for example in examples]
+            if name in sizes:
+                firsts = np.cumsum([0, *sizes[name]])
+                columns = [column + first for column, first in zip(columns, firsts, strict=False)]
+            packed[name] = np.concatenate(columns)
+        return cls(**packed)
+
+    @classmethod
+    def features(cls) -> Any:
+        """Return the `datasets.Features` of `to_dict()`."""
+        from datasets import Features, List, Value
+
+        return Features({field.name: List(Value("int64")) for field in fields(cls)})
+
     def to_dict(self) -> dict[str, list[int]]:
         """Return the arrays as lists, for a `datasets.Dataset`."""
         return {field.name: getattr(self, field.name).tolist() for field in fields(self)}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Sequence[int]]) -> ParallelExample:
-        """Return the example of `to_dict`."""
+    def from_dict(cls, values: Mapping[str, Sequence[int]]) -> ParallelExample:
+        """Return the example of `to_dict`. Raises `ValueError` if it is incomplete."""
+        if missing := [field.name for field in fields(cls) if field.name not in values]:
+            raise ValueError(f"an example needs the fields {missing}, got {sorted(values)}")
         return cls(**{field.name: np.asarray(values[field.name], np.int64) for field in fields(cls)})

@@ -1,22 +1,72 @@
-"""Masks for stock attention: an example whose keys never move, as `position_ids` and a 4D boolean mask."""
+"""Masks for stock attention and for flex attention: what the queries of an example see (docs/training.md)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
+from hf_parallel.models.capabilities import max_positions
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.layout import View, make_views
 
 IMPLEMENTATION = "hf_parallel_train"
 """Name of the attention implementation of `attention.py`, which is `sdpa` without a layout."""
-SUPPORTED = ("sdpa", "eager", IMPLEMENTATION)
-"""Attention implementations that take a 4D mask."""
+SUPPORTED = ("sdpa", "eager", "flex_attention", IMPLEMENTATION)
+"""Attention implementations that take such a mask."""
+TILE = 128
+"""Queries and keys of a tile of a `BlockMask`."""
 
 
-def stock_view(example: ParallelExample) -> View:
+def stock_mask(example: ParallelExample, config: Any, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+    """Return the argument `attention_mask` of a model for an example whose keys never move.
+
+    Together with the example's `input_ids` and `position_ids`, as a batch of one, stock attention computes the example
+    exactly. Trees and the dialects `pdos` (with `join="reencode"`), `multiverse` and `threadweaver` are such examples.
+
+    Parameters
+    ----------
+    example : ParallelExample
+    config : PretrainedConfig
+        That of the model; names its attention implementation and its sliding windows.
+    dtype : torch.dtype
+        That of the model's parameters.
+    device : torch.device or str
+
+    Returns
+    -------
+    torch.Tensor, BlockMask, or a dict of them by type of layer
+        `[1, 1, T, T]`: boolean for `sdpa`; additive, of `dtype`, for `eager`. A `BlockMask` for `flex_attention`, whose
+        memory is O(tokens). A dict if the model has layers with and without a sliding window.
+
+    Raises
+    ------
+    ValueError
+        If the model has fewer positions than the example needs, keys move, the attention implementation takes no such
+        mask (`flash_attention_2`), or the model has layers of another type.
+    """
+    implementation = config.get_text_config(decoder=True)._attn_implementation
+    if implementation not in SUPPORTED:
+        raise ValueError(f"attn_implementation must be one of {list(SUPPORTED)} for a mask, got {implementation!r}")
+    view = _stock_view(example)
+    check_positions(1 + int(example.position_ids.max()), config)
+    masks: dict[str, Any] = {}
+    for kind, window in windows(config).items():
+        if implementation == "flex_attention":
+            masks[kind] = block_mask([view], (len(example), len(example)), window, device, _slots(view, len(example)))
+            continue
+        seen = torch.from_numpy(_dense_mask(view, len(example), window))[None, None].to(device)
+        if implementation == "eager":
+            added = torch.zeros(seen.shape, dtype=dtype, device=device)
+            seen = added.masked_fill(~seen, torch.finfo(dtype).min)
+        masks[kind] = seen
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _stock_view(example: ParallelExample) -> View:
     """Return the only view of an example whose keys never move. Raises `ValueError` if they do."""
     views = make_views(example)
     view = views[0]
@@ -24,18 +74,26 @@ def stock_view(example: ParallelExample) -> View:
     if len(views) > 1 or rotations.any() or (view.key_positions != example.position_ids[view.keys]).any():
         raise ValueError(
             "this example has tokens that move or are seen at other positions: stock attention cannot compute it; use "
-            "attn_implementation='hf_parallel_train'"
+            f"attn_implementation={IMPLEMENTATION!r}"
         )
     return view
 
 
-def dense_mask(example: ParallelExample, window: int | None = None) -> np.ndarray:
-    """Return which tokens each token sees, `bool [T, T]`. Raises `ValueError` as `stock_view` does."""
-    view = stock_view(example)
-    mask = np.zeros((len(example), len(example)), bool)
+def _dense_mask(view: View, length: int, window: int | None) -> np.ndarray:
+    """Return which tokens each token sees, `bool [T, T]`."""
+    mask = np.zeros((length, length), bool)
     queries, keys = np.nonzero(view.mask(window))
     mask[view.queries[queries], view.keys[keys]] = True
     return mask
+
+
+def check_positions(num_positions: int, config: Any) -> None:
+    """Raise `ValueError` if an example needs more positions than a model has."""
+    limit = max_positions(config)
+    if limit is not None and num_positions > limit:
+        raise ValueError(
+            f"the example needs {num_positions} positions, but the model has {limit} (max_position_embeddings)"
+        )
 
 
 def windows(config: Any) -> dict[str, int | None]:
@@ -50,22 +108,112 @@ def windows(config: Any) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(types)}
 
 
-def stock_mask(
-    example: ParallelExample, config: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> torch.Tensor | dict[str, torch.Tensor]:
-    """Return the argument `attention_mask` of a model for an example, `[1, 1, T, T]`; by type of layer if they differ.
+def _slots(view: View, length: int) -> np.ndarray:
+    """Return which keys of a view are those of each token, `int64 [T, D]`, -1: none. It can be in several blocks."""
+    order = np.argsort(view.keys, kind="stable")
+    tokens = view.keys[order]
+    copies = np.arange(len(order)) - np.searchsorted(tokens, tokens)
+    slots = np.full((length, copies.max() + 1), -1)
+    slots[tokens, copies] = order
+    return slots
 
-    It is boolean for `sdpa` and additive, of `dtype`, for `eager`, which adds it to the scores. Raises `ValueError` for
-    other attention implementations.
+
+def block_mask(
+    views: Sequence[View | None],
+    shape: tuple[int, int],
+    window: int | None,
+    device: torch.device | str,
+    slots: np.ndarray | None = None,
+) -> BlockMask:
+    """Return the mask of one view of each example of a batch for flex attention, from its intervals of keys.
+
+    Parameters
+    ----------
+    views : list of View or None
+        One per row of the batch; None: no query sees a key.
+    shape : pair of int
+        Numbers of queries and of keys, padded.
+    window : int, optional
+        See `AttentionParams`.
+    device : torch.device or str
+    slots : np.ndarray, optional
+        int64 `[T, D]`: keys are tokens in the order of the example, and these their places among the view's keys.
     """
-    implementation = config.get_text_config(decoder=True)._attn_implementation
-    if implementation not in SUPPORTED:
-        raise ValueError(f"attn_implementation must be one of {list(SUPPORTED)} for a 4D mask, got {implementation!r}")
-    masks = {}
-    for kind, window in windows(config).items():
-        seen = torch.from_numpy(dense_mask(example, window))[None, None].to(device)
-        if implementation == "eager":
-            added = torch.zeros(seen.shape, dtype=dtype, device=device)
-            seen = added.masked_fill(~seen, torch.finfo(dtype).min)
-        masks[kind] = seen
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    rows, width = len(views), max((view.begins.shape[1] for view in views if view is not None), default=1)
+    num_keys = max([shape[1], *(len(view.keys) for view in views if view is not None)])
+    begins, ends = np.zeros((2, rows, shape[0], width), np.int64)
+    query_positions, key_positions = np.zeros((rows, shape[0]), np.int64), np.zeros((rows, num_keys), np.int64)
+    for row, view in enumerate(views):
+        if view is not None:
+            q, g = view.begins.shape
+            begins[row, :q, :g], ends[row, :q, :g] = view.begins, view.ends
+            query_positions[row, :q], key_positions[row, : len(view.keys)] = view.query_positions, view.key_positions
+    touched, full = _tiles(begins, ends, num_keys)
+    if window is not None or slots is not None:
+        touched, full = touched | full, np.zeros_like(full)
+    if window is not None:
+        oldest = np.minimum.reduceat(query_positions, range(0, shape[0], TILE), axis=1)
+        newest = np.maximum.reduceat(key_positions, range(0, num_keys, TILE), axis=1)
+        touched &= oldest[:, :, None] - newest[:, None] < window
+    if slots is not None:
+        places, copies = np.nonzero(slots >= 0)
+        of_tokens = np.zeros((touched.shape[2], -(-shape[1] // TILE)), bool)
+        of_tokens[slots[places, copies] // TILE, places // TILE] = True
+        touched, full = touched @ of_tokens, full @ of_tokens
+    tables = (begins, ends, query_positions, key_positions, slots)
+    return BlockMask.from_kv_blocks(
+        *_ordered(touched, device),
+        *_ordered(full, device),
+        BLOCK_SIZE=TILE,
+        mask_mod=_mask_mod(window, *(None if t is None else torch.from_numpy(t).to(device) for t in tables)),
+        seq_lengths=shape,
+    )
+
+
+def _mask_mod(
+    window: int | None, begins: Any, ends: Any, query_positions: Any, key_positions: Any, slots: Any
+) -> Callable[[Any, Any, Any, Any], Any]:
+    def is_seen(b: Any, q: Any, key: Any) -> Any:
+        seen = (begins[b, q, 0] <= key) & (key < ends[b, q, 0])
+        for g in range(1, begins.shape[2]):
+            seen = seen | ((begins[b, q, g] <= key) & (key < ends[b, q, g]))
+        if window is not None:
+            seen = seen & (query_positions[b, q] - key_positions[b, key] < window)
+        return seen
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        if slots is None:
+            return is_seen(b, q, k)
+        seen = is_seen(b, q, slots[k, 0])
+        for copy in range(1, slots.shape[1]):
+            seen = seen | is_seen(b, q, slots[k, copy])
+        return seen
+
+    return mask_mod
+
+
+def _tiles(begins: np.ndarray, ends: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tiles of which queries see some keys, and those of which all queries see all keys.
+
+    Both `bool [B, ceil(Q / TILE), ceil(K / TILE)]`, disjoint.
+    """
+    rows, num_queries, width = begins.shape
+    counts = np.zeros((2, rows, -(-num_queries // TILE), -(-num_keys // TILE) + 1), np.int64)
+    row = np.broadcast_to(np.arange(rows)[:, None, None], begins.shape)
+    tile = np.broadcast_to(np.arange(num_queries)[:, None] // TILE, begins.shape)
+    spans = (begins // TILE, -(-ends // TILE)), (-(-begins // TILE), ends // TILE)
+    for count, (first, last) in zip(counts, spans, strict=True):
+        some = (begins < ends) & (first < last)
+        np.add.at(count, (row[some], tile[some], first[some]), 1)
+        np.add.at(count, (row[some], tile[some], last[some]), -1)
+    touched, full = np.cumsum(counts, axis=-1)[..., :-1]
+    queries = np.bincount(np.arange(num_queries) // TILE)
+    is_full = full == queries[:, None]
+    return (touched > 0) & ~is_full, is_full
+
+
+def _ordered(tiles: np.ndarray, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number of tiles of each row, `int32 [B, 1, M]`, and an order with these first, `[B, 1, M, N]`."""
+    indices = np.argsort(~tiles, axis=-1, kind="stable")
+    numbers = [torch.from_numpy(values.astype(np.int32))[:, None].to(device) for values in (tiles.sum(-1), indices)]
+    return numbers[0], numbers[1].contiguous()

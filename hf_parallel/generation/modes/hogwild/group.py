@@ -48,7 +48,7 @@ class WorkerGroup(RowGroup):
         self._last_check = 0  # `num_generated` at the last redundancy prompt
         self._appended_headers: set[Block] = set()
         self.append_headers()
-        limit = max_positions(self.call.model)
+        limit = max_positions(self.call.model.config)
         # If the prompt and `max_new_tokens` alone exceed the positions, there is no limit, as in `generate`.
         unlimited = limit is None or len(prompt) + self.call.max_new_tokens > limit
         self._max_positions = None if unlimited else limit

@@ -319,7 +319,7 @@ def _set_default_length(model: Any, settings: dict[str, Any]) -> None:
         return
     for name in _LENGTHS:
         settings.pop(name, None)
-    positions = max_positions(model) or 2**20
+    positions = max_positions(model.config) or 2**20
     longest = min(positions, model._parallel_capabilities.max_length or positions)
     length = max(longest - settings["input_ids"].shape[1], 1)
     if given is None:
