@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +17,9 @@ import torch
 from architectures import ARCHITECTURES
 from ascii_tokenizer import AsciiTokenizer
 from mode_cases import small_call
+from small_tokenizers import make
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_mask
 
 import hf_parallel
 from hf_parallel.generation.arguments import encode
@@ -31,6 +36,7 @@ from hf_parallel.training import (
 from hf_parallel.training.attention import LayoutBatch
 from hf_parallel.training.dialects import Dialect
 from hf_parallel.training.layout import make_views
+from hf_parallel.training.masks import block_mask, stock_mask
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -45,18 +51,25 @@ def enabled(name: str = "llama") -> Any:
     return hf_parallel.enable(model if name in SINGLE else model.double())
 
 
-def run(model: Any, mode: str, **settings: Any) -> tuple[ParallelExample, torch.Tensor]:
-    """Return a sampled run, and the logits that the model computed for each sampled token, `[N, vocabulary]`."""
+@contextmanager
+def computed_logits() -> Iterator[list[torch.Tensor]]:
+    """Collect the logits from which tokens are sampled, in the model's dtype, unlike `output.logits`."""
     computed: list[torch.Tensor] = []
     plain = Sampler.distribution
 
     def spy(sampler: Sampler, rows: Any, logits: torch.Tensor) -> torch.Tensor:
-        computed.append(logits)  # in the model's dtype, unlike `output.logits`
+        computed.append(logits)
         return plain(sampler, rows, logits)
 
-    call = {**small_call(mode), "max_new_tokens": 30, "tokenizer": AsciiTokenizer(), "do_sample": True, **settings}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sampler, "distribution", spy)
+        yield computed
+
+
+def run(model: Any, mode: str, **settings: Any) -> tuple[ParallelExample, torch.Tensor]:
+    """Return a sampled run, and the logits that the model computed for each sampled token, `[N, vocabulary]`."""
+    call = {**small_call(mode), "max_new_tokens": 30, "tokenizer": AsciiTokenizer(), "do_sample": True, **settings}
+    with computed_logits() as computed:
         output = model.generate(IDS, return_dict_in_generate=True, **call)
     return ParallelExample.from_output(output), torch.cat(computed)
 
@@ -122,6 +135,37 @@ def test_logits_of_completions(mode: str) -> None:
     assert difference(model, example, expected) < 1e-6
 
 
+def test_a_session_whose_workers_change_and_that_is_saved_is_one_run(tmp_path: Path) -> None:
+    model, tokenizer = enabled(), AsciiTokenizer()
+    with computed_logits() as computed:
+        session = hf_parallel.HogwildSession(
+            model, tokenizer, IDS, num_workers=2, finisher_tokens=0, max_new_tokens=60, do_sample=True, seed=3
+        )
+        session.run(10)
+        session.add_worker()
+        session.run(5)
+        session.inject("Bob", "hello. ")
+        session.run(5)
+        session.remove_worker("Alice")
+        session.run(4)
+        session.save(tmp_path / "session.json")
+        session.run(5)
+    expected = torch.cat(computed)
+    assert difference(model, ParallelExample.from_output(session.output()), expected) < 1e-9
+    loaded = hf_parallel.HogwildSession.load(tmp_path / "session.json", model, tokenizer)
+    loaded.run(5)
+    assert difference(model, ParallelExample.from_output(loaded.output()), expected) < 1e-9
+
+
+def test_logits_of_the_embedded_model(embedded: tuple[Any, Any]) -> None:
+    model, tokenizer = hf_parallel.enable(embedded[0]), embedded[1]
+    prompt = hf_parallel.hogwild_prompt("Plan a picnic.", tokenizer)["input_ids"][:, -40:]
+    with computed_logits() as computed:
+        call = {"generation_mode": "hogwild", "tokenizer": tokenizer, "max_new_tokens": 12, "finisher_tokens": 4}
+        output = model.generate(prompt, return_dict_in_generate=True, **call)
+    assert difference(model, ParallelExample.from_output(output), torch.cat(computed)) < 1e-4
+
+
 def test_an_early_finisher_reads_all_workers() -> None:
     model = enabled()
     example, expected = run(model, "hogwild", num_workers=2, max_new_tokens=12, finisher_tokens=5)
@@ -152,6 +196,26 @@ def test_an_example_survives_a_dataset() -> None:
         np.array_equal(getattr(ParallelExample.from_dict(stored), name), values)
         for name, values in vars(example).items()
     )
+
+
+TREE = ParallelExample.from_tree([[5, 6, 7]] * 2, [[8, 9], [10]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"position_ids": [0, 1]}, "position_ids must have 4 integers, got 2: was it truncated"),
+        ({"view_blocks": [0, 0]}, "view_blocks must have 3 integers, got 2: was it truncated"),
+        ({"target_queries": [2, 9, 2]}, "target_queries must be between 0 and 3, got 9"),
+        ({"block_lengths": [2, 2]}, "view_stops must be at most the lengths"),
+        ({"input_ids": [5, 6, -1, 8]}, "input_ids must be between 0 and .*, got -1"),
+        ({"view_stops": None}, r"an example needs the fields \['view_stops'\]"),
+    ],
+)
+def test_an_example_with_missing_integers_raises(changes: dict[str, Any], message: str) -> None:
+    values = {name: value for name, value in {**TREE.to_dict(), **changes}.items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        ParallelExample.from_dict(values)
 
 
 def test_a_run_that_was_partly_cached_before_has_no_trace() -> None:
@@ -219,6 +283,62 @@ def test_several_prompts_share_their_beginning() -> None:
     assert len(example) == len(PROMPT) + sum(len(c) - 1 for c in COMPLETIONS[:3]) + len(COMPLETIONS[2])
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox"])
+def test_masks_give_the_same_logits_to_every_stock_attention(name: str) -> None:
+    model = copy.deepcopy(tiny.build(name))
+    workers = ParallelExample.from_tree([PROMPT.tolist()] * 5, [c.tolist() for c in COMPLETIONS])
+    branches, _ = run(hf_parallel.enable(copy.deepcopy(model)), "pdos", **PDOS)  # tokens in several blocks
+    for example in (workers, branches):
+        ids, positions = (torch.from_numpy(values)[None] for values in (example.input_ids, example.position_ids))
+        expected = teacher_forced_logits(hf_parallel.enable(copy.deepcopy(model)), example)
+        for implementation in ("sdpa", "eager"):
+            model.set_attn_implementation(implementation)
+            mask = stock_mask(example, model.config, torch.float32)
+            with torch.no_grad():
+                logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).logits[0]
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 9, 150])
+def test_a_mask_for_flex_attention_is_that_for_sdpa(window: int | None) -> None:
+    """Its tiles, too: outside of them nothing is seen, and a full one is seen completely."""
+    branches, _ = run(enabled(), "pdos", **{**PDOS, "branch_max_new_tokens": 60, "max_new_tokens": 250})
+    config = SimpleNamespace(sliding_window=window, model_type="any", max_position_embeddings=512)
+    config.get_text_config = lambda decoder: config
+    for example in (branches, ParallelExample.from_tree([[5] * 200] * 2, [[6] * 200, [7] * 200])):
+        config._attn_implementation = "sdpa"
+        dense = stock_mask(example, config, torch.float32)
+        config._attn_implementation = "flex_attention"
+        mask = stock_mask(example, config, torch.float32)
+        assert torch.equal(create_mask(mask.mask_mod, 1, 1, *mask.seq_lengths, device="cpu"), dense)
+        some = F.max_pool2d(dense.float(), 128, ceil_mode=True)[0, 0].int()
+        tiles = mask.to_dense()[0, 0]
+        assert ((tiles == 1) | (some == 0)).all()
+    view = make_views(example)[0]
+    mask = block_mask([view], (len(example), len(example)), None, "cpu")
+    full = [
+        (row, int(tile))
+        for row, number in enumerate(mask.full_kv_num_blocks[0, 0].tolist())
+        for tile in mask.full_kv_indices[0, 0, row, :number]
+    ]
+    assert full
+    assert all(view.mask()[128 * row : 128 * row + 128, 128 * tile : 128 * tile + 128].all() for row, tile in full)
+
+
+def test_what_stock_attention_cannot_compute_raises() -> None:
+    model = tiny.build("llama")
+    moved, _ = hogwild(enabled())
+    with pytest.raises(ValueError, match="has tokens that move"):
+        stock_mask(moved, model.config, torch.float32)
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attn_implementation must be one of .* got 'flash_attention_2'"):
+        stock_mask(TREE, config, torch.float32)
+    long = [5] * (model.config.max_position_embeddings + 1)
+    with pytest.raises(ValueError, match=r"needs 513 positions, but the model has 512 \(max_position_embeddings\)"):
+        tree_logprobs(model, long, [[5]])
+
+
 # Batches
 
 TOKENIZER = SimpleNamespace(pad_token_id=tiny.PAD)
@@ -257,6 +377,89 @@ def test_a_batch_gives_the_loss_of_its_examples(name: str, checkpointing: bool) 
     loss = prepare_model(model)(**batch, use_cache=False).loss
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(gradients(model, loss), of_examples, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_flex_attention_gives_the_same_logits(name: str) -> None:
+    """PyTorch has no gradients of it on a CPU."""
+    model = prepare_model(hf_parallel.enable(copy.deepcopy(tiny.build(name)))).eval()
+    given = [hogwild(model, max_new_tokens=60)[0], hogwild(model, num_workers=3, layout="contiguous")[0], TREE]
+    batch = DataCollatorForParallel(TOKENIZER)(given)
+    layout = LayoutBatch([example.with_one_target_each() for example in given], flex=True)
+    with torch.no_grad():
+        expected = model(**batch).logits
+        logits = model(**{**batch, "past_key_values": layout}).logits
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(logits[real], expected[real], rtol=0, atol=1e-4)
+
+
+def test_packed_examples_do_not_see_each_other() -> None:
+    model = enabled()
+    given = examples(model)
+    packed = ParallelExample.pack(given)
+    assert len(packed) == sum(map(len, given))
+    with torch.no_grad():
+        expected = torch.cat([teacher_forced_logits(model, example) for example in given])
+        assert (teacher_forced_logits(model, packed) - expected).abs().max() < 1e-9
+    rows = DataCollatorForParallel(TOKENIZER, packing=True, max_length=max(map(len, given)) + 20)(given)["input_ids"]
+    assert len(rows) == 2
+
+
+CHAT = [{"role": "user", "content": "Compare."}]
+TEXT = "Two.\n####a: x\n####b: y\n####%%%%\nEnd."
+
+
+def test_texts_of_a_dialect_become_batches(embedded: tuple[Any, Any]) -> None:
+    tokenizer = embedded[1]
+    collator = DataCollatorForParallel(tokenizer, "pdos")
+    answer = [{"role": "assistant", "content": TEXT}]
+    prompt = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    features = [
+        {"prompt": CHAT, "completion": answer},
+        {"prompt": prompt, "completion": TEXT},
+        {"prompt": prompt, "text": TEXT + tokenizer.eos_token},
+    ]
+    batch = collator(features)
+    assert len({tuple(row.tolist()) for row in batch["labels"]}) == 1
+    example = ParallelExample.from_text(TEXT + tokenizer.eos_token, tokenizer, "pdos", prompt)
+    assert sorted(batch["labels"][0][batch["labels"][0] >= 0].tolist()) == sorted(example.target_ids.tolist())
+    assert tokenizer.eos_token_id in batch["labels"][0]
+
+
+@pytest.mark.parametrize(
+    ("feature", "settings", "message"),
+    [
+        ({"text": TEXT}, {"dialect": None}, "feature 1 of the batch: .* with a dialect, have text"),
+        ({"prompt": "Hi"}, {}, r"feature 1 of the batch: .* got dict \['prompt'\]"),
+        ({"text": "####a: x"}, {}, "feature 1 of the batch: line 1: #### opens a block"),
+        ({"text": TEXT}, {"max_length": 20}, "feature 1 of the batch has .* tokens, max_length is 20"),
+        ({"text": TEXT}, {"packing": True}, "packing=True needs max_length"),
+        ({"text": TEXT}, {"max_length": 0}, "max_length must be .* at least 1, got 0"),
+        ({"text": TEXT}, {"dialect": "latex"}, "dialect must be one of .* got 'latex'"),
+        ({**TREE.to_dict(), "view_stops": [3]}, {}, "feature 1 of the batch: view_stops must have 3 integers"),
+    ],
+)
+def test_features_that_cannot_be_read_raise(feature: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataCollatorForParallel(make("split_marker"), **{"dialect": "pdos", **settings})([TREE, feature])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text"])
+def test_a_model_that_is_not_prepared_does_not_ignore_the_layout(name: str) -> None:
+    batch = DataCollatorForParallel(TOKENIZER)([TREE])
+    for model in (tiny.build(name), enabled(name)):
+        with pytest.raises(ValueError, match=r"is not prepared: call hf_parallel.training.prepare_model\(model\)"):
+            model(**batch)
+
+
+def test_examples_beyond_the_positions_of_the_model_raise() -> None:
+    long = ParallelExample.from_tree([[5] * 512], [[6, 7]])
+    for function in (
+        lambda m: teacher_forced_logits(m, long),
+        lambda m: m(**DataCollatorForParallel(TOKENIZER)([long])),
+    ):
+        with pytest.raises(ValueError, match="needs 513 positions, but the model has 512"):
+            function(prepare_model(enabled()))
 
 
 def test_a_prepared_model_computes_plain_batches_as_before() -> None:
@@ -326,6 +529,23 @@ def test_branches_do_not_see_each_other_and_the_text_after_them_sees_all(positio
         assert example.segment_positions[-1] + example.segment_lengths[-1] == len(text)
     else:
         assert example.segment_positions[-1] < begins[0] + lengths.sum()
+
+
+def test_openings_of_branches_are_targets_if_asked() -> None:
+    for text, dialect in ((TEXT, "pdos"), ("A <Parallel>b<Path>c</Path><Path>d</Path></Parallel> e", "multiverse")):
+        forced = [
+            ParallelExample.from_text(text, AsciiTokenizer(), dialect, train_on_forced=asked) for asked in (False, True)
+        ]
+        opening = {"pdos": "####a:####b:", "multiverse": "<Path><Path>"}[dialect]
+        assert len(forced[1].target_ids) - len(forced[0].target_ids) == len(opening)
+        assert teacher_forced_logits(enabled(), forced[1].with_one_target_each()).isfinite().all()
+
+
+def test_a_tokenizer_that_cannot_encode_the_tags_raises() -> None:
+    with pytest.raises(
+        ValueError, match="the tokenizer cannot encode '<Käse>' of the dialect: its tokens are those of"
+    ):
+        ParallelExample.from_text("A", make("split_marker"), Dialect(("<Käse>", "</Käse>"), ("<Path>", "</Path>")))
 
 
 def test_text_of_the_mode_pdos_is_laid_out_as_the_mode_computes_it() -> None:

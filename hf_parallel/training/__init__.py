@@ -7,6 +7,7 @@ from typing import Any
 from hf_parallel.training.attention import prepare_model, teacher_forced_logits
 from hf_parallel.training.collator import DataCollatorForParallel
 from hf_parallel.training.example import ParallelExample
+from hf_parallel.training.masks import stock_mask
 from hf_parallel.training.tree import tree_logprobs
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "ParallelExample",
     "SharedPrefixGRPOTrainer",
     "prepare_model",
+    "stock_mask",
     "teacher_forced_logits",
     "tree_logprobs",
 ]

@@ -68,13 +68,13 @@ class LayoutBatch:
             view.to(torch.device(device))
         return self
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Raise `ValueError`: a model asks its cache for this."""
+    def get_seq_length(self, *_: Any) -> int:
+        """Raise `ValueError`. A model that is not prepared calls this, or another one of these, before its layers."""
         raise ValueError(
             "the model of this batch is not prepared: call hf_parallel.training.prepare_model(model) first"
         )
 
-    get_mask_sizes = get_seq_length
+    get_query_offset = get_mask_sizes = get_seq_length
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams

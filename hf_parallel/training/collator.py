@@ -31,7 +31,8 @@ class DataCollatorForParallel:
     dialect : str, Dialect or SkeletonDialect, optional
         Format of the texts, see `ParallelExample.from_text`.
     max_length : int, optional
-        Longer examples raise a `ValueError`. Default: the tokenizer's `model_max_length`.
+        Number of tokens, of all branches or workers together, above which an example raises a `ValueError`. Whether the
+        positions of an example fit is checked by the model.
     packing : bool
         Put several examples into one row of the batch, of at most `max_length` tokens, instead of padding each.
     train_on_forced : bool
@@ -58,11 +59,9 @@ class DataCollatorForParallel:
         packing: bool = False,
         train_on_forced: bool = False,
     ) -> None:
-        if max_length is None:
-            max_length = getattr(tokenizer, "model_max_length", None)
-        else:
+        if max_length is not None:
             check_int("max_length", max_length, 1)
-        if packing and (max_length is None or max_length > 2**30):
+        elif packing:
             raise ValueError("packing=True needs max_length, the number of tokens of a row")
         if dialect is not None:
             check_tokenizer(tokenizer)
