@@ -305,17 +305,21 @@ def test_a_mask_for_flex_attention_is_that_for_sdpa(window: int | None) -> None:
     branches, _ = run(enabled(), "pdos", **{**PDOS, "branch_max_new_tokens": 60, "max_new_tokens": 250})
     config = SimpleNamespace(sliding_window=window, model_type="any", max_position_embeddings=512)
     config.get_text_config = lambda decoder: config
-    for example in (branches, ParallelExample.from_tree([[5] * 200] * 2, [[6] * 200, [7] * 200])):
+    tree = ParallelExample.from_tree([[5] * 200] * 2, [[6] * 200, [7] * 200])
+    for examples in ([branches], [tree], [tree, branches]):
         config._attn_implementation = "sdpa"
-        dense = stock_mask(example, config, torch.float32)
+        dense = stock_mask(examples, config, torch.float32)
         config._attn_implementation = "flex_attention"
-        mask = stock_mask(example, config, torch.float32)
-        assert torch.equal(create_mask(mask.mask_mod, 1, 1, *mask.seq_lengths, device="cpu"), dense)
-        some = F.max_pool2d(dense.float(), 128, ceil_mode=True)[0, 0].int()
-        tiles = mask.to_dense()[0, 0]
+        mask = stock_mask(examples, config, torch.float32)
+        seen = create_mask(mask.mask_mod, len(dense), 1, *mask.seq_lengths, device="cpu")
+        for row, length in enumerate(map(len, examples)):
+            assert torch.equal(seen[row, :, :length], dense[row, :, :length])
+        some = F.max_pool2d(seen.float(), 128, ceil_mode=True).int()
+        tiles = mask.to_dense()
         assert ((tiles == 1) | (some == 0)).all()
-    view = make_views(example)[0]
-    mask = block_mask([view], (len(example), len(example)), None, "cpu")
+        assert tiles.float().mean() < 1
+    view = make_views(tree)[0]
+    mask = block_mask([view], (len(tree), len(tree)), None, "cpu")
     full = [
         (row, int(tile))
         for row, number in enumerate(mask.full_kv_num_blocks[0, 0].tolist())

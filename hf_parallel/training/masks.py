@@ -21,15 +21,22 @@ TILE = 128
 """Queries and keys of a tile of a `BlockMask`."""
 
 
-def stock_mask(example: ParallelExample, config: Any, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
-    """Return the argument `attention_mask` of a model for an example whose keys never move.
+def stock_mask(
+    examples: ParallelExample | Sequence[ParallelExample],
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """Return the argument `attention_mask` of a model for examples whose keys never move.
 
-    Together with the example's `input_ids` and `position_ids`, as a batch of one, stock attention computes the example
-    exactly. Trees and the dialects `pdos` (with `join="reencode"`), `multiverse` and `threadweaver` are such examples.
+    Together with the examples' `input_ids` and `position_ids`, padded to the longest of `T` tokens, stock attention
+    computes them exactly. Trees and the dialects `pdos` (with `join="reencode"`), `multiverse` and `threadweaver` are
+    such examples.
 
     Parameters
     ----------
-    example : ParallelExample
+    examples : ParallelExample or list of ParallelExample
+        One, or a batch of `B`.
     config : PretrainedConfig
         That of the model; names its attention implementation and its sliding windows.
     dtype : torch.dtype
@@ -39,26 +46,27 @@ def stock_mask(example: ParallelExample, config: Any, dtype: torch.dtype, device
     Returns
     -------
     torch.Tensor, BlockMask, or a dict of them by type of layer
-        `[1, 1, T, T]`: boolean for `sdpa`; additive, of `dtype`, for `eager`. A `BlockMask` for `flex_attention`, whose
+        `[B, 1, T, T]`: boolean for `sdpa`; additive, of `dtype`, for `eager`. A `BlockMask` for `flex_attention`, whose
         memory is O(tokens). A dict if the model has layers with and without a sliding window.
 
     Raises
     ------
     ValueError
-        If the model has fewer positions than the example needs, keys move, the attention implementation takes no such
+        If the model has fewer positions than an example needs, keys move, the attention implementation takes no such
         mask (`flash_attention_2`), or the model has layers of another type.
     """
     implementation = config.get_text_config(decoder=True)._attn_implementation
     if implementation not in SUPPORTED:
         raise ValueError(f"attn_implementation must be one of {list(SUPPORTED)} for a mask, got {implementation!r}")
-    view = _stock_view(example)
-    check_positions(1 + int(example.position_ids.max()), config)
+    batch = [examples] if isinstance(examples, ParallelExample) else list(examples)
+    views, length = [_stock_view(example) for example in batch], max(map(len, batch))
+    check_positions(1 + max(int(example.position_ids.max()) for example in batch), config)
     masks: dict[str, Any] = {}
     for kind, window in windows(config).items():
         if implementation == "flex_attention":
-            masks[kind] = block_mask([view], (len(example), len(example)), window, device, _slots(view, len(example)))
+            masks[kind] = block_mask(views, (length, length), window, device, _slots(views, length))
             continue
-        seen = torch.from_numpy(_dense_mask(view, len(example), window))[None, None].to(device)
+        seen = torch.from_numpy(_dense_masks(views, length, window))[:, None].to(device)
         if implementation == "eager":
             added = torch.zeros(seen.shape, dtype=dtype, device=device)
             seen = added.masked_fill(~seen, torch.finfo(dtype).min)
@@ -79,12 +87,14 @@ def _stock_view(example: ParallelExample) -> View:
     return view
 
 
-def _dense_mask(view: View, length: int, window: int | None) -> np.ndarray:
-    """Return which tokens each token sees, `bool [T, T]`."""
-    mask = np.zeros((length, length), bool)
-    queries, keys = np.nonzero(view.mask(window))
-    mask[view.queries[queries], view.keys[keys]] = True
-    return mask
+def _dense_masks(views: Sequence[View], length: int, window: int | None) -> np.ndarray:
+    """Return which tokens each token sees, `bool [B, T, T]`. Padding sees the first: attention to no token is NaN."""
+    masks = np.zeros((len(views), length, length), bool)
+    for mask, view in zip(masks, views, strict=True):
+        queries, keys = np.nonzero(view.mask(window))
+        mask[view.queries[queries], view.keys[keys]] = True
+        mask[len(view.queries) :, 0] = True
+    return masks
 
 
 def check_positions(num_positions: int, config: Any) -> None:
@@ -108,13 +118,16 @@ def windows(config: Any) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(types)}
 
 
-def _slots(view: View, length: int) -> np.ndarray:
-    """Return which keys of a view are those of each token, `int64 [T, D]`, -1: none. It can be in several blocks."""
-    order = np.argsort(view.keys, kind="stable")
-    tokens = view.keys[order]
-    copies = np.arange(len(order)) - np.searchsorted(tokens, tokens)
-    slots = np.full((length, copies.max() + 1), -1)
-    slots[tokens, copies] = order
+def _slots(views: Sequence[View], length: int) -> np.ndarray:
+    """Return which keys of a view are those of each token, `int64 [B, T, D]`, -1: none. It can be in several blocks."""
+    found = []
+    for view in views:
+        order = np.argsort(view.keys, kind="stable")
+        tokens = view.keys[order]
+        found.append((tokens, np.arange(len(order)) - np.searchsorted(tokens, tokens), order))
+    slots = np.full((len(views), length, 1 + max(copies.max() for _, copies, _ in found)), -1)
+    for row, (tokens, copies, order) in zip(slots, found, strict=True):
+        row[tokens, copies] = order
     return slots
 
 
@@ -137,7 +150,7 @@ def block_mask(
         See `AttentionParams`.
     device : torch.device or str
     slots : np.ndarray, optional
-        int64 `[T, D]`: keys are tokens in the order of the example, and these their places among the view's keys.
+        int64 `[B, T, D]`: keys are tokens in the order of the example, and these their places among the view's keys.
     """
     rows, width = len(views), max((view.begins.shape[1] for view in views if view is not None), default=1)
     num_keys = max([shape[1], *(len(view.keys) for view in views if view is not None)])
@@ -156,9 +169,9 @@ def block_mask(
         newest = np.maximum.reduceat(key_positions, range(0, num_keys, TILE), axis=1)
         touched &= oldest[:, :, None] - newest[:, None] < window
     if slots is not None:
-        places, copies = np.nonzero(slots >= 0)
-        of_tokens = np.zeros((touched.shape[2], -(-shape[1] // TILE)), bool)
-        of_tokens[slots[places, copies] // TILE, places // TILE] = True
+        example, token, copy = np.nonzero(slots >= 0)
+        of_tokens = np.zeros((rows, touched.shape[2], -(-shape[1] // TILE)), bool)
+        of_tokens[example, slots[example, token, copy] // TILE, token // TILE] = True
         touched, full = touched @ of_tokens, full @ of_tokens
     tables = (begins, ends, query_positions, key_positions, slots)
     return BlockMask.from_kv_blocks(
@@ -184,9 +197,9 @@ def _mask_mod(
     def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
         if slots is None:
             return is_seen(b, q, k)
-        seen = is_seen(b, q, slots[k, 0])
-        for copy in range(1, slots.shape[1]):
-            seen = seen | is_seen(b, q, slots[k, copy])
+        seen = is_seen(b, q, slots[b, k, 0])
+        for copy in range(1, slots.shape[2]):
+            seen = seen | is_seen(b, q, slots[b, k, copy])
         return seen
 
     return mask_mod
