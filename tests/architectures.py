@@ -39,7 +39,7 @@ class Architecture:
     attn_implementation : str
         Stock implementation of the model that is exact for this architecture.
     attention_gain, embedding_std, head_gain : float
-        Scales of the random weights: see `_draw_weights`.
+        Scales of the random weights: see `draw_weights`.
     seed : int
         Added to the seed of `build` if the weights of seed 0 are degenerate.
     notes : str

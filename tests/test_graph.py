@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 from workers import SETTINGS
 
 import hf_parallel
@@ -88,10 +88,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    """One layer, as the interpreter is slow."""
-    model = copy.deepcopy(tiny.build("llama"))
-    del model.model.layers[1:]  # type: ignore[union-attr,operator]
-    model.config.num_hidden_layers = 1
+    """One layer with one head, as the interpreter is slow."""
+    config = copy.deepcopy(tiny.build("llama").config)
+    config.update({"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1})
+    model = LlamaForCausalLM(config).eval()
+    tiny.draw_weights(model, tiny.ARCHITECTURES["llama"], seed=1)
     return hf_parallel.enable(model)
 
 

@@ -1,7 +1,7 @@
 """Tiny randomly initialised models of every tested architecture, and prompts for them.
 
 Built from config classes, without network, files, tokenizer or hf_parallel. Weights have a large variance (see
-`_draw_weights`), so that greedy output varies along the sequence, depends on distant tokens, and has margins far above
+`draw_weights`), so that greedy output varies along the sequence, depends on distant tokens, and has margins far above
 float32 rounding errors. `tests/test_tiny.py` checks that.
 """
 
@@ -38,6 +38,7 @@ __all__ = [
     "Architecture",
     "build",
     "clear_cache",
+    "draw_weights",
     "left_pad",
     "make_prompts",
 ]
@@ -124,12 +125,12 @@ def _build(name: str, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     model: PreTrainedModel = auto_class.from_config(
         config, dtype=dtype, attn_implementation=architecture.attn_implementation
     )
-    _draw_weights(model, architecture, seed)
+    draw_weights(model, architecture, seed)
     return model.eval()
 
 
 @torch.no_grad()
-def _draw_weights(model: PreTrainedModel, architecture: Architecture, seed: int) -> None:
+def draw_weights(model: PreTrainedModel, architecture: Architecture, seed: int) -> None:
     """Initialise every parameter from a generator of its own, so that values do not depend on the parameters' order.
 
     Matrices have a standard deviation of `1 / sqrt(hidden_size)`, which preserves the scale of activations. For query
