@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import tiny
@@ -317,28 +317,58 @@ def test_other_json_raises(run: Any) -> None:
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+class View(NamedTuple):
+    """A page that a browser opens."""
+
+    page: str
+    state: str = ""
+    width: int = 1280
+
+
+COLLECT = """
+    const pages = [...document.querySelectorAll("iframe")].map(frame => frame.contentDocument.documentElement);
+    document.body.textContent = JSON.stringify(pages.map(page => page.outerHTML));"""
+
+
 @pytest.fixture(scope="module")
-def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Open a page in a browser and return its DOM after its script has run."""
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Open a file in a browser and return its DOM after its script has run."""
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed (Debian: apt-get install chromium), so no page was opened")
-    folder = tmp_path_factory.mktemp("browser")
+    folder = tmp_path_factory.mktemp("profile")
 
-    def open_page(page: str, state: str = "", width: int = 1280, picture: Path | None = None) -> str:
-        path = folder / "page.html"
-        path.write_text(page, encoding="utf-8")
-        what = "--dump-dom" if picture is None else f"--screenshot={picture}"
+    def run(path: Path, what: str = "--dump-dom") -> str:
         options = [
             "--headless",
             "--no-sandbox",
             "--disable-gpu",
+            "--allow-file-access-from-files",  # scripts read frames
             f"--user-data-dir={folder}",
-            f"--window-size={width},900",
+            "--window-size=1280,900",
         ]
-        command = [str(CHROMIUM), *options, what, f"{path.as_uri()}{state}"]
+        command = [str(CHROMIUM), *options, what, path.as_uri()]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
-    return open_page
+    return run
+
+
+@pytest.fixture
+def browse(launch: Callable[..., str], tmp_path: Path) -> Callable[..., list[str]]:
+    """Open pages as frames of one document, as a browser takes long to start, and return the DOM of each."""
+
+    def open_views(*views: View) -> list[str]:
+        frames = []
+        for number, view in enumerate(views):
+            path = tmp_path / f"{number}.html"
+            path.write_text(view.page, encoding="utf-8")
+            frames.append(f'<iframe src="{path.as_uri()}{view.state}" width="{view.width}" height="900"></iframe>')
+        document = tmp_path / "frames.html"
+        document.write_text(f"<body>{''.join(frames)}<script>onload = () => {{{COLLECT}}};</script></body>")
+        found = re.search(r"<body>(.*)</body>", launch(document), re.DOTALL)
+        assert found is not None
+        return json.loads(html.unescape(found[1]))
+
+    return open_views
 
 
 def classes(dom: str) -> list[set[str]]:
@@ -346,8 +376,22 @@ def classes(dom: str) -> list[set[str]]:
     return [set((attrs["class"] or "").split()) for tag, attrs in Page(dom).tags if tag == "article"]
 
 
-def test_the_slider_shows_the_state_at_a_pass(browse: Callable[..., str]) -> None:
-    dom = browse(write(ALICE, BOB).to_html(), "#pass=8")
+def with_scripts(page: str, before: str, after: str) -> str:
+    """Return a page with a script before and after its own."""
+    page = re.sub("<meta http-equiv[^>]*>", "", page)
+    page = page.replace("<body>", f"<body><script>{before}</script>")
+    return page.replace("</body>", f"<script>{after}</script></body>")
+
+
+def title(dom: str) -> str:
+    """Return the title of a page, where scripts write what they measure."""
+    found = re.search(r"<title>(.*)</title>", dom)
+    assert found is not None
+    return html.unescape(found[1])
+
+
+def test_the_slider_shows_the_state_at_a_pass(browse: Callable[..., list[str]]) -> None:
+    (dom,) = browse(View(write(ALICE, BOB).to_html(), "#pass=8"))
     assert classes(dom) == [{"card"}, {"card", "writing"}, {"card", "writing"}, {"card", "later"}]
     later = {
         attrs["data-p"] for tag, attrs in Page(dom).tags if "later" in (attrs.get("class") or "") and tag == "span"
@@ -356,44 +400,43 @@ def test_the_slider_shows_the_state_at_a_pass(browse: Callable[..., str]) -> Non
     assert "After pass 8: Alice and Bob are writing. In the history: Alice 1." in Page(dom).text
 
 
-@pytest.mark.parametrize(
-    ("layout", "unseen", "message"),
-    [
-        ("combined", [False] * 4, "1 finished step of others and what Alice has written so far"),
-        ("interleaved", [False, False, True, False], "1 finished step of others"),
-    ],
-)
-def test_the_page_shows_which_cards_a_row_could_see_at_a_pass(
-    browse: Callable[..., str], layout: str, unseen: list[bool], message: str
+def test_the_page_shows_which_cards_a_row_could_see_at_a_pass(browse: Callable[..., list[str]]) -> None:
+    expected = {
+        "combined": ([False] * 4, "1 finished step of others and what Alice has written so far"),
+        "interleaved": ([False, False, True, False], "1 finished step of others"),
+    }
+    doms = browse(*(View(write(ALICE, BOB, layout=layout).to_html(), "#pass=8&as=1") for layout in expected))
+    for dom, (unseen, message) in zip(doms, expected.values(), strict=True):
+        assert ["unseen" in card for card in classes(dom)] == unseen
+        assert "After pass 8, Bob can see the prompt, its own text" in Page(dom).text
+        assert message in Page(dom).text
+
+
+def test_steps_that_left_are_not_visible(browse: Callable[..., list[str]]) -> None:
+    page = changed_session().output().to_html()
+    expected = {
+        "#pass=6&as=1": "Bob can see the prompt, its own text, 1 finished step of others and what Alice has",
+        "#pass=7": "Alice and Bob are writing. In the history: Bob 1 \u00b7 common 1.",
+        "#pass=7&as=0": "its own text, 2 finished steps of others and what Bob has written so far.",
+        "#pass=10&as=0": "Alice can see the prompt, its own text and 1 finished step of others.",
+        "#pass=10": "Alice has not finished. In the history: Bob 1.",
+    }
+    for dom, message in zip(browse(*(View(page, state) for state in expected)), expected.values(), strict=True):
+        assert message in Page(dom).text
+
+
+def test_steps_that_left_are_shown_as_unseen_and_a_finished_session_as_ended(
+    browse: Callable[..., list[str]],
 ) -> None:
-    dom = browse(write(ALICE, BOB, layout=layout).to_html(), "#pass=8&as=1")
-    assert ["unseen" in card for card in classes(dom)] == unseen
-    assert "After pass 8, Bob can see the prompt, its own text" in Page(dom).text
-    assert message in Page(dom).text
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ("#pass=6&as=1", "Bob can see the prompt, its own text, 1 finished step of others and what Alice has"),
-        ("#pass=7", "Alice and Bob are writing. In the history: Bob 1 \u00b7 common 1."),
-        ("#pass=7&as=0", "its own text, 2 finished steps of others and what Bob has written so far."),
-        ("#pass=10&as=0", "Alice can see the prompt, its own text and 1 finished step of others."),
-        ("#pass=10", "Alice has not finished. In the history: Bob 1."),
-    ],
-)
-def test_steps_that_left_are_not_visible(browse: Callable[..., str], state: str, message: str) -> None:
-    assert message in Page(browse(changed_session().output().to_html(), state)).text
-
-
-def test_steps_that_left_are_shown_as_unseen_and_a_finished_session_as_ended(browse: Callable[..., str]) -> None:
     session = changed_session()
-    dom = browse(session.output().to_html(), "#pass=10&as=0")
-    assert ["unseen" in card for card in classes(dom)] == [True, False, False, True, True]
-    assert "After pass 10: all rows have ended." in Page(browse(session.finish().to_html())).text
+    going, ended = browse(View(session.output().to_html(), "#pass=10&as=0"), View(session.finish().to_html()))
+    assert ["unseen" in card for card in classes(going)] == [True, False, False, True, True]
+    assert "After pass 10: all rows have ended." in Page(ended).text
 
 
-def test_a_branch_sees_the_trunk_and_itself_and_the_trunk_sees_joined_branches(browse: Callable[..., str]) -> None:
+def test_a_branch_sees_the_trunk_and_itself_and_the_trunk_sees_joined_branches(
+    browse: Callable[..., list[str]],
+) -> None:
     story = "Now. ####A:......\n####B:......\n####%%%%"
     page = tell([story + "\nSo.", EOS], branches=("aa\n####", "b\n####")).to_html()
     states = {
@@ -402,26 +445,24 @@ def test_a_branch_sees_the_trunk_and_itself_and_the_trunk_sees_joined_branches(b
         f"#pass={len(story) + 6}&as=": [False, True, True, False],  # one branch has ended but is not joined
         f"#pass={len(story) + 9}&as=": [False, False, False, False],
     }
-    for state, unseen in states.items():
-        assert ["unseen" in card for card in classes(browse(page, state))] == unseen
+    for dom, unseen in zip(browse(*(View(page, state) for state in states)), states.values(), strict=True):
+        assert ["unseen" in card for card in classes(dom)] == unseen
 
 
-@pytest.mark.parametrize(
-    ("columns", "width", "narrowest"), [(2, 1280, 500), (2, 400, 150), (10, 1280, 100), (10, 400, 130), (24, 1280, 100)]
-)
-def test_the_page_fits_its_width_and_cards_are_wide_enough(
-    browse: Callable[..., str], columns: int, width: int, narrowest: int
-) -> None:
-    page = write(*["long" * 40] * columns).to_html()
+def test_the_page_fits_its_width_and_cards_are_wide_enough(browse: Callable[..., list[str]]) -> None:
     measuring = """
         const cards = [...document.querySelectorAll("article")], page = document.documentElement;
         const over = Math.max(...[page, ...cards].map(box => box.scrollWidth - box.clientWidth));
         document.title = `${over} ${Math.min(...cards.map(card => card.clientWidth))}`;"""
-    page = re.sub("<meta http-equiv[^>]*>", "", page).replace("</body>", f"<script>{measuring}</script></body>")
-    found = re.search(r"<title>(\d+) (\d+)</title>", browse(page, width=width))
-    assert found is not None
-    assert int(found[1]) == 0
-    assert int(found[2]) >= narrowest
+    narrowest = {(2, 1280): 500, (2, 400): 150, (10, 1280): 100, (10, 400): 130, (24, 1280): 100}
+    pages = {
+        columns: with_scripts(write(*["long" * 40] * columns).to_html(), "", measuring) for columns, _ in narrowest
+    }
+    doms = browse(*(View(pages[columns], width=width) for columns, width in narrowest))
+    for dom, (case, least) in zip(doms, narrowest.items(), strict=True):
+        over, narrow = map(int, title(dom).split())
+        assert over == 0, case
+        assert narrow >= least, case
 
 
 MEASURING = r"""
@@ -441,15 +482,10 @@ MEASURING = r"""
 """Writes each visible ASCII character, and its distance from the left edge, to the title of the page."""
 
 
-@pytest.mark.parametrize(
-    ("control", "opening"), [("\u202e", "\u202e"), ("\u2067", "\u2067"), ("\u2069\u202e", "")], ids=ascii
-)
-def test_controls_of_the_text_direction_do_not_move_other_text(
-    browse: Callable[..., str], control: str, opening: str
-) -> None:
+def test_controls_of_the_text_direction_do_not_move_other_text(browse: Callable[..., list[str]]) -> None:
     """They end names, prompts, notes and generated texts, and the `opening` text of cards."""
 
-    def letters(control: str, opening: str) -> list[tuple[str, int]]:
+    def page(control: str, opening: str) -> str:
         run = json.loads(json.dumps(write(ALICE, BOB).to_dict(TOKENIZER))) | {"model": "model" + control}
         (section,) = run["sections"]
         section["columns"] = [name + control for name in section["columns"]]
@@ -459,33 +495,26 @@ def test_controls_of_the_text_direction_do_not_move_other_text(
         for card in section["cards"]:
             card["given"] = "So" + opening
             card["pieces"][-1][1] += control
-        page = re.sub("<meta http-equiv[^>]*>", "", render(run))
-        dom = browse(page.replace("</body>", f"<script>{MEASURING}</script></body>"), "#pass=8")
-        found = re.search(r"<title>(.*)</title>", dom)
-        assert found is not None
-        return json.loads(html.unescape(found[1]))
+        return with_scripts(render(run), "", MEASURING)
 
-    plain, controlled = letters("", ""), letters(control, opening)
-    assert [letter for letter, _ in plain] == [letter for letter, _ in controlled]
-    assert max(abs(a - b) for (_, a), (_, b) in zip(plain, controlled, strict=True)) <= 2
-
-
-def with_scripts(page: str, before: str, after: str) -> str:
-    """Return a page with a script before and after its own."""
-    page = re.sub("<meta http-equiv[^>]*>", "", page)
-    page = page.replace("<body>", f"<body><script>{before}</script>")
-    return page.replace("</body>", f"<script>{after}</script></body>")
+    controls = [("", ""), ("\u202e", "\u202e"), ("\u2067", "\u2067"), ("\u2069\u202e", "")]
+    plain, *controlled = (
+        json.loads(title(dom)) for dom in browse(*(View(page(*control), "#pass=8") for control in controls))
+    )
+    for control, letters in zip(controls[1:], controlled, strict=True):
+        assert [letter for letter, _ in plain] == [letter for letter, _ in letters], ascii(control)
+        assert max(abs(a - b) for (_, a), (_, b) in zip(plain, letters, strict=True)) <= 2, ascii(control)
 
 
-def test_play_shows_pass_after_pass_and_which_row_reads_which(browse: Callable[..., str]) -> None:
+def test_play_shows_pass_after_pass_and_which_row_reads_which(browse: Callable[..., list[str]]) -> None:
     before = "let tick; window.setInterval = next => { tick = next; return 1; }; window.clearInterval = () => {};"
     after = """
         const said = [], button = document.querySelector(".bar button"), says = document.querySelector(".says");
         button.click();
         for (let pass = 0; pass < 14; pass++) { said.push(`${button.textContent}: ${says.textContent}`); tick(); }
         document.title = [...said, button.textContent].join("|");"""
-    dom = browse(with_scripts(write(ALICE, BOB).to_html(), before, after))
-    said = re.findall(r"<title>(.*)</title>", dom)[0].split("|")
+    (dom,) = browse(View(with_scripts(write(ALICE, BOB).to_html(), before, after)))
+    said = title(dom).split("|")
     assert said[0].endswith(
         "Pause: Before the first pass: Alice and Bob are writing. 0 steps finished. Alice reads Bob. Bob reads Alice."
     )
@@ -495,17 +524,18 @@ def test_play_shows_pass_after_pass_and_which_row_reads_which(browse: Callable[.
     assert said[-1].endswith("Play"), "it has stopped after the last pass"
 
 
-@pytest.mark.parametrize("columns", [2, 10])
-def test_the_passes_stay_visible_on_a_narrow_screen(browse: Callable[..., str], columns: int) -> None:
+def test_the_passes_stay_visible_on_a_narrow_screen(browse: Callable[..., list[str]]) -> None:
     after = """
         const scroll = document.querySelector(".scroll"), ticks = [...document.querySelectorAll(".tick")];
         scroll.scrollLeft = 10000;
         const boxes = ticks.map(tick => tick.getBoundingClientRect());
         document.title = boxes.every(box => box.width > 10 && box.height > 10 && box.left >= 0 && box.left < 20);"""
-    dom = browse(with_scripts(write(*["long" * 40] * columns).to_html(), "", after), width=400)
-    assert "<title>true</title>" in dom
+    pages = [with_scripts(write(*["long" * 40] * columns).to_html(), "", after) for columns in (2, 10)]
+    assert [title(dom) for dom in browse(*(View(page, width=400) for page in pages))] == ["true", "true"]
 
 
-def test_a_browser_takes_a_picture(browse: Callable[..., str], tmp_path: Path) -> None:
-    browse(write(ALICE, BOB).to_html(), picture=tmp_path / "page.png")
-    assert (tmp_path / "page.png").stat().st_size > 10_000
+def test_a_browser_takes_a_picture(launch: Callable[..., str], tmp_path: Path) -> None:
+    page, picture = tmp_path / "page.html", tmp_path / "page.png"
+    page.write_text(write(ALICE, BOB).to_html(), encoding="utf-8")
+    launch(page, f"--screenshot={picture}")
+    assert picture.stat().st_size > 10_000
