@@ -85,6 +85,17 @@ def small_scale(embedded: tuple[Any, Any], new_tokens: int = NEW_TOKENS) -> Iter
                 del registry[name]
 
 
+def stand_in(embedded: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return a small random model with the tokenizer and presets of the embedded one, where nobody reads its text."""
+    model, tokenizer = embedded
+    config = copy.deepcopy(model.config)
+    config.update({"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2})
+    config.update({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16})
+    small = type(model)(config).eval()
+    small.generation_config = copy.deepcopy(model.generation_config)
+    return small, tokenizer
+
+
 _probe_once = functools.cache(mixin.probe_capabilities)
 
 
