@@ -31,7 +31,7 @@ NEW_TOKENS = 4
 """Maximum number of new tokens after an opening."""
 FALSE_WARNINGS = ("error:nothing was generated in parallel:UserWarning", "error:no text of the workers:UserWarning")
 """Filters for tests that run such code: it does not warn. Votes may, as few tokens hold no answer."""
-READ_TOKENS = 28
+READ_TOKENS = 20
 """The same where a test reads the text."""
 
 

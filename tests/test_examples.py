@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from pages import FALSE_WARNINGS, NEW_TOKENS, OWN_MODES, READ_TOKENS, ROOT, garbled, run, small_scale
+from pages import FALSE_WARNINGS, NEW_TOKENS, OWN_MODES, READ_TOKENS, ROOT, garbled, run, small_scale, stand_in
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -64,7 +64,7 @@ def test_notebook_runs(
     monkeypatch.setattr(display, "HTML", str, raising=False)
     monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
-    with small_scale(embedded):
+    with small_scale(stand_in(embedded)):
         run(["".join(cell["source"]) for cell in cells(notebook, "code")], notebook.name)
     shown = capsys.readouterr().out
     assert "the same as generate: True" in shown
