@@ -146,7 +146,7 @@ def fitting(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "opening": given["opening"][: given["max_new_tokens"] - 1]}
 
 
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @FUZZ
