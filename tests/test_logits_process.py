@@ -267,12 +267,12 @@ def test_plain_generate_gives_a_well_formed_skeleton_in_100_of_100_runs(name: st
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_mode_gives_a_well_formed_skeleton_in_100_of_100_runs(name: str) -> None:
+def test_the_mode_gives_a_well_formed_skeleton_in_50_of_50_runs(name: str) -> None:
     tokenizer = small_tokenizers.make(name)
     model = copy.deepcopy(tiny.build("llama"))
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     ids = torch.tensor([tokenizer.encode("Hi")])
-    for fill_in in (True, False):  # 100 runs in all
+    for fill_in in (True, False):  # 50 runs in all
         out = hf_parallel.enable(model).generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -286,15 +286,15 @@ def test_the_mode_gives_a_well_formed_skeleton_in_100_of_100_runs(name: str) -> 
             branch_max_new_tokens=2,
             max_new_tokens=140,
             do_sample=True,
-            num_return_sequences=50,
+            num_return_sequences=25,
             return_dict_in_generate=True,
         )
-        assert out.fallback == [None] * 50
+        assert out.fallback == [None] * 25
         assert_well_formed((skeleton for (skeleton,) in out.skeletons), at_most=3)
 
 
 @pytest.mark.slow
-def test_the_embedded_model_gives_a_well_formed_skeleton_in_100_of_100_runs(embedded: tuple[Any, Any]) -> None:
+def test_the_embedded_model_gives_a_well_formed_skeleton_in_40_of_40_runs(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
     ids = tokenizer("####Noise:......####Time:......####%%%%\n####", return_tensors="pt").input_ids
     processor = ParallelBlockLogitsProcessor(
@@ -308,7 +308,7 @@ def test_the_embedded_model_gives_a_well_formed_skeleton_in_100_of_100_runs(embe
             logits_processor=[processor],
             stopping_criteria=StoppingCriteriaList([Closed(tokenizer, ids.shape[1] - 1)]),
             do_sample=True,
-            num_return_sequences=100,
+            num_return_sequences=40,
             seed=0,
             max_new_tokens=60,
         )

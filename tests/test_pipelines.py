@@ -139,16 +139,18 @@ def _column(rows: list[Any]) -> Any:
     return _dataset(rows)["text"]
 
 
-@pytest.mark.parametrize("source", [Rows, _generator, _keyed, _column])
 @pytest.mark.parametrize("batch_size", [None, 2])
 @pytest.mark.parametrize("prompts", [PROMPTS, [CHAT[1:], CHAT[:2], CHAT]], ids=["strings", "chats"])
 def test_a_dataset_gives_the_tokens_of_generate_batch_by_batch(
-    source: Callable[..., Any], batch_size: int | None, prompts: Any, model: Any, tokenizer: Any
+    batch_size: int | None, prompts: Any, model: Any, tokenizer: Any
 ) -> None:
     pipe = make(model, tokenizer, **small_call("hogwild"))
     cuts = [prompts[i : i + (batch_size or 1)] for i in range(0, 3, batch_size or 1)]
     expected = [row for cut in cuts for row in generated(model, tokenizer, "hogwild", cut)]
-    assert tokens_of(pipe(source(prompts), batch_size=batch_size, return_tensors=True)) == expected
+    sources: list[Callable[..., Any]] = [Rows, _generator, _keyed, _column]
+    for source in sources:
+        results = pipe(source(prompts), batch_size=batch_size, return_tensors=True)
+        assert tokens_of(results) == expected, source.__name__
 
 
 def test_columns_are_processed_one_by_one_tuples_at_once(model: Any, tokenizer: Any) -> None:
