@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import exit_status
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel.files import cache_folder
@@ -165,13 +166,7 @@ def test_killed_conversion_leaves_no_folder_and_the_next_run_succeeds(tmp_path):
         (temporary / "weights").write_bytes(b"01234")
         os._exit(9)
 
-    process = os.fork()  # a new interpreter takes seconds to import torch
-    if process == 0:
-        try:
-            create_once(folder, killed, notify=ignore)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 9
+    assert exit_status(lambda: create_once(folder, killed, notify=ignore)) == 9
     assert not folder.exists()
     create_once(folder, write_two_files, notify=ignore)
     assert is_complete(folder)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from forked import exit_status
 
 from hf_parallel import LogitsCache
 from hf_parallel.files import atomic_file, write_atomically
@@ -65,27 +66,33 @@ def test_the_error_of_a_folder_that_cannot_be_written_names_the_file() -> None:
 
 def test_a_full_disk_raises_an_error_that_names_the_file_and_leaves_nothing(tmp_path: Path) -> None:
     """The limit of a process on the size of files stands for a full disk."""
-    code = "import pathlib, resource, signal, sys; sys.path[:0] = sys.argv[2:]\n"
-    code += "from test_files import filled\n"
-    code += "cache = filled()\n"
-    code += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
-    code += "try: cache.save(sys.argv[1])\n"
-    code += "except OSError as error: print(error)"
-    paths = [str(tmp_path / "logits"), str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-    done = subprocess.run([sys.executable, "-c", code, *paths], check=True, stdout=subprocess.PIPE, text=True)
-    assert done.stdout.startswith(f"{tmp_path / 'logits'} cannot be written: ")
+    cache, (reading, writing) = filled(), os.pipe()
+
+    def save() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        try:
+            cache.save(tmp_path / "logits")
+        except OSError as error:
+            os.write(writing, str(error).encode())
+
+    assert exit_status(save) == 0
+    os.close(writing)
+    with open(reading) as printed:
+        assert printed.read().startswith(f"{tmp_path / 'logits'} cannot be written: ")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_later_write_deletes_what_a_killed_one_left(tmp_path: Path) -> None:
     path, other = tmp_path / "logits", tmp_path / "logits.others.file"
     other.write_text("kept")
-    code = "import os, pathlib, sys; sys.path[:0] = [sys.argv[2]]\n"
-    code += "from hf_parallel.files import atomic_file\n"
-    code += "with atomic_file(pathlib.Path(sys.argv[1])) as file: file.write_text('half'); os._exit(9)"
-    root = str(Path(__file__).parent.parent)
-    assert subprocess.run([sys.executable, "-c", code, str(path), root], check=False).returncode == 9
+
+    def killed() -> None:
+        with atomic_file(path) as file:
+            file.write_text("half")
+            os._exit(9)
+
+    assert exit_status(killed) == 9
     (left,) = set(tmp_path.iterdir()) - {other}
     assert left.name.endswith(".unfinished")
     with atomic_file(path) as first:  # leaves a new folder, whose writer may have begun just now
