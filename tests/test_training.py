@@ -226,6 +226,20 @@ def test_a_run_that_was_partly_cached_before_has_no_trace() -> None:
             run(model, "self_consistency", **settings)
 
 
+@pytest.mark.parametrize(("mode", "rows"), [("shared_prefix", 3), ("hogwild", 2)])
+def test_a_record_holds_the_log_probabilities_of_sampled_tokens(mode: str, rows: int) -> None:
+    own = {"shared_prefix": {"num_return_sequences": rows}, "hogwild": {"num_workers": rows, "finisher_tokens": 0}}
+    call = {**small_call(mode), **own[mode], "tokenizer": AsciiTokenizer(), "do_sample": True, "temperature": 0.7}
+    output = enabled().generate(IDS, **call, top_k=9, output_scores=True, return_dict_in_generate=True)
+    sampled, log_probs = output.record.sampled_log_probs()
+    example = ParallelExample.from_output(output)
+    assert sampled.tolist() == example.target_rows.tolist() or mode == "shared_prefix"
+    for row in range(rows):
+        tokens = example.target_ids[example.target_rows == row]
+        expected = [output.scores[n][row].log_softmax(-1)[token] for n, token in enumerate(tokens)]
+        assert log_probs[sampled == row].tolist() == pytest.approx([float(value) for value in expected], abs=1e-5)
+
+
 # Trees
 
 PROMPT = tiny.make_prompts([25], seed=1)[0]

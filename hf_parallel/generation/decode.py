@@ -130,11 +130,11 @@ class DecodeLoop:
         """Sample and append the next token of each row; `logits` as returned by `step`. Return the active rows."""
         indices = [row.index for row in rows]
         if self.replayer is not None:
-            tokens, ended = self.replayer.sample(indices, logits)
-        else:
-            sampled = self.sampler.draw(indices, self.sampler.distribution(indices, logits))
-            tokens, ended = self.sampler.read(self.sampler.fetch(*sampled))
-        return self.append(rows, tokens, ended, on_token)
+            return self.append(rows, *self.replayer.sample(indices, logits), on_token)
+        distribution = self.sampler.distribution(indices, logits)
+        tokens, ended = self.sampler.draw(indices, distribution)
+        log_probs = self._log_probs(distribution, tokens)
+        return self.append(rows, *self.sampler.read(self.sampler.fetch(tokens, ended)), on_token, log_probs=log_probs)
 
     def append(
         self,
@@ -143,11 +143,17 @@ class DecodeLoop:
         ended: Sequence[bool],
         on_token: OnToken | None = None,
         is_pass: bool = True,
+        log_probs: torch.Tensor | None = None,
     ) -> list[R]:
-        """Append one token to each row and stream it. Return the active rows. `is_pass`: count a decode pass."""
+        """Append one token to each row and stream it. Return the active rows. `is_pass`: count a decode pass.
+
+        `log_probs`, `[len(rows)]` on any device, are recorded.
+        """
         on_token = on_token or _set_pending
         self.call.record.passes += is_pass
         self.stats.decoded_tokens += len(tokens)
+        if self.call.generation_config.return_dict_in_generate:
+            self.call.record.log_probs.append(([row.index for row in rows], log_probs))
         if self.cache.trace is not None:
             for row, token in zip(rows, tokens, strict=True):
                 self.cache.trace.add_sample(row.index, token, row.last_segment, row.view)
@@ -179,6 +185,11 @@ class DecodeLoop:
         """Return the number of tokens that may still be appended to a row."""
         return self.call.max_length - self.table.lengths[row.index]
 
+    def _log_probs(self, distribution: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Return the log-probabilities of sampled tokens, if the call returns its record."""
+        returned = self.call.generation_config.return_dict_in_generate
+        return self.sampler.log_probs(distribution, tokens) if returned else None
+
     def _can_overlap(self, rows: Sequence[Row]) -> bool:
         """Whether the next pass may be queued before its tokens have been copied to the CPU."""
         asynchronous = self.runner.device.type in ASYNC_DEVICES and self.sampler.stays_on_device
@@ -187,10 +198,12 @@ class DecodeLoop:
     def _sample_and_step(self, rows: Sequence[R], logits: torch.Tensor) -> tuple[list[R], torch.Tensor]:
         """Sample, and queue the next pass of all rows before the tokens are read; then drop rows that have ended."""
         indices = [row.index for row in rows]
-        tokens, ended = self.sampler.draw(indices, self.sampler.distribution(indices, logits))
+        distribution = self.sampler.distribution(indices, logits)
+        tokens, ended = self.sampler.draw(indices, distribution)
+        log_probs = self._log_probs(distribution, tokens)
         fetched = self.sampler.fetch(tokens, ended)  # queued first, so that the copy does not wait for the pass
         logits = self.runner.run([[Segment(row.view, 1) for row in rows]], tokens, range(len(rows)))
-        active = self.append(rows, *self.sampler.read(fetched))
+        active = self.append(rows, *self.sampler.read(fetched), log_probs=log_probs)
         if len(active) == len(rows):
             return active, logits
         remaining = {row.index for row in active}

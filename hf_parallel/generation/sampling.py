@@ -112,6 +112,12 @@ class Sampler:
         self._count(rows)
         return tokens, self.ended(rows)
 
+    def log_probs(self, distribution: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities `float32 [n]` of tokens, given their distributions `[n, vocabulary]`."""
+        if self.do_sample:
+            return distribution.gather(1, tokens[:, None]).squeeze(1).log()
+        return distribution.log_softmax(-1, dtype=torch.float32).gather(1, tokens[:, None]).squeeze(1)
+
     @staticmethod
     def fetch(tokens: torch.Tensor, ended: torch.Tensor) -> HostCopy:
         """Start to copy sampled tokens to the host; `read` does not wait for work that is queued later."""

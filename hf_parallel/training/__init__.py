@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from hf_parallel.training.attention import prepare_model, teacher_forced_logits
@@ -14,6 +15,8 @@ __all__ = [
     "DataCollatorForParallel",
     "ParallelExample",
     "SharedPrefixGRPOTrainer",
+    "SharedPrefixLossMixin",
+    "make_rollout_func",
     "prepare_model",
     "stock_mask",
     "teacher_forced_logits",
@@ -21,10 +24,11 @@ __all__ = [
 ]
 
 
+_OF_TRL = {"SharedPrefixGRPOTrainer": "grpo", "SharedPrefixLossMixin": "grpo", "make_rollout_func": "rollouts"}
+
+
 def __getattr__(name: str) -> Any:
     """Import what needs TRL when it is used."""
-    if name != "SharedPrefixGRPOTrainer":
+    if name not in _OF_TRL:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hf_parallel.training.grpo import SharedPrefixGRPOTrainer
-
-    return SharedPrefixGRPOTrainer
+    return getattr(import_module(f"{__name__}.{_OF_TRL[name]}"), name)

@@ -1,26 +1,41 @@
-"""SharedPrefixGRPOTrainer: TRL's GRPOTrainer with a loss that computes each prompt once.
-
-Rollouts need nothing from here: `generation_kwargs={"generation_mode": "shared_prefix"}` of an enabled model.
-"""
+"""SharedPrefixGRPOTrainer: TRL's GRPOTrainer with a loss that computes each prompt once, and rollouts of all modes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 
-from hf_parallel.training.tree import token_statistics
+from hf_parallel.generation.mixin import enable, unwrap
+from hf_parallel.generation.registry import MODES
+from hf_parallel.training.attention import prepare_model
+from hf_parallel.training.collator import DataCollatorForParallel
+from hf_parallel.training.example import ParallelExample
+from hf_parallel.training.masks import stock_mask
+from hf_parallel.training.rollouts import EXAMPLES, TEXTS, generate_rows
+from hf_parallel.training.tree import make_tree, tree_batch
+
+Place = tuple[int, torch.Tensor]
+"""Row of a batch, and the tokens there whose logits predict a completion."""
 
 
 class SharedPrefixLossMixin:
-    """Computes the log-probabilities of a batch as a tree, in trainers with TRL's interface.
+    """Computes the log-probabilities of rows as trees, one per prompt, in TRL's `GRPOTrainer` and `RLOOTrainer`.
 
-    Rows of one prompt should be in one batch: `per_device_train_batch_size` a multiple of `num_generations`.
+    Losses and gradients are those of the trainer. A prompt is computed once per micro-batch, so that all rows of a
+    prompt should be in one: `per_device_train_batch_size` equal to the size of the generation batch.
     """
 
-    temperature: float
     accelerator: Any
+    model: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        stock_mask(make_tree([[0]], [[0]]), self.model.config, torch.float32)  # raises if the attention takes no mask
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -38,24 +53,119 @@ class SharedPrefixLossMixin:
             given = sorted(name for name, value in inputs.items() if value is not None) or ["the auxiliary loss of MoE"]
             raise ValueError(f"{type(self).__name__} computes text models only, got {given}")
         mask = attention_mask.bool().cpu()
-        rows = [ids[kept] for ids, kept in zip(input_ids.cpu(), mask, strict=True)]
-        lengths = mask[:, -logits_to_keep:].sum(1).tolist()
-        prompts = [row[: len(row) - n].tolist() for row, n in zip(rows, lengths, strict=True)]
-        completions = [row[len(row) - n :].tolist() for row, n in zip(rows, lengths, strict=True)]
-        config = self.accelerator.unwrap_model(model).config
-        with self.accelerator.autocast():
-            found = token_statistics(model, config, prompts, completions, self.temperature, compute_entropy)
-        places = mask[:, -logits_to_keep:].to(input_ids.device)
-        spread = [
-            None if values is None else values.new_zeros(places.shape).masked_scatter(places, values)
-            for values in (found.log_probs, found.entropies)
-        ]
-        return spread[0], spread[1], None  # type: ignore[return-value]
+        rows = [ids[kept].tolist() for ids, kept in zip(input_ids.cpu(), mask, strict=True)]
+        lengths = [len(row) - int(n) for row, n in zip(rows, mask[:, -logits_to_keep:].sum(1), strict=True)]
+        pairs = [(tuple(row[:n]), row[n:]) for row, n in zip(rows, lengths, strict=True)]
+        log_probs, entropies = [], []
+        size = batch_size or len(rows)
+        for start in range(0, len(rows), size):
+            batch, places = self._layout(model, pairs, slice(start, start + size))
+            with self.accelerator.autocast():
+                found = model(**batch, fused_lm_head=True)  # TRL's: temperature, precision and tiles of the vocabulary
+            log_probs += [found.log_probs[place] for place in places]
+            entropies += [found.entropy[place] for place in places] if compute_entropy else []
+        return _padded(log_probs, logits_to_keep), _padded(entropies, logits_to_keep) if compute_entropy else None, None
+
+    def _layout(
+        self, model: Any, rows: Sequence[tuple[tuple[int, ...], list[int]]], chosen: slice
+    ) -> tuple[dict[str, Any], list[Place]]:
+        """Return arguments of the model for the chosen rows (prompt, completion), and the place of each."""
+        of_prompts: dict[tuple[int, ...], list[int]] = {}
+        for row, (prompt, _) in enumerate(rows[chosen]):
+            of_prompts.setdefault(prompt, []).append(row)
+        trees = []
+        places: dict[int, Place] = {}
+        for prompt, members in of_prompts.items():
+            trees.append(make_tree([prompt] * len(members), [rows[chosen][row][1] for row in members]))
+            for index, row in enumerate(members):
+                queries = trees[-1].target_queries[trees[-1].target_rows == index]
+                places[row] = len(trees) - 1, torch.from_numpy(queries)
+        inner = unwrap(self.accelerator.unwrap_model(model))
+        return tree_batch(trees, inner.config, inner.dtype, inner.device), [places[row] for row in sorted(places)]
 
 
 class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
     """TRL's `GRPOTrainer` whose loss computes each prompt of a batch once (Hydragen, applied to training).
 
     Losses and gradients are those of `GRPOTrainer`. Rollouts share the prompt, too, if the model is enabled and
-    `generation_kwargs={"generation_mode": "shared_prefix"}`.
+    `generation_kwargs={"generation_mode": "shared_prefix"}`. With a `rollout_func` of `make_rollout_func`, completions
+    are runs of other modes, whose log-probabilities are computed from their layouts.
+
+    The metrics `sampling/sampling_logp_difference/mean` and `.../max` are those of TRL with vLLM: the difference
+    between the log-probabilities at sampling time and those of the trainer, before the model has changed.
     """
+
+    computes_layouts = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        given = self.args.generation_kwargs or {}  # type: ignore[attr-defined]
+        self._mode: str | None = given.get("generation_mode")
+        if self._mode is not None and self._mode in MODES and not MODES[self._mode].rows_continue_prompts:
+            func = f"rollout_func=make_rollout_func({self._mode!r})"
+            raise ValueError(
+                f"rows of {self._mode} do not continue their prompts: instead of generation_kwargs, pass {func}"
+            )
+        self._examples: list[ParallelExample] | None = None  # layouts of the rows that are computed next
+        self._inputs: dict[str, Any] | None = None  # of the loss that is computed
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.use_vllm or self._mode is None:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return generate_rows(self, prompt_ids)
+
+    def _generate(self, prompts: Any) -> Any:
+        prompt_ids, completion_ids, tool_mask, completions, logprobs, fields, *rest = super()._generate(prompts)
+        self._examples = fields.pop(EXAMPLES, None)
+        if self._examples is not None:  # TRL has decoded the tokens of all rows in the order of sampling
+            texts, is_chat = fields.pop(TEXTS), isinstance(completions[0], list)
+            completions = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
+        return prompt_ids, completion_ids, tool_mask, completions, logprobs, fields, *rest
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self._inputs = None
+        output = super()._generate_and_score_completions(inputs)
+        if self._examples is not None:
+            output[EXAMPLES] = self._examples  # is shuffled and split with the tensors
+        if (computed := output.get("old_per_token_logps")) is not None:
+            self._log_difference(computed, output)
+        return output
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        self._examples, self._inputs = inputs.get(EXAMPLES), inputs
+        return super()._compute_loss(model, inputs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._inputs is not None and self._inputs.get("old_per_token_logps") is None:  # the model that sampled
+            self._log_difference(found[0].detach(), self._inputs)
+        return found
+
+    def _layout(self, model: Any, rows: Any, chosen: slice) -> tuple[dict[str, Any], list[Place]]:
+        if self._examples is None:
+            return super()._layout(model, rows, chosen)
+        examples = [example.with_one_target_each() for example in self._examples[chosen]]
+        inner = unwrap(self.accelerator.unwrap_model(model))
+        prepare_model(enable(inner))
+        batch = DataCollatorForParallel(self.processing_class)(examples)
+        places = [(row, torch.from_numpy(example.target_queries)) for row, example in enumerate(examples)]
+        return {name: values.to(inner.device) for name, values in batch.items()}, places
+
+    def _log_difference(self, log_probs: torch.Tensor, inputs: dict[str, Any]) -> None:
+        """Log the difference to the log-probabilities at sampling time, under the names that TRL uses with vLLM."""
+        sampled = inputs.get("sampling_per_token_logps")
+        if sampled is None or self.use_vllm:
+            return
+        difference = (log_probs - sampled).abs()
+        difference = difference[inputs["completion_mask"].bool() & ~difference.isnan()]
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, reduce in (("mean", torch.mean), ("max", torch.max)):
+            value = reduce(difference) if len(difference) else torch.zeros((), device=log_probs.device)
+            gathered = self.accelerator.gather(value)
+            metrics[f"sampling/sampling_logp_difference/{name}"].append(reduce(gathered).item())
+
+
+def _padded(values: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """Return rows `[n]` as one tensor `[rows, length]`."""
+    rows = pad_sequence(list(values), batch_first=True)
+    return F.pad(rows, (0, length - rows.shape[1]))

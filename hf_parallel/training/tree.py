@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from hf_parallel.training.collator import IGNORED
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.masks import stock_mask
-
-
-class TokenStatistics(NamedTuple):
-    """For each token of each completion, in order: float `[N]`."""
-
-    log_probs: torch.Tensor
-    entropies: torch.Tensor | None  # of the distribution that the token was sampled from, without gradients
 
 
 def tree_logprobs(
@@ -51,39 +45,61 @@ def tree_logprobs(
     answers = [_ids(completion) for completion in completions]
     single = isinstance(prompt_ids, torch.Tensor) or (len(prompt_ids) > 0 and isinstance(prompt_ids[0], int))
     prompts = [_ids(prompt_ids)] * len(answers) if single else [_ids(prompt) for prompt in prompt_ids]
-    found = token_statistics(model, model.config, prompts, answers, temperature)
-    return list(found.log_probs.split([len(answer) for answer in answers]))
+    example = make_tree(prompts, answers)
+    parameter = next(model.parameters())
+    batch = tree_batch([example], model.config, parameter.dtype, parameter.device)
+    del batch["shift_labels"]
+    queries, targets = (
+        torch.from_numpy(values).to(parameter.device) for values in (example.target_queries, example.target_ids)
+    )
+    logits = model(**batch, use_cache=False, logits_to_keep=queries).logits[0]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if temperature != 1:
+        logits = logits / temperature
+    log_probs = -F.cross_entropy(logits, targets, reduction="none")
+    return list(log_probs.split([len(answer) for answer in answers]))
 
 
-def token_statistics(
-    model: Any,
-    config: Any,
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    temperature: float = 1.0,
-    with_entropies: bool = False,
-) -> TokenStatistics:
-    """Compute a tree of completions; `model` may be a wrapper of the model with this config."""
+def make_tree(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> ParallelExample:
+    """Return the tree of completions with one target per token. Raises `ValueError` for an empty prompt."""
     if not all(prompts):
         raise ValueError("prompts must have at least one token, from whose logits the first token is sampled")
-    example = ParallelExample.from_tree(prompts, completions)
-    device = next(model.parameters()).device
-    queries, inverse = np.unique(example.target_queries, return_inverse=True)
-    logits = model(
-        input_ids=torch.from_numpy(example.input_ids)[None].to(device),
-        position_ids=torch.from_numpy(example.position_ids)[None].to(device),
-        attention_mask=stock_mask(example, config, next(model.parameters()).dtype, device),
-        use_cache=False,
-        logits_to_keep=torch.from_numpy(queries).to(device),
-    ).logits[0]
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    rows, ids = torch.from_numpy(inverse).to(device), torch.from_numpy(example.target_ids).to(device)
-    normalizers = logits.logsumexp(-1)
-    entropies = None
-    if with_entropies:
-        with torch.no_grad():
-            entropies = (normalizers - (logits.softmax(-1) * logits).sum(-1))[rows]
-    return TokenStatistics(logits[rows, ids] - normalizers[rows], entropies)
+    return ParallelExample.from_tree(prompts, completions).with_one_target_each()
+
+
+def tree_batch(
+    examples: Sequence[ParallelExample], config: Any, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Any]:
+    """Return arguments of a model with stock attention for examples of `make_tree`, padded to the longest one.
+
+    `input_ids`, `position_ids` and `shift_labels` are int64 `[B, T]`, `attention_mask` is `[B, 1, T, T]` or a
+    dictionary of these by type of layer.
+    """
+    shape = len(examples), max(map(len, examples))
+    batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "position_ids")}
+    batch["shift_labels"] = torch.full(shape, IGNORED)
+    masks = []
+    for row, example in enumerate(examples):
+        batch["input_ids"][row, : len(example)] = torch.from_numpy(example.input_ids)
+        batch["position_ids"][row, : len(example)] = torch.from_numpy(example.position_ids)
+        batch["shift_labels"][row, torch.from_numpy(example.target_queries)] = torch.from_numpy(example.target_ids)
+        masks.append(stock_mask(example, config, dtype))
+    batch = {name: values.to(device) for name, values in batch.items()}
+    if isinstance(masks[0], dict):
+        of_types = {kind: _padded([mask[kind] for mask in masks], shape[1]) for kind in masks[0]}  # type: ignore
+        return {**batch, "attention_mask": {kind: mask.to(device) for kind, mask in of_types.items()}}
+    return {**batch, "attention_mask": _padded(masks, shape[1]).to(device)}  # type: ignore[arg-type]
+
+
+def _padded(masks: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """Stack masks `[1, 1, T, T]`. Padding sees the first token, as attention over no token is NaN."""
+    blocked = False if masks[0].dtype == torch.bool else torch.finfo(masks[0].dtype).min
+    out = masks[0].new_full((len(masks), 1, length, length), blocked)
+    for padded, mask in zip(out, masks, strict=True):
+        n = mask.shape[-1]
+        padded[:, :n, :n] = mask[0]
+        padded[:, n:, 0] = mask[0, 0, 0, 0]
+    return out
 
 
 def _ids(tokens: Any) -> list[int]:

@@ -40,6 +40,8 @@ class Record:
     events: list[Event] = field(default_factory=list)  # none in modes that stream no text
     truncated: set[int] = field(default_factory=set)  # rows that a token budget ended, as streamers number them
     origins: dict[int, str] = field(default_factory=dict)  # a letter per new token of a row, with a LogitsCache
+    log_probs: list[tuple[list[int], Any]] = field(default_factory=list)
+    """Rows that sampled a token in a step, and the log-probabilities of these tokens: a tensor `[rows]`, or None."""
     trace: Any = None  # a Trace of the forward passes, if the call returns this record and its cache began empty
 
     @property
@@ -55,6 +57,15 @@ class Record:
     def write(self, row: int, text: str, event: str) -> None:
         """Append an event at the current decode pass."""
         self.events.append(Event(self.passes, row, text, event))
+
+    def sampled_log_probs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows, int64 `[N]`, and the log-probabilities, float32 `[N]`, of all sampled tokens in order.
+
+        They are those of the distributions that were sampled. NaN for replayed tokens and draft tokens.
+        """
+        rows = [row for rows, _ in self.log_probs for row in rows]
+        values = [[np.nan] * len(rows) if found is None else found.tolist() for rows, found in self.log_probs]
+        return np.array(rows, np.int64), np.array([value for step in values for value in step], np.float32)
 
     def add_origins(self, origins: Mapping[int, Sequence[str]], rows: Mapping[int, int] | None = None) -> None:
         """Append the origins of new tokens by row; `rows` maps the keys to rows of the call where they differ."""

@@ -1,0 +1,123 @@
+"""Rollouts of TRL's GRPOTrainer in a generation mode, with the log-probabilities at sampling time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from trl.models import unwrap_model_for_generation
+
+from hf_parallel.generation.config import make_config
+from hf_parallel.generation.mixin import is_enabled, unwrap
+from hf_parallel.generation.prompts import build_prompt
+from hf_parallel.training.example import ParallelExample
+
+EXAMPLES, TEXTS = "parallel_examples", "parallel_texts"
+"""Fields of the dictionary that a `rollout_func` returns: layout and text of each completion."""
+
+RolloutFunc = Callable[[Sequence[Any], Any], dict[str, list[Any]]]
+
+
+def make_rollout_func(generation_mode: str, **settings: Any) -> RolloutFunc:
+    """Return a `rollout_func` for `SharedPrefixGRPOTrainer` whose completions are runs of a mode.
+
+    A completion is all tokens that the model samples in a run, of all its rows, in the order of
+    `ParallelExample.target_ids`. Reward functions receive the transcript of the run. The trainer computes
+    log-probabilities from the layout of the run, because a token saw more than the tokens before it in its row.
+
+    Prompts are tasks or chats, from which `build_prompt` makes the prompt of the mode. Other arguments of `generate`
+    are those of the trainer; its `max_completion_length` is the `max_new_tokens` of each row.
+
+    Parameters
+    ----------
+    generation_mode : str
+        Such as `hogwild` or `pdos`.
+    **settings
+        Of the mode, without a seed.
+
+    Raises
+    ------
+    ValueError
+        For an unknown mode or setting, and for a mode whose rows continue their prompts, which needs no `rollout_func`.
+    """
+    config = make_config(generation_mode, settings)
+    if config.rows_continue_prompts:
+        kwargs = f"generation_kwargs={{'generation_mode': {config.mode!r}}}"
+        raise ValueError(f"{config.mode} needs no rollout_func: pass {kwargs} to GRPOConfig")
+    if config.seed is not None:
+        raise ValueError(f"seed must be None, or all completions of a prompt are equal; got {config.seed!r}")
+
+    def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        if not getattr(trainer, "computes_layouts", False):
+            raise ValueError(f"runs of {config.mode} need a SharedPrefixGRPOTrainer, got {type(trainer).__name__}")
+        names = ("prompt_ids", "completion_ids", "logprobs", EXAMPLES, TEXTS)
+        found: dict[str, list[Any]] = {name: [] for name in names}
+        with _generating(trainer) as generate:
+            for prompt in prompts:
+                encoded = build_prompt(config.mode, prompt, trainer.processing_class, config)
+                output = generate(**encoded, parallel_config=config, tokenizer=trainer.processing_class)
+                example = ParallelExample.from_output(output)
+                _, log_probs = output.record.sampled_log_probs()
+                text = _text(output, trainer.processing_class)
+                row = encoded["input_ids"][0].tolist(), example.target_ids.tolist(), log_probs.tolist(), example, text
+                for name, value in zip(names, row, strict=True):
+                    found[name].append(value)
+        return found
+
+    return rollout
+
+
+def generate_rows(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]]]:
+    """Generate a completion of each prompt in the mode of the trainer's `generation_kwargs`.
+
+    Return the tokens and their log-probabilities at sampling time.
+    """
+    length = max(map(len, prompt_ids))
+    padding = [length - len(ids) for ids in prompt_ids]
+    pad = trainer.processing_class.pad_token_id
+    ids = torch.tensor([[pad] * n + list(given) for n, given in zip(padding, prompt_ids, strict=True)])
+    mask = torch.tensor([[0] * n + [1] * (length - n) for n in padding])
+    with _generating(trainer) as generate:
+        output = generate(input_ids=ids, attention_mask=mask)
+    record = output.record
+    rows, log_probs = record.sampled_log_probs()
+    completions = [row[record.begin : end] for row, end in zip(output.sequences.tolist(), record.lengths, strict=True)]
+    return completions, [log_probs[rows == row].tolist() for row in range(len(completions))]
+
+
+@contextmanager
+def _generating(trainer: Any) -> Iterator[Callable[..., Any]]:
+    """Yield `generate` of the trainer's model, with its generation arguments."""
+    args = trainer.args
+    with (
+        unwrap_model_for_generation(
+            trainer.model_wrapped,
+            trainer.accelerator,
+            gather_deepspeed3_params=args.ds3_gather_for_generation,
+            generation_kwargs=trainer.generation_kwargs,
+            gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
+        ) as model,
+        torch.no_grad(),
+    ):
+        if not is_enabled(unwrap(model)):
+            raise ValueError(f"{type(unwrap(model)).__name__} is not enabled: call hf_parallel.enable(model) first")
+
+        generation_config = copy.deepcopy(trainer.generation_config)
+        generation_config.return_dict_in_generate = True
+
+        def generate(**given: Any) -> Any:
+            given = {name: v.to(model.device) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
+            return model.generate(**given, generation_config=generation_config)
+
+        yield generate
+
+
+def _text(output: Any, tokenizer: Any) -> str:
+    """Return the text of a run of one prompt."""
+    if transcripts := getattr(output, "transcripts", None):
+        return transcripts[0]
+    row = output.sequences[0, output.record.begin : output.record.lengths[0]]
+    return tokenizer.decode(row, skip_special_tokens=True)

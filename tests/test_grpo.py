@@ -1,0 +1,268 @@
+"""TRL's trainers with shared prefixes: steps equal those of TRL; log-probabilities of runs of all modes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from malformed_cases import make_tokenizer
+from transformers import AutoModelForCausalLM
+
+import hf_parallel
+from hf_parallel.training import teacher_forced_logits
+
+trl, peft, datasets = (pytest.importorskip(name) for name in ("trl", "peft", "datasets"))
+
+from hf_parallel.training import SharedPrefixGRPOTrainer, SharedPrefixLossMixin, make_rollout_func  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+SHARED = {"generation_mode": "shared_prefix"}
+PROMPTS = ["say it now", "please", "say more, and then more"]
+ENDS = [tiny.EOS, *range(100, 116)]
+"""End-of-sequence tokens, words of the tokenizer: so many that completions have different lengths."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_collection() -> Iterator[None]:
+    """Exclude what has been imported from garbage collection, which each training runs."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny model, from which a trainer loads its reference model."""
+    folder = tmp_path_factory.mktemp("model")
+    model = copy.deepcopy(tiny.build("llama"))
+    model.generation_config.eos_token_id = ENDS
+    model.save_pretrained(folder)
+    return folder
+
+
+def reward(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(set(completion))) for completion in completions]
+
+
+def make_trainer(cls: Any, checkpoint: Path, *, enable: bool = True, config: Any = trl.GRPOConfig, **given: Any) -> Any:
+    """Return a trainer of the tiny model; `given` are arguments of the trainer or its config."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = make_tokenizer()
+    of_trainer = {name: given.pop(name) for name in ("peft_config", "rollout_func", "reward_funcs") if name in given}
+    settings = {
+        "output_dir": str(checkpoint / "out"),
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 3,
+        "optim": "sgd",  # Adam would turn rounding errors of small gradients into steps
+        "learning_rate": 0.01,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "bf16": False,
+        "use_cpu": True,
+        "seed": 1,
+        "disable_tqdm": True,
+        **given,
+    }
+    return cls(
+        model=hf_parallel.enable(model) if enable else model,
+        args=config(**settings),
+        train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS * 2}),
+        processing_class=tokenizer,
+        **{"reward_funcs": reward, **of_trainer},
+    )
+
+
+def steps(trainer: Any) -> list[dict[str, float]]:
+    """Train; return what is logged for each step."""
+    trainer.train()
+    return [logs for logs in trainer.state.log_history if "loss" in logs]
+
+
+LORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one micro-batch": {},
+    "rollouts shared": {"generation_kwargs": SHARED},
+    "rows of a prompt in several micro-batches": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    "several iterations": {
+        "num_iterations": 2,
+        "steps_per_generation": 2,
+        "per_device_train_batch_size": 4,
+        "generation_kwargs": SHARED,
+    },
+    "reference model": {"beta": 0.1, "gradient_checkpointing": True},
+    "temperature and bonus for entropy": {"temperature": 0.7, "entropy_coef": 0.1, "loss_type": "grpo"},
+    "truncated completions": {"mask_truncated_completions": True, "max_completion_length": 4},
+    "LoRA": {"peft_config": LORA, "beta": 0.1, "generation_kwargs": SHARED},
+}
+COMPARED = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "kl")
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+
+
+def assert_equal_steps(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected) == 3
+    for step, other in zip(found, expected, strict=True):
+        for name in set(COMPARED) & set(other):
+            assert step[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_steps_equal_those_of_trl(settings: dict[str, Any], checkpoint: Path) -> None:
+    expected = steps(make_trainer(trl.GRPOTrainer, checkpoint, **settings))
+    found = steps(make_trainer(SharedPrefixGRPOTrainer, checkpoint, **settings))
+    assert_equal_steps(found, expected)
+    assert expected[0]["completions/min_length"] < expected[0]["completions/max_length"]
+    for step in found:
+        assert (DIFFERENCE in step) == ("generation_kwargs" in settings and "reward" in step)
+        assert step.get(DIFFERENCE, 0) < 1e-4
+
+
+def test_the_mixin_computes_trees_in_the_rloo_trainer(checkpoint: Path) -> None:
+    class SharedPrefixRLOOTrainer(SharedPrefixLossMixin, trl.RLOOTrainer):
+        """Nothing else is needed."""
+
+    runs = [
+        steps(make_trainer(cls, checkpoint, config=trl.RLOOConfig, beta=0.0))
+        for cls in (SharedPrefixRLOOTrainer, trl.RLOOTrainer)
+    ]
+    assert_equal_steps(*runs)
+
+
+def test_several_prompts_of_a_micro_batch_are_rows_and_each_is_computed_once(checkpoint: Path) -> None:
+    trainer = make_trainer(SharedPrefixGRPOTrainer, checkpoint)
+    given: list[torch.Tensor] = []
+    trainer.model.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: given.append(args[0]) if args[0].shape[1] > 1 else None
+    )
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    given.clear()
+    trainer.compute_loss(trainer.model, inputs)
+    (ids,) = given
+    lengths = (inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1)).tolist()
+    assert len(ids) == 2 < len(lengths) == 8
+    assert ids.shape[1] < sum(lengths) / 2
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "hogwild": {"num_workers": 2, "collaboration_prompt": "{names}", "finisher_tokens": 0},
+    "pdos": {"format_prompt": "Go", "opening": "", "titles": ["a", "b"], "branch_max_new_tokens": 5},
+}
+
+
+def rollouts(mode: str, checkpoint: Path, **given: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a trainer whose completions are runs, and the first batch of its loss."""
+    trainer = make_trainer(
+        SharedPrefixGRPOTrainer,
+        checkpoint,
+        rollout_func=make_rollout_func(mode, **RUNS[mode]),
+        **{"max_completion_length": 60, "num_generations": 2, "per_device_train_batch_size": 4, **given},
+    )
+    return trainer, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+
+@pytest.mark.parametrize("mode", RUNS)
+def test_gradients_of_runs_are_those_of_their_layouts(mode: str, checkpoint: Path) -> None:
+    trainer, inputs = rollouts(mode, checkpoint, temperature=0.8)
+    examples = inputs["parallel_examples"]
+    assert len({tuple(example.target_ids.tolist()) for example in examples}) == 4, "the runs of a prompt differ"
+    assert all(len(set(example.target_rows.tolist())) >= 2 for example in examples)
+    model = trainer.model
+    loss = trainer.compute_loss(model, inputs)
+    loss.backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    terms = []
+    for row, (example, advantage) in enumerate(zip(examples, inputs["advantages"], strict=True)):
+        logits = teacher_forced_logits(model, example)[torch.from_numpy(example.target_queries)] / 0.8
+        log_probs = logits.log_softmax(-1).gather(1, torch.from_numpy(example.target_ids)[:, None])[:, 0]
+        sampled = inputs["sampling_per_token_logps"][row, : len(log_probs)]
+        torch.testing.assert_close(log_probs, sampled, rtol=0, atol=1e-4)
+        terms.append((log_probs - log_probs.detach()).exp() * -advantage)
+    expected = torch.cat(terms).mean()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-4, abs=1e-6)
+    expected.backward()
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("hogwild", {"beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 2}),
+        ("pdos", {"peft_config": LORA, "gradient_checkpointing": True}),
+    ],
+)
+def test_runs_train_and_their_log_probabilities_are_those_at_sampling(
+    mode: str, settings: dict[str, Any], checkpoint: Path
+) -> None:
+    trainer, _ = rollouts(mode, checkpoint, reward_funcs=transcript_is_long, **settings)
+    found = steps(trainer)
+    generated = [step for step in found if DIFFERENCE in step]
+    assert generated
+    assert all(step[DIFFERENCE] < 1e-4 and step["grad_norm"] > 0 for step in generated)
+
+
+def transcript_is_long(completions: list[str], **columns: Any) -> list[float]:
+    assert all("Alice" in text or "####%%%%" in text for text in completions)
+    return [float(len(text)) for text in completions]
+
+
+def test_wrong_rollouts_raise(checkpoint: Path) -> None:
+    func = make_rollout_func("hogwild", **RUNS["hogwild"])
+    calls: list[tuple[Any, str]] = [
+        (lambda: make_rollout_func("hog"), "generation_mode must be one of"),
+        (lambda: make_rollout_func("hogwild", workers=2), "has no setting 'workers'"),
+        (lambda: make_rollout_func("hogwild", seed=0), "seed must be None"),
+        (lambda: make_rollout_func("shared_prefix"), "needs no rollout_func: pass generation_kwargs"),
+        (
+            lambda: make_trainer(trl.GRPOTrainer, checkpoint, rollout_func=func).train(),
+            "runs of hogwild need a SharedPrefixGRPOTrainer, got GRPOTrainer",
+        ),
+        (
+            lambda: make_trainer(SharedPrefixGRPOTrainer, checkpoint, rollout_func=func, enable=False).train(),
+            "call hf_parallel.enable(model) first",
+        ),
+        (
+            lambda: make_trainer(SharedPrefixGRPOTrainer, checkpoint, generation_kwargs=SHARED, enable=False).train(),
+            "call hf_parallel.enable(model) first",
+        ),
+        (
+            lambda: make_trainer(
+                SharedPrefixGRPOTrainer, checkpoint, generation_kwargs={"generation_mode": "hogwild"}
+            ).train(),
+            "pass rollout_func=make_rollout_func('hogwild')",
+        ),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+
+
+def test_attention_without_masks_raises_before_the_first_step(checkpoint: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(
+        AutoModelForCausalLM,
+        "from_pretrained",
+        with_attention("flash_attention_2", AutoModelForCausalLM.from_pretrained),
+    )
+    with pytest.raises(ValueError, match="for a 4D mask, got 'flash_attention_2'"):
+        make_trainer(SharedPrefixGRPOTrainer, checkpoint, enable=False)
+
+
+def with_attention(name: str, load: Any) -> Any:
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        model = load(*args, **kwargs)
+        model.config._attn_implementation_internal = name  # flash-attn is not installed
+        return model
+
+    return staticmethod(loaded)
