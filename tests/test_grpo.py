@@ -255,7 +255,7 @@ def test_attention_without_masks_raises_before_the_first_step(checkpoint: Path, 
         "from_pretrained",
         with_attention("flash_attention_2", AutoModelForCausalLM.from_pretrained),
     )
-    with pytest.raises(ValueError, match="for a 4D mask, got 'flash_attention_2'"):
+    with pytest.raises(ValueError, match="for a mask, got 'flash_attention_2'"):
         make_trainer(SharedPrefixGRPOTrainer, checkpoint, enable=False)
 
 
