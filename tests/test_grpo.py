@@ -103,7 +103,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "reference model": {"beta": 0.1, "gradient_checkpointing": True},
     "temperature and bonus for entropy": {"temperature": 0.7, "entropy_coef": 0.1, "loss_type": "grpo"},
-    "truncated completions": {"mask_truncated_completions": True, "max_completion_length": 4},
+    "micro-batches without targets": {
+        "mask_truncated_completions": True,
+        "max_completion_length": 4,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+    },
     "LoRA": {"peft_config": LORA, "beta": 0.1, "generation_kwargs": SHARED},
 }
 COMPARED = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "kl")
@@ -152,6 +157,17 @@ def test_several_prompts_of_a_micro_batch_are_rows_and_each_is_computed_once(che
     lengths = (inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1)).tolist()
     assert len(ids) == 2 < len(lengths) == 8
     assert ids.shape[1] < sum(lengths) / 2
+
+
+@pytest.mark.slow
+@torch.no_grad()  # PyTorch has no gradients of flex attention on a CPU
+def test_flex_attention_gives_the_same_loss(checkpoint: Path) -> None:
+    trainer = make_trainer(SharedPrefixGRPOTrainer, checkpoint, enable=False)
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    inputs["old_per_token_logps"] = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32)
+    expected = trainer.compute_loss(trainer.model, inputs)
+    trainer.model.set_attn_implementation("flex_attention")
+    assert float(trainer.compute_loss(trainer.model, inputs)) == pytest.approx(float(expected), rel=1e-4)
 
 
 RUNS: dict[str, dict[str, Any]] = {

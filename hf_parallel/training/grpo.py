@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -19,8 +20,13 @@ from hf_parallel.training.masks import stock_mask
 from hf_parallel.training.rollouts import EXAMPLES, TEXTS, generate_rows
 from hf_parallel.training.tree import make_tree, tree_batch
 
-Place = tuple[int, torch.Tensor]
-"""Row of a batch, and the tokens there whose logits predict a completion."""
+
+class _Targets(NamedTuple):
+    """Targets of a completion: the row of the batch, the tokens there whose logits predict them, and their ids."""
+
+    row: int
+    queries: list[int]
+    ids: list[int]
 
 
 class SharedPrefixLossMixin:
@@ -56,32 +62,40 @@ class SharedPrefixLossMixin:
         rows = [ids[kept].tolist() for ids, kept in zip(input_ids.cpu(), mask, strict=True)]
         lengths = [len(row) - int(n) for row, n in zip(rows, mask[:, -logits_to_keep:].sum(1), strict=True)]
         pairs = [(tuple(row[:n]), row[n:]) for row, n in zip(rows, lengths, strict=True)]
-        log_probs, entropies = [], []
+        log_probs: list[torch.Tensor] = []
+        entropies: list[torch.Tensor] = []
         size = batch_size or len(rows)
         for start in range(0, len(rows), size):
-            batch, places = self._layout(model, pairs, slice(start, start + size))
-            with self.accelerator.autocast():
-                found = model(**batch, fused_lm_head=True)  # TRL's: temperature, precision and tiles of the vocabulary
-            log_probs += [found.log_probs[place] for place in places]
-            entropies += [found.entropy[place] for place in places] if compute_entropy else []
+            batch, targets = self._layout(model, pairs, slice(start, start + size))
+            with self.accelerator.autocast(), _computing_targets(self._inner(model), targets):
+                labels = torch.tensor([[token for row in targets for token in row.ids]], device=input_ids.device)
+                found = model(**batch, shift_labels=labels, fused_lm_head=True)  # TRL's, which stores no logits
+            counts = [len(row.ids) for row in targets]
+            log_probs += found.log_probs[0].split(counts)
+            entropies += found.entropy[0].split(counts) if compute_entropy else []
         return _padded(log_probs, logits_to_keep), _padded(entropies, logits_to_keep) if compute_entropy else None, None
+
+    def _inner(self, model: Any) -> Any:
+        return unwrap(self.accelerator.unwrap_model(model))
 
     def _layout(
         self, model: Any, rows: Sequence[tuple[tuple[int, ...], list[int]]], chosen: slice
-    ) -> tuple[dict[str, Any], list[Place]]:
-        """Return arguments of the model for the chosen rows (prompt, completion), and the place of each."""
-        of_prompts: dict[tuple[int, ...], list[int]] = {}
-        for row, (prompt, _) in enumerate(rows[chosen]):
-            of_prompts.setdefault(prompt, []).append(row)
-        trees = []
-        places: dict[int, Place] = {}
-        for prompt, members in of_prompts.items():
-            trees.append(make_tree([prompt] * len(members), [rows[chosen][row][1] for row in members]))
-            for index, row in enumerate(members):
-                queries = trees[-1].target_queries[trees[-1].target_rows == index]
-                places[row] = len(trees) - 1, torch.from_numpy(queries)
-        inner = unwrap(self.accelerator.unwrap_model(model))
-        return tree_batch(trees, inner.config, inner.dtype, inner.device), [places[row] for row in sorted(places)]
+    ) -> tuple[dict[str, Any], list[_Targets]]:
+        """Return arguments of the model for the chosen rows (prompt, completion), and the targets of each row."""
+        inner = self._inner(model)
+        packs = inner.config._attn_implementation == "flex_attention"  # which skips what no token sees
+        groups: dict[Any, list[int]] = {}
+        for index, (prompt, _) in enumerate(rows[chosen]):
+            groups.setdefault(None if packs else prompt, []).append(index)
+        trees: list[ParallelExample] = []
+        targets: dict[int, _Targets] = {}
+        for members in groups.values():
+            tree = make_tree(*zip(*(rows[chosen][index] for index in members), strict=True))
+            for row, index in enumerate(members):
+                own = tree.target_rows == row
+                targets[index] = _Targets(len(trees), tree.target_queries[own].tolist(), tree.target_ids[own].tolist())
+            trees.append(tree)
+        return tree_batch(trees, inner.config, inner.dtype, inner.device), [targets[i] for i in range(len(targets))]
 
 
 class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
@@ -141,15 +155,18 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             self._log_difference(found[0].detach(), self._inputs)
         return found
 
-    def _layout(self, model: Any, rows: Any, chosen: slice) -> tuple[dict[str, Any], list[Place]]:
+    def _layout(self, model: Any, rows: Any, chosen: slice) -> tuple[dict[str, Any], list[_Targets]]:
         if self._examples is None:
             return super()._layout(model, rows, chosen)
-        examples = [example.with_one_target_each() for example in self._examples[chosen]]
-        inner = unwrap(self.accelerator.unwrap_model(model))
-        prepare_model(enable(inner))
+        examples = self._examples[chosen]
+        inner = prepare_model(enable(self._inner(model)))
         batch = DataCollatorForParallel(self.processing_class)(examples)
-        places = [(row, torch.from_numpy(example.target_queries)) for row, example in enumerate(examples)]
-        return {name: values.to(inner.device) for name, values in batch.items()}, places
+        names = "input_ids", "position_ids", "past_key_values"
+        targets = [
+            _Targets(row, example.target_queries.tolist(), example.target_ids.tolist())
+            for row, example in enumerate(examples)
+        ]
+        return {name: batch[name].to(inner.device) for name in names}, targets
 
     def _log_difference(self, log_probs: torch.Tensor, inputs: dict[str, Any]) -> None:
         """Log the difference to the log-probabilities at sampling time, under the names that TRL uses with vLLM."""
@@ -163,6 +180,23 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             value = reduce(difference) if len(difference) else torch.zeros((), device=log_probs.device)
             gathered = self.accelerator.gather(value)
             metrics[f"sampling/sampling_logp_difference/{name}"].append(reduce(gathered).item())
+
+
+@contextmanager
+def _computing_targets(model: Any, targets: Sequence[_Targets]) -> Iterator[None]:
+    """Pass the hidden states of the targets alone, `[1, N, hidden_size]`, to the head of a model."""
+    rows = torch.tensor([row.row for row in targets for _ in row.queries], dtype=torch.int64)
+    queries = torch.tensor([query for row in targets for query in row.queries], dtype=torch.int64)
+
+    def select(module: Any, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state[rows, queries][None]
+        return output
+
+    handle = model.base_model.register_forward_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _padded(values: Sequence[torch.Tensor], length: int) -> torch.Tensor:

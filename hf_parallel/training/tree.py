@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_parallel.training.collator import IGNORED
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.masks import stock_mask
 
@@ -48,7 +47,6 @@ def tree_logprobs(
     example = make_tree(prompts, answers)
     parameter = next(model.parameters())
     batch = tree_batch([example], model.config, parameter.dtype, parameter.device)
-    del batch["shift_labels"]
     queries, targets = (
         torch.from_numpy(values).to(parameter.device) for values in (example.target_queries, example.target_ids)
     )
@@ -61,38 +59,37 @@ def tree_logprobs(
 
 
 def make_tree(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> ParallelExample:
-    """Return the tree of completions with one target per token. Raises `ValueError` for an empty prompt."""
+    """Return the tree of completions. Raises `ValueError` for an empty prompt."""
     if not all(prompts):
         raise ValueError("prompts must have at least one token, from whose logits the first token is sampled")
-    return ParallelExample.from_tree(prompts, completions).with_one_target_each()
+    return ParallelExample.from_tree(prompts, completions)
 
 
 def tree_batch(
     examples: Sequence[ParallelExample], config: Any, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Any]:
-    """Return arguments of a model with stock attention for examples of `make_tree`, padded to the longest one.
+    """Return arguments of a model with stock attention for examples whose keys never move, padded to the longest one.
 
-    `input_ids`, `position_ids` and `shift_labels` are int64 `[B, T]`, `attention_mask` is `[B, 1, T, T]` or a
-    dictionary of these by type of layer.
+    `input_ids` and `position_ids` are int64 `[B, T]`, `attention_mask` is that of `stock_mask` for a batch.
     """
     shape = len(examples), max(map(len, examples))
     batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "position_ids")}
-    batch["shift_labels"] = torch.full(shape, IGNORED)
     masks = []
     for row, example in enumerate(examples):
         batch["input_ids"][row, : len(example)] = torch.from_numpy(example.input_ids)
         batch["position_ids"][row, : len(example)] = torch.from_numpy(example.position_ids)
-        batch["shift_labels"][row, torch.from_numpy(example.target_queries)] = torch.from_numpy(example.target_ids)
-        masks.append(stock_mask(example, config, dtype))
+        masks.append(stock_mask(example, config, dtype, device))
     batch = {name: values.to(device) for name, values in batch.items()}
+    if len(masks) == 1:  # which may be a `BlockMask`
+        return {**batch, "attention_mask": masks[0]}
     if isinstance(masks[0], dict):
-        of_types = {kind: _padded([mask[kind] for mask in masks], shape[1]) for kind in masks[0]}  # type: ignore
-        return {**batch, "attention_mask": {kind: mask.to(device) for kind, mask in of_types.items()}}
-    return {**batch, "attention_mask": _padded(masks, shape[1]).to(device)}  # type: ignore[arg-type]
+        return {**batch, "attention_mask": {kind: _padded([mask[kind] for mask in masks]) for kind in masks[0]}}
+    return {**batch, "attention_mask": _padded(masks)}
 
 
-def _padded(masks: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+def _padded(masks: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack masks `[1, 1, T, T]`. Padding sees the first token, as attention over no token is NaN."""
+    length = max(mask.shape[-1] for mask in masks)
     blocked = False if masks[0].dtype == torch.bool else torch.finfo(masks[0].dtype).min
     out = masks[0].new_full((len(masks), 1, length, length), blocked)
     for padded, mask in zip(out, masks, strict=True):
