@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -18,15 +17,7 @@ from hf_parallel.training.collator import DataCollatorForParallel
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.masks import stock_mask
 from hf_parallel.training.rollouts import EXAMPLES, TEXTS, generate_rows
-from hf_parallel.training.tree import make_tree, tree_batch
-
-
-class _Targets(NamedTuple):
-    """Targets of a completion: the row of the batch, the tokens there whose logits predict them, and their ids."""
-
-    row: int
-    queries: list[int]
-    ids: list[int]
+from hf_parallel.training.tree import Targets, computing_targets, make_tree, tree_batch
 
 
 class SharedPrefixLossMixin:
@@ -67,7 +58,7 @@ class SharedPrefixLossMixin:
         size = batch_size or len(rows)
         for start in range(0, len(rows), size):
             batch, targets = self._layout(model, pairs, slice(start, start + size))
-            with self.accelerator.autocast(), _computing_targets(self._inner(model), targets):
+            with self.accelerator.autocast(), computing_targets(self._inner(model), targets):
                 labels = torch.tensor([[token for row in targets for token in row.ids]], device=input_ids.device)
                 found = model(**batch, shift_labels=labels, fused_lm_head=True)  # TRL's, which stores no logits
             counts = [len(row.ids) for row in targets]
@@ -80,7 +71,7 @@ class SharedPrefixLossMixin:
 
     def _layout(
         self, model: Any, rows: Sequence[tuple[tuple[int, ...], list[int]]], chosen: slice
-    ) -> tuple[dict[str, Any], list[_Targets]]:
+    ) -> tuple[dict[str, Any], list[Targets]]:
         """Return arguments of the model for the chosen rows (prompt, completion), and the targets of each row."""
         inner = self._inner(model)
         packs = inner.config._attn_implementation == "flex_attention"  # which skips what no token sees
@@ -88,12 +79,12 @@ class SharedPrefixLossMixin:
         for index, (prompt, _) in enumerate(rows[chosen]):
             groups.setdefault(None if packs else prompt, []).append(index)
         trees: list[ParallelExample] = []
-        targets: dict[int, _Targets] = {}
+        targets: dict[int, Targets] = {}
         for members in groups.values():
             tree = make_tree(*zip(*(rows[chosen][index] for index in members), strict=True))
             for row, index in enumerate(members):
                 own = tree.target_rows == row
-                targets[index] = _Targets(len(trees), tree.target_queries[own].tolist(), tree.target_ids[own].tolist())
+                targets[index] = Targets(len(trees), tree.target_queries[own].tolist(), tree.target_ids[own].tolist())
             trees.append(tree)
         return tree_batch(trees, inner.config, inner.dtype, inner.device), [targets[i] for i in range(len(targets))]
 
@@ -155,7 +146,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             self._log_difference(found[0].detach(), self._inputs)
         return found
 
-    def _layout(self, model: Any, rows: Any, chosen: slice) -> tuple[dict[str, Any], list[_Targets]]:
+    def _layout(self, model: Any, rows: Any, chosen: slice) -> tuple[dict[str, Any], list[Targets]]:
         if self._examples is None:
             return super()._layout(model, rows, chosen)
         examples = self._examples[chosen]
@@ -163,7 +154,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         batch = DataCollatorForParallel(self.processing_class)(examples)
         names = "input_ids", "position_ids", "past_key_values"
         targets = [
-            _Targets(row, example.target_queries.tolist(), example.target_ids.tolist())
+            Targets(row, example.target_queries.tolist(), example.target_ids.tolist())
             for row, example in enumerate(examples)
         ]
         return {name: batch[name].to(inner.device) for name in names}, targets
@@ -180,23 +171,6 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             value = reduce(difference) if len(difference) else torch.zeros((), device=log_probs.device)
             gathered = self.accelerator.gather(value)
             metrics[f"sampling/sampling_logp_difference/{name}"].append(reduce(gathered).item())
-
-
-@contextmanager
-def _computing_targets(model: Any, targets: Sequence[_Targets]) -> Iterator[None]:
-    """Pass the hidden states of the targets alone, `[1, N, hidden_size]`, to the head of a model."""
-    rows = torch.tensor([row.row for row in targets for _ in row.queries], dtype=torch.int64)
-    queries = torch.tensor([query for row in targets for query in row.queries], dtype=torch.int64)
-
-    def select(module: Any, args: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state[rows, queries][None]
-        return output
-
-    handle = model.base_model.register_forward_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _padded(values: Sequence[torch.Tensor], length: int) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -11,6 +12,14 @@ from transformers import PreTrainedModel
 
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.masks import stock_mask
+
+
+class Targets(NamedTuple):
+    """Targets of a completion: the row of the batch, the tokens there whose logits predict them, and their ids."""
+
+    row: int
+    queries: list[int]
+    ids: list[int]
 
 
 def tree_logprobs(
@@ -85,6 +94,23 @@ def tree_batch(
     if isinstance(masks[0], dict):
         return {**batch, "attention_mask": {kind: _padded([mask[kind] for mask in masks]) for kind in masks[0]}}
     return {**batch, "attention_mask": _padded(masks)}
+
+
+@contextmanager
+def computing_targets(model: Any, targets: Sequence[Targets]) -> Iterator[None]:
+    """Pass the hidden states of the targets alone, `[1, N, hidden_size]`, to the head of a model."""
+    rows = torch.tensor([row.row for row in targets for _ in row.queries], dtype=torch.int64)
+    queries = torch.tensor([query for row in targets for query in row.queries], dtype=torch.int64)
+
+    def select(module: Any, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state[rows, queries][None]
+        return output
+
+    handle = model.base_model.register_forward_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _padded(masks: Sequence[torch.Tensor]) -> torch.Tensor:

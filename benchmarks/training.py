@@ -1,0 +1,340 @@
+"""Measures training with shared prefixes against TRL: `python -m benchmarks.training --help`.
+
+Completions of one long prompt: the loss with its gradients (a tree against full rows), its peak memory, the rollouts,
+and a whole step of GRPO. Full rows are computed in micro-batches, as all at once need more memory than most machines
+have. For the memory each way runs in a process of its own, and that of all full rows is read from the line through
+smaller batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+import hf_parallel
+from hf_parallel.cli.measure import long_prompt
+from hf_parallel.models.loading import load_model
+from hf_parallel.training import SharedPrefixGRPOTrainer, tree_logprobs
+from hf_parallel.training.tree import Targets, computing_targets, make_tree, tree_batch
+
+from .__main__ import about, finish, new_path, set_up
+from .shared_prefix import PAGE
+
+TARGETS = (
+    ("loss_of_full_rows_by_tree", "at least", 6.0, "forward and backward pass: full rows relative to the tree"),
+    ("memory_of_tree_by_full_rows", "at most", 0.25, "peak memory of it: the tree relative to full rows"),
+    ("rollouts_of_generate_by_ours", "at least", 5.0, "rollouts: generate relative to shared_prefix"),
+    ("rollouts_of_continuous_batching_by_ours", "at least", 1.0, "rollouts: continuous batching relative to it"),
+    ("step_of_stock_by_ours", "at least", 4.0, "a whole step of GRPO: TRL relative to both shared"),
+    ("layout_by_loss", "at most", 0.02, "making the tree and its mask relative to forward and backward pass"),
+)
+"""Ratio, direction, limit, and description of the ratio."""
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainingBenchmark:
+    """Settings and run.
+
+    Parameters
+    ----------
+    prompt, completions, new_tokens : int
+    rows : int
+        Rows of a micro-batch of full rows. Divides `completions`.
+    rounds : int
+        Rounds of the loss. Each times the tree and one micro-batch.
+    memory_rows : tuple of int
+        Batch sizes of full rows whose peak memory is measured.
+    """
+
+    prompt: int = 1024
+    completions: int = 16
+    new_tokens: int = 64
+    rows: int = 4
+    rounds: int = 2
+    memory_rows: tuple[int, ...] = (1, 2, 4)
+
+    def run(self, model: Any, tokenizer: Any, log: Log, in_process: Callable[..., Any]) -> dict[str, Any]:
+        """Return the entries of the report. `in_process` calls `peak_memory` for this model in a new process."""
+        ids = long_prompt(tokenizer, self.prompt)
+        report: dict[str, Any] = {"settings": asdict(self), "memory": self._memory(log, in_process)}
+        report["rollouts"] = self._rollouts(model, ids, log)
+        report["step"] = self._steps(model, tokenizer, ids, log)
+        report["loss"] = self._loss(model, ids[0].tolist(), log)  # last, as it changes the model's forward
+        loss, memory, rollouts = report["loss"], report["memory"], report["rollouts"]
+        report["ratios"] = {
+            "loss_of_full_rows_by_tree": loss["full_rows"] / loss["tree"],
+            "loss_of_full_rows_by_tree_logprobs": loss["full_rows"] / loss["tree_logprobs"],
+            "memory_of_tree_by_full_rows": memory["tree"] / memory["full_rows"],
+            "rollouts_of_generate_by_ours": rollouts["generate"] / rollouts["shared_prefix"],
+            "step_of_stock_by_ours": report["step"]["stock"] / report["step"]["both_shared"],
+            "layout_by_loss": loss["layout"] / loss["tree"],
+        }
+        if "continuous_batching" in rollouts:
+            ratio = rollouts["continuous_batching"] / rollouts["shared_prefix"]
+            report["ratios"]["rollouts_of_continuous_batching_by_ours"] = ratio
+        return report
+
+    def _loss(self, model: Any, prompt: list[int], log: Log) -> dict[str, Any]:
+        """Return the seconds of forward and backward pass of all completions, and of making the tree."""
+        model.train()
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        completions = self.random_completions(model)
+        seconds: dict[str, list[float]] = {"layout": [], "tree": [], "tree_logprobs": [], "full_rows": []}
+        sums: dict[str, float] = {}
+        for number in range(self.rounds):
+            log(f"loss, round {number + 1} of {self.rounds}")
+            seconds["layout"].append(timed(lambda: lay_out(model, prompt, completions))[0])
+            some = completions[number * self.rows % self.completions :][: self.rows]
+            ways: dict[str, tuple[Callable[..., torch.Tensor], list[list[int]]]] = {
+                "tree": (of_tree, completions),
+                "tree_logprobs": (of_tree_logprobs, completions),
+                "full_rows": (of_full_rows, some),
+            }
+            for name, (way, given) in ways.items():
+                took, total = timed(partial(run_backward, way, model, prompt, given))
+                seconds[name].append(took)
+                sums[name] = sums.get(name, 0.0) + total
+        medians = {name: statistics.median(times) for name, times in seconds.items()}
+        medians["full_rows"] *= self.completions / self.rows
+        return medians | {"sums_of_log_probs": sums}
+
+    def random_completions(self, model: Any) -> list[list[int]]:
+        """Return random completions, the same at each call."""
+        shape = self.completions, self.new_tokens
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(3, model.config.vocab_size, shape, generator=generator).tolist()
+
+    def _memory(self, log: Log, in_process: Callable[..., Any]) -> dict[str, Any]:
+        """Return the bytes that forward and backward pass need beyond the weights."""
+        log("peak memory of the tree")
+        found: dict[str, Any] = {"tree": in_process("tree", self.completions)}
+        for rows in self.memory_rows:
+            log(f"peak memory of full rows, {rows} at once")
+            found[f"{rows}_full_rows"] = in_process("full_rows", rows)
+        measured = [float(found[f"{rows}_full_rows"]) for rows in self.memory_rows]
+        slope, intercept = statistics.linear_regression(self.memory_rows, measured)
+        return found | {"full_rows": intercept + slope * self.completions, "per_row": slope, "of_no_row": intercept}
+
+    def _rollouts(self, model: Any, ids: torch.Tensor, log: Log) -> dict[str, Any]:
+        """Return the seconds of the completions of one prompt, each way as GRPOTrainer calls it."""
+        batch = ids.repeat(self.completions, 1)
+        sampling = {"do_sample": True, "max_new_tokens": self.new_tokens, "min_new_tokens": self.new_tokens}
+        found: dict[str, Any] = {}
+        for mode in ("shared_prefix", None):
+            log(f"rollouts, {mode or 'generate'}")
+            given = {"generation_mode": mode, "attention_mask": torch.ones_like(batch), **sampling}
+            found[mode or "generate"] = timed(partial(model.generate, batch, **given))[0]
+        log("rollouts, continuous batching")
+        pages = self.completions * (-(-(self.prompt + self.new_tokens) // PAGE) + 1)
+        batching = ContinuousBatchingConfig(
+            page_size=PAGE, num_blocks=pages, max_batch_tokens=max(self.prompt, PAGE), use_cuda_graph=False
+        )
+        batching.use_async_batching = False
+        config = GenerationConfig(do_sample=True, max_new_tokens=self.new_tokens, eos_token_id=-1, pad_token_id=0)
+        try:
+            found["continuous_batching"] = timed(
+                lambda: _check(
+                    model.generate_batch(
+                        batch.tolist(),
+                        generation_config=config,
+                        continuous_batching_config=batching,
+                        progress_bar=False,
+                    ),
+                    self.completions,
+                )
+            )[0]
+        except Exception as error:  # an error is reported as a result
+            found["error_of_continuous_batching"] = f"{type(error).__name__}: {error}"
+        return found
+
+    def _steps(self, model: Any, tokenizer: Any, ids: torch.Tensor, log: Log) -> dict[str, Any]:
+        """Return the seconds of one step of GRPO: rollouts, loss, optimizer."""
+        prompt = tokenizer.decode(ids[0])
+        shared = {"generation_mode": "shared_prefix"}
+        ways: dict[str, tuple[Any, int, dict[str, Any]]] = {
+            "both_shared": (SharedPrefixGRPOTrainer, self.completions, shared),
+            "stock": (GRPOTrainer, self.rows, {}),
+        }
+        found = {}
+        for name, (cls, rows, generation) in ways.items():
+            log(f"step of GRPO, {name}")
+            trainer = cls(
+                model=hf_parallel.enable(copy.deepcopy(model)),
+                processing_class=tokenizer,
+                reward_funcs=lambda completions, **columns: [float(len(text)) for text in completions],
+                train_dataset=Dataset.from_dict({"prompt": [prompt]}),
+                args=GRPOConfig(
+                    output_dir=tempfile.mkdtemp(),
+                    max_steps=1,
+                    num_generations=self.completions,
+                    per_device_train_batch_size=rows,
+                    gradient_accumulation_steps=self.completions // rows,
+                    max_completion_length=self.new_tokens,
+                    gradient_checkpointing=False,
+                    generation_kwargs={"min_new_tokens": self.new_tokens, **generation},
+                    bf16=False,
+                    use_cpu=True,
+                    logging_steps=1,
+                    save_strategy="no",
+                    report_to=[],
+                    disable_tqdm=True,
+                ),
+            )
+            trainer.train()
+            found[name] = next(logs["step_time"] for logs in trainer.state.log_history if "step_time" in logs)
+        return found
+
+
+def _check(done: Any, expected: int) -> None:
+    """Raise `RuntimeError` unless all requests of continuous batching were answered."""
+    errors = [request.error for request in done.values() if request.error]
+    if errors or len(done) != expected:
+        raise RuntimeError(errors[0] if errors else f"{len(done)} of {expected} requests came back")
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds of a call, and its result."""
+    began = time.perf_counter()
+    result = call()
+    return time.perf_counter() - began, result
+
+
+def run_backward(way: Callable[..., torch.Tensor], *given: Any) -> float:
+    """Compute log-probabilities and gradients; return the sum of the log-probabilities."""
+    total = way(*given).sum()
+    total.backward()
+    return total.item()
+
+
+def lay_out(model: Any, prompt: list[int], completions: list[list[int]]) -> tuple[dict[str, Any], Targets]:
+    """Return the arguments of the model for a tree, and its targets."""
+    tree = make_tree([prompt] * len(completions), completions)
+    batch = tree_batch([tree], model.config, model.dtype, model.device)
+    return batch, Targets(0, tree.target_queries.tolist(), tree.target_ids.tolist())
+
+
+def of_tree(model: Any, prompt: list[int], completions: list[list[int]]) -> torch.Tensor:
+    """Compute a tree as `SharedPrefixGRPOTrainer` does, with TRL's head."""
+    batch, targets = lay_out(model, prompt, completions)
+    with computing_targets(model, [targets]):
+        return model(**batch, shift_labels=torch.tensor([targets.ids]), fused_lm_head=True).log_probs
+
+
+def of_tree_logprobs(model: Any, prompt: list[int], completions: list[list[int]]) -> torch.Tensor:
+    """Compute a tree, with the model's own head."""
+    return torch.cat(tree_logprobs(model, prompt, completions))
+
+
+def of_full_rows(model: Any, prompt: list[int], completions: list[list[int]]) -> torch.Tensor:
+    """Compute rows of prompt and completion as TRL does."""
+    ids = torch.tensor([[*prompt, *completion] for completion in completions])
+    labels = ids.clone()
+    labels[:, : len(prompt)] = -100
+    mask = torch.ones_like(ids)
+    return model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
+
+
+def peak_memory(benchmark: TrainingBenchmark, path: str | None, threads: int, way: str, rows: int) -> int:
+    """Return the bytes of the process during forward and backward pass, less those before it."""
+    torch.set_num_threads(threads)
+    model, tokenizer = load_model(path, torch.float32, "cpu", preset=False)
+    model.train()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    prompt = long_prompt(tokenizer, benchmark.prompt)[0].tolist()
+    completions = benchmark.random_completions(model)[:rows]
+    process, done = psutil.Process(), threading.Event()
+    before = process.memory_info().rss
+    seen = [before]
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            seen.append(process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    run_backward({"tree": of_tree, "full_rows": of_full_rows}[way], model, prompt, completions)
+    done.set()
+    watcher.join()
+    return max(seen) - before
+
+
+def in_new_process(function: Callable[..., Any], *given: Any) -> Any:
+    """Return the result of a function that runs in a new process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, given)
+
+
+def targets(ratios: dict[str, float]) -> list[dict[str, Any]]:
+    """Compare the ratios with their limits."""
+    found = []
+    for name, direction, limit, words in TARGETS:
+        if name in ratios:
+            met = ratios[name] >= limit if direction == "at least" else ratios[name] <= limit
+            found.append({"what": words, "value": ratios[name], direction.replace(" ", "_"): limit, "met": met})
+    return found
+
+
+def show(console: Console, report: dict[str, Any]) -> None:
+    """Print the tables."""
+    for title, unit, factor in (("loss", "s", 1), ("memory", "MB", 1e-6), ("rollouts", "s", 1), ("step", "s", 1)):
+        table = Table("", unit, title=title, title_justify="left")
+        for name, value in report[title].items():
+            shown = f"{value * factor:.2f}" if isinstance(value, int | float) else str(value)
+            table.add_row(name, shown)
+        console.print(table)
+    table = Table("ratio", "", "limit", "", title="ratios", title_justify="left")
+    for target in report["targets"]:
+        limit = f"at least {target['at_least']}" if "at_least" in target else f"at most {target['at_most']}"
+        table.add_row(target["what"], f"{target['value']:.3f}", limit, "met" if target["met"] else "MISSED")
+    console.print(table)
+    if report["quick"]:
+        console.print("(--quick: the figures are meaningless)")
+
+
+def main() -> int:
+    """Run the benchmark; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
+    parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    parser.add_argument("--rounds", type=int, default=TrainingBenchmark.rounds, help="rounds of the loss (2)")
+    parser.set_defaults(device="cpu", dtype="float32")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
+    options = parser.parse_args()
+    console = Console(highlight=False)
+    model, tokenizer = set_up(options)
+    benchmark = TrainingBenchmark(rounds=options.rounds)
+    if options.quick:
+        benchmark = TrainingBenchmark(48, 4, 4, rows=2, rounds=1, memory_rows=(1, 2))
+    in_process = partial(in_new_process, peak_memory, benchmark, options.model, torch.get_num_threads())
+    report = about(model, options) | {"quick": options.quick}
+    report |= benchmark.run(model, tokenizer, console.print, in_process)
+    report["targets"] = targets(report["ratios"])
+    finish(console, report, options.output or new_path("training", options.quick), show)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
