@@ -83,7 +83,7 @@ def test_the_same_seed_is_replayed_without_a_forward_pass(layout: str, num_worke
 def test_another_seed_leaves_the_cached_passes_and_continues_exactly(layout: str, num_workers: int) -> None:
     cache, settings = LogitsCache(), {"layout": layout, "num_workers": num_workers}
     replayed = left = 0
-    for seed in range(4):
+    for seed in range(3):
         out, expected = write(logits_cache=cache, seed=seed, **settings), plain(seed=seed, **settings)
         assert_same(out, expected)
         assert out.stats.forward_passes <= expected.stats.forward_passes
@@ -231,12 +231,12 @@ def test_hotspots_replay_more_than_stepwise(policy: Hotspot) -> None:
     ids=str,
 )
 def test_other_settings_never_hit(other: dict[str, Any]) -> None:
-    cache = LogitsCache()
-    write(logits_cache=cache)
+    cache, ids = LogitsCache(), PROMPTS[1][None]
+    write(ids, logits_cache=cache)
     hits = cache.hits
-    out = write(logits_cache=cache, **other)
+    out = write(ids, logits_cache=cache, **other)
     assert (cache.hits, out.stats.replayed_tokens) == (hits, 0)
-    assert_same(out, plain(**other))
+    assert_same(out, plain(ids, **other))
 
 
 def test_another_model_or_prompt_never_hits() -> None:
