@@ -1,4 +1,4 @@
-"""Hub export: a mode as a `custom_generate` repository of transformers, with or without a model.
+"""Hub export: a mode as a `custom_generate` repository of transformers, alone or with a model or a PEFT adapter.
 
 `custom_generate/generate.py` in a repository replaces `generate` of the model that is loaded from it, and of any model
 called with `custom_generate=`. The exported file only names the mode and its settings, and calls `generate_as`.
@@ -15,15 +15,18 @@ from importlib.metadata import version
 from pathlib import Path
 from pprint import pformat
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitInfo, HfApi, metadata_load, metadata_save
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from hf_parallel.generation import MODES, ParallelConfig, enable
 from hf_parallel.generation.config import make_config
-from hf_parallel.generation.mixin import keep_mode, take_parallel_config
+from hf_parallel.generation.mixin import keep_mode, take_parallel_config, unwrap
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 GENERATE = "custom_generate/generate.py"
 REQUIREMENTS = "custom_generate/requirements.txt"
@@ -31,8 +34,10 @@ CARD = "README.md"
 MARK = '"""Written by hf_parallel.hub: '  # begins an exported `generate.py`; other ones are not overwritten
 CARD_MARK = "<!-- Written by hf_parallel.hub: "  # in an exported README; other ones on the Hub are not overwritten
 TAG = "custom_generate"  # of such repositories on the Hub
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors", *ADAPTER)
 EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 _logger = logging.getLogger(__name__)
 _CODE = '''{mark}generation_mode={mode!r} with the settings below."""
 
@@ -46,19 +51,13 @@ def generate(*inputs, model, **arguments):
     """`model.generate` in this mode. Arguments of the call override the settings above."""
     return generate_as(MODE, SETTINGS, model, inputs, arguments)
 '''
-_CARD = """---
-library_name: transformers
-tags:
-- custom_generate
----
-
-{mark}the next push overwrites this file unless this line is removed. -->
+_CARD = """{mark}the next push overwrites this file unless this line is removed. -->
 
 # `generate` in the mode `{mode}`
 
 {summary} {usage}
 
-With [transformers](https://github.com/huggingface/transformers) and `pip install hf_parallel`:
+With [transformers](https://github.com/huggingface/transformers) and `pip install {packages}`:
 
 ```python
 {example}
@@ -73,18 +72,23 @@ Settings, which arguments of `generate` with the same name override:
 
 
 def export(
-    model_or_config: PreTrainedModel | ParallelConfig, folder: str | os.PathLike[str], *, tokenizer: Any = None
+    model_or_config: PreTrainedModel | PeftModel | ParallelConfig,
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
 ) -> Path:
     """Write a `custom_generate` repository of a mode, and return its folder.
 
     A model loaded from it (`from_pretrained(folder, trust_remote_code=True)`) generates in the mode without an import
-    of `hf_parallel`. Any other model does with `custom_generate=folder, trust_remote_code=True`.
+    of `hf_parallel`. Any other model does with `custom_generate=folder, trust_remote_code=True`. `load` returns models
+    and adapters.
 
     Parameters
     ----------
-    model_or_config : PreTrainedModel or ParallelConfig
+    model_or_config : PreTrainedModel, PeftModel or ParallelConfig
         A model whose `generation_config` has a `generation_mode` (and optionally a `parallel_config`), exported with
-        weights, config and generation config; or the settings of a mode alone.
+        weights, config and generation config; of a `PeftModel`, only its active adapter and the generation config; or
+        the settings of a mode alone.
     folder : str or os.PathLike
         A new or empty folder, or one that an earlier export has written. Everything is written, or nothing.
     tokenizer : PreTrainedTokenizerBase, optional
@@ -94,11 +98,12 @@ def export(
     ------
     TypeError, ValueError
         If `model_or_config` is neither a model nor a config, names no mode, or has settings that cannot be stored; if
-        `tokenizer` is no tokenizer.
+        its adapter cannot be loaded again, as its base model has no name; if `tokenizer` is no tokenizer.
     FileExistsError
         If the folder contains files that no export has written, or that this one would not overwrite.
     """
     config = _config_of(model_or_config)
+    _check_adapter(model_or_config)
     _check_tokenizer(tokenizer)
     folder = Path(folder)
     existed = folder.exists()
@@ -119,7 +124,7 @@ def export(
 
 
 def push_to_hub(
-    model_or_config: PreTrainedModel | ParallelConfig,
+    model_or_config: PreTrainedModel | PeftModel | ParallelConfig,
     repo_id: str,
     *,
     tokenizer: Any = None,
@@ -147,9 +152,10 @@ def push_to_hub(
     Raises
     ------
     TypeError, ValueError
-        See `export`; nothing is uploaded then.
+        See `export`, or if the base model of an adapter is a local folder; nothing is uploaded then.
     """
     config = _config_of(model_or_config)
+    _check_adapter(model_or_config, on_hub=True)
     _check_tokenizer(tokenizer)
     api = HfApi(token=token)
     with TemporaryDirectory() as temporary:
@@ -162,6 +168,28 @@ def push_to_hub(
         return api.upload_folder(
             repo_id=url.repo_id, folder_path=temporary, commit_message=commit_message, delete_patterns=stale
         )
+
+
+def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
+    """Load an exported model or adapter, and enable it: its `generate` uses the mode.
+
+    An adapter is loaded into its base model. No code of the repository runs.
+
+    Parameters
+    ----------
+    name : str or os.PathLike
+        A folder, or an id on the Hub.
+    **kwargs
+        Arguments of `AutoModelForCausalLM.from_pretrained`.
+
+    Raises
+    ------
+    OSError
+        If there is no `generation_config.json`, or no model.
+    """
+    known = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
+    stored = GenerationConfig.from_pretrained(name, **known)  # transformers would read that of an adapter's base model
+    return enable(AutoModelForCausalLM.from_pretrained(name, **{"generation_config": stored, **kwargs}))
 
 
 def generate_as(
@@ -186,8 +214,37 @@ def generate_as(
     return model.generate(*inputs, parallel_config=config, **arguments)
 
 
-def _config_of(given: Any) -> ParallelConfig:
+def _is_model(given: Any) -> bool:
+    return isinstance(unwrap(given), PreTrainedModel)
+
+
+def _adapter_of(given: Any) -> tuple[str, str] | None:
+    """Return the names of a model's adapter and of its base model; None if the whole model is saved."""
     if isinstance(given, PreTrainedModel):
+        names = given.active_adapters() if getattr(given, "_hf_peft_config_loaded", False) else None
+    else:
+        names = getattr(given, "active_adapters", None)
+    if names is None:
+        return None
+    if len(names) != 1:
+        raise ValueError(f"one adapter must be active, got {list(names)}")
+    config = given.peft_config[names[0]]
+    return names[0], config.base_model_name_or_path or unwrap(given).name_or_path  # as PEFT saves it
+
+
+def _check_adapter(given: Any, on_hub: bool = False) -> None:
+    """Raise `ValueError` if the adapter of a model could not be loaded again, or not elsewhere."""
+    name, base = _adapter_of(given) or (None, None)
+    if name is not None and (not base or (on_hub and Path(base).exists())):
+        where = "the Hub id of the model" if on_hub else "a folder or the Hub id of the model"
+        raise ValueError(
+            f"base_model_name_or_path of the adapter must be {where} that it changes, got {base!r}: set "
+            f"model.peft_config[{name!r}].base_model_name_or_path"
+        )
+
+
+def _config_of(given: Any) -> ParallelConfig:
+    if _is_model(given):
         config = take_parallel_config(given.generation_config, {})
         if config is None:
             raise ValueError(
@@ -226,9 +283,9 @@ def _check_folder(folder: Path, new: Path | None = None) -> None:
 
 
 def _write(folder: Path, name: str, given: Any, config: ParallelConfig, tokenizer: Any) -> None:
-    if isinstance(given, PreTrainedModel):
+    if _is_model(given):
         keep_mode(given.generation_config)
-        given.save_pretrained(folder)
+        _save(folder, given)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     (folder / GENERATE).parent.mkdir()
@@ -239,18 +296,40 @@ def _write(folder: Path, name: str, given: Any, config: ParallelConfig, tokenize
     _write_card(folder, name, given, config, tokenizer)
 
 
+def _save(folder: Path, model: Any) -> None:
+    """Save a model, or its adapter, with its generation config."""
+    adapter = _adapter_of(model)
+    if adapter is None or isinstance(model, PreTrainedModel):
+        model.save_pretrained(folder)
+        return
+    name, _ = adapter
+    model.save_pretrained(folder, selected_adapters=[name])
+    model.generation_config.save_pretrained(folder)
+    if (folder / name).is_dir():  # PEFT saves only the adapter "default" to the folder itself
+        shutil.copytree(folder / name, folder, copy_function=shutil.move, dirs_exist_ok=True)
+        shutil.rmtree(folder / name)
+
+
 def _write_card(folder: Path, name: str, given: Any, config: ParallelConfig, tokenizer: Any) -> None:
-    model = given if isinstance(given, PreTrainedModel) else None
+    data: dict[str, Any] = {"library_name": "transformers", "tags": [TAG]}
+    adapter = _adapter_of(given)
     usage = f"Any model uses it with `model.generate(..., custom_generate={name!r}, trust_remote_code=True)`."
-    if model is not None:
+    if adapter is not None:
+        data = {"base_model": adapter[1], "library_name": "peft", "tags": [TAG]}
+        usage = f"The adapter here uses it when `hf_parallel.hub.load({name!r})` has loaded it. {usage}"
+    elif _is_model(given):
         usage = f"The model here uses it when it is loaded with `trust_remote_code=True`. {usage}"
-    summary = (type(config).__doc__ or "").split("\n")[0]
-    example = _example(name, model, config, tokenizer)
-    settings = json.dumps(config.stored(), indent=2, ensure_ascii=False)
     card = _CARD.format(
-        mark=CARD_MARK, mode=config.mode, summary=summary, usage=usage, example=example, settings=settings
+        mark=CARD_MARK,
+        mode=config.mode,
+        summary=(type(config).__doc__ or "").split("\n")[0],
+        usage=usage,
+        packages="hf_parallel" if adapter is None else "hf_parallel peft",
+        example=_example(name, given, config, tokenizer),
+        settings=json.dumps(config.stored(), indent=2, ensure_ascii=False),
     )
     (folder / CARD).write_text(card, encoding="utf-8")
+    metadata_save(folder / CARD, data)
 
 
 def _keep_card(api: HfApi, repo_id: str, card: Path) -> None:
@@ -273,10 +352,14 @@ def _keep_card(api: HfApi, repo_id: str, card: Path) -> None:
         card.unlink()
 
 
-def _example(name: str, model: PreTrainedModel | None, config: ParallelConfig, tokenizer: Any) -> str:
-    weights = name if model is not None else EXAMPLE_MODEL
-    words = name if tokenizer is not None else getattr(model, "name_or_path", "") or weights
-    trust = ", trust_remote_code=True" if model is not None else ""
+def _example(name: str, given: Any, config: ParallelConfig, tokenizer: Any) -> str:
+    has_model, adapter = _is_model(given), _adapter_of(given)
+    weights = name if has_model else EXAMPLE_MODEL
+    words = name if tokenizer is not None else getattr(given, "name_or_path", "") or weights
+    trust = ", trust_remote_code=True" if has_model else ""
+    loaded = f"AutoModelForCausalLM.from_pretrained({json.dumps(weights)}{trust})"
+    if adapter is not None:
+        loaded = f"hf_parallel.hub.load({json.dumps(name)})"
     task = '"Plan a day in Rome for six friends."'
     inputs = f'tokenizer({task}, return_tensors="pt")'
     if config.system_prompt() is not None:
@@ -284,12 +367,12 @@ def _example(name: str, model: PreTrainedModel | None, config: ParallelConfig, t
         inputs = f"hf_parallel.build_prompt({', '.join([json.dumps(config.mode), task, 'tokenizer', *settings])})"
     arguments = [*([] if config.replaces_input_ids else ["**inputs"]), "max_new_tokens=64", "tokenizer=tokenizer"]
     arguments += [f"{argument}={code}" for argument, code in config.example_arguments.items()]
-    if model is None:
+    if not has_model:
         arguments += [f"custom_generate={json.dumps(name)}", "trust_remote_code=True"]
     lines = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from transformers import {'' if adapter else 'AutoModelForCausalLM, '}AutoTokenizer",
         "",
-        f"model = AutoModelForCausalLM.from_pretrained({json.dumps(weights)}{trust})",
+        f"model = {loaded}",
         f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(words)})",
         f"inputs = {inputs}",
         "output = model.generate(",

@@ -423,6 +423,96 @@ def test_nothing_is_uploaded_if_the_export_fails() -> None:
         hf_parallel.hub.push_to_hub(tiny.build("llama"), "somebody/new")
 
 
+# Adapters
+
+OF_ADAPTER = OF_CONFIG | {"adapter_config.json", "adapter_model.safetensors", "generation_config.json"}
+
+
+@pytest.fixture
+def adapted(model: Any, tmp_path: Path) -> Any:
+    """A model with an adapter that changes its tokens."""
+    peft = pytest.importorskip("peft")
+    model.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.generation_config = copy.deepcopy(model.generation_config)
+    torch.manual_seed(0)
+    return peft.get_peft_model(base, lora()).eval()
+
+
+def lora() -> Any:
+    """Return the settings of a random adapter."""
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False, lora_alpha=64)
+
+
+@pytest.mark.parametrize("name", ["default", "second"])
+def test_an_adapter_is_loaded_with_its_mode_and_generates_the_same(
+    name: str, adapted: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    if name != "default":
+        adapted.add_adapter(name, lora())
+        adapted.set_adapter(name)
+    folder = export(adapted, tmp_path / "exported")
+    assert names(folder) == OF_ADAPTER
+    assert written(folder) == HogwildConfig(**SETTINGS)
+    given = {"input_ids": tokenizer(PROMPT, return_tensors="pt")["input_ids"], "tokenizer": tokenizer}
+    expected = hf_parallel.enable(adapted).generate(**given, max_new_tokens=8)
+    loaded = hf_parallel.hub.load(folder)
+    assert loaded.generation_config.parallel_config == SETTINGS
+    assert torch.equal(loaded.generate(**given, max_new_tokens=8), expected)
+    with adapted.disable_adapter():
+        assert not torch.equal(adapted.generate(**given, max_new_tokens=8), expected)
+    custom = AutoModelForCausalLM.from_pretrained(folder)
+    call = {**given, "custom_generate": str(folder), "trust_remote_code": True}
+    assert torch.equal(custom.generate(**call, max_new_tokens=8), expected)
+    again = hf_parallel.hub.load(export(loaded, tmp_path / "again"))
+    assert names(tmp_path / "again") == OF_ADAPTER
+    assert torch.equal(again.generate(**given, max_new_tokens=8), expected)
+
+
+def test_a_whole_model_is_loaded_with_its_mode(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    loaded = hf_parallel.hub.load(export(model, tmp_path))
+    assert len(loaded.generate(ids, tokenizer=tokenizer, max_new_tokens=4)) == 3
+
+
+def test_an_adapter_that_could_not_be_loaded_again_is_not_exported(adapted: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    with pytest.raises(ValueError, match=r"must be the Hub id of the model that it changes, got '.*base'"):
+        push_to_hub(adapted, "somebody/adapter")
+    adapted.peft_config["default"].base_model_name_or_path = None
+    adapted.get_base_model().name_or_path = ""
+    with pytest.raises(ValueError, match=r"base_model_name_or_path of the adapter must be a folder or .* got ''"):
+        export(adapted, folder)
+    adapted.add_adapter("second", lora())
+    adapted.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ValueError, match=r"one adapter must be active, got \['default', 'second'\]"):
+        export(adapted, folder)
+    adapted.generation_config.generation_mode = None
+    with pytest.raises(ValueError, match="names no mode to export"):
+        export(adapted, folder)
+    assert not folder.exists()
+
+
+def test_an_uploaded_adapter_is_loaded_elsewhere_in_one_line(
+    adapted: Any, model: Any, tokenizer: Any, tmp_path: Path, local_hub: Hub
+) -> None:
+    push_to_hub(model, "somebody/base", tokenizer=tokenizer)
+    adapted.peft_config["default"].base_model_name_or_path = "somebody/base"
+    local_hub.repositories["somebody/adapter"] = [{"model.safetensors": b"old", CARD: CARD_MARK.encode()}]
+    push_to_hub(adapted, "somebody/adapter", tokenizer=tokenizer)
+    uploaded = local_hub.files("somebody/adapter")
+    assert set(uploaded) > OF_ADAPTER
+    assert "model.safetensors" not in uploaded
+    card = uploaded[CARD].decode()
+    assert "base_model: somebody/base" in card
+    assert "- custom_generate" in card
+    printed = run(example(card) + "print(output.tolist())", local_hub, tmp_path).splitlines()
+    ids = hf_parallel.hogwild_prompt("Plan a day in Rome for six friends.", tokenizer, **SETTINGS)
+    expected = hf_parallel.enable(adapted).generate(**ids, tokenizer=tokenizer, max_new_tokens=64)
+    assert json.loads(printed[-1]) == expected.tolist()
+
+
 def test_pdos_settings_include_their_format(tmp_path: Path) -> None:
     export(PDOSConfig(branch_marker="@@", max_branches=7), tmp_path)
     assert written(tmp_path) == PDOSConfig(branch_marker="@@", max_branches=7)

@@ -34,7 +34,7 @@ from hf_parallel.training import (
     tree_logprobs,
 )
 from hf_parallel.training.attention import LayoutBatch
-from hf_parallel.training.dialects import Dialect
+from hf_parallel.training.dialects import Dialect, SkeletonDialect
 from hf_parallel.training.layout import make_views
 from hf_parallel.training.masks import block_mask, stock_mask
 
@@ -581,6 +581,18 @@ def test_text_of_the_mode_pdos_is_laid_out_as_the_mode_computes_it() -> None:
     reencoded = teacher_forced_logits(model, ParallelExample.from_text(text, tokenizer, "pdos", prompt))
     length = len("\nSo done.")
     torch.testing.assert_close(reencoded[-length:], sequential[-length:], rtol=0, atol=1e-9)
+
+
+def test_the_settings_of_a_mode_are_a_dialect() -> None:
+    markers = {"branch_marker": "@@", "title_end": "=", "terminator": "@@!"}
+    examples = [
+        ParallelExample.from_text("I look.\n@@a= x\n@@b= z\n@@!", AsciiTokenizer(), dialect)
+        for dialect in (hf_parallel.PDOSConfig(**markers), SkeletonDialect(**markers, ellipsis="......"))
+    ]
+    assert len(examples[0].block_lengths) > 3
+    assert examples[0].to_dict() == examples[1].to_dict()
+    with pytest.raises(ValueError, match="the mode 'hogwild' writes no annotated text"):
+        ParallelExample.from_text("a", AsciiTokenizer(), hf_parallel.HogwildConfig())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from hf_parallel.generation.arguments import encode
+from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.registry import MODES
 
 POSITIONS = ("depth", "overlap", "concatenated")
@@ -67,7 +68,8 @@ class SkeletonDialect:
         return (self.branch_marker, self.title_end, self.ellipsis, self.terminator)
 
 
-AnyDialect: TypeAlias = Dialect | SkeletonDialect
+AnyDialect: TypeAlias = Dialect | SkeletonDialect | ParallelConfig
+"""A dialect, or the settings of a mode that writes annotated text."""
 _OTHERS = {
     "multiverse": Dialect(("<Parallel>", "</Parallel>"), ("<Path>", "</Path>")),
     "threadweaver": Dialect(("<Parallel>", "</Parallel>"), ("<Thread>", "</Thread>")),
@@ -75,13 +77,17 @@ _OTHERS = {
 """Dialects of Multiverse (Yang et al., 2025) and ThreadWeaver (Lian et al., 2025)."""
 
 
-def get_dialect(dialect: str | AnyDialect) -> AnyDialect:
-    """Return a dialect by its name: of a mode that writes annotated text, or of another paper.
+def get_dialect(dialect: str | AnyDialect) -> Dialect | SkeletonDialect:
+    """Return a dialect by its name, that of a mode or of another paper, or from the settings of a mode.
 
-    Raises `ValueError` for an unknown name.
+    Raises `ValueError` for an unknown name, and for the settings of a mode that writes no annotated text.
     """
+    if isinstance(dialect, ParallelConfig):
+        if not dialect.text_markers:
+            raise ValueError(f"the mode {dialect.mode!r} writes no annotated text: its settings are no dialect")
+        return SkeletonDialect(**{name: getattr(dialect, name) for name in dialect.text_markers})
     own = {mode: SkeletonDialect(**cls.text_markers) for mode, cls in MODES.items() if cls.text_markers}
-    known: dict[str, AnyDialect] = {**own, **_OTHERS}
+    known: dict[str, Dialect | SkeletonDialect] = {**own, **_OTHERS}
     if isinstance(dialect, str) and dialect not in known:
         raise ValueError(f"dialect must be one of {sorted(known)} or a Dialect, got {dialect!r}")
     return known[dialect] if isinstance(dialect, str) else dialect
@@ -184,7 +190,12 @@ class Place:
 
 
 def lay_out(
-    text: str, tokenizer: Any, dialect: AnyDialect, prompt: Sequence[int], join: str, train_on_forced: bool
+    text: str,
+    tokenizer: Any,
+    dialect: Dialect | SkeletonDialect,
+    prompt: Sequence[int],
+    join: str,
+    train_on_forced: bool,
 ) -> Builder:
     """Return the blocks of a text after the tokens of a prompt; see `ParallelExample.from_text`."""
     for tag in dialect.tags:

@@ -181,8 +181,8 @@ class ParallelExample:
         text : str
             The whole answer, branches joined.
         tokenizer : PreTrainedTokenizerBase
-        dialect : str, Dialect or SkeletonDialect
-            `pdos`, `multiverse`, `threadweaver`, or a format.
+        dialect : str, Dialect, SkeletonDialect or ParallelConfig
+            `pdos`, `multiverse`, `threadweaver`, a format, or the settings of `pdos`, whose markers are the format.
         prompt : str or sequence of token ids
         join : str
             For `pdos`: `reencode` or `rotate`, as in `PDOSConfig`.
