@@ -15,7 +15,7 @@ from pages import FALSE_WARNINGS, NEW_TOKENS, OWN_MODES, READ_TOKENS, ROOT, garb
 
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem in OWN_MODES]
 RECIPES = sorted({*(ROOT / "examples").glob("*.py")} - {*EXAMPLES})
-"""Scripts that train, which further tests run."""
+"""Scripts that train, see test_recipes.py and test_grpo.py."""
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
@@ -27,6 +27,10 @@ def test_example_runs(example: Path, embedded: tuple[Any, Any], capsys: pytest.C
         run([example.read_text()], example.name)
     printed = capsys.readouterr().out
     assert repeats or not garbled(printed)
+    check_promised_lines(example, printed)
+
+
+def check_promised_lines(example: Path, printed: str) -> None:
     for line in promised_lines(example):
         pattern = re.escape(line).replace(r"\.\.\.", ".*").replace(r"\ \ ", r"\s+")
         assert re.search(rf"(?m)^\s*{pattern}$", printed), line
@@ -44,10 +48,10 @@ def test_there_is_an_example_for_every_mode_of_the_readme() -> None:
     assert {example.stem for example in EXAMPLES} == {mode for mode in OWN_MODES if f"`{mode}`" in readme}
 
 
-@pytest.mark.parametrize("example", [*EXAMPLES, *RECIPES], ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_is_short_and_documented(example: Path) -> None:
     source = example.read_text()
-    assert len(source.splitlines()) < 40 or example in RECIPES
+    assert len(source.splitlines()) < 40
     assert f"Run: python examples/{example.name}" in str(ast.get_docstring(ast.parse(source)))
     assert "\nMODEL = None  # " in source
 

@@ -1,0 +1,174 @@
+"""The scripts of `examples/` that train models, each with a page of its own, on small models."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from pages import ROOT, run
+from test_examples import RECIPES, check_promised_lines
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_parallel
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_has_a_page(recipe: Path) -> None:
+    source = recipe.read_text()
+    assert f"Run: python examples/{recipe.name}" in str(ast.get_docstring(ast.parse(source)))
+    assert any(f"python examples/{recipe.name}" in page.read_text() for page in (ROOT / "docs").glob("*.md"))
+
+
+def small_model(tokenizer: Any, folder: Path) -> LlamaForCausalLM:
+    """Return a random model with the embedded model's tokenizer, saved to a folder."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes))
+    model.save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_recipe_train_pdos_trains_and_exports(
+    embedded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    model = small_model(embedded[1], tmp_path / "base")
+    monkeypatch.setattr(hf_parallel, "load_embedded_model", lambda: (model, embedded[1]))
+    (recipe,) = (path for path in RECIPES if path.stem == "train_pdos")
+    monkeypatch.setattr(sys, "argv", [recipe.name, "--steps", "4", "--prompts", "1", "--output", str(tmp_path)])
+    run([recipe.read_text()], recipe.name)
+    check_promised_lines(recipe, capsys.readouterr().out)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["losses"][-1] < report["losses"][0]
+    assert hf_parallel.hub.load(tmp_path / "adapter").generation_config.generation_mode == "pdos"
+
+
+@pytest.mark.filterwarnings(*FALSE_WARNINGS)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(
+    notebook: Path,
+    embedded: tuple[Any, Any],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the notebook writes a page
+    display = ModuleType("IPython.display")
+    monkeypatch.setattr(display, "HTML", str, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    with small_scale(embedded):
+        run(["".join(cell["source"]) for cell in cells(notebook, "code")], notebook.name)
+    shown = capsys.readouterr().out
+    assert "the same as generate: True" in shown
+    assert re.search(r"(?m)^[1-9]\d* of \d+ tokens needed no forward pass$", shown)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_has_format_4(notebook: Path) -> None:
+    content = json.loads(notebook.read_text())
+    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
+    assert content["metadata"]["kernelspec"]["name"] == "python3"
+    both = [*cells(notebook, "code"), *cells(notebook, "markdown")]
+    assert len(both) == len(content["cells"]) == len({cell["id"] for cell in both})
+    assert all(re.fullmatch(r"[\w-]{1,64}", cell["id"]) and cell["metadata"] == {} for cell in both)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_shows_the_outputs_of_one_run_and_a_page(notebook: Path) -> None:
+    code = cells(notebook, "code")
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert {(output["output_type"], output.get("name")) for output in outputs} == {
+        ("stream", "stdout"),
+        ("execute_result", None),
+    }
+    printed = ["".join(output["text"]) for output in outputs if "text" in output]
+    assert len(printed) == sum("print(" in "".join(cell["source"]) for cell in code)
+    assert not garbled("\n".join(text for text in printed if "forward pass\n" not in text))
+    pages = ["".join(output["data"]["text/html"]) for output in outputs if "data" in output]
+    assert any("<iframe srcdoc=" in page and "Jupiter" in page for page in pages)
+    assert notebook.stat().st_size < 300_000
+
+
+def cells(notebook: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the cells of one kind."""
+    return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+# examples/train_workers.py
+
+
+@pytest.fixture(scope="module")
+def train_workers() -> ModuleType:
+    return load_recipe("train_workers")
+
+
+def load_recipe(name: str) -> ModuleType:
+    """Import a script of examples/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_second_run_of_train_workers_gives_the_same_figures(
+    train_workers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_workers, "BATCH", 2)
+    monkeypatch.setattr(train_workers, "MAX_PASSES", 8)
+    reports = []
+    for name in ("first.json", "second.json"):
+        arguments = ["--steps=2", "--layouts=1", "--problems=1", f"--output={name}"]
+        monkeypatch.setattr(sys, "argv", ["train_workers.py", *arguments])
+        train_workers.main()
+        reports.append(json.loads(Path(name).read_text()))
+        assert len(reports[-1]["losses"]) == 2
+    assert "4 independent" in capsys.readouterr().out
+    assert reports[0]["losses"] == reports[1]["losses"]
+    assert reports[0]["results"] == reports[1]["results"]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_the_workers_of_train_workers_learn_to_write_every_list_once(
+    train_workers: ModuleType, num_workers: int
+) -> None:
+    rng, labels = random.Random(0), train_workers.LABELS
+    for _ in range(20):
+        problem = train_workers.make_problem(rng)
+        texts = train_workers.solve(problem, num_workers)
+        steps = [part.split() for text in texts for part in " ".join(text).removesuffix("</s>").split(".\n")]
+        written = sorted(step for step in steps if len(step) > 1)
+        assert written == [[label, *numbers[::-1]] for label, numbers in zip(labels, problem, strict=True)]
+        least = (sum(map(len, problem)) + 2 * len(problem)) / num_workers
+        assert max(map(len, texts)) <= 1 + least + 3 * (max(map(len, problem)) + 2)
+
+
+def test_the_report_of_train_workers_meets_its_claims() -> None:
+    """Two workers need at most 0.6 of the passes of one; workers that see each other repeat little."""
+    (path,) = (ROOT / "benchmarks" / "results").glob("*-train-workers.json")
+    report = json.loads(path.read_text())
+    of = {(result["workers"], result["shared"]): result for result in report["results"]}
+    assert report["losses"][-1] < 0.1 * report["losses"][0]
+    assert of[2, True]["passes"] <= 0.6 * of[1, True]["passes"]
+    one, two, four = (of[workers, True]["accuracy_by_pass"][4] for workers in (1, 2, 4))  # after 16 passes
+    assert one < two < four
+    for workers in (2, 4):
+        assert of[workers, True]["duplicated_tokens"] < 0.2 * of[workers, False]["duplicated_tokens"]
+
+
+def cells(notebook: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the cells of one kind."""
+    return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == kind]
