@@ -576,11 +576,42 @@ def test_text_of_the_mode_pdos_is_laid_out_as_the_mode_computes_it() -> None:
         logits = teacher_forced_logits(model, example)
         assert logits.isfinite().all()
         targets = tokenizer.decode(example.target_ids.tolist())
-        assert targets == "I look.\n####a:......\n####b:......\n####%%%% x y\n# zz\n#\nSo done."
+        assert targets == "I look.\n####a:b:% x y\n# zz\n#\nSo done."  # without the text that the mode forces
     sequential = model(input_ids=torch.tensor([[*prompt, *encode(tokenizer, text)]])).logits[0]
     reencoded = teacher_forced_logits(model, ParallelExample.from_text(text, tokenizer, "pdos", prompt))
     length = len("\nSo done.")
     torch.testing.assert_close(reencoded[-length:], sequential[-length:], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("join", ["reencode", "rotate"])
+def test_the_text_of_a_run_has_the_targets_of_the_run(join: str) -> None:
+    """A skeleton's forced text is no target, and what is generated has the logits of the run."""
+    model, tokenizer = enabled(), AsciiTokenizer()
+    settings = {"opening": "I.\n####", "max_branches": 3, "max_title_tokens": 3, "branch_max_new_tokens": 6}
+    output = model.generate(
+        IDS,
+        generation_mode="pdos",
+        tokenizer=tokenizer,
+        join=join,
+        max_new_tokens=90,
+        return_dict_in_generate=True,
+        **settings,
+    )
+    assert output.blocks[0]
+    trunks = []
+    examples = (
+        ParallelExample.from_output(output),
+        ParallelExample.from_text(output.transcripts[0], tokenizer, "pdos", IDS[0].tolist(), join),
+    )
+    for example in examples:
+        is_trunk = (example.target_rows == 0) & (example.target_ids != ord("%"))  # the third branch is the last one
+        logits = teacher_forced_logits(model, example)[torch.from_numpy(example.target_queries[is_trunk])]
+        trunks.append((example.target_ids[is_trunk].tolist(), logits))
+    (ids, expected), (found, logits) = trunks
+    begin, length = len(settings["opening"]), sum(len(title) + 1 for title in output.titles[0][0])
+    assert tokenizer.decode(found) == settings["opening"] + tokenizer.decode(ids)
+    assert found[begin : begin + length] == ids[:length]  # further tokens of the text may be longer ones
+    torch.testing.assert_close(logits[begin : begin + length], expected[:length], rtol=0, atol=1e-9)
 
 
 def test_the_settings_of_a_mode_are_a_dialect() -> None:

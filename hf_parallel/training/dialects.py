@@ -6,6 +6,7 @@ sequential pieces and regions of branches; `layout` lays them out in blocks.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -287,8 +288,7 @@ class _Skeletons:
                 raise ValueError(f"line {line}: the title {title!r} does not end with {fmt.title_end!r} on its line")
             branches.append((f"{fmt.branch_marker}{title}{fmt.title_end}", content))
             line += part.count("\n")
-        skeleton = "".join(f"{prefix}{fmt.ellipsis}\n" for prefix, _ in branches) + fmt.terminator
-        builder.append(at, encode(self.tokenizer, skeleton), 0)
+        self._skeleton([prefix for prefix, _ in branches], at)
         marker = encode(self.tokenizer, fmt.branch_marker)[0]
         ends: list[Place] = []
         for prefix, content in branches:
@@ -302,3 +302,20 @@ class _Skeletons:
             return builder.append(after, encode(self.tokenizer, fmt.terminator), 0, is_target=False)
         joined = [t for prefix, content in branches for part in (prefix, content) for t in encode(self.tokenizer, part)]
         return builder.append(at, [*joined, *encode(self.tokenizer, fmt.terminator)], 0, is_target=False)
+
+    def _skeleton(self, prefixes: Sequence[str], at: Place) -> None:
+        """Append a skeleton. What the mode forces, ellipses and parts of markers, is no target.
+
+        Ellipses as targets would contradict the branches: the first branch has the context of the first ellipsis.
+        """
+        fmt = self.format
+        marker = os.path.commonprefix([fmt.branch_marker, fmt.terminator])
+        forced = encode(self.tokenizer, f"{fmt.ellipsis}\n{marker}")
+        begun = ""
+        for prefix in prefixes:
+            at = self.builder.append(at, encode(self.tokenizer, prefix.removeprefix(begun)), 0)
+            at = self.builder.append(at, forced, 0, is_target=False)
+            begun = marker
+        closing = encode(self.tokenizer, fmt.terminator.removeprefix(marker))
+        at = self.builder.append(at, closing[:1], 0)
+        self.builder.append(at, closing[1:], 0, is_target=False)

@@ -173,8 +173,8 @@ class ParallelExample:
     ) -> ParallelExample:
         """Return an annotated text as the mode or the paper of its dialect would compute it.
 
-        Targets are all tokens that the model generates: not the prompt, and not what is forced (the opening of a
-        branch, and the first token after its region).
+        Targets are all tokens that the model generates: not the prompt, and not what is forced (the ellipses of a
+        skeleton, the opening of a branch, and the first token after its region).
 
         Parameters
         ----------
