@@ -52,59 +52,6 @@ def test_recipe_train_pdos_trains_and_exports(
     assert hf_parallel.hub.load(tmp_path / "adapter").generation_config.generation_mode == "pdos"
 
 
-@pytest.mark.filterwarnings(*FALSE_WARNINGS)
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(
-    notebook: Path,
-    embedded: tuple[Any, Any],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)  # the notebook writes a page
-    display = ModuleType("IPython.display")
-    monkeypatch.setattr(display, "HTML", str, raising=False)
-    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
-    with small_scale(embedded):
-        run(["".join(cell["source"]) for cell in cells(notebook, "code")], notebook.name)
-    shown = capsys.readouterr().out
-    assert "the same as generate: True" in shown
-    assert re.search(r"(?m)^[1-9]\d* of \d+ tokens needed no forward pass$", shown)
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_has_format_4(notebook: Path) -> None:
-    content = json.loads(notebook.read_text())
-    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
-    assert content["metadata"]["kernelspec"]["name"] == "python3"
-    both = [*cells(notebook, "code"), *cells(notebook, "markdown")]
-    assert len(both) == len(content["cells"]) == len({cell["id"] for cell in both})
-    assert all(re.fullmatch(r"[\w-]{1,64}", cell["id"]) and cell["metadata"] == {} for cell in both)
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_shows_the_outputs_of_one_run_and_a_page(notebook: Path) -> None:
-    code = cells(notebook, "code")
-    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
-    outputs = [output for cell in code for output in cell["outputs"]]
-    assert {(output["output_type"], output.get("name")) for output in outputs} == {
-        ("stream", "stdout"),
-        ("execute_result", None),
-    }
-    printed = ["".join(output["text"]) for output in outputs if "text" in output]
-    assert len(printed) == sum("print(" in "".join(cell["source"]) for cell in code)
-    assert not garbled("\n".join(text for text in printed if "forward pass\n" not in text))
-    pages = ["".join(output["data"]["text/html"]) for output in outputs if "data" in output]
-    assert any("<iframe srcdoc=" in page and "Jupiter" in page for page in pages)
-    assert notebook.stat().st_size < 300_000
-
-
-def cells(notebook: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the cells of one kind."""
-    return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == kind]
-
-
 # examples/train_workers.py
 
 
@@ -167,8 +114,3 @@ def test_the_report_of_train_workers_meets_its_claims() -> None:
     assert one < two < four
     for workers in (2, 4):
         assert of[workers, True]["duplicated_tokens"] < 0.2 * of[workers, False]["duplicated_tokens"]
-
-
-def cells(notebook: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the cells of one kind."""
-    return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == kind]
