@@ -233,16 +233,13 @@ def main():
     problems = [make_problem(rng) for _ in range(options.problems)]
     ways = [(n, shared) for n in WORKERS for shared in (True, False) if n > 1 or shared]
     results = [measure(model, tokenizer, problems, n, shared) for n, shared in ways]
-    results[0]["ratio"] = 1.0
     print(f"{'workers':>13}  {'accuracy':>8}  {'passes':>6}  {'ratio':>5}  duplicated")
     for result in results:
         name = f"{result['workers']}{'' if result['shared'] else ' independent'}"
-        passes = result["passes"] or np.nan
-        result["ratio"] = passes / (results[0]["passes"] or np.nan)
-        print(
-            f"{name:>13}  {result['accuracy']:>8.1%}  {passes:>6}  {result['ratio']:>5.2f}  "
-            f"{result['duplicated_tokens']:>10.1%}"
-        )
+        passes, alone = result["passes"], results[0]["passes"]
+        result["ratio"] = passes / alone if passes and alone else None
+        figures = f"{passes or '-':>6}  {format(result['ratio'] or np.nan, '.2f'):>5}"
+        print(f"{name:>13}  {result['accuracy']:>8.1%}  {figures}  {result['duplicated_tokens']:>10.1%}")
     if options.output:
         machine = {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
