@@ -423,6 +423,20 @@ def test_packed_examples_do_not_see_each_other() -> None:
     assert len(rows) == 2
 
 
+def test_the_part_of_a_prompt_is_an_example_of_its_own() -> None:
+    model, prompts = enabled(), torch.stack(tiny.make_prompts([9, 9], seed=4))
+    call = {**small_call("hogwild"), "num_workers": 2, "finisher_tokens": 0, "max_new_tokens": 20, "do_sample": True}
+    with computed_logits() as computed:
+        output = model.generate(prompts, tokenizer=AsciiTokenizer(), return_dict_in_generate=True, **call)
+    both, expected = ParallelExample.from_output(output), torch.cat(computed)
+    parts = [both.of_rows(rows) for rows in ([0, 1], [2, 3])]
+    assert sum(map(len, parts)) == len(both)
+    for part, rows in zip(parts, ([0, 1], [2, 3]), strict=True):
+        assert difference(model, part, expected[np.isin(both.target_rows, rows)]) < 1e-9
+    single = ParallelExample.from_tree([[5, 6, 7]] * 2, [[8, 9, 4], [8, 3]]).of_rows([1])
+    assert single.input_ids.tolist() == [5, 6, 7, 8]
+
+
 CHAT = [{"role": "user", "content": "Compare."}]
 TEXT = "Two.\n####a: x\n####b: y\n####%%%%\nEnd."
 

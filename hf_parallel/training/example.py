@@ -264,6 +264,41 @@ class ParallelExample:
             target_queries=targets,
         )
 
+    def of_rows(self, rows: Sequence[int]) -> ParallelExample:
+        """Return the part that the targets of these rows depend on, such as those of one prompt of a batch."""
+        is_target = np.isin(self.target_rows, rows)
+        segment_of = np.repeat(np.arange(len(self.segment_lengths)), self.segment_lengths)
+        seen_by = np.repeat(np.arange(len(self.view_lengths)), self.view_lengths)  # segment of each view block
+        firsts = np.cumsum(self.block_lengths) - self.block_lengths
+        kept = np.zeros(len(self.segment_lengths), bool)
+        kept[segment_of[self.target_queries[is_target]]] = True
+        while True:
+            stops = np.zeros_like(self.block_lengths)
+            np.maximum.at(stops, self.view_blocks[kept[seen_by]], self.view_stops[kept[seen_by]])
+            in_block = np.arange(len(self.block_tokens)) - np.repeat(firsts, self.block_lengths)
+            is_seen = in_block < np.repeat(stops, self.block_lengths)
+            before = kept.sum()
+            kept[segment_of[self.block_tokens[is_seen]]] = True
+            if kept.sum() == before:
+                break
+        is_token, is_view = kept[segment_of], kept[seen_by]
+        token, block = np.cumsum(is_token) - 1, np.cumsum(stops > 0) - 1  # new numbers
+        return ParallelExample(
+            input_ids=self.input_ids[is_token],
+            position_ids=self.position_ids[is_token],
+            block_lengths=stops[stops > 0],
+            block_tokens=token[self.block_tokens[is_seen]],
+            segment_lengths=self.segment_lengths[kept],
+            segment_positions=self.segment_positions[kept],
+            view_lengths=self.view_lengths[kept],
+            view_blocks=block[self.view_blocks[is_view]],
+            view_starts=self.view_starts[is_view],
+            view_stops=self.view_stops[is_view],
+            target_queries=token[self.target_queries[is_target]],
+            target_ids=self.target_ids[is_target],
+            target_rows=self.target_rows[is_target],
+        )
+
     @classmethod
     def pack(cls, examples: Sequence[ParallelExample]) -> ParallelExample:
         """Return several examples as one, in which no token sees those of another example."""
