@@ -74,10 +74,9 @@ class SharedPrefixLossMixin:
     ) -> tuple[dict[str, Any], list[Targets]]:
         """Return arguments of the model for the chosen rows (prompt, completion), and the targets of each row."""
         inner = self._inner(model)
-        packs = inner.config._attn_implementation == "flex_attention"  # which skips what no token sees
-        groups: dict[Any, list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for index, (prompt, _) in enumerate(rows[chosen]):
-            groups.setdefault(None if packs else prompt, []).append(index)
+            groups.setdefault(prompt, []).append(index)
         trees: list[ParallelExample] = []
         targets: dict[int, Targets] = {}
         for members in groups.values():

@@ -82,18 +82,12 @@ def tree_batch(
     `input_ids` and `position_ids` are int64 `[B, T]`, `attention_mask` is that of `stock_mask` for a batch.
     """
     shape = len(examples), max(map(len, examples))
-    batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "position_ids")}
-    masks = []
+    batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "position_ids")}
     for row, example in enumerate(examples):
-        batch["input_ids"][row, : len(example)] = torch.from_numpy(example.input_ids)
-        batch["position_ids"][row, : len(example)] = torch.from_numpy(example.position_ids)
-        masks.append(stock_mask(example, config, dtype, device))
-    batch = {name: values.to(device) for name, values in batch.items()}
-    if len(masks) == 1:  # which may be a `BlockMask`
-        return {**batch, "attention_mask": masks[0]}
-    if isinstance(masks[0], dict):
-        return {**batch, "attention_mask": {kind: _padded([mask[kind] for mask in masks]) for kind in masks[0]}}
-    return {**batch, "attention_mask": _padded(masks)}
+        for name, values in batch.items():
+            values[row, : len(example)] = torch.from_numpy(getattr(example, name))
+    on_device = {name: values.to(device) for name, values in batch.items()}
+    return {**on_device, "attention_mask": stock_mask(examples, config, dtype, device)}
 
 
 @contextmanager
@@ -111,18 +105,6 @@ def computing_targets(model: Any, targets: Sequence[Targets]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _padded(masks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack masks `[1, 1, T, T]`. Padding sees the first token, as attention over no token is NaN."""
-    length = max(mask.shape[-1] for mask in masks)
-    blocked = False if masks[0].dtype == torch.bool else torch.finfo(masks[0].dtype).min
-    out = masks[0].new_full((len(masks), 1, length, length), blocked)
-    for padded, mask in zip(out, masks, strict=True):
-        n = mask.shape[-1]
-        padded[:, :n, :n] = mask[0]
-        padded[:, n:, 0] = mask[0, 0, 0, 0]
-    return out
 
 
 def _ids(tokens: Any) -> list[int]:
