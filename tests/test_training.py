@@ -302,18 +302,18 @@ def test_several_prompts_share_their_beginning() -> None:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_gradients_of_padded_trees_equal_those_of_rows(name: str, implementation: str) -> None:
     model = copy.deepcopy(tiny.build(name)).double()
+    model.set_attn_implementation(implementation)
     prompts = [PROMPT, PROMPT[:7]]
     rows = torch.cat([full_logprobs(model, prompt, c) for prompt in prompts for c in COMPLETIONS])
     weights = torch.rand(len(rows), dtype=torch.float64)
     expected = gradients(model, (rows * weights).sum())
-    model.set_attn_implementation(implementation)
     trees = [make_tree([p.tolist()] * len(COMPLETIONS), [c.tolist() for c in COMPLETIONS]) for p in prompts]
     logits = model(**tree_batch(trees, model.config, torch.float64, "cpu"), use_cache=False).logits
     parts = [
         logits[row, tree.target_queries].log_softmax(-1).gather(1, torch.from_numpy(tree.target_ids)[:, None])[:, 0]
         for row, tree in enumerate(trees)
     ]
-    exact = 1e-6  # models normalize, and eager attention computes its softmax, in float32
+    exact = 1e-5 if implementation == "eager" else 1e-6  # eager softmax is in float32
     torch.testing.assert_close(torch.cat(parts), rows, rtol=exact, atol=exact)
     found = gradients(model, (torch.cat(parts) * weights).sum())
     assert (found - expected).abs().max() < exact * expected.abs().max()
