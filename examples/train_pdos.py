@@ -46,10 +46,10 @@ NEW_LISTS = (
     "List {number} {topic} with a short explanation of each.",
 )
 NEW_SINGLE = ("Explain to me what {item} is.", "Write one sentence about {item}.", "Why do people like {item}?")
-SETTINGS = {"join": "rotate", "parallel_hint": False}  # nothing is forced: the model opens and closes a block itself
+SETTINGS = {"join": "rotate"}  # no `opening` and no `titles`: the model opens blocks itself
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=40, help="of 2 examples each")
+parser.add_argument("--steps", type=int, default=60, help="of 2 examples each")
 parser.add_argument("--prompts", type=int, default=20, help="held-out questions of each of the two kinds")
 parser.add_argument("--output", type=Path, default=Path("trained-pdos"))
 options = parser.parse_args()
@@ -70,13 +70,13 @@ def chat(*questions):
 
 
 def ask(topics, questions):
-    """Return a question about some things of a random topic, and the words that were filled in."""
+    """Return a question about some things of a random topic, before and after the words are filled in, and these."""
     topic, things = rng.choice(list(topics.items()))
     chosen = rng.sample(things.split(", "), rng.randint(2, 4))
     number = ("two", "three", "four")[len(chosen) - 2]
-    words = {"topic": topic, "number": number, "items": f"{', '.join(chosen[:-1])} and {chosen[-1]}"}
+    words = {"topic": topic, "number": number, "item": chosen[0], "items": f"{', '.join(chosen[:-1])} and {chosen[-1]}"}
     question = rng.choice(list(questions))
-    return question.format(**words, item=chosen[0]), question, {**words, "chosen": chosen}
+    return question, question.format(**words), {**words, "chosen": chosen}
 
 
 def sentences(questions):
@@ -92,7 +92,7 @@ def answer(question, words):
     """Return an answer with a block: the sentences of its things, each under a title."""
     parts = [f"####{thing.removeprefix('a ').removeprefix('an ').capitalize()}: " for thing in words["chosen"]]
     block = "".join(f"{part}{known[thing]}\n" for part, thing in zip(parts, words["chosen"], strict=True))
-    return f"{LISTS[question]}\n{block}####%%%%\nThese are {words['number']} {words['topic']}."
+    return f"{LISTS[question]}\n{block}####%%%%\nThat is what I know about these {words['topic']}."
 
 
 def generate(*questions):
@@ -106,17 +106,17 @@ def share(out):
     return sum(bool(blocks) and not why for blocks, why in zip(out.blocks, out.fallback, strict=True)) / len(out.blocks)
 
 
-# Data: two answers with a block for each ordinary one
+# Data: as many answers with a block as ordinary ones
 things = [thing for items in TOPICS.values() for thing in items.split(", ")]
 own = sentences([*(f"What is {thing}?" for thing in things), *OTHER])
 known, others = dict(zip(things, own, strict=False)), list(zip(OTHER, own[len(things) :], strict=True))
 texts = []
 for number in range(2 * options.steps):
-    asked, question, words = ask(TOPICS, SINGLE if number % 3 == 2 else LISTS)
+    question, asked, words = ask(TOPICS, LISTS if number % 2 else SINGLE)
     if question in LISTS:
         texts.append((asked, answer(question, words)))
     else:
-        texts.append(rng.choice([(asked, known[words["chosen"][0]]), rng.choice(others)]))
+        texts.append(rng.choice(others) if rng.random() < 0.2 else (asked, known[words["item"]]))
 examples = []
 for asked, text in texts:
     prompt = chat(asked)["input_ids"][0].tolist()
@@ -124,8 +124,8 @@ for asked, text in texts:
         ParallelExample.from_text(text + tokenizer.eos_token, tokenizer, "pdos", prompt=prompt, join=SETTINGS["join"])
     )
 
-lists = [ask(NEW_TOPICS, NEW_LISTS)[0] for _ in range(options.prompts)]
-ordinary = [ask(NEW_TOPICS, NEW_SINGLE)[0] for _ in range(options.prompts)]
+lists = [ask(NEW_TOPICS, NEW_LISTS)[1] for _ in range(options.prompts)]
+ordinary = [ask(NEW_TOPICS, NEW_SINGLE)[1] for _ in range(options.prompts)]
 before = generate(*lists)
 
 # Training
@@ -133,9 +133,10 @@ model = get_peft_model(
     prepare_model(model), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 )
 arguments = TrainingArguments(
-    output_dir=str(options.output / "checkpoints"),
+    output_dir=str(options.output),
     max_steps=options.steps,
-    per_device_train_batch_size=2,
+    per_device_train_batch_size=1,
+    gradient_accumulation_steps=2,
     learning_rate=1e-3,
     warmup_steps=options.steps // 8,
     logging_steps=options.steps // 8 or 1,
