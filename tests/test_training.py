@@ -445,16 +445,29 @@ def test_packed_examples_do_not_see_each_other() -> None:
     assert len(rows) == 2
 
 
-def test_the_part_of_a_prompt_is_an_example_of_its_own() -> None:
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("hogwild", {"num_workers": 2, "finisher_tokens": 6, "max_new_tokens": 14}),
+        ("pdos", PDOS),
+        ("self_consistency", {}),
+        ("skeleton_of_thought", {}),
+    ],
+)
+def test_the_part_of_a_prompt_is_an_example_of_its_own(mode: str, settings: dict[str, Any]) -> None:
     model, prompts = enabled(), torch.stack(tiny.make_prompts([9, 9], seed=4))
-    call = {**small_call("hogwild"), "num_workers": 2, "finisher_tokens": 0, "max_new_tokens": 20, "do_sample": True}
+    call = {**small_call(mode), "max_new_tokens": 30, "do_sample": True, "tokenizer": AsciiTokenizer(), **settings}
     with computed_logits() as computed:
-        output = model.generate(prompts, tokenizer=AsciiTokenizer(), return_dict_in_generate=True, **call)
+        output = model.generate(prompts, return_dict_in_generate=True, **call)
     both, expected = ParallelExample.from_output(output), torch.cat(computed)
-    parts = [both.of_rows(rows) for rows in ([0, 1], [2, 3])]
+    of_prompts = np.array([output.record.place(row)[0] for row in both.target_rows.tolist()])
+    parts = [both.of_rows(both.target_rows[of_prompts == prompt]) for prompt in range(2)]
     assert sum(map(len, parts)) == len(both)
-    for part, rows in zip(parts, ([0, 1], [2, 3]), strict=True):
-        assert difference(model, part, expected[np.isin(both.target_rows, rows)]) < 1e-9
+    for prompt, part in enumerate(parts):
+        assert difference(model, part, expected[of_prompts == prompt]) < 1e-9
+
+
+def test_the_part_of_a_row_of_a_tree_is_the_row() -> None:
     single = ParallelExample.from_tree([[5, 6, 7]] * 2, [[8, 9, 4], [8, 3]]).of_rows([1])
     assert single.input_ids.tolist() == [5, 6, 7, 8]
 

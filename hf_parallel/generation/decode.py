@@ -153,10 +153,10 @@ class DecodeLoop:
         self.call.record.passes += is_pass
         self.stats.decoded_tokens += len(tokens)
         if self.call.generation_config.return_dict_in_generate:
-            self.call.record.log_probs.append(([row.index for row in rows], log_probs))
+            self.call.record.log_probs.append(([row.output_row for row in rows], log_probs))
         if self.cache.trace is not None:
             for row, token in zip(rows, tokens, strict=True):
-                self.cache.trace.add_sample(row.index, token, row.last_segment, row.view)
+                self.cache.trace.add_sample(row.output_row, token, row.last_segment, row.view)
         if self.streamer is not None:
             shown = torch.full((len(self.table.lengths),), self.table.pad_token_id)
             shown[[row.index for row in rows]] = torch.tensor(tokens)

@@ -21,6 +21,11 @@ class Row:
     view: View
     pending: list[int] = field(default_factory=list)
     last_segment: Segment | None = None  # of the last pass that it took part in
+    output_row: int = -1  # of its text, as `ParallelStreamer.write_row` numbers it; by default the index
+
+    def __post_init__(self) -> None:
+        if self.output_row < 0:
+            self.output_row = self.index
 
     def segments(self) -> PassInputs:
         """Return the row's inputs of the next pass; its next token follows the last of them."""

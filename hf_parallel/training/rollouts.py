@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from trl.models import unwrap_model_for_generation
 
@@ -55,16 +56,20 @@ def make_rollout_func(generation_mode: str, **settings: Any) -> RolloutFunc:
             raise ValueError(f"runs of {config.mode} need a SharedPrefixGRPOTrainer, got {type(trainer).__name__}")
         names = ("prompt_ids", "completion_ids", "logprobs", EXAMPLES, TEXTS)
         found: dict[str, list[Any]] = {name: [] for name in names}
+        tokenizer = trainer.processing_class
+        built = [build_prompt(config.mode, prompt, tokenizer, config)["input_ids"][0].tolist() for prompt in prompts]
         with _generating(trainer) as generate:
-            for prompt in prompts:
-                encoded = build_prompt(config.mode, prompt, trainer.processing_class, config)
-                output = generate(**encoded, parallel_config=config, tokenizer=trainer.processing_class)
-                example = ParallelExample.from_output(output)
-                _, log_probs = output.record.sampled_log_probs()
-                text = _text(output, trainer.processing_class)
-                row = encoded["input_ids"][0].tolist(), example.target_ids.tolist(), log_probs.tolist(), example, text
-                for name, value in zip(names, row, strict=True):
-                    found[name].append(value)
+            output = generate(**_left_padded(built, tokenizer), parallel_config=config, tokenizer=tokenizer)
+        whole = ParallelExample.from_output(output)
+        _, log_probs = output.record.sampled_log_probs()
+        of_prompts = np.array([output.record.place(row)[0] for row in whole.target_rows.tolist()])
+        for index, prompt_ids in enumerate(built):
+            is_own = of_prompts == index
+            example = whole.of_rows(whole.target_rows[is_own])
+            text = _text(output, index, tokenizer)
+            row = prompt_ids, example.target_ids.tolist(), log_probs[is_own].tolist(), example, text
+            for name, value in zip(names, row, strict=True):
+                found[name].append(value)
         return found
 
     return rollout
@@ -75,13 +80,8 @@ def generate_rows(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> tuple[li
 
     Return the tokens and their log-probabilities at sampling time.
     """
-    length = max(map(len, prompt_ids))
-    padding = [length - len(ids) for ids in prompt_ids]
-    pad = trainer.processing_class.pad_token_id
-    ids = torch.tensor([[pad] * n + list(given) for n, given in zip(padding, prompt_ids, strict=True)])
-    mask = torch.tensor([[0] * n + [1] * (length - n) for n in padding])
     with _generating(trainer) as generate:
-        output = generate(input_ids=ids, attention_mask=mask)
+        output = generate(**_left_padded(prompt_ids, trainer.processing_class))
     record = output.record
     rows, log_probs = record.sampled_log_probs()
     completions = [row[record.begin : end] for row, end in zip(output.sequences.tolist(), record.lengths, strict=True)]
@@ -115,9 +115,20 @@ def _generating(trainer: Any) -> Iterator[Callable[..., Any]]:
         yield generate
 
 
-def _text(output: Any, tokenizer: Any) -> str:
-    """Return the text of a run of one prompt."""
+def _left_padded(prompts: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, torch.Tensor]:
+    """Return `input_ids` and `attention_mask`, int64 `[prompts, length]`."""
+    length, pad = max(map(len, prompts)), tokenizer.pad_token_id
+    padding = [length - len(ids) for ids in prompts]
+    return {
+        "input_ids": torch.tensor([[pad] * n + list(ids) for n, ids in zip(padding, prompts, strict=True)]),
+        "attention_mask": torch.tensor([[0] * n + [1] * (length - n) for n in padding]),
+    }
+
+
+def _text(output: Any, prompt: int, tokenizer: Any) -> str:
+    """Return the text of the run of a prompt."""
     if transcripts := getattr(output, "transcripts", None):
-        return transcripts[0]
-    row = output.sequences[0, output.record.begin : output.record.lengths[0]]
-    return tokenizer.decode(row, skip_special_tokens=True)
+        return transcripts[prompt]
+    record, rows = output.record, range(len(output.sequences))
+    row = next(row for row in rows if record.place(row)[0] == prompt)
+    return tokenizer.decode(output.sequences[row, record.begin : record.lengths[row]], skip_special_tokens=True)

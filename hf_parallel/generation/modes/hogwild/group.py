@@ -164,7 +164,8 @@ class Finisher(Row):
     """Early finisher of one group, which continues `finisher_prompt`. All its workers have stopped."""
 
     def __init__(self, group: WorkerGroup) -> None:
-        super().__init__(group.index, (), group.encode(group.config.finisher_prompt))
+        pending, first_worker = group.encode(group.config.finisher_prompt), group.index * group.config.num_workers
+        super().__init__(group.index, (), pending, output_row=first_worker)
         self._group, self._block = group, group.cache.new_block()
         self._text = IncrementalDetokenizer(group.call.tokenizer)
         group.inserted_tokens += len(self.pending)

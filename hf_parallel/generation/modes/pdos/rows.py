@@ -18,7 +18,7 @@ class TrunkRow(Row):
 
     def __init__(self, index: int, tree: Tree, fmt: BlockFormat) -> None:
         super().__init__(index, tree.view)
-        self.tree, self.output_row = tree, index
+        self.tree = tree
         self.tokens: list[Token] = []  # joined blocks, and the text that follows them
         self.blocks: list[ParallelBlock] = []
         self.branches: list[BranchRow] = []  # those of the open block, during which the trunk pauses
