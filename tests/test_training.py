@@ -462,7 +462,7 @@ def test_the_part_of_a_prompt_is_an_example_of_its_own(mode: str, settings: dict
     both, expected = ParallelExample.from_output(output), torch.cat(computed)
     of_prompts = np.array([output.record.place(row)[0] for row in both.target_rows.tolist()])
     parts = [both.of_rows(both.target_rows[of_prompts == prompt]) for prompt in range(2)]
-    assert sum(map(len, parts)) == len(both)
+    assert sum(map(len, parts)) <= len(both)
     for prompt, part in enumerate(parts):
         assert difference(model, part, expected[of_prompts == prompt]) < 1e-9
 
