@@ -51,7 +51,8 @@ def train(trainer_class, steps, **generation_kwargs):
             num_generations=8,
             per_device_train_batch_size=16,  # two prompts in one micro-batch, as a tree is small
             max_completion_length=NEW_TOKENS,
-            learning_rate=1e-5,
+            learning_rate=3e-5,
+            lr_scheduler_type="constant",
             gradient_checkpointing=False,
             bf16=torch.cuda.is_available(),
             use_cpu=not torch.cuda.is_available(),
