@@ -34,8 +34,8 @@ from trl.trainer.utils import add_fused_lm_head
 import hf_parallel
 from hf_parallel.cli.measure import long_prompt
 from hf_parallel.models.loading import load_model
-from hf_parallel.training import SharedPrefixGRPOTrainer, tree_logprobs
-from hf_parallel.training.tree import Targets, computing_targets, make_tree, tree_batch
+from hf_parallel.training import ParallelExample, SharedPrefixGRPOTrainer, tree_logprobs
+from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
 from .__main__ import about, finish, new_path, set_up
 from .shared_prefix import PAGE
@@ -230,7 +230,7 @@ def run_backward(way: Callable[..., torch.Tensor], *given: Any) -> float:
 
 def lay_out(model: Any, prompt: list[int], completions: list[list[int]]) -> tuple[dict[str, Any], Targets]:
     """Return the arguments of the model for a tree, and its targets."""
-    tree = make_tree([prompt] * len(completions), completions)
+    tree = ParallelExample.from_tree([prompt] * len(completions), completions)
     batch = tree_batch([tree], model.config, model.dtype, model.device)
     return batch, Targets(0, tree.target_queries.tolist(), tree.target_ids.tolist())
 

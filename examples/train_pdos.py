@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments, set_seed
 
 import hf_parallel
+from hf_parallel import PDOSConfig
 from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model
 
 TOPICS = {
@@ -121,7 +122,7 @@ examples = []
 for asked, text in texts:
     prompt = chat(asked)["input_ids"][0].tolist()
     examples.append(
-        ParallelExample.from_text(text + tokenizer.eos_token, tokenizer, "pdos", prompt=prompt, join=SETTINGS["join"])
+        ParallelExample.from_text(text + tokenizer.eos_token, tokenizer, PDOSConfig(**SETTINGS), prompt=prompt)
     )
 
 lists = [ask(NEW_TOPICS, NEW_LISTS)[1] for _ in range(options.prompts)]

@@ -110,6 +110,13 @@ def test_how_a_batch_is_computed_does_not_change_the_loss(
     assert_equal(train(tmp_path, examples, **settings), expected)
 
 
+def test_label_smoothing_which_would_shift_the_labels_again_raises(
+    tmp_path: Path, examples: list[ParallelExample]
+) -> None:
+    with pytest.raises(ValueError, match="label_smoothing_factor must be 0"):
+        train(tmp_path, examples, label_smoothing_factor=0.1)
+
+
 def test_packed_examples_give_the_loss_of_padded_ones(tmp_path: Path, examples: list[ParallelExample]) -> None:
     expected = train(tmp_path, examples, per_device_train_batch_size=8)
     collator = DataCollatorForParallel(TOKENIZER, packing=True, max_length=260)

@@ -18,6 +18,7 @@ from architectures import ARCHITECTURES
 from ascii_tokenizer import AsciiTokenizer
 from mode_cases import small_call
 from small_tokenizers import make
+from tokenizers.processors import TemplateProcessing
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
@@ -37,7 +38,7 @@ from hf_parallel.training.attention import LayoutBatch
 from hf_parallel.training.dialects import Dialect, SkeletonDialect
 from hf_parallel.training.layout import make_views
 from hf_parallel.training.masks import block_mask, stock_mask
-from hf_parallel.training.tree import make_tree, tree_batch
+from hf_parallel.training.tree import tree_batch
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -288,6 +289,27 @@ def test_gradients_of_a_tree_equal_those_of_rows(name: str, checkpointing: bool)
     assert (tree - rows).abs().max() < exact * rows.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("prompt", "completions", "settings", "message"),
+    [
+        ([[5, 6]], [[7], [8]], {}, "each completion needs a prompt, got 1 and 2"),
+        ([5], [], {}, "each completion needs a prompt, got 0 and 0"),
+        ([], [[7]], {}, "prompts must have at least one token"),
+        (torch.tensor([[5, 6]]), [[7]], {}, r"must be 1-D .* got shape \(1, 2\)"),
+        ([5], [[0.5]], {}, "must be 1-D tensors or lists of token ids"),
+        ([5], [[7]], {"temperature": 0}, "temperature must be greater than 0, got 0"),
+    ],
+)
+def test_trees_that_cannot_be_computed_raise(prompt: Any, completions: Any, settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tree_logprobs(tiny.build("llama"), prompt, completions, **settings)
+
+
+def test_an_empty_completion_has_no_log_probabilities() -> None:
+    for prompt in ([5], np.array([5])):
+        assert [len(values) for values in tree_logprobs(tiny.build("llama"), prompt, [[], [7, 8]])] == [0, 2]
+
+
 def test_several_prompts_share_their_beginning() -> None:
     model = copy.deepcopy(tiny.build("llama")).double()
     prompts = [PROMPT, PROMPT, torch.cat((PROMPT[:10], COMPLETIONS[2]))]
@@ -307,7 +329,9 @@ def test_gradients_of_padded_trees_equal_those_of_rows(name: str, implementation
     rows = torch.cat([full_logprobs(model, prompt, c) for prompt in prompts for c in COMPLETIONS])
     weights = torch.rand(len(rows), dtype=torch.float64)
     expected = gradients(model, (rows * weights).sum())
-    trees = [make_tree([p.tolist()] * len(COMPLETIONS), [c.tolist() for c in COMPLETIONS]) for p in prompts]
+    trees = [
+        ParallelExample.from_tree([p.tolist()] * len(COMPLETIONS), [c.tolist() for c in COMPLETIONS]) for p in prompts
+    ]
     logits = model(**tree_batch(trees, model.config, torch.float64, "cpu"), use_cache=False).logits
     parts = [
         logits[row, tree.target_queries].log_softmax(-1).gather(1, torch.from_numpy(tree.target_ids)[:, None])[:, 0]
@@ -381,7 +405,7 @@ def test_what_stock_attention_cannot_compute_raises() -> None:
 
 # Batches
 
-TOKENIZER = SimpleNamespace(pad_token_id=tiny.PAD)
+TOKENIZER = make("split_marker")
 
 
 def examples(model: Any) -> list[ParallelExample]:
@@ -429,8 +453,29 @@ def test_flex_attention_gives_the_same_logits(name: str) -> None:
     with torch.no_grad():
         expected = model(**batch).logits
         logits = model(**{**batch, "past_key_values": layout}).logits
+    assert not any("mask" in key or "blind" in key for view in layout.views for key in view._cached)  # [Q, K] each
     real = batch["attention_mask"].bool()
     torch.testing.assert_close(logits[real], expected[real], rtol=0, atol=1e-4)
+
+
+def test_models_without_rotary_embedding_compute_no_moved_tokens() -> None:
+    moved, _ = hogwild(enabled(), num_workers=1, max_new_tokens=4)
+    assert len(make_views(moved)) == 1
+    with pytest.raises(ValueError, match="the tokens of this batch move, but"):
+        teacher_forced_logits(enabled("gpt2"), moved)
+
+
+def test_no_mask_of_all_tokens_is_made_for_a_layout() -> None:
+    model, masks = prepare_model(enabled()), []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    model(**DataCollatorForParallel(TOKENIZER)([TREE, ParallelExample.from_tree([[5]], [[6]])]))
+    assert masks == [None] * len(masks) != []
+    masks.clear()
+    model(input_ids=IDS, attention_mask=torch.ones_like(IDS).tril(-1))
+    assert all(mask is not None for mask in masks)
 
 
 def test_packed_examples_do_not_see_each_other() -> None:
@@ -499,6 +544,10 @@ def test_texts_of_a_dialect_become_batches(embedded: tuple[Any, Any]) -> None:
         ({"text": TEXT}, {"dialect": None}, "feature 1 of the batch: .* with a dialect, have text"),
         ({"prompt": "Hi"}, {}, r"feature 1 of the batch: .* got dict \['prompt'\]"),
         ({"text": "####a: x"}, {}, "feature 1 of the batch: line 1: #### opens a block"),
+        ({"text": "a\nb ####%%%% c"}, {}, "feature 1 of the batch: line 2: ####%%%% closes nothing"),
+        ({"text": None}, {}, "feature 1 of the batch: text must be a string, got None"),
+        ({"input_ids": [5], "position_ids": [0]}, {}, "feature 1 .* set remove_unused_columns=False"),
+        ({"text": TEXT}, {"dialect": 42}, "dialect must be one of .* got 42"),
         ({"text": TEXT}, {"max_length": 20}, "feature 1 of the batch has .* tokens, max_length is 20"),
         ({"text": TEXT}, {"packing": True}, "packing=True needs max_length"),
         ({"text": TEXT}, {"max_length": 0}, "max_length must be .* at least 1, got 0"),
@@ -608,6 +657,24 @@ def test_openings_of_branches_are_targets_if_asked() -> None:
         assert teacher_forced_logits(enabled(), forced[1].with_one_target_each()).isfinite().all()
 
 
+def test_the_settings_of_pdos_say_how_branches_are_joined() -> None:
+    config = hf_parallel.PDOSConfig(join="rotate", branch_separator="\n\n")
+    example = ParallelExample.from_text(TEXT, AsciiTokenizer(), config)
+    assert len(make_views(example)) == 2
+    assert "......\n\n####" in AsciiTokenizer().decode(example.input_ids.tolist())
+    assert len(make_views(ParallelExample.from_text(TEXT, AsciiTokenizer(), "pdos"))) == 1
+
+
+def test_a_prompt_begins_as_at_inference() -> None:
+    tokenizer = copy.deepcopy(make("byte_level"))
+    assert ParallelExample.from_text("x", tokenizer, "pdos", "Q").input_ids[0] != tokenizer.bos_token_id
+    add_bos = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = add_bos
+    for prompt in ("Q", "<s>Q"):
+        example = ParallelExample.from_text("x", tokenizer, "pdos", prompt)
+        assert example.input_ids[:2].tolist() == [tokenizer.bos_token_id, *encode(tokenizer, "Q")]
+
+
 def test_a_tokenizer_that_cannot_encode_the_tags_raises() -> None:
     with pytest.raises(
         ValueError, match="the tokenizer cannot encode '<Käse>' of the dialect: its tokens are those of"
@@ -621,7 +688,7 @@ def test_text_of_the_mode_pdos_is_laid_out_as_the_mode_computes_it() -> None:
     text = "I look.\n####a: x y\n####b: zz\n####%%%%\nSo done."
     prompt = IDS[0].tolist()
     for join in ("reencode", "rotate"):
-        example = ParallelExample.from_text(text, tokenizer, "pdos", prompt, join)
+        example = ParallelExample.from_text(text, tokenizer, hf_parallel.PDOSConfig(join=join), prompt)
         logits = teacher_forced_logits(model, example)
         assert logits.isfinite().all()
         targets = tokenizer.decode(example.target_ids.tolist())
@@ -650,7 +717,7 @@ def test_the_text_of_a_run_has_the_targets_of_the_run(join: str) -> None:
     trunks = []
     examples = (
         ParallelExample.from_output(output),
-        ParallelExample.from_text(output.transcripts[0], tokenizer, "pdos", IDS[0].tolist(), join),
+        ParallelExample.from_text(output.transcripts[0], tokenizer, hf_parallel.PDOSConfig(join=join), IDS[0].tolist()),
     )
     for example in examples:
         is_trunk = (example.target_rows == 0) & (example.target_ids != ord("%"))  # the third branch is the last one

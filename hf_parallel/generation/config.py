@@ -91,7 +91,7 @@ class ParallelConfig:
     rows_continue_prompts: ClassVar[bool] = False
     """Whether `sequences` alone say how each row was computed: its prompt, then its own tokens, as in `generate`."""
     text_markers: ClassVar[Mapping[str, str]] = {}
-    """Markers of annotated text with a skeleton, for training: see `hf_parallel.training.dialects`. Empty: none."""
+    """Settings that are the fields of a `SkeletonDialect` of `hf_parallel.training`, with defaults. Empty: none."""
     rows_name: ClassVar[str] = ""
     """Record field for the texts of a prompt's rows, in merged or interrupted calls. Empty: none."""
     presets: ClassVar[Mapping[str, Preset]] = {}

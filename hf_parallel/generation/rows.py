@@ -21,7 +21,7 @@ class Row:
     view: View
     pending: list[int] = field(default_factory=list)
     last_segment: Segment | None = None  # of the last pass that it took part in
-    output_row: int = -1  # of its text, as `ParallelStreamer.write_row` numbers it; by default the index
+    output_row: int = -1  # as `ParallelStreamer.write_row` numbers the rows; default: the index
 
     def __post_init__(self) -> None:
         if self.output_row < 0:

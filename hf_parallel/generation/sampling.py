@@ -116,7 +116,8 @@ class Sampler:
         """Return the log-probabilities `float32 [n]` of tokens, given their distributions `[n, vocabulary]`."""
         if self.do_sample:
             return distribution.gather(1, tokens[:, None]).squeeze(1).log()
-        return distribution.log_softmax(-1, dtype=torch.float32).gather(1, tokens[:, None]).squeeze(1)
+        scores = distribution.gather(1, tokens[:, None]).squeeze(1)
+        return scores.float() - distribution.logsumexp(-1).float()
 
     @staticmethod
     def fetch(tokens: torch.Tensor, ended: torch.Tensor) -> HostCopy:

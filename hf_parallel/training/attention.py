@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
@@ -84,12 +85,12 @@ class LayoutBatch:
             return self._attend_once(query, key, value, params)
         dtype = table_dtype(query.dtype)
         shape = (*query.shape[:2], self.length + 1)  # padded queries write to the last row
-        total = torch.full(shape, float("-inf"), dtype=dtype, device=query.device)
+        total = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=query.device)
         parts = []
         for view in self.views:
             q, k, v = view.take(query, key, value, params.rotary)
             part, lse = self._attend_view(view, q, k, v, params)
-            lse = lse.to(dtype).masked_fill(view.is_blind(params.window), float("-inf"))
+            lse = lse.to(dtype)
             index = view.queries[:, None].expand(lse.shape)
             total = total.scatter(2, index, torch.logaddexp(total.gather(2, index), lse))
             parts.append((index, part.to(dtype), lse))
@@ -97,7 +98,7 @@ class LayoutBatch:
             total = torch.logaddexp(total, params.sinks.to(dtype)[None, :, None])
         out = torch.zeros(*shape, value.shape[-1], dtype=dtype, device=query.device)
         for index, part, lse in parts:
-            weight = torch.exp(lse - total.gather(2, index).clamp(min=torch.finfo(dtype).min))
+            weight = torch.exp(lse - total.gather(2, index))
             out = out.scatter_add(2, index[..., None].expand(part.shape), part * weight[..., None])
         return out[:, :, : self.length].transpose(1, 2).to(query.dtype)
 
@@ -117,11 +118,16 @@ class LayoutBatch:
     def _attend_view(
         self, view: _BatchView, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output and log-sum-exp of one view, `[B, heads, Q, head_dim]` and `[B, heads, Q]`."""
+        """Return output and log-sum-exp of one view, `[B, heads, Q, head_dim]` and `[B, heads, Q]`.
+
+        The log-sum-exp of queries that see no key is -inf, without a gradient.
+        """
         if self._uses_flex(view, q):
-            return flex(q, k, v, view.block_mask(params.window), params.scale, params.softcap)
+            out, lse = flex(q, k, v, view.block_mask(params.window), params.scale, params.softcap)
+            return out, lse.masked_fill(lse.isneginf(), float("-inf"))
         added = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~view.mask(params.window), float("-inf"))
-        return matmul_attention(q, k, v, added, False, params.scale, params.softcap)
+        out, lse = matmul_attention(q, k, v, added, False, params.scale, params.softcap)
+        return out, lse.masked_fill(view.is_blind(params.window), float("-inf"))
 
     def _uses_flex(self, view: _BatchView, q: torch.Tensor) -> bool:
         wanted = q.is_cuda and view.keys.shape[1] >= FLEX_FROM if self._flex is None else self._flex
@@ -131,7 +137,10 @@ class LayoutBatch:
 def flex(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and log-sum-exp of flex attention; compiled on a GPU."""
+    """Return output and log-sum-exp, `[B, heads, Q, head_dim]` and `[B, heads, Q]`; compiled on a GPU.
+
+    `q` is `[B, heads, Q, head_dim]`, `k` and `v` are `[B, kv_heads, K, head_dim]`.
+    """
 
     def score_mod(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
@@ -237,7 +246,8 @@ class _Active:
     """A layout in the place of the cache, for one forward pass of a model with this rotary embedding."""
 
     def __init__(self, layout: LayoutBatch, model: nn.Module, capabilities: Capabilities) -> None:
-        if capabilities.rotary is None and len(layout.views) > 1:
+        moves = any(view.query_rotation.any() or view.key_rotation.any() for view in layout.views)
+        if capabilities.rotary is None and (moves or len(layout.views) > 1):
             raise ValueError(f"the tokens of this batch move, but {capabilities.why_no_rotation}")
         check_positions(layout.num_positions, model.config)
         self._layout = layout.to(next(model.parameters()).device)
@@ -278,37 +288,63 @@ def _attention_forward(
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention_forward)
-AttentionMaskInterface.register(IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def _make_mask(*args: Any, **kwargs: Any) -> Any:
+    """Mask function of the implementation: that of `sdpa` for a batch without a layout."""
+    return None if _has_layout.get() else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+
+
+AttentionMaskInterface.register(IMPLEMENTATION, _make_mask)
+_has_layout = ContextVar("has_layout", default=False)
+
+
+def require_enabled(model: Any) -> Any:
+    """Return the model inside wrappers. Raises `ValueError` if it is not enabled."""
+    inner = unwrap(model)
+    if not is_enabled(inner):
+        raise ValueError(f"{type(inner).__name__} is not enabled: call hf_parallel.enable(model) first")
+    return inner
 
 
 def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
     """Let an enabled model compute batches of `DataCollatorForParallel`: its attention becomes `hf_parallel_train`.
 
-    Batches without a layout are computed as by `sdpa`. Idempotent. Wrap the model (PEFT, DDP) before or after.
+    Batches without a layout are computed as by `sdpa`, which raises an error for models with soft-capping or attention
+    sinks. Idempotent. Wrap the model (PEFT, DDP) before or after.
 
     Raises
     ------
     ValueError
         If the model is not enabled, or its forward pass drops unknown keyword arguments.
     """
-    inner = unwrap(model)
-    if not is_enabled(inner):
-        raise ValueError(f"{type(inner).__name__} is not enabled: call hf_parallel.enable(model) first")
+    inner = require_enabled(model)
     capabilities = inner._parallel_capabilities
     if not capabilities.keyword:
         raise ValueError(f"{type(inner).__name__} drops keyword arguments, so that a layout cannot reach its layers")
     if inner.config._attn_implementation != IMPLEMENTATION:
         inner.set_attn_implementation(IMPLEMENTATION)
         inner.register_forward_pre_hook(partial(_activate, capabilities), with_kwargs=True)
+        inner.register_forward_hook(_deactivate, always_call=True)
     return model
 
 
+def _deactivate(*_: Any) -> None:
+    _has_layout.set(False)
+
+
 def _activate(capabilities: Capabilities, model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Give the layout of a batch the model's rotary embedding, before a forward pass."""
+    """Pass the layout of a batch to the layers, before a forward pass."""
     layout = kwargs.get("past_key_values")
     if not isinstance(layout, LayoutBatch):
         return None
+    if torch.is_grad_enabled() and "shift_labels" in kwargs and not {"labels", "fused_lm_head"} & kwargs.keys():
+        raise ValueError(
+            "the labels of a parallel batch are shifted already: label_smoothing_factor must be 0, and a loss of your "
+            "own must override compute_loss of the trainer"
+        )
     active = _Active(layout, model, capabilities)
+    _has_layout.set(True)
     return args, {**kwargs, "past_key_values": None, "use_cache": False, "parallel_layout": active}
 
 
@@ -328,9 +364,7 @@ def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> t
     ValueError
         If the model is not enabled, has fewer positions than the example needs, or cannot rotate tokens that move.
     """
-    inner = unwrap(model)
-    if not is_enabled(inner):
-        raise ValueError(f"{type(inner).__name__} is not enabled: call hf_parallel.enable(model) first")
+    inner = require_enabled(model)
     capabilities = inner._parallel_capabilities
     active = _Active(LayoutBatch([example]), inner, capabilities)
     ids, positions = (torch.from_numpy(v)[None].to(inner.device) for v in (example.input_ids, example.position_ids))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_parallel.detokenizer import check_tokenizer
-from hf_parallel.generation.validation import check_int
+from hf_parallel.generation.validation import check_int, check_text
 from hf_parallel.training.attention import LayoutBatch
 from hf_parallel.training.dialects import AnyDialect, get_dialect
 from hf_parallel.training.example import ParallelExample
@@ -59,14 +59,13 @@ class DataCollatorForParallel:
         packing: bool = False,
         train_on_forced: bool = False,
     ) -> None:
+        check_tokenizer(tokenizer)
         if max_length is not None:
             check_int("max_length", max_length, 1)
         elif packing:
             raise ValueError("packing=True needs max_length, the number of tokens of a row")
-        if dialect is not None:
-            check_tokenizer(tokenizer)
-            dialect = get_dialect(dialect)
-        self.tokenizer, self.dialect, self.max_length = tokenizer, dialect, max_length
+        self.dialect = None if dialect is None else get_dialect(dialect)
+        self.tokenizer, self.max_length = tokenizer, max_length
         self.packing, self.train_on_forced = packing, train_on_forced
 
     def __call__(self, features: Sequence[ParallelExample | Mapping[str, Any]]) -> dict[str, Any]:
@@ -74,6 +73,8 @@ class DataCollatorForParallel:
 
         `labels` and `shift_labels` hold the target of each token at its own index, as its logits predict it.
         """
+        if not features:
+            raise ValueError("features must have at least one example")
         examples = [self._example(index, feature) for index, feature in enumerate(features)]
         if self.packing:
             examples = [ParallelExample.pack(row) for row in _fill_rows(examples, self.max_length)]
@@ -93,7 +94,7 @@ class DataCollatorForParallel:
     def _example(self, index: int, feature: ParallelExample | Mapping[str, Any]) -> ParallelExample:
         try:
             example = feature if isinstance(feature, ParallelExample) else self._read(feature)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"feature {index} of the batch: {error}") from error
         example = example.with_one_target_each()
         if self.max_length is not None and len(example) > self.max_length:
@@ -104,6 +105,11 @@ class DataCollatorForParallel:
         if "view_blocks" in feature:
             return ParallelExample.from_dict(feature)
         key = "completion" if "completion" in feature else "text"
+        if "input_ids" in feature:
+            raise ValueError(
+                f"it has only the columns {sorted(feature)} of an example: set remove_unused_columns=False in the "
+                "arguments of the trainer"
+            )
         if self.dialect is None or key not in feature:
             raise ValueError(
                 "it must be a ParallelExample, its to_dict(), or, with a dialect, have text or prompt and completion; "
@@ -112,8 +118,9 @@ class DataCollatorForParallel:
         prompt, text = feature.get("prompt", ""), feature[key]
         if not isinstance(prompt, str):
             prompt = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        if not isinstance(text, str):
+        if isinstance(text, list):
             text = "".join(message["content"] for message in text)
+        check_text(key, text)
         if (eos := self.tokenizer.eos_token) and not text.endswith(eos):
             text += eos
         return ParallelExample.from_text(

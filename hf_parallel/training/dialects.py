@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.validation import check_choice, check_text
 
 POSITIONS = ("depth", "overlap", "concatenated")
 """See `Dialect.positions`."""
@@ -23,6 +24,8 @@ POSITIONS = ("depth", "overlap", "concatenated")
 @dataclass(frozen=True)
 class Dialect:
     """Format of parallel text.
+
+    Raises `ValueError` for tags that are empty or equal, and for unknown `positions`.
 
     Parameters
     ----------
@@ -55,14 +58,19 @@ class Dialect:
 class SkeletonDialect:
     """Format of text whose parts are announced by a skeleton of titles, which is dropped when the parts begin.
 
-    A part begins with `branch_marker`, its title and `title_end`; in the skeleton `ellipsis` follows. `terminator` ends
-    the parts.
+    A part begins with `branch_marker`, its title and `title_end`; in the skeleton `ellipsis` and `branch_separator`
+    follow. `terminator` ends the parts. `join`: `reencode` or `rotate`, as in `PDOSConfig`.
     """
 
     branch_marker: str
     title_end: str
     ellipsis: str
     terminator: str
+    join: str = "reencode"
+    branch_separator: str = "\n"
+
+    def __post_init__(self) -> None:
+        check_choice("join", self.join, ("reencode", "rotate"))
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -89,9 +97,11 @@ def get_dialect(dialect: str | AnyDialect) -> Dialect | SkeletonDialect:
         return SkeletonDialect(**{name: getattr(dialect, name) for name in dialect.text_markers})
     own = {mode: SkeletonDialect(**cls.text_markers) for mode, cls in MODES.items() if cls.text_markers}
     known: dict[str, Dialect | SkeletonDialect] = {**own, **_OTHERS}
-    if isinstance(dialect, str) and dialect not in known:
+    if isinstance(dialect, Dialect | SkeletonDialect):
+        return dialect
+    if not isinstance(dialect, str) or dialect not in known:
         raise ValueError(f"dialect must be one of {sorted(known)} or a Dialect, got {dialect!r}")
-    return known[dialect] if isinstance(dialect, str) else dialect
+    return known[dialect]
 
 
 @dataclass
@@ -195,10 +205,10 @@ def lay_out(
     tokenizer: Any,
     dialect: Dialect | SkeletonDialect,
     prompt: Sequence[int],
-    join: str,
     train_on_forced: bool,
 ) -> Builder:
     """Return the blocks of a text after the tokens of a prompt; see `ParallelExample.from_text`."""
+    check_text("text", text)
     for tag in dialect.tags:
         decoded = tokenizer.decode(encode(tokenizer, tag))
         if decoded.strip() != tag.strip():
@@ -208,7 +218,9 @@ def lay_out(
     if isinstance(dialect, Dialect):
         _Regions(builder, tokenizer, dialect, train_on_forced).place(parse(text, dialect), at, 0)
     else:
-        _Skeletons(builder, tokenizer, dialect, join, train_on_forced).place(text, at)
+        _Skeletons(builder, tokenizer, dialect, train_on_forced).place(text, at)
+    if not builder.input_ids:
+        raise ValueError("text and prompt must have at least one token")
     return builder
 
 
@@ -260,10 +272,8 @@ def moved(at: Place, ends: Sequence[Place]) -> Place:
 class _Skeletons:
     """Lays out answers with skeletons: a skeleton, which is dropped, its parts, and the text after them."""
 
-    def __init__(
-        self, builder: Builder, tokenizer: Any, fmt: SkeletonDialect, join: str, train_on_forced: bool
-    ) -> None:
-        self.builder, self.tokenizer, self.format, self.join = builder, tokenizer, fmt, join
+    def __init__(self, builder: Builder, tokenizer: Any, fmt: SkeletonDialect, train_on_forced: bool) -> None:
+        self.builder, self.tokenizer, self.format = builder, tokenizer, fmt
         self.train_on_forced = train_on_forced
         self._rows = 0
 
@@ -288,6 +298,8 @@ class _Skeletons:
                 raise ValueError(f"line {line}: the title {title!r} does not end with {fmt.title_end!r} on its line")
             branches.append((f"{fmt.branch_marker}{title}{fmt.title_end}", content))
             line += part.count("\n")
+        if not branches:
+            raise ValueError(f"line {line}: {fmt.terminator} closes nothing")
         self._skeleton([prefix for prefix, _ in branches], at)
         marker = encode(self.tokenizer, fmt.branch_marker)[0]
         ends: list[Place] = []
@@ -297,7 +309,7 @@ class _Skeletons:
             end = builder.append(begin, encode(self.tokenizer, content), self._rows)
             builder.targets.append((end.last or 0, marker, self._rows))
             ends.append(end)
-        if self.join == "rotate":
+        if fmt.join == "rotate":
             after = moved(at, ends)
             return builder.append(after, encode(self.tokenizer, fmt.terminator), 0, is_target=False)
         joined = [t for prefix, content in branches for part in (prefix, content) for t in encode(self.tokenizer, part)]
@@ -310,7 +322,7 @@ class _Skeletons:
         """
         fmt = self.format
         marker = os.path.commonprefix([fmt.branch_marker, fmt.terminator])
-        forced = encode(self.tokenizer, f"{fmt.ellipsis}\n{marker}")
+        forced = encode(self.tokenizer, f"{fmt.ellipsis}{fmt.branch_separator}{marker}")
         begun = ""
         for prefix in prefixes:
             at = self.builder.append(at, encode(self.tokenizer, prefix.removeprefix(begun)), 0)

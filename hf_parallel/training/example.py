@@ -10,7 +10,6 @@ import numpy as np
 
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.arguments import encode
-from hf_parallel.generation.validation import check_choice
 from hf_parallel.training.dialects import AnyDialect, get_dialect, lay_out
 
 
@@ -132,11 +131,21 @@ class ParallelExample:
         ----------
         prompts, completions : sequences of token ids
             One prompt per completion. Targets are all tokens of the completions, in order.
+
+        Raises
+        ------
+        ValueError
+            If there is no completion, not one prompt per completion, or an empty prompt.
         """
+        if not completions or len(prompts) != len(completions):
+            raise ValueError(f"each completion needs a prompt, got {len(prompts)} and {len(completions)} completions")
+        if not all(map(len, prompts)):
+            raise ValueError("prompts must have at least one token, from whose logits the first token is sampled")
         tree = SharedPrefixCache()
         leaves = []
         for prompt, completion in zip(prompts, completions, strict=True):
-            leaves.append(tree.insert(np.array([*prompt, *completion], np.int64)[:-1]))
+            tokens = np.array([*prompt, *completion], np.int64)
+            leaves.append(tree.insert(tokens[: max(1, len(tokens) - 1)]))
         nodes = list(tree.nodes())
         number = {node: i for i, node in enumerate(nodes)}
         ends = np.cumsum([len(node.tokens) for node in nodes]).tolist()
@@ -152,7 +161,7 @@ class ParallelExample:
         queries, ids, rows = [], [], []
         for row, (prompt, completion, leaf) in enumerate(zip(prompts, completions, leaves, strict=True)):
             path = np.concatenate([contents[number[node]] for node in leaf.path])
-            queries.append(path[len(prompt) - 1 :])
+            queries.append(path[len(prompt) - 1 :][: len(completion)])
             ids.append(np.array(completion, np.int64))
             rows.append(np.full(len(completion), row))
         input_ids = np.concatenate([node.tokens for node in nodes])
@@ -168,7 +177,6 @@ class ParallelExample:
         tokenizer: Any,
         dialect: str | AnyDialect,
         prompt: str | Sequence[int] = (),
-        join: str = "reencode",
         train_on_forced: bool = False,
     ) -> ParallelExample:
         """Return an annotated text as the mode or the paper of its dialect would compute it.
@@ -182,22 +190,21 @@ class ParallelExample:
             The whole answer, branches joined.
         tokenizer : PreTrainedTokenizerBase
         dialect : str, Dialect, SkeletonDialect or ParallelConfig
-            `pdos`, `multiverse`, `threadweaver`, a format, or the settings of `pdos`, whose markers are the format.
+            `pdos`, `multiverse`, `threadweaver`, a format, or the settings of `pdos`: its markers, `join` and
+            `branch_separator`.
         prompt : str or sequence of token ids
-        join : str
-            For `pdos`: `reencode` or `rotate`, as in `PDOSConfig`.
+            A string gets the beginning-of-sequence token, if the tokenizer adds one.
         train_on_forced : bool
             The openings of branches are targets too, of the token before the region's branches.
 
         Raises
         ------
         ValueError
-            For an unknown dialect, a tokenizer that cannot encode its tags, or tags that are not balanced: with the
-            line and the tag.
+            For an unknown dialect, a tokenizer that cannot encode its tags, tags that are not balanced (with the line
+            and the tag), or neither text nor prompt.
         """
-        check_choice("join", join, ("reencode", "rotate"))
-        given = encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
-        found = lay_out(text, tokenizer, get_dialect(dialect), given, join, train_on_forced)
+        given = _encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        found = lay_out(text, tokenizer, get_dialect(dialect), given, train_on_forced)
         targets = np.array(found.targets, np.int64).reshape(-1, 3)
         return cls._from_segments(
             np.array(found.input_ids), np.array(found.position_ids), found.contents, found.segments, *targets.T
@@ -301,7 +308,12 @@ class ParallelExample:
 
     @classmethod
     def pack(cls, examples: Sequence[ParallelExample]) -> ParallelExample:
-        """Return several examples as one, in which no token sees those of another example."""
+        """Return several examples as one, in which no token sees those of another; rows are numbered anew.
+
+        Raises `ValueError` if there is none.
+        """
+        if not examples:
+            raise ValueError("examples must not be empty")
         tokens = list(map(len, examples))
         sizes = {
             "block_tokens": tokens,
@@ -335,3 +347,10 @@ class ParallelExample:
         if missing := [field.name for field in fields(cls) if field.name not in values]:
             raise ValueError(f"an example needs the fields {missing}, got {sorted(values)}")
         return cls(**{field.name: np.asarray(values[field.name], np.int64) for field in fields(cls)})
+
+
+def _encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """Return the tokens of a prompt, with the beginning-of-sequence token if the tokenizer adds one to a text."""
+    tokens = encode(tokenizer, prompt)
+    bos: list[Any] = [getattr(tokenizer, "bos_token_id", None)]
+    return bos + tokens if tokens[:1] != bos and tokenizer(prompt)["input_ids"][:1] == bos else tokens

@@ -17,7 +17,7 @@ from hf_parallel.training.collator import DataCollatorForParallel
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.masks import stock_mask
 from hf_parallel.training.rollouts import EXAMPLES, TEXTS, generate_rows
-from hf_parallel.training.tree import Targets, computing_targets, make_tree, tree_batch
+from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
 
 class SharedPrefixLossMixin:
@@ -32,7 +32,9 @@ class SharedPrefixLossMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        stock_mask(make_tree([[0]], [[0]]), self.model.config, torch.float32)  # raises if the attention takes no mask
+        stock_mask(
+            ParallelExample.from_tree([[0]], [[0]]), self.model.config, torch.float32
+        )  # raises if the attention takes no mask
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -80,7 +82,7 @@ class SharedPrefixLossMixin:
         trees: list[ParallelExample] = []
         targets: dict[int, Targets] = {}
         for members in groups.values():
-            tree = make_tree(*zip(*(rows[chosen][index] for index in members), strict=True))
+            tree = ParallelExample.from_tree(*zip(*(rows[chosen][index] for index in members), strict=True))
             for row, index in enumerate(members):
                 own = tree.target_rows == row
                 targets[index] = Targets(len(trees), tree.target_queries[own].tolist(), tree.target_ids[own].tolist())
@@ -137,6 +139,8 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         self._examples, self._inputs = inputs.get(EXAMPLES), inputs
+        if not self.use_vllm:  # TRL's own `generate` gives no such log-probabilities: they are for the metric alone
+            inputs = {name: value for name, value in inputs.items() if name != "sampling_per_token_logps"}
         return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,8 @@
 """Layout: an example as a few masked attentions (docs/training.md).
 
-A key has one rotation wherever it is seen at a fixed distance from the beginning of a view. Blocks that are also seen
-elsewhere, such as the steps that Hogwild! workers are writing, need another one. A `View` holds the keys of one
-rotation, and for each query the position that makes all distances in it right. Attention over several views is merged
-by log-sum-exp, as for the blocks of a plan.
+Most keys have one position in all views of rows. Others are seen at several positions, such as the steps that Hogwild!
+workers are writing. A `View` holds keys rotated to one set of positions, and for each query its position relative to
+them. Attention over several views is merged by log-sum-exp, as for the blocks of a plan.
 """
 
 from __future__ import annotations

@@ -91,9 +91,13 @@ def _dense_masks(views: Sequence[View], length: int, window: int | None) -> np.n
     """Return which tokens each token sees, `bool [B, T, T]`. Padding sees the first: attention to no token is NaN."""
     masks = np.zeros((len(views), length, length), bool)
     for mask, view in zip(masks, views, strict=True):
-        queries, keys = np.nonzero(view.mask(window))
-        mask[view.queries[queries], view.keys[keys]] = True
-        mask[len(view.queries) :, 0] = True
+        num_tokens, seen = len(view.queries), view.mask(window)
+        if len(set(view.keys.tolist())) == len(view.keys):
+            mask[:num_tokens, view.keys] = seen
+        else:  # tokens in several blocks
+            queries, keys = np.nonzero(seen)
+            mask[queries, view.keys[keys]] = True
+        mask[num_tokens:, 0] = True
     return masks
 
 
@@ -119,7 +123,7 @@ def windows(config: Any) -> dict[str, int | None]:
 
 
 def _slots(views: Sequence[View], length: int) -> np.ndarray:
-    """Return which keys of a view are those of each token, `int64 [B, T, D]`, -1: none. It can be in several blocks."""
+    """Return the indices of each token among the keys of its view, `int64 [B, T, D]`, -1: fewer than `D`."""
     found = []
     for view in views:
         order = np.argsort(view.keys, kind="stable")

@@ -12,8 +12,8 @@ import torch
 from trl.models import unwrap_model_for_generation
 
 from hf_parallel.generation.config import make_config
-from hf_parallel.generation.mixin import is_enabled, unwrap
 from hf_parallel.generation.prompts import build_prompt
+from hf_parallel.training.attention import require_enabled
 from hf_parallel.training.example import ParallelExample
 
 EXAMPLES, TEXTS = "parallel_examples", "parallel_texts"
@@ -102,9 +102,7 @@ def _generating(trainer: Any) -> Iterator[Callable[..., Any]]:
         ) as model,
         torch.no_grad(),
     ):
-        if not is_enabled(unwrap(model)):
-            raise ValueError(f"{type(unwrap(model)).__name__} is not enabled: call hf_parallel.enable(model) first")
-
+        require_enabled(model)
         generation_config = copy.deepcopy(trainer.generation_config)
         generation_config.return_dict_in_generate = True
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -48,12 +49,16 @@ def tree_logprobs(
     Raises
     ------
     ValueError
-        If a prompt is empty, or the model's attention takes no 4D mask.
+        If there is no completion, a prompt is empty or missing, ids are not 1-D, `temperature` is not positive, or the
+        model's attention takes no 4D mask.
     """
     answers = [_ids(completion) for completion in completions]
-    single = isinstance(prompt_ids, torch.Tensor) or (len(prompt_ids) > 0 and isinstance(prompt_ids[0], int))
+    is_array = isinstance(prompt_ids, torch.Tensor | np.ndarray)
+    single = is_array or len(prompt_ids) == 0 or isinstance(prompt_ids[0], int)
     prompts = [_ids(prompt_ids)] * len(answers) if single else [_ids(prompt) for prompt in prompt_ids]
-    example = make_tree(prompts, answers)
+    if not temperature > 0:
+        raise ValueError(f"temperature must be greater than 0, got {temperature}")
+    example = ParallelExample.from_tree(prompts, answers)
     parameter = next(model.parameters())
     batch = tree_batch([example], model.config, parameter.dtype, parameter.device)
     queries, targets = (
@@ -65,13 +70,6 @@ def tree_logprobs(
         logits = logits / temperature
     log_probs = -F.cross_entropy(logits, targets, reduction="none")
     return list(log_probs.split([len(answer) for answer in answers]))
-
-
-def make_tree(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> ParallelExample:
-    """Return the tree of completions. Raises `ValueError` for an empty prompt."""
-    if not all(prompts):
-        raise ValueError("prompts must have at least one token, from whose logits the first token is sampled")
-    return ParallelExample.from_tree(prompts, completions)
 
 
 def tree_batch(
@@ -108,4 +106,7 @@ def computing_targets(model: Any, targets: Sequence[Targets]) -> Iterator[None]:
 
 
 def _ids(tokens: Any) -> list[int]:
-    return tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
+    ids = np.asarray(tokens.cpu() if isinstance(tokens, torch.Tensor) else tokens)
+    if ids.ndim != 1 or not (ids.dtype.kind in "iu" or len(ids) == 0):
+        raise ValueError(f"prompts and completions must be 1-D tensors or lists of token ids, got shape {ids.shape}")
+    return ids.tolist()

@@ -69,7 +69,11 @@ class PDOSConfig(BlockFormat, ParallelConfig):
     mode: ClassVar[str] = "pdos"
     streams_text: ClassVar[bool] = True
     streams_tokens = "when_final"
-    text_markers: ClassVar[Mapping[str, str]] = BlockFormat().markers
+    text_markers: ClassVar[Mapping[str, str]] = {
+        **BlockFormat().markers,
+        "join": "reencode",
+        "branch_separator": "\n",
+    }
 
     join: str = "reencode"
     parallel_hint: bool = True
