@@ -18,6 +18,7 @@ import tiny
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from scenes import Scene, scenes
+from small_tokenizers import make
 from test_hogwild import StepsEnd
 from test_shared_prefix import CLEAR, clear_batch, plainly, shared
 from transformers import PreTrainedModel
@@ -31,6 +32,8 @@ from benchmarks.gpu_parts.layer import Features, Layer, shared_prefix
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.rng import RowRNG, draw, exponential_noise
 from hf_parallel.kernels import BACKEND_VARIABLE, AttentionParams, AttentionPlan, backends, block_attention, reference
+from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model, tree_logprobs
+from hf_parallel.training.attention import LayoutBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_thread")]
 
@@ -202,3 +205,41 @@ def test_a_seeded_sample_on_a_gpu_equals_that_on_the_cpu(cuda_graph: bool) -> No
     out = shared(on_device("llama"), ids.to(DEVICE), **sampled, cuda_graph=cuda_graph)
     assert len({tuple(row) for row in expected.tolist()}) == len(expected)
     assert torch.equal(out.sequences.cpu(), expected)
+
+
+# Training
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_flex_attention_gives_loss_and_gradients_of_masks(name: str) -> None:
+    """Layouts with moves, windows and sinks."""
+    model = prepare_model(hf_parallel.enable(copy.deepcopy(tiny.build(name)).to(DEVICE)))
+    prompt = torch.arange(5, 65, device=DEVICE)[None]
+    call = {**SETTINGS, "generation_mode": "hogwild", "num_workers": 2, "max_new_tokens": 150, "do_sample": True}
+    output = model.generate(prompt, return_dict_in_generate=True, **call)
+    tree = ParallelExample.from_tree([[5] * 200] * 2, [[6] * 90, [7] * 40])
+    given = [example.with_one_target_each() for example in (ParallelExample.from_output(output), tree)]
+    batch = {key: value.to(DEVICE) for key, value in DataCollatorForParallel(make("split_marker"))(given).items()}
+    found = []
+    for flex in (False, True):
+        model.zero_grad()
+        loss = model(**{**batch, "past_key_values": LayoutBatch(given, DEVICE, flex=flex)}).loss
+        loss.backward()
+        found.append((loss, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-3, atol=1e-4)
+    assert (found[1][1] - found[0][1]).norm() < 1e-2 * found[0][1].norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_stock_flex_attention_takes_the_mask_of_a_tree(name: str) -> None:
+    model = copy.deepcopy(tiny.build(name)).to(DEVICE)
+    tokens = [list(range(5, 105)) * 2, [list(range(6, 70)), list(range(9, 99))]]
+    found = []
+    for implementation in ("sdpa", "flex_attention"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        log_probs = torch.cat(tree_logprobs(model, *tokens))
+        log_probs.sum().backward()
+        found.append((log_probs, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=2e-3)
+    assert (found[1][1] - found[0][1]).norm() < 1e-2 * found[0][1].norm()
