@@ -52,6 +52,16 @@ def test_recipe_train_pdos_trains_and_exports(
     assert hf_parallel.hub.load(tmp_path / "adapter").generation_config.generation_mode == "pdos"
 
 
+def test_the_report_of_train_pdos_meets_its_claims() -> None:
+    """The model opens well-formed blocks by itself, and the mode needs fewer passes than tokens."""
+    (path,) = (ROOT / "benchmarks" / "results").glob("*-train-pdos.json")
+    report = json.loads(path.read_text())
+    assert report["share_before"] == 0
+    assert report["share_after"] >= 0.8
+    assert report["losses"][-1] < 0.2 * report["losses"][0]
+    assert report["passes"] < report["answer_tokens"]
+
+
 # examples/train_workers.py
 
 
