@@ -215,7 +215,7 @@ def measure(model, tokenizer, problems, num_workers, shared):
 def main():
     """Train, measure, print a table and write a report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1000, help="of training")
+    parser.add_argument("--steps", type=int, default=2000, help="of training")
     parser.add_argument("--layouts", type=int, default=64, help="runs per number of workers from which examples come")
     parser.add_argument("--problems", type=int, default=100, help="for the measurement")
     parser.add_argument("--seed", type=int, default=0)
