@@ -518,13 +518,14 @@ def test_the_part_of_a_row_of_a_tree_is_the_row() -> None:
 
 
 CHAT = [{"role": "user", "content": "Compare."}]
+ANSWER = [{"role": "assistant", "content": "Two."}]
 TEXT = "Two.\n####a: x\n####b: y\n####%%%%\nEnd."
 
 
 def test_texts_of_a_dialect_become_batches(embedded: tuple[Any, Any]) -> None:
     tokenizer = embedded[1]
     collator = DataCollatorForParallel(tokenizer, "pdos")
-    answer = [{"role": "assistant", "content": TEXT}]
+    answer = [{**ANSWER[0], "content": TEXT}]
     prompt = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     features = [
         {"prompt": CHAT, "completion": answer},
@@ -534,6 +535,7 @@ def test_texts_of_a_dialect_become_batches(embedded: tuple[Any, Any]) -> None:
     batch = collator(features)
     assert len({tuple(row.tolist()) for row in batch["labels"]}) == 1
     example = ParallelExample.from_text(TEXT + tokenizer.eos_token, tokenizer, "pdos", prompt)
+    assert ParallelExample.from_text(TEXT, tokenizer, "pdos", CHAT).input_ids[0] == example.input_ids[0]
     assert sorted(batch["labels"][0][batch["labels"][0] >= 0].tolist()) == sorted(example.target_ids.tolist())
     assert tokenizer.eos_token_id in batch["labels"][0]
 
@@ -546,6 +548,9 @@ def test_texts_of_a_dialect_become_batches(embedded: tuple[Any, Any]) -> None:
         ({"text": "####a: x"}, {}, "feature 1 of the batch: line 1: #### opens a block"),
         ({"text": "a\nb ####%%%% c"}, {}, "feature 1 of the batch: line 2: ####%%%% closes nothing"),
         ({"text": None}, {}, "feature 1 of the batch: text must be a string, got None"),
+        ({"text": "a\n####: b\n####%%%%"}, {}, "feature 1 .* line 2: the title before ':' is empty, in 'a"),
+        ({"completion": [*ANSWER, *CHAT, *ANSWER]}, {}, "completion must be a text or one message of the assistant"),
+        ({"prompt": torch.ones(1, 2), "text": TEXT}, {}, r"must be 1-D .* got shape \(1, 2\)"),
         ({"input_ids": [5], "position_ids": [0]}, {}, "feature 1 .* set remove_unused_columns=False"),
         ({"text": TEXT}, {"dialect": 42}, "dialect must be one of .* got 42"),
         ({"text": TEXT}, {"max_length": 20}, "feature 1 of the batch has .* tokens, max_length is 20"),
@@ -566,6 +571,19 @@ def test_a_model_that_is_not_prepared_does_not_ignore_the_layout(name: str) -> N
     for model in (tiny.build(name), enabled(name)):
         with pytest.raises(ValueError, match=r"is not prepared: call hf_parallel.training.prepare_model\(model\)"):
             model(**batch)
+
+
+def test_a_model_with_the_implementation_alone_is_prepared_and_one_without_it_is_not() -> None:
+    batch = DataCollatorForParallel(TOKENIZER)([TREE])
+    prepared = prepare_model(enabled())
+    expected = prepared(**batch).loss
+    other = type(prepared)(copy.deepcopy(prepared.config)).double()
+    other.load_state_dict(prepared.state_dict())
+    assert other.config._attn_implementation == "hf_parallel_train"
+    torch.testing.assert_close(prepare_model(hf_parallel.enable(other))(**batch).loss, expected)
+    prepared.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="is not prepared"):
+        prepared(**batch)
 
 
 def test_examples_beyond_the_positions_of_the_model_raise() -> None:
@@ -663,6 +681,19 @@ def test_the_settings_of_pdos_say_how_branches_are_joined() -> None:
     assert len(make_views(example)) == 2
     assert "......\n\n####" in AsciiTokenizer().decode(example.input_ids.tolist())
     assert len(make_views(ParallelExample.from_text(TEXT, AsciiTokenizer(), "pdos"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("tags", "message"),
+    [
+        (("<P>", "<B>"), "must be pairs of tags, got '<P>' and '<B>'"),
+        ((("<P>", "</P>"), ("<P>", "</B>")), "must be four different tags"),
+        ((("<P>", "</P>"), ("<B>", "")), "must be four different tags"),
+    ],
+)
+def test_a_dialect_without_four_tags_raises(tags: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Dialect(*tags)
 
 
 def test_a_prompt_begins_as_at_inference() -> None:

@@ -7,15 +7,18 @@ from typing import Any
 
 from hf_parallel.training.attention import prepare_model, teacher_forced_logits
 from hf_parallel.training.collator import DataCollatorForParallel
+from hf_parallel.training.dialects import Dialect, SkeletonDialect
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.masks import stock_mask
 from hf_parallel.training.tree import tree_logprobs
 
 __all__ = [
     "DataCollatorForParallel",
+    "Dialect",
     "ParallelExample",
     "SharedPrefixGRPOTrainer",
     "SharedPrefixLossMixin",
+    "SkeletonDialect",
     "make_rollout_func",
     "prepare_model",
     "stock_mask",

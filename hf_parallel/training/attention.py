@@ -324,6 +324,7 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(f"{type(inner).__name__} drops keyword arguments, so that a layout cannot reach its layers")
     if inner.config._attn_implementation != IMPLEMENTATION:
         inner.set_attn_implementation(IMPLEMENTATION)
+    if not any(getattr(hook, "func", None) is _activate for hook in inner._forward_pre_hooks.values()):
         inner.register_forward_pre_hook(partial(_activate, capabilities), with_kwargs=True)
         inner.register_forward_hook(_deactivate, always_call=True)
     return model
@@ -333,7 +334,7 @@ def _deactivate(*_: Any) -> None:
     _has_layout.set(False)
 
 
-def _activate(capabilities: Capabilities, model: nn.Module, args: Any, kwargs: Any) -> Any:
+def _activate(capabilities: Capabilities, model: Any, args: Any, kwargs: Any) -> Any:
     """Pass the layout of a batch to the layers, before a forward pass."""
     layout = kwargs.get("past_key_values")
     if not isinstance(layout, LayoutBatch):
@@ -343,6 +344,8 @@ def _activate(capabilities: Capabilities, model: nn.Module, args: Any, kwargs: A
             "the labels of a parallel batch are shifted already: label_smoothing_factor must be 0, and a loss of your "
             "own must override compute_loss of the trainer"
         )
+    if model.config._attn_implementation != IMPLEMENTATION:
+        return None  # the model asks the layout for its length, which raises
     active = _Active(layout, model, capabilities)
     _has_layout.set(True)
     return args, {**kwargs, "past_key_values": None, "use_cache": False, "parallel_layout": active}

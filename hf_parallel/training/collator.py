@@ -95,7 +95,8 @@ class DataCollatorForParallel:
         try:
             example = feature if isinstance(feature, ParallelExample) else self._read(feature)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"feature {index} of the batch: {error}") from error
+            begins = repr(feature.get("completion", feature.get("text")))[:60] if isinstance(feature, Mapping) else ""
+            raise ValueError(f"feature {index} of the batch: {error}{begins and ', in ' + begins}") from error
         example = example.with_one_target_each()
         if self.max_length is not None and len(example) > self.max_length:
             raise ValueError(f"feature {index} of the batch has {len(example)} tokens, max_length is {self.max_length}")
@@ -107,24 +108,24 @@ class DataCollatorForParallel:
         key = "completion" if "completion" in feature else "text"
         if "input_ids" in feature:
             raise ValueError(
-                f"it has only the columns {sorted(feature)} of an example: set remove_unused_columns=False in the "
-                "arguments of the trainer"
+                f"it has only the columns {sorted(feature)}: set remove_unused_columns=False in the arguments of the "
+                "trainer, and for SFTTrainer dataset_kwargs={'skip_prepare_dataset': True}"
             )
         if self.dialect is None or key not in feature:
             raise ValueError(
                 "it must be a ParallelExample, its to_dict(), or, with a dialect, have text or prompt and completion; "
                 f"got {type(feature).__name__} {sorted(feature)}, dialect={self.dialect!r}"
             )
-        prompt, text = feature.get("prompt", ""), feature[key]
-        if not isinstance(prompt, str):
-            prompt = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        text = feature[key]
         if isinstance(text, list):
-            text = "".join(message["content"] for message in text)
+            if [message.get("role") for message in text] != ["assistant"]:
+                raise ValueError(f"{key} must be a text or one message of the assistant, got {text!r}")
+            text = text[0]["content"]
         check_text(key, text)
         if (eos := self.tokenizer.eos_token) and not text.endswith(eos):
             text += eos
         return ParallelExample.from_text(
-            text, self.tokenizer, self.dialect, prompt, train_on_forced=self.train_on_forced
+            text, self.tokenizer, self.dialect, feature.get("prompt", ""), self.train_on_forced
         )
 
 

@@ -44,6 +44,8 @@ class Dialect:
     positions: str = "depth"
 
     def __post_init__(self) -> None:
+        if any(isinstance(pair, str) or len(pair) != 2 for pair in (self.region, self.branch)):
+            raise ValueError(f"region and branch must be pairs of tags, got {self.region!r} and {self.branch!r}")
         if len(set(self.tags)) != 4 or not all(isinstance(tag, str) and tag for tag in self.tags):
             raise ValueError(f"region and branch must be four different tags, got {self.tags!r}")
         if self.positions not in POSITIONS:
@@ -296,6 +298,8 @@ class _Skeletons:
             title, title_end, content = part.partition(fmt.title_end)
             if not title_end or "\n" in title:
                 raise ValueError(f"line {line}: the title {title!r} does not end with {fmt.title_end!r} on its line")
+            if not title.strip():
+                raise ValueError(f"line {line}: the title before {fmt.title_end!r} is empty")
             branches.append((f"{fmt.branch_marker}{title}{fmt.title_end}", content))
             line += part.count("\n")
         if not branches:

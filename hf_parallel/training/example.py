@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.arguments import encode
@@ -139,7 +140,8 @@ class ParallelExample:
         """
         if not completions or len(prompts) != len(completions):
             raise ValueError(f"each completion needs a prompt, got {len(prompts)} and {len(completions)} completions")
-        if not all(map(len, prompts)):
+        prompts, completions = ([as_ids(ids) for ids in group] for group in (prompts, completions))
+        if not all(prompts):
             raise ValueError("prompts must have at least one token, from whose logits the first token is sampled")
         tree = SharedPrefixCache()
         leaves = []
@@ -176,7 +178,7 @@ class ParallelExample:
         text: str,
         tokenizer: Any,
         dialect: str | AnyDialect,
-        prompt: str | Sequence[int] = (),
+        prompt: Any = (),
         train_on_forced: bool = False,
     ) -> ParallelExample:
         """Return an annotated text as the mode or the paper of its dialect would compute it.
@@ -192,7 +194,7 @@ class ParallelExample:
         dialect : str, Dialect, SkeletonDialect or ParallelConfig
             `pdos`, `multiverse`, `threadweaver`, a format, or the settings of `pdos`: its markers, `join` and
             `branch_separator`.
-        prompt : str or sequence of token ids
+        prompt : str, list of chat messages, or 1-D token ids
             A string gets the beginning-of-sequence token, if the tokenizer adds one.
         train_on_forced : bool
             The openings of branches are targets too, of the token before the region's branches.
@@ -203,7 +205,7 @@ class ParallelExample:
             For an unknown dialect, a tokenizer that cannot encode its tags, tags that are not balanced (with the line
             and the tag), or neither text nor prompt.
         """
-        given = _encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        given = _encode_prompt(tokenizer, prompt)
         found = lay_out(text, tokenizer, get_dialect(dialect), given, train_on_forced)
         targets = np.array(found.targets, np.int64).reshape(-1, 3)
         return cls._from_segments(
@@ -349,8 +351,20 @@ class ParallelExample:
         return cls(**{field.name: np.asarray(values[field.name], np.int64) for field in fields(cls)})
 
 
-def _encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the tokens of a prompt, with the beginning-of-sequence token if the tokenizer adds one to a text."""
+def as_ids(tokens: Any) -> list[int]:
+    """Return token ids as a list. Raises `ValueError` unless they are a 1-D tensor, array or list of integers."""
+    ids = np.asarray(tokens.cpu() if isinstance(tokens, torch.Tensor) else tokens)
+    if ids.ndim != 1 or not (ids.dtype.kind in "iu" or len(ids) == 0):
+        raise ValueError(f"prompts and completions must be 1-D tensors or lists of token ids, got shape {ids.shape}")
+    return ids.tolist()
+
+
+def _encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
+    """Return the tokens of a prompt. A text gets the beginning-of-sequence token, if the tokenizer adds one."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    if not isinstance(prompt, str):
+        return as_ids(prompt)
     tokens = encode(tokenizer, prompt)
     bos: list[Any] = [getattr(tokenizer, "bos_token_id", None)]
     return bos + tokens if tokens[:1] != bos and tokenizer(prompt)["input_ids"][:1] == bos else tokens

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_parallel.training.example import ParallelExample
+from hf_parallel.training.example import ParallelExample, as_ids
 from hf_parallel.training.masks import stock_mask
 
 
@@ -52,10 +52,10 @@ def tree_logprobs(
         If there is no completion, a prompt is empty or missing, ids are not 1-D, `temperature` is not positive, or the
         model's attention takes no 4D mask.
     """
-    answers = [_ids(completion) for completion in completions]
+    answers = [as_ids(completion) for completion in completions]
     is_array = isinstance(prompt_ids, torch.Tensor | np.ndarray)
     single = is_array or len(prompt_ids) == 0 or isinstance(prompt_ids[0], int)
-    prompts = [_ids(prompt_ids)] * len(answers) if single else [_ids(prompt) for prompt in prompt_ids]
+    prompts = [as_ids(prompt_ids)] * len(answers) if single else [as_ids(prompt) for prompt in prompt_ids]
     if not temperature > 0:
         raise ValueError(f"temperature must be greater than 0, got {temperature}")
     example = ParallelExample.from_tree(prompts, answers)
@@ -103,10 +103,3 @@ def computing_targets(model: Any, targets: Sequence[Targets]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _ids(tokens: Any) -> list[int]:
-    ids = np.asarray(tokens.cpu() if isinstance(tokens, torch.Tensor) else tokens)
-    if ids.ndim != 1 or not (ids.dtype.kind in "iu" or len(ids) == 0):
-        raise ValueError(f"prompts and completions must be 1-D tensors or lists of token ids, got shape {ids.shape}")
-    return ids.tolist()
