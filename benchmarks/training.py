@@ -145,6 +145,7 @@ class TrainingBenchmark:
         for mode in ("shared_prefix", None):
             log(f"rollouts, {mode or 'generate'}")
             given = {"generation_mode": mode, "attention_mask": torch.ones_like(batch), **sampling}
+            model.generate(batch[:, -2:], generation_mode=mode, max_new_tokens=2)  # loads what the first call loads
             found[mode or "generate"] = timed(partial(model.generate, batch, **given))[0]
         log("rollouts, continuous batching")
         pages = self.completions * (-(-(self.prompt + self.new_tokens) // PAGE) + 1)

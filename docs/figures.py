@@ -24,6 +24,7 @@ SOURCES = {
     "linear": "2026-11-22-cpu-2-cores-linear.json",
     "linear_intel": "2026-11-22-intel-2-cores-linear.json",
     "resample": "2026-11-22-cpu-2-cores-resample.json",
+    "training": "2026-11-23-cpu-2-cores-training.json",
     "workers": "2026-11-23-cpu-2-cores-train-workers.json",
     "train_pdos": "2026-11-23-cpu-2-cores-train-pdos.json",
     "gpu_checks": "2026-11-22-h200-correctness.json",
