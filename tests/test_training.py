@@ -21,6 +21,7 @@ from small_tokenizers import make
 from tokenizers.processors import TemplateProcessing
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
+from transformers import LlamaForCausalLM
 
 import hf_parallel
 from hf_parallel.generation.arguments import encode
@@ -577,7 +578,7 @@ def test_a_model_with_the_implementation_alone_is_prepared_and_one_without_it_is
     batch = DataCollatorForParallel(TOKENIZER)([TREE])
     prepared = prepare_model(enabled())
     expected = prepared(**batch).loss
-    other = type(prepared)(copy.deepcopy(prepared.config)).double()
+    other = LlamaForCausalLM(copy.deepcopy(prepared.config)).double()
     other.load_state_dict(prepared.state_dict())
     assert other.config._attn_implementation == "hf_parallel_train"
     torch.testing.assert_close(prepare_model(hf_parallel.enable(other))(**batch).loss, expected)

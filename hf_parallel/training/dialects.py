@@ -53,6 +53,7 @@ class Dialect:
 
     @property
     def tags(self) -> tuple[str, ...]:
+        """Tags that open and close a region and a branch."""
         return (*self.region, *self.branch)
 
 
@@ -76,6 +77,7 @@ class SkeletonDialect:
 
     @property
     def tags(self) -> tuple[str, ...]:
+        """Texts that a tokenizer must be able to encode."""
         return (self.branch_marker, self.title_end, self.ellipsis, self.terminator)
 
 
