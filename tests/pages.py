@@ -86,7 +86,7 @@ def small_scale(embedded: tuple[Any, Any], new_tokens: int = NEW_TOKENS) -> Iter
 
 
 def stand_in(embedded: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return a small random model with the tokenizer and presets of the embedded one, where nobody reads its text."""
+    """Return a small random model with tokenizer and presets of the embedded one, for code whose text is unchecked."""
     model, tokenizer = embedded
     config = copy.deepcopy(model.config)
     config.update({"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2})

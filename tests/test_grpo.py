@@ -13,8 +13,8 @@ import pytest
 import tiny
 import torch
 from malformed_cases import make_tokenizer
-from pages import ROOT, run, small_scale
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from pages import ROOT, run, small_scale, stand_in
+from transformers import AutoModelForCausalLM
 
 import hf_parallel
 from hf_parallel.training import teacher_forced_logits
@@ -287,17 +287,6 @@ def with_attention(name: str, load: Any) -> Any:
 
 
 def test_the_recipe_runs_with_equal_rewards(embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = embedded[1]
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-    )
     source = (ROOT / "examples" / "grpo_shared_prefix.py").read_text()
     for before, after in (
         ("COMPARED, STEPS = 3, 30", "COMPARED, STEPS = 1, 2"),
@@ -307,7 +296,7 @@ def test_the_recipe_runs_with_equal_rewards(embedded: tuple[Any, Any], capsys: p
     ):
         assert before in source
         source = source.replace(before, after)
-    with small_scale((LlamaForCausalLM(config), tokenizer)):
+    with small_scale(stand_in(embedded)):
         run([source], "grpo_shared_prefix.py")
     printed = capsys.readouterr().out
     assert "largest difference of reward: 0.000000" in printed

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from pages import ROOT, run
+from pages import ROOT, run, stand_in
 from test_examples import RECIPES, check_promised_lines
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import hf_parallel
 
@@ -27,21 +27,14 @@ def test_a_recipe_has_a_page(recipe: Path) -> None:
     assert any(f"python examples/{recipe.name}" in page.read_text() for page in (ROOT / "docs").glob("*.md"))
 
 
-def small_model(tokenizer: Any, folder: Path) -> LlamaForCausalLM:
-    """Return a random model with the embedded model's tokenizer, saved to a folder."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes))
-    model.save_pretrained(folder)
-    return LlamaForCausalLM.from_pretrained(folder)
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_recipe_train_pdos_trains_and_exports(
     embedded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("peft")
-    model = small_model(embedded[1], tmp_path / "base")
+    torch.manual_seed(0)
+    stand_in(embedded)[0].save_pretrained(tmp_path / "base")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
     monkeypatch.setattr(hf_parallel, "load_embedded_model", lambda: (model, embedded[1]))
     (recipe,) = (path for path in RECIPES if path.stem == "train_pdos")
     monkeypatch.setattr(sys, "argv", [recipe.name, "--steps", "4", "--prompts", "1", "--output", str(tmp_path)])
