@@ -1,7 +1,7 @@
 /* Attention of query rows to all blocks of keys that they see, in float32, merged: one call per layer.
  *
  * Rows that see the same block are in adjacent vector lanes, so that each key and value is read once for all of them
- * and every multiply-add computes sixteen rows (Hydragen, section 3.2); threads compute different parts of the block.
+ * and a multiply-add computes one row per lane (Hydragen, section 3.2); threads compute different parts of the block.
  * For a block of few rows, such as a completion's own, the lanes hold dimensions instead. Softmax is online over tiles
  * of keys; all partial results are merged exactly (Hydragen, eq. 5). Plain C with GCC's vector types.
  */
@@ -11,20 +11,31 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined __AVX512F__ /* vectors as wide as the machine's: the compiler keeps wider ones in memory */
 #define LANES 16
-#define TILE 64   /* keys per tile: scores of a tile stay in the first-level cache */
-#define UNROLL 8  /* keys or dimensions whose accumulators stay in registers */
-#define WIDEST 3  /* vectors of rows per task: 48 rows */
-#define NARROW 8  /* rows per block up to which the lanes hold dimensions */
-#define SHORT 8   /* lanes of dimensions; the head size is a multiple */
+#define ACCUMULATORS 24 /* vectors that stay in registers */
+#elif defined __AVX__
+#define LANES 8
+#define ACCUMULATORS 12
+#else
+#define LANES 4
+#define ACCUMULATORS 24
+#endif
+#define TILE 64  /* keys per tile: scores of a tile stay in the first-level cache */
+#define SPAN 48  /* rows per task */
+#define WIDEST (SPAN / LANES) /* vectors of rows per task */
+#define MOST 8   /* keys or dimensions that are computed together */
+#define TOGETHER(width) ((width) * MOST <= ACCUMULATORS ? MOST : (width) * 4 <= ACCUMULATORS ? 4 : 2)
+#define NARROW (LANES / 2) /* rows per block up to which the lanes hold dimensions */
+#define SHORT 8  /* lanes of dimensions; the head size is a multiple */
 #define HIDDEN (-1e30f) /* score of a hidden key: finite, since exp(-inf + inf) is NaN */
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float vec __attribute__((vector_size(64), aligned(64)));
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
 typedef float shortvec __attribute__((vector_size(32), aligned(4)));
-typedef int32_t ivec __attribute__((vector_size(64), aligned(64)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
 
-INLINE vec splat(float x) { return (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+INLINE vec splat(float x) { return x - (vec){0}; }
 
 INLINE vec larger(vec a, vec b) {
     ivec a_wins = a > b;
@@ -62,9 +73,9 @@ INLINE void hide(int width, int64_t start, int count, const ivec *bounds, vec *s
         }
 }
 
-/* Scores of `count` (at most UNROLL) keys with all rows: acc[j] = sum_d keys[j][d] * qt[d]. */
+/* Scores of `count` (at most MOST) keys with all rows: acc[j] = sum_d keys[j][d] * qt[d]. */
 INLINE void score(int width, int count, const vec *qt, const float *keys, int64_t dim, vec *scores) {
-    vec acc[UNROLL][WIDEST];
+    vec acc[MOST][WIDEST];
     for (int j = 0; j < count; j++)
         for (int w = 0; w < width; w++) acc[j][w] = splat(0.0f);
     for (int64_t d = 0; d < dim; d++)
@@ -80,6 +91,7 @@ INLINE void score(int width, int count, const vec *qt, const float *keys, int64_
  * ot [dim][width]; the result of a row that sees no key has no weight in the merge. */
 INLINE void attend_rows(int width, const vec *qt, const float *keys, const float *values, int64_t num_keys, int64_t dim,
                         const ivec *bounds, vec *ot, vec *best, vec *total) {
+    const int together = TOGETHER(width);
     vec scores[TILE * WIDEST];
     memset(ot, 0, sizeof(vec) * dim * width);
     for (int w = 0; w < width; w++) best[w] = splat(-INFINITY), total[w] = splat(0.0f);
@@ -87,12 +99,12 @@ INLINE void attend_rows(int width, const vec *qt, const float *keys, const float
         int count = num_keys - start < TILE ? (int)(num_keys - start) : TILE;
         const float *k = keys + start * dim, *v = values + start * dim;
         int j = 0;
-        for (; j + UNROLL <= count; j += UNROLL) {
-            for (int64_t i = 0; i < UNROLL * dim; i += LANES) { /* prefetch the values and the next tile's keys */
+        for (; j + together <= count; j += together) {
+            for (int64_t i = 0; i < together * dim; i += LANES) { /* prefetch the values and the next tile's keys */
                 __builtin_prefetch(v + j * dim + i);
                 __builtin_prefetch(k + (j + TILE) * dim + i, 0, 2);
             }
-            score(width, UNROLL, qt, k + j * dim, dim, scores + j * width);
+            score(width, together, qt, k + j * dim, dim, scores + j * width);
         }
         for (; j < count; j++) score(width, 1, qt, k + j * dim, dim, scores + j * width);
         if (bounds) hide(width, start, count, bounds, scores);
@@ -118,19 +130,35 @@ INLINE void attend_rows(int width, const vec *qt, const float *keys, const float
             total[w] += sum;
         }
 
-        for (int64_t d = 0; d < dim; d += UNROLL) {
-            vec acc[UNROLL][WIDEST];
-            for (int u = 0; u < UNROLL; u++)
+        for (int64_t d = 0; d < dim; d += together) {
+            vec acc[MOST][WIDEST];
+            for (int u = 0; u < together; u++)
                 for (int w = 0; w < width; w++) acc[u][w] = ot[(d + u) * width + w];
             for (int i = 0; i < count; i++)
-                for (int u = 0; u < UNROLL; u++) {
+                for (int u = 0; u < together; u++) {
                     vec x = splat(v[i * dim + d + u]);
                     for (int w = 0; w < width; w++) acc[u][w] += x * scores[i * width + w];
                 }
-            for (int u = 0; u < UNROLL; u++)
+            for (int u = 0; u < together; u++)
                 for (int w = 0; w < width; w++) ot[(d + u) * width + w] = acc[u][w];
         }
     }
+}
+
+/* `attend_rows`, compiled for each width. */
+static void attend_task(int width, const vec *qt, const float *keys, const float *values, int64_t num_keys, int64_t dim,
+                        const ivec *bounds, vec *ot, vec *best, vec *total) {
+#define OF(n) case n: attend_rows(n, qt, keys, values, num_keys, dim, bounds, ot, best, total); break;
+    switch (width) {
+        OF(1) OF(2) OF(3)
+#if WIDEST > 3
+        OF(4) OF(5) OF(6)
+#endif
+#if WIDEST > 6
+        OF(7) OF(8) OF(9) OF(10) OF(11) OF(12)
+#endif
+    }
+#undef OF
 }
 
 /* A call, as laid out by `native.py`: N blocks of num_keys keys, each with M queries. */
@@ -228,7 +256,7 @@ static const ivec *bounds_of(const Call *call, int64_t position, int64_t groups,
 /* A call with many rows per block, or with one block. Runs inside a parallel region. */
 static void attend_wide(const Layer *layer, const Call *call, vec *columns, int threads) {
     const int64_t dim = layer->dim, kv_heads = layer->kv_heads, groups = layer->heads / kv_heads;
-    const int64_t rows = call->queries * groups, tiles = (rows + WIDEST * LANES - 1) / (WIDEST * LANES);
+    const int64_t rows = call->queries * groups, tiles = (rows + SPAN - 1) / SPAN;
     const int64_t vectors = (rows + LANES - 1) / LANES;
     const int width = vectors < WIDEST ? (int)vectors : WIDEST;
     const int64_t units = call->blocks * kv_heads * tiles, span = (int64_t)width * LANES;
@@ -260,9 +288,7 @@ static void attend_wide(const Layer *layer, const Call *call, vec *columns, int 
         vec *ot = partial + task * per_task, *best = ot + dim * width, *total = best + width;
         ivec storage[2 * WIDEST];
         const ivec *bounds = bounds_of(call, block * call->queries, groups, unit % tiles * span, first, width, storage);
-        if (width == 1) attend_rows(1, qt, k, v, count, dim, bounds, ot, best, total);
-        else if (width == 2) attend_rows(2, qt, k, v, count, dim, bounds, ot, best, total);
-        else attend_rows(3, qt, k, v, count, dim, bounds, ot, best, total);
+        attend_task(width, qt, k, v, count, dim, bounds, ot, best, total);
     }
 
 #pragma omp for schedule(static)
@@ -351,7 +377,7 @@ int attend(const Layer *layer, const float *sinks, int64_t tokens, const Call *c
     const int64_t dim = layer->dim, kv_heads = layer->kv_heads, groups = layer->heads / kv_heads;
     int64_t needed = 0;
     for (int64_t c = 0; c < num_calls; c++) {
-        const int64_t rows = calls[c].queries * groups, tiles = (rows + WIDEST * LANES - 1) / (WIDEST * LANES);
+        const int64_t rows = calls[c].queries * groups, tiles = (rows + SPAN - 1) / SPAN;
         const int64_t units = calls[c].blocks * kv_heads * tiles, vectors = (rows + LANES - 1) / LANES;
         const int64_t width = vectors < WIDEST ? vectors : WIDEST, tasks = units * split(&calls[c], units, threads);
         const int64_t wanted = (units * dim + tasks * (dim + 2)) * width;
