@@ -330,8 +330,9 @@ def test_a_closed_session_frees_its_memory_and_rejects_calls() -> None:
 def test_a_closed_session_releases_its_cuda_graphs() -> None:
     session = begin()
     runner = session._run.loop.runner
-    runner.graphs = DecodeGraphs(runner.cache)  # a CPU captures none
-    released = weakref.ref(runner.graphs)
+    assert runner.model is not None
+    runner.model.graphs = DecodeGraphs(runner.cache)  # a CPU captures none
+    released = weakref.ref(runner.model.graphs)
     session.close()
     assert released() is None
 

@@ -132,9 +132,14 @@ class Arena:
             old = getattr(layer, name)
             if old.shape[0] < rows:
                 with torch.inference_mode(False), torch.no_grad():
-                    new = old.new_zeros(max(rows, int(old.shape[0] * GROWTH)), old.shape[-1])
+                    slots = self._storage_slots(old.shape[0] // layer.num_kv_heads)
+                    new = old.new_zeros(slots * layer.num_kv_heads, old.shape[-1])
                     new[: old.shape[0]] = old
                 setattr(layer, name, new)
+
+    def _storage_slots(self, held: int) -> int:
+        """Return the number of slots to which storage of `held` slots grows."""
+        return max(self.num_slots, int(held * GROWTH))
 
     def _allocate_slots(self, size: int) -> int:
         """First fit; returns the origin."""

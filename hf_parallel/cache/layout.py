@@ -24,6 +24,7 @@ class Block:
     base: int = 0
     first: int = 0
     length: int = 0
+    parts: tuple[Block, Block] | None = None  # which hold its tokens, if it was split while rows see it
 
     @property
     def free_slots(self) -> int:

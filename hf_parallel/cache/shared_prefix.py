@@ -263,6 +263,10 @@ class SharedPrefixCache(BlockCache):
             self.free(node.block)
         node.siblings.remove(node)
 
+    def _split_block(self, block: Block, at: int) -> tuple[Block, Block]:
+        """Split the block of a node; return the blocks of its head and tail."""
+        return block, self.split(block, at)
+
     @staticmethod
     def _best_child(node: Node, tokens: np.ndarray) -> tuple[Node | None, int]:
         """Return the child with the longest common prefix with `tokens`, and the length of that prefix."""
@@ -276,8 +280,7 @@ class SharedPrefixCache(BlockCache):
         head = Node(node.tokens[:at], parent, children={int(node.tokens[at]): [node]}, is_finite=node.is_finite)
         node.siblings[node.siblings.index(node)] = head
         if node.block is not None:
-            head.block = node.block
-            node.block = self.split(node.block, at)
+            head.block, node.block = self._split_block(node.block, at)
         node.tokens, node.parent = node.tokens[at:], head
         return head
 

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from hf_parallel.cache import BlockCache
+from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.arguments import check_model_inputs
+from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.transcript.record import Record
+
+C = TypeVar("C", bound=BlockCache)
+
+
+class Executor(Protocol):
+    """Runs the forward passes of a call, with those of other calls, over storage that they share."""
+
+    chunk_size: int
+    """Maximum number of new tokens in a pass of a prefill."""
+    stats: GenerationStats
+    """Cost of the call so far; set by its runner."""
+
+    def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
+        """Return a cache of a call."""
+
+    def run(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
+        """Run one forward pass over packed tokens `ids`, `int64 [T]`; see `ModelRunner.forward`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +44,8 @@ class GenerationCall:
 
     `input_ids`, `int64 [rows, length]`, are the left-padded prompts, each repeated `num_return_sequences` times;
     `prompts` (int64) the same without padding. `record` collects what the transcript shows, `prepared` is the return
-    value of `ParallelConfig.prepare`, and `claim` is active until the call ends. Other fields are arguments of
-    `generate`, as transformers prepared them.
+    value of `ParallelConfig.prepare`, and `claim` is active until the call ends. Calls of an engine have an `executor`.
+    Other fields are arguments of `generate`, as transformers prepared them.
     """
 
     model: PreTrainedModel
@@ -42,6 +62,7 @@ class GenerationCall:
     record: Record = field(default_factory=Record)
     prepared: Any = None
     claim: Any = None
+    executor: Executor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -63,6 +84,7 @@ class GenerationCall:
         """Whether the record traces the forward passes: it is returned, and `sequences` do not say all of them."""
         config = self.record.config
         returned = bool(self.generation_config.return_dict_in_generate) and self.past_key_values is None
+        returned = returned and self.executor is None  # whose caches hold prefixes that other calls have computed
         return returned and config is not None and not config.rows_continue_prompts
 
     @cached_property
@@ -76,6 +98,12 @@ class GenerationCall:
         """Tokens that end a row."""
         eos = self.generation_config._eos_token_tensor  # type: ignore[attr-defined]
         return [] if eos is None else eos.flatten().tolist()
+
+    def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None = None) -> C:
+        """Return an empty cache for the call; in an engine, it shares storage and prefixes with other calls."""
+        if self.executor is not None:
+            return self.executor.new_cache(cls, rotary)
+        return cls(rotary, device=self.input_ids.device)
 
     def show(self, row: int, text: str, event: str) -> None:
         """Record text of a row and stream it. Events as in `ParallelStreamer.write_row`."""

@@ -61,12 +61,21 @@ class Claim:
     function or a context manager of Python.
     """
 
-    def __init__(self, config: ParallelConfig | None = None) -> None:
-        self.config, self.thread, self.process = config, threading.get_ident(), os.getpid()
-        self.active = self.preparing = False
+    def __init__(self) -> None:
+        self.thread, self.process = threading.get_ident(), os.getpid()
+        self.active = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of the model is free
+
+
+class _Preparation(threading.local):
+    """The call that a thread lets transformers prepare: its model, config and claim."""
+
+    call: tuple[Any, ParallelConfig, Claim] | None = None
+
+
+_preparation = _Preparation()
 
 
 class _SharedTokenizer:
@@ -126,7 +135,7 @@ class ParallelGenerationMixin:
                 return self._generate(kwargs, args)
             if args:
                 raise ValueError("with a generation_mode, pass arguments after prefix_allowed_tokens_fn by name")
-            claim = Claim(config)
+            claim = Claim()
             try:
                 with self.prepared_call(config, kwargs, claim) as call:
                     return config.make_run(call).generate()
@@ -138,21 +147,39 @@ class ParallelGenerationMixin:
         self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim | None = None
     ) -> Iterator[GenerationCall]:
         """Let transformers prepare a call, and hold the model while the context is open; `kwargs` is modified."""
+        claim = claim or Claim()
+        with torch.no_grad(), cpu_as_default():
+            prepared = self._check_call(config, kwargs)
+            with self.claimed(claim):
+                yield self._prepare_call(config, kwargs, claim, prepared)
+
+    def prepare_call(self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim) -> GenerationCall:
+        """Let transformers prepare a call of a model that `claim` holds; `kwargs` is modified."""
+        with torch.no_grad(), cpu_as_default():
+            return self._prepare_call(config, kwargs, claim, self._check_call(config, kwargs))
+
+    def _check_call(self, config: ParallelConfig, kwargs: dict[str, Any]) -> Any:
+        """Complete and check the arguments of a call. Return the value of `call.prepared`."""
         if kwargs.get("tokenizer") is None and self._parallel_tokenizer.tokenizer is not None:
             kwargs["tokenizer"] = self._parallel_tokenizer.tokenizer
-        with torch.no_grad(), cpu_as_default():
-            _add_preset(config.mode, self.generation_config, kwargs)  # type: ignore[attr-defined]
-            prepared = config.prepare(kwargs)
-            self._check_arguments(config, kwargs)
-            arguments.move_padding_left(kwargs)
-            claim = claim or Claim(config)
-            with self.claimed(claim):
-                claim.preparing = True
-                call = dataclasses.replace(self._generate(kwargs, ()), prepared=prepared)
-                begin_call = getattr(call.streamer, "begin_call", None)
-                if callable(begin_call):
-                    begin_call(call)
-                yield call
+        _add_preset(config.mode, self.generation_config, kwargs)  # type: ignore[attr-defined]
+        prepared = config.prepare(kwargs)
+        self._check_arguments(config, kwargs)
+        arguments.move_padding_left(kwargs)
+        return prepared
+
+    def _prepare_call(
+        self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim, prepared: Any
+    ) -> GenerationCall:
+        try:
+            _preparation.call = self, config, claim
+            call = dataclasses.replace(self._generate(kwargs, ()), prepared=prepared)
+        finally:
+            _preparation.call = None
+        begin_call = getattr(call.streamer, "begin_call", None)
+        if callable(begin_call):
+            begin_call(call)
+        return call
 
     @contextmanager
     def claimed(self, claim: Claim) -> Iterator[None]:
@@ -179,9 +206,8 @@ class ParallelGenerationMixin:
         raise RuntimeError(f"this model is still generating in another thread after wait={self._parallel_wait} seconds")
 
     def _prepares(self) -> bool:
-        """Return whether this thread is preparing a call of a mode."""
-        claim = self._active_claim()
-        return claim is not None and claim.preparing and claim.thread == threading.get_ident()
+        """Return whether this thread is preparing a call of a mode of this model."""
+        return _preparation.call is not None and _preparation.call[0] is self
 
     def _active_claim(self) -> Claim | None:
         claim = self._parallel_claim
@@ -203,12 +229,11 @@ class ParallelGenerationMixin:
         **model_kwargs: Any,
     ) -> Any:
         """Return the prepared call if a mode prepares one in this thread; otherwise sample as transformers does."""
-        if not self._prepares():
+        if _preparation.call is None or _preparation.call[0] is not self:
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
-        claim: Any = self._parallel_claim
-        config, claim.config, claim.preparing = claim.config, None, False  # an ended claim keeps no caches alive
+        (_, config, claim), _preparation.call = _preparation.call, None
         return make_call(
             self,
             input_ids,

@@ -21,7 +21,7 @@ def prefix_cache_of(call: GenerationCall) -> SharedPrefixCache:
     """Return the caller's `SharedPrefixCache`, or a new one."""
     cache = call.past_key_values
     if cache is None:
-        cache = SharedPrefixCache(device=call.input_ids.device)
+        cache = call.new_cache(SharedPrefixCache)
     if not isinstance(cache, SharedPrefixCache):
         raise ValueError(f"past_key_values must be a SharedPrefixCache, got {type(cache).__name__}")
     cache.claim(call.model, call.claim, kept=call.past_key_values is not None)

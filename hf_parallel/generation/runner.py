@@ -1,4 +1,4 @@
-"""ModelRunner: forward passes of the model over packed tokens of a block cache."""
+"""Forward passes of the model over packed tokens of a block cache."""
 
 from __future__ import annotations
 
@@ -11,28 +11,71 @@ from typing import Any
 import torch
 
 from hf_parallel.cache import BlockCache, ForwardPass, Segment
+from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.rows import PassInputs
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import to_device
 from hf_parallel.models.attention import block_attention_enabled
+from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.models.cuda_graph import DecodeGraphs
 
 PREFILL_CHUNK = 4096
 """New tokens per forward pass of a prefill; overridden by `generation_config.prefill_chunk_size`."""
 
 
+class CachedModel:
+    """A model with the cache over which its forward passes run."""
+
+    def __init__(self, model: Any, capabilities: Capabilities, cache: BlockCache, cuda_graph: bool) -> None:
+        self.model, self.cache, self.device = model, cache, execution_device(model)
+        self._kwargs: dict[str, Any] = {"block_cache": cache} if capabilities.keyword else {}
+        self.graphs = DecodeGraphs(cache) if cuda_graph and DecodeGraphs.supports(model, self.device) else None
+        self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def logits(self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None) -> torch.Tensor:
+        """Run the prepared pass over packed tokens `ids`, `int64 [T]` on the device.
+
+        Return the logits `[len(keep), vocabulary]` after the tokens with these indices (None: after all tokens).
+        """
+        if self.graphs is not None and keep is None and forward.is_decode_step:
+            return self.graphs.logits(self._forward, forward, ids)
+        return self._forward(ids, forward.position_ids, None if keep is None else to_device(keep, self.device))
+
+    def _forward(self, ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        kwargs = dict(self._kwargs, input_ids=ids[None], position_ids=position_ids[None], past_key_values=self.cache)
+        if keep is not None and self._has_logits_to_keep:
+            kwargs["logits_to_keep"], keep = keep, None
+        logits = copy_context().run(self._run_model, kwargs).logits[0]
+        return logits if keep is None else logits.index_select(0, keep)
+
+    def _run_model(self, kwargs: dict[str, Any]) -> Any:
+        """Run the model in a context of its own, which ends with the forward pass, even if it is interrupted."""
+        with block_attention_enabled(self.model, self.cache):
+            return self.model(use_cache=True, return_dict=True, **kwargs)
+
+
 class ModelRunner:
-    """Runs the model of a call over a block cache, and updates `stats`."""
+    """Runs the model of a call over a block cache, and updates `stats`.
+
+    In an engine, `call.executor` runs the passes, together with those of other calls.
+    """
 
     def __init__(self, call: GenerationCall, cache: BlockCache, stats: GenerationStats) -> None:
         self.call, self.cache, self.stats = call, cache, stats
         self.device = call.input_ids.device
         self.chunk_size = call.generation_config.prefill_chunk_size or PREFILL_CHUNK
-        self._kwargs: dict[str, Any] = {"block_cache": cache} if call.capabilities.keyword else {}
-        captures = call.cuda_graph and DecodeGraphs.supports(call.model, self.device)
-        self.graphs = DecodeGraphs(cache) if captures else None
-        self._has_logits_to_keep = "logits_to_keep" in inspect.signature(call.model.forward).parameters
+        self.model: CachedModel | None = None  # in an engine: None
+        if call.executor is None:
+            self.model = CachedModel(call.model, call.capabilities, cache, call.cuda_graph)
+        else:
+            call.executor.stats = stats
+            self.chunk_size = min(self.chunk_size, call.executor.chunk_size)
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """Captured decode steps of the call, if there are any."""
+        return None if self.model is None else self.model.graphs
 
     def forward(self, *passes: PassInputs, ends: Sequence[int] | None = None) -> torch.Tensor:
         """Run one forward pass over the inputs of one pass, or of several consecutive ones.
@@ -80,34 +123,26 @@ class ModelRunner:
 
     def run(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
         """Run one forward pass over packed tokens `ids`, `int64 [T]` on the device; see `forward`."""
+        if self.model is None:
+            logits = self.call.executor.run(passes, ids, ends)  # type: ignore[union-attr]
+        else:
+            logits = self._run_alone(self.model, passes, ids, ends)
+        self.stats.forward_passes += 1
+        return logits
+
+    def _run_alone(
+        self, model: CachedModel, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None
+    ) -> torch.Tensor:
         began = time.perf_counter()
         try:
             forward = self.cache.prepare_run(passes) if len(passes) > 1 else self.cache.prepare(passes[0])
             keep = None if ends is None or len(ends) == len(ids) else [forward.last_tokens[end] for end in ends]
             self.stats.plan_seconds += time.perf_counter() - began
-            logits = self._logits(forward, ids, keep)
+            logits = model.logits(forward, ids, keep)
         except BaseException:
             self.cache.rollback()
             raise
         self.cache.commit()
         if self.cache.trace is not None:
             self.cache.trace.add_pass(passes, forward, ids)
-        self.stats.forward_passes += 1
         return logits
-
-    def _logits(self, forward: ForwardPass, ids: torch.Tensor, keep: list[int] | None) -> torch.Tensor:
-        if self.graphs is not None and keep is None and forward.is_decode_step:
-            return self.graphs.logits(self._forward, forward, ids)
-        return self._forward(ids, forward.position_ids, None if keep is None else to_device(keep, self.device))
-
-    def _forward(self, ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        kwargs = dict(self._kwargs, input_ids=ids[None], position_ids=position_ids[None], past_key_values=self.cache)
-        if keep is not None and self._has_logits_to_keep:
-            kwargs["logits_to_keep"], keep = keep, None
-        logits = copy_context().run(self._run_model, kwargs).logits[0]
-        return logits if keep is None else logits.index_select(0, keep)
-
-    def _run_model(self, kwargs: dict[str, Any]) -> Any:
-        """Run the model in a context of its own, which ends with the forward pass, even if it is interrupted."""
-        with block_attention_enabled(self.call.model, self.cache):
-            return self.call.model(use_cache=True, return_dict=True, **kwargs)

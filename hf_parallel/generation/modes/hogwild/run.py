@@ -68,7 +68,7 @@ class HogwildRun:
         if call.past_key_values is not None:
             raise ValueError("hogwild creates its own cache; past_key_values cannot be given")
         self.config = config
-        self.cache = HogwildCache(call.capabilities.rotary, device=call.input_ids.device)
+        self.cache = call.new_cache(HogwildCache, call.capabilities.rotary)
         self.cache.claim(call.model, call.claim, kept=self.outlives_call)
         self.workers: list[Worker] = []
         call = _adapt_processors(call, self.workers)

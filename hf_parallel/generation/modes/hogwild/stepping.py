@@ -45,7 +45,7 @@ def open_run(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any]) 
     if (rows := settings.get("num_return_sequences")) not in (None, 1):  # before the prompt is repeated
         raise ValueError(f"a session has one prompt and num_return_sequences=1, got num_return_sequences={rows!r}")
     _set_default_length(model, settings)
-    claim = Claim(config)
+    claim = Claim()
     try:
         with model.prepared_call(config, {**settings, "tokenizer": tokenizer}, claim) as call:
             pass

@@ -92,7 +92,7 @@ class PDOSRun:
         self.separator = tokens_of(config.branch_separator.encode(), self.vocabulary)
         self.ends = [(marker.encode(), 0, "marker") for marker in (config.branch_marker, config.terminator)]
         self.ends += [(stop.encode(), len(stop.encode()), "stop") for stop in config.branch_stops]
-        self.cache = TreeBranchCache(call.capabilities.rotary, device=call.input_ids.device)
+        self.cache = call.new_cache(TreeBranchCache, call.capabilities.rotary)
         self.cache.claim(call.model, call.claim, kept=False)
         # The budget is that of the joined answer, whose length MaxLengthCriteria cannot check.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))

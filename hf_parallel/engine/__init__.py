@@ -1,0 +1,16 @@
+"""Many concurrent callers on one model: continuous batching of all modes over one KV cache with a budget."""
+
+from hf_parallel.engine.engine import Engine, EngineStats, QueueFullError
+from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
+from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, LeastRecentlyUsed
+
+__all__ = [
+    "Engine",
+    "EngineStats",
+    "EvictionPolicy",
+    "KVBudgetError",
+    "LeastRecentlyUsed",
+    "QueueFullError",
+    "RequestCancelledError",
+    "RequestHandle",
+]

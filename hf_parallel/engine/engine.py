@@ -1,0 +1,527 @@
+"""Engine: many callers, one model. Each step is one forward pass over the rows of all requests in flight."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import Self
+
+from hf_parallel.cache import Segment
+from hf_parallel.cache.placement import execution_device
+from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
+from hf_parallel.engine.request import PendingPass, Request
+from hf_parallel.engine.scheduler import Scheduler
+from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, KVStorage
+from hf_parallel.generation.config import ParallelConfig, make_config
+from hf_parallel.generation.mixin import Claim, cpu_as_default, enable, take_parallel_config, unwrap
+from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig
+from hf_parallel.generation.prompts import encode_task
+from hf_parallel.generation.runner import CachedModel
+from hf_parallel.generation.validation import check_int, check_text, is_int
+from hf_parallel.kernels.linear import linear_layers
+from hf_parallel.models.attention import gradient_checkpointing_disabled
+
+BATCH_TOKENS = {"cpu": 512}
+"""Maximum number of tokens of a step, by device type; others: 4096."""
+IDLE_SECONDS = 0.001
+
+
+class QueueFullError(RuntimeError):
+    """Raised at submission if `max_waiting` requests wait already."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """State of an engine, and its work since it started."""
+
+    running: int
+    waiting: int
+    kv_bytes: int
+    """Bytes of keys and values held, cached prefixes included."""
+    reserved_bytes: int
+    """Bytes of storage reserved for them."""
+    evicted_tokens: int
+    preemptions: int
+    reused_tokens: int
+    """Prompt tokens whose keys and values were cached."""
+    prefilled_tokens: int
+    decoded_tokens: int
+    steps: int
+    """Forward passes of the model."""
+    finished: int
+    failed: int
+    cancelled: int
+    step_seconds: float
+    """Seconds in steps."""
+    overhead_seconds: float
+    """Part of them spent neither in the model nor in the code of the requests."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the statistics as a plain dictionary."""
+        return asdict(self)
+
+
+class Engine:
+    """Serves `submit` calls of many threads or coroutines with one model.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The engine owns it while it is open: `model.generate` with a mode, of somebody else, raises or waits (see
+        `enable`). The model is enabled if it was not.
+    tokenizer : PreTrainedTokenizerBase, optional
+        For prompts that are text, for text, and for modes that need one.
+    max_kv_bytes : int, optional
+        Budget of keys and values. Cached prefixes are evicted when it is full, then requests are preempted: their keys
+        and values are computed again later. Default: no limit.
+    max_rows : int
+        Rows that generate at the same time, unless one request alone has more.
+    max_waiting : int
+        Requests in the queue, beyond which `submit` raises `QueueFullError`.
+    max_batch_tokens : int, optional
+        Tokens of a step; prompts are computed in parts of at most that many. Default: 512 on a CPU, else 4096.
+    policy : EvictionPolicy, optional
+        Order in which cached prefixes are evicted. Default: least recently used.
+
+    Examples
+    --------
+    >>> with Engine(model, tokenizer) as engine:
+    ...     handles = [engine.submit(prompt, max_new_tokens=64) for prompt in prompts]
+    ...     for handle in handles:
+    ...         print(handle.result().sequences)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        max_kv_bytes: int | None = None,
+        *,
+        max_rows: int = 64,
+        max_waiting: int = 1024,
+        max_batch_tokens: int | None = None,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        check_int("max_rows", max_rows, at_least=1)
+        check_int("max_waiting", max_waiting, at_least=1)
+        if max_kv_bytes is not None:
+            check_int("max_kv_bytes", max_kv_bytes, at_least=1)
+        if max_batch_tokens is not None:
+            check_int("max_batch_tokens", max_batch_tokens, at_least=1)
+        self.model = unwrap(enable(model, tokenizer=tokenizer))
+        self.tokenizer = tokenizer or self.model._parallel_tokenizer.tokenizer
+        self.max_waiting = max_waiting
+        device = execution_device(self.model)
+        rotary = self.model._parallel_capabilities.rotary
+        self._storage = KVStorage(rotary, device, max_kv_bytes, policy, self._make_room)
+        self._scheduler = Scheduler(self._storage, max_rows, max_batch_tokens or BATCH_TOKENS.get(device.type, 4096))
+        self._current: Request | None = None  # whose code is running
+        self._changed = threading.Condition()
+        self._submitted: deque[Request] = deque()
+        self._claim: Claim | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = self._draining = False
+        self._error: BaseException | None = None
+        self._steps = self._finished = self._failed = self._cancelled = 0
+        self._reused = self._prefilled = self._decoded = 0  # of requests that have ended
+        self._model_seconds = self._request_seconds = self._step_seconds = 0.0
+
+    # Life
+
+    def __enter__(self) -> Self:
+        """Start the engine. Raises `RuntimeError` if another call uses the model."""
+        if self._thread is not None:
+            raise RuntimeError("an Engine can be entered only once: make a new one")
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._main, args=(started,), name="hf_parallel-engine", daemon=True)
+        self._thread.start()
+        started.wait()
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        """Close the engine; wait for its requests, unless the body has raised an error."""
+        self.close(drain=error is None)
+
+    def close(self, drain: bool = True) -> None:
+        """Stop accepting requests, and end. `drain`: first finish those that were submitted, else cancel them."""
+        with self._changed:
+            self._closing, self._draining = True, drain
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def submit(
+        self,
+        prompt: Any,
+        generation_mode: str | None = None,
+        *,
+        priority: int = 0,
+        submitter: Any = None,
+        **settings: Any,
+    ) -> RequestHandle:
+        """Submit a request and return its handle.
+
+        Parameters
+        ----------
+        prompt : str, list of dict, list of int, tensor or mapping
+            Text, a chat, token ids `[length]` or `[rows, length]`, or `input_ids` with `attention_mask`. The chat
+            template is applied to a chat, and to text if the mode has a prompt builder (see `build_prompt`).
+        generation_mode : str, optional
+            None: plain generation, with the tokens of `model.generate`.
+        priority : int
+            Requests of higher priority run first.
+        submitter : hashable, optional
+            Submitters with equal priority get equally many tokens.
+        **settings
+            As of `model.generate`: settings of the mode and of `GenerationConfig`, processors, criteria, a streamer.
+
+        Raises
+        ------
+        ValueError
+            For unknown, contradictory or unsupported settings.
+        KVBudgetError
+            If the request alone does not fit into `max_kv_bytes`.
+        QueueFullError
+            If `max_waiting` requests wait.
+        RuntimeError
+            If the engine is not open.
+        """
+        self._check_open()
+        if "past_key_values" in settings:
+            raise ValueError("an engine has a cache of its own: past_key_values cannot be given")
+        if not is_int(priority):
+            raise ValueError(f"priority must be an int, got {priority!r}")
+        hash(submitter)
+        config, arguments = self._arguments(prompt, generation_mode, settings)
+        assert self._claim is not None
+        call = self.model.prepare_call(config, arguments, self._claim)
+        handle = RequestHandle(lambda: self._cancel(request))
+        request = Request(config, call, handle, priority, submitter)
+        limit = self._storage.max_tokens
+        if limit is not None and request.max_tokens > limit:
+            raise KVBudgetError(
+                f"max_kv_bytes={self._storage.max_bytes} holds {limit} tokens, but this request may need "
+                f"{request.max_tokens}: {request.prompt_tokens} of the prompt, and {request.num_rows} x "
+                f"{call.max_new_tokens} new tokens"
+            )
+        with self._changed:
+            self._check_open()
+            if len(self._submitted) + len(self._scheduler.waiting) >= self.max_waiting:
+                raise QueueFullError(f"{self.max_waiting} requests wait already (max_waiting)")
+            self._submitted.append(request)
+            self._changed.notify_all()
+        return handle
+
+    @property
+    def stats(self) -> EngineStats:
+        """State of the engine, and its work so far."""
+        scheduler, storage = self._scheduler, self._storage
+        active = [request.stats for request in list(scheduler.running)]
+        waiting = len(self._submitted) + len(scheduler.waiting) + sum(r.preempted for r in list(scheduler.running))
+        return EngineStats(
+            running=sum(not request.preempted for request in list(scheduler.running)),
+            waiting=waiting,
+            kv_bytes=sum(block.length for block in list(storage.blocks)) * storage.arena.bytes_per_token,
+            reserved_bytes=storage.arena.reserved_bytes,
+            evicted_tokens=storage.evicted_tokens,
+            preemptions=scheduler.preemptions,
+            reused_tokens=self._reused + sum(stats.reused_tokens for stats in active),
+            prefilled_tokens=self._prefilled + sum(stats.prefilled_tokens for stats in active),
+            decoded_tokens=self._decoded + sum(stats.decoded_tokens for stats in active),
+            steps=self._steps,
+            finished=self._finished,
+            failed=self._failed,
+            cancelled=self._cancelled,
+            step_seconds=self._step_seconds,
+            overhead_seconds=self._step_seconds - self._model_seconds - self._request_seconds,
+        )
+
+    def _check_open(self) -> None:
+        if self._thread is None or self._closing:
+            raise RuntimeError("the engine is not open: use it as `with Engine(...) as engine:`")
+        if self._error is not None:
+            raise RuntimeError("the engine has stopped") from self._error
+
+    def _arguments(self, prompt: Any, mode: str | None, settings: dict[str, Any]) -> tuple[ParallelConfig, Any]:
+        """Return the config of a request, and the other arguments of `generate`."""
+        arguments = {**settings, "return_dict_in_generate": True}
+        given = arguments.get("parallel_config")
+        if mode is None and not isinstance(given, ParallelConfig):
+            if given is not None:
+                raise ValueError("parallel_config was given without a generation_mode")
+            own = {name: arguments.pop(name) for name in SharedPrefixConfig.fields() if name in arguments}
+            config: ParallelConfig | None = make_config(SharedPrefixConfig.mode, own)
+        else:
+            if mode is not None:
+                arguments["generation_mode"] = mode
+            config = take_parallel_config(self.model.generation_config, arguments)
+        assert config is not None
+        if arguments.get("tokenizer") is None and self.tokenizer is not None:
+            arguments["tokenizer"] = self.tokenizer
+        return config, arguments | self._encode(prompt, config, arguments.get("tokenizer"))
+
+    def _encode(self, prompt: Any, config: ParallelConfig, tokenizer: Any) -> dict[str, torch.Tensor]:
+        device = execution_device(self.model)
+        if isinstance(prompt, Mapping):
+            return {name: value.to(device) for name, value in prompt.items()}
+        is_chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+        if is_chat or isinstance(prompt, str):
+            if tokenizer is None:
+                raise ValueError("prompt is text: give the Engine a tokenizer, or pass token ids")
+            rules = config.system_prompt()
+            if is_chat or rules is not None:
+                task = config.task_text(prompt) if isinstance(prompt, str) else prompt
+                return {name: value.to(device) for name, value in encode_task(rules, task, tokenizer).items()}
+            check_text("prompt", prompt)
+            prompt = tokenizer(prompt)["input_ids"]
+        if config.replaces_input_ids and prompt is None:
+            return {}
+        try:
+            ids = torch.as_tensor(prompt, device=device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"prompt must be text, a chat or token ids, got {type(prompt).__name__}") from error
+        ids = ids[None] if ids.dim() == 1 else ids
+        if ids.dim() != 2 or ids.dtype.is_floating_point or not ids.numel():
+            raise ValueError(
+                f"prompt must hold token ids [length] or [rows, length], got {list(ids.shape)} {ids.dtype}"
+            )
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def _cancel(self, request: Request) -> None:
+        with self._changed:
+            request.cancelled = True
+            self._changed.notify_all()
+
+    # The thread of the engine
+
+    def _main(self, started: threading.Event) -> None:
+        claim = Claim()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(cpu_as_default())
+                stack.enter_context(self.model.claimed(claim))
+                stack.enter_context(gradient_checkpointing_disabled(self.model))
+                stack.enter_context(linear_layers(self.model))
+                self._claim = claim
+                config = self.model._parallel_capabilities
+                self._cached_model = CachedModel(self.model, config, self._storage, cuda_graph=True)
+                self._measure_token()
+                started.set()
+                self._run()
+        except BaseException as error:
+            self._error = error
+        finally:
+            claim.active = False
+            started.set()
+            self._abandon()
+
+    def _measure_token(self) -> None:
+        """Compute one token, which tells the bytes of a token's keys and values."""
+        storage = self._storage
+        block = storage.new_block(1)
+        forward = storage.prepare([Segment([block], 1)])
+        self._cached_model.logits(forward, torch.zeros(1, dtype=torch.int64, device=storage.device), None)
+        storage.commit()
+        storage.free(block)
+        storage.set_token_size(storage.arena.bytes_per_token)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._submitted and not self._is_busy():
+                    if self._closing:
+                        return
+                    self._changed.wait()
+                submitted, closing = list(self._submitted), self._closing and not self._draining
+                self._submitted.clear()
+                for request in submitted:
+                    self._scheduler.add(request)
+            if closing:
+                return
+            self._step()
+
+    def _is_busy(self) -> bool:
+        return bool(self._scheduler.waiting or self._scheduler.running)
+
+    def _abandon(self) -> None:
+        """End all requests, as the engine ends."""
+        self._closing = True
+        requests = [*self._scheduler.waiting, *self._scheduler.running, *self._submitted]
+        for request in requests:
+            if not request.is_done:
+                error: BaseException = RequestCancelledError("the engine was closed")
+                if self._error is not None:
+                    error = RuntimeError("the engine has stopped")
+                    error.__cause__ = self._error
+                request.fail(error)
+        self._storage.reset()
+
+    def _step(self) -> None:
+        """Resume what waits, admit requests, and run one forward pass."""
+        began = time.perf_counter()
+        scheduler = self._scheduler
+        self._storage.clock += 1
+        for request in [*scheduler.waiting, *scheduler.running]:
+            if request.cancelled:
+                self._call(
+                    request, lambda request=request: request.fail(RequestCancelledError("the request was cancelled"))
+                )
+        for request in list(scheduler.running):
+            if request.is_waiting and not request.preempted:
+                self._call(request, request.resume)
+        for request in scheduler.resumable():
+            self._call(request, request.rebuild)
+        for request in scheduler.admit():
+            self._call(request, lambda request=request: request.start(self._storage, scheduler.max_batch_tokens))
+        batch = scheduler.next_batch()
+        if batch:
+            self._compute(batch)
+        elif self._is_busy():
+            time.sleep(IDLE_SECONDS)  # requests wait for each other
+        self._step_seconds += time.perf_counter() - began
+
+    def _call(self, request: Request, function: Any) -> None:
+        """Run a part of a request's code, until its next pass or its end."""
+        began, before = time.perf_counter(), request.num_tokens
+        self._current = request
+        try:
+            function()
+        finally:
+            self._current = None
+            self._request_seconds += time.perf_counter() - began
+        self._scheduler.served[request.submitter] += request.num_tokens - before
+        if request.is_done:
+            self._count(request)
+            self._scheduler.remove(request)
+        elif request.num_tokens > before:
+            request.handle.notify()
+
+    def _count(self, request: Request) -> None:
+        stats, error = request.stats, request.handle.error
+        self._reused += stats.reused_tokens
+        self._prefilled += stats.prefilled_tokens
+        self._decoded += stats.decoded_tokens
+        self._finished += error is None
+        self._cancelled += isinstance(error, RequestCancelledError)
+        self._failed += error is not None and not isinstance(error, RequestCancelledError)
+
+    def _make_room(self) -> bool:
+        """Preempt a request for the one whose code is running. Return whether there was one."""
+        if self._current is None:
+            return False
+        victim = self._scheduler.victim(but=self._current)
+        if victim is not None:
+            self._scheduler.preempt(victim)
+        return victim is not None
+
+    def _reserve(self, batch: list[Request]) -> list[PendingPass]:
+        """Reserve memory for the passes of a batch, from which requests are removed if it does not suffice."""
+        while True:
+            pending = [request.expand_views() for request in batch]
+            wanted: dict[Any, int] = {}
+            for one in pending:
+                for segments in one.passes:
+                    for segment in segments:
+                        if segment.write:
+                            target = segment.view[-1]
+                            wanted[target] = wanted.get(target, target.length) + segment.num_tokens
+            try:
+                self._storage.reserve(list(wanted.items()))
+                return pending
+            except KVBudgetError as error:
+                victim = self._scheduler.victim()
+                if victim is not None:
+                    self._scheduler.preempt(victim)
+                elif len(batch) > 1:
+                    victim = batch[-1]
+                else:
+                    self._call(batch[0], lambda error=error: batch[0].fail(error))
+                    victim = batch[0]
+                if victim in batch:
+                    batch.remove(victim)
+                if not batch:
+                    return []
+
+    def _compute(self, batch: list[Request]) -> None:
+        """Run one forward pass for the requests of a batch, and continue each with its logits."""
+        pending = self._reserve(batch)
+        if not pending:
+            return
+        began = time.perf_counter()
+        try:
+            parts = self._forward(pending)
+        except Exception as error:
+            self._storage.rollback()
+            self._model_seconds += time.perf_counter() - began
+            if len(batch) == 1:
+                self._call(batch[0], lambda error=error: batch[0].fail(error))
+                return
+            middle = len(batch) // 2  # find the request that fails
+            self._compute(batch[:middle])
+            self._compute([request for request in batch[middle:] if request.pending is not None])
+            return
+        self._model_seconds += time.perf_counter() - began
+        for request, one in zip(batch, pending, strict=True):
+            request.record(one)
+        finite = [bool(part.amax(-1).isfinite().all()) if len(part) else True for part in parts]
+        for request, logits, is_finite in zip(batch, parts, finite, strict=True):
+            if is_finite:
+                self._call(request, lambda request=request, logits=logits: request.resume(logits))
+            else:
+                error = RuntimeError("the model's logits are not finite")
+                self._call(request, lambda request=request, error=error: request.fail(error))
+
+    def _forward(self, pending: Sequence[PendingPass]) -> Sequence[torch.Tensor]:
+        """Run the passes of several requests as one. Return the logits that each wants."""
+        if len(pending) == 1:
+            (one,) = pending
+            passes, ids, places = one.passes, one.ids, [np.arange(len(one.ids))]
+        else:
+            passes, ids, places = _joined(pending)
+        storage = self._storage
+        forward = storage.prepare_run(passes) if len(passes) > 1 else storage.prepare(passes[0])
+        kept = [place[one.kept_tokens] for one, place in zip(pending, places, strict=True)]
+        keep = np.concatenate(kept)
+        is_all = len(keep) == len(ids) and bool((np.diff(keep) == 1).all())
+        logits = self._cached_model.logits(forward, ids, None if is_all else keep.tolist())
+        storage.commit()
+        self._steps += 1
+        if self._cached_model.graphs is not None:
+            logits = logits.clone()  # a graph reuses its output buffer
+        return logits.split([len(one) for one in kept])
+
+
+def _joined(pending: Sequence[PendingPass]) -> tuple[list[list[Segment]], torch.Tensor, list[np.ndarray]]:
+    """Join the passes of several requests; the last pass of each becomes the last one of all.
+
+    Return the passes, their tokens, and where the tokens of each request are among these.
+    """
+    depth = max(len(one.passes) for one in pending)
+    passes: list[list[Segment]] = [[] for _ in range(depth)]
+    ids: list[torch.Tensor] = []
+    places: list[list[np.ndarray]] = [[] for _ in pending]
+    taken, total = [0] * len(pending), 0
+    for level, joined in enumerate(passes):
+        for index, one in enumerate(pending):
+            own = level - depth + len(one.passes)
+            if own < 0:
+                continue
+            joined += one.passes[own]
+            count = sum(segment.num_tokens for segment in one.passes[own])
+            ids.append(one.ids[taken[index] : taken[index] + count])
+            places[index].append(np.arange(total, total + count))
+            taken[index] += count
+            total += count
+    return passes, torch.cat(ids), [np.concatenate(place) for place in places]

@@ -1,0 +1,186 @@
+"""RequestHandle: what the submitter of a request holds. Tokens, text and the result, from threads and from asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.generation.streaming import RowText
+
+
+class StreamedToken(int):
+    """A generated token; `row` is its row, as `ParallelStreamer.write_row` numbers the rows."""
+
+    row: int
+
+    def __new__(cls, token: int, row: int) -> StreamedToken:
+        """Return the token of a row."""
+        self = super().__new__(cls, token)
+        self.row = row
+        return self
+
+
+@dataclass
+class RequestTimes:
+    """Times of a request in seconds, as `time.perf_counter` counts them; None: it has not happened."""
+
+    submitted: float
+    started: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+
+
+class RequestHandle:
+    """A submitted request.
+
+    Iterate over it for its tokens (`for`, `async for`), over `texts()` for its text. Several threads may read one
+    handle; each iteration starts with the first token. An error of the request is raised where it is read. `stats` is
+    its cost so far.
+    """
+
+    def __init__(self, on_cancel: Callable[[], None]) -> None:
+        self.times = RequestTimes(time.perf_counter())
+        self.stats = GenerationStats()
+        self._on_cancel = on_cancel
+        self._changed = threading.Condition()
+        self._tokens: list[StreamedToken] = []
+        self._texts: list[RowText] = []
+        self._output: Any = None
+        self._error: BaseException | None = None
+        self._waiters: list[Callable[[], None]] = []
+
+    # Reading
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the end and return the mode's output.
+
+        Raises `TimeoutError` after `timeout` seconds, `concurrent.futures.CancelledError` if the request was cancelled,
+        and the error that ended it if it failed.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done, timeout):
+                raise TimeoutError(f"the request has not ended after {timeout} seconds")
+        return self._finished()
+
+    async def result_async(self) -> Any:
+        """Wait for the end in asyncio; see `result`."""
+        while not self.done:
+            await self._change(lambda: self.done)
+        return self._finished()
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended: finished, failed or cancelled."""
+        return self._output is not None or self._error is not None
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended the request; None: it runs or has finished."""
+        return self._error
+
+    def cancel(self) -> None:
+        """End the request at the next step and free its memory. Does nothing if it has ended."""
+        if not self.done:
+            self._on_cancel()
+
+    def __iter__(self) -> Iterator[StreamedToken]:
+        """Yield tokens as they are generated, those of all rows."""
+        return self._read(self._tokens)
+
+    def __aiter__(self) -> AsyncIterator[StreamedToken]:
+        """Yield tokens in asyncio."""
+        return self._read_async(self._tokens)
+
+    def texts(self) -> Iterator[RowText]:
+        """Yield text as it is generated, with its row and event; see `ParallelStreamer.write_row`."""
+        return self._read(self._texts)
+
+    def texts_async(self) -> AsyncIterator[RowText]:
+        """Yield text in asyncio; see `texts`."""
+        return self._read_async(self._texts)
+
+    def _read(self, items: list[Any]) -> Iterator[Any]:
+        for index in count():
+            with self._changed:
+                self._changed.wait_for(partial(self._has, items, index))
+            if index == len(items):
+                self._finished()
+                return
+            yield items[index]
+
+    async def _read_async(self, items: list[Any]) -> AsyncIterator[Any]:
+        for index in count():
+            while not self._has(items, index):
+                await self._change(partial(self._has, items, index))
+            if index == len(items):
+                self._finished()
+                return
+            yield items[index]
+
+    def _has(self, items: list[Any], index: int) -> bool:
+        """Return whether there is an item with this index, or will never be one."""
+        return self.done or len(items) > index
+
+    async def _change(self, condition: Callable[[], bool]) -> None:
+        """Wait until something has changed, unless the condition holds already."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(event.set)
+
+        with self._changed:
+            if condition():
+                return
+            self._waiters.append(wake)
+        try:
+            await event.wait()
+        finally:
+            with self._changed:
+                if wake in self._waiters:
+                    self._waiters.remove(wake)
+
+    def _finished(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._output
+
+    # Writing, by the engine
+
+    def add_token(self, row: int, token: int) -> None:
+        """Append a token."""
+        if self.times.first_token is None:
+            self.times.first_token = time.perf_counter()
+        self._tokens.append(StreamedToken(token, row))
+
+    def add_text(self, row: int, text: str, event: str) -> None:
+        """Append text."""
+        self._texts.append(RowText(row, text, event))
+
+    def notify(self) -> None:
+        """Wake those that wait for tokens or text."""
+        with self._changed:
+            self._changed.notify_all()
+            waiters, self._waiters = self._waiters, []
+        for wake in waiters:
+            try:
+                wake()
+            except RuntimeError:  # its event loop is closed
+                continue
+
+    def end(self, output: Any = None, error: BaseException | None = None) -> None:
+        """End the request with its output or an error."""
+        self.times.ended = time.perf_counter()
+        self._output, self._error = output, error
+        self.notify()
+
+
+class RequestCancelledError(CancelledError):
+    """Raised by a handle whose request was cancelled."""

@@ -1,0 +1,360 @@
+"""Request: one call of a mode as a coroutine (a greenlet), whose forward passes the engine runs with those of others.
+
+The mode's code is that of `model.generate`. Where it runs a forward pass, the request passes it to the engine and
+continues with the logits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import greenlet
+import numpy as np
+import torch
+
+from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.cache.layout import Block
+from hf_parallel.detokenizer import IncrementalDetokenizer
+from hf_parallel.engine.handle import RequestHandle
+from hf_parallel.engine.journal import Journal
+from hf_parallel.engine.storage import KVStorage, RequestCache, parts_of, request_cache_class
+from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.config import ParallelConfig
+from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.kernels import RotarySpec
+
+C = TypeVar("C", bound=BlockCache)
+
+
+@dataclass(frozen=True, eq=False)
+class PendingPass:
+    """A forward pass that a request waits for: consecutive passes over packed tokens `ids`, `int64 [T]`."""
+
+    passes: list[list[Segment]]
+    ids: torch.Tensor
+    ends: Sequence[int] | None  # see `ModelRunner.forward`
+    original: Sequence[Sequence[Segment]]  # with the views that the mode made
+
+    @property
+    def kept_tokens(self) -> np.ndarray:
+        """Indices of the tokens whose logits are wanted, int64."""
+        if self.ends is None:
+            return np.arange(len(self.ids))
+        last = np.cumsum([segment.num_tokens for segments in self.passes for segment in segments]) - 1
+        return last[list(self.ends)]
+
+
+class Request:
+    """A request in an engine. It is the `Executor` of its call.
+
+    `pending` is the pass that it waits for; `preempted` says that it has lost its keys and values.
+    """
+
+    def __init__(
+        self, config: ParallelConfig, call: GenerationCall, handle: RequestHandle, priority: int, submitter: Any
+    ) -> None:
+        self.config, self.handle, self.priority, self.submitter = config, handle, priority, submitter
+        self.streamer = _Streamer(call.streamer, handle)
+        self.call = replace(call, executor=self, streamer=self.streamer)
+        self.chunk_size = 0
+        self.number = -1  # in the order of submission
+        self.num_tokens = 0  # tokens generated
+        self.pending: PendingPass | None = None
+        self.preempted = self.cancelled = self.is_waiting = False
+        self._suspended: tuple[PendingPass | None, bool] = None, False  # `pending` and `is_waiting` while preempted
+        self._storage: KVStorage
+        self._hub: greenlet.greenlet
+        self._caches: list[RequestCache] = []
+        self._lengths: dict[Block, int] = {}  # of the blocks that it had when it was preempted
+        self._coroutine: greenlet.greenlet | None = None
+        self._rebuilding: greenlet.greenlet | None = None
+        self._detokenizers: dict[int, IncrementalDetokenizer] = {}
+        self.journal = Journal(self._on_sample)
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Cost so far, which the runner of the call counts."""
+        return self.handle.stats
+
+    @stats.setter
+    def stats(self, stats: GenerationStats) -> None:
+        self.handle.stats = stats
+
+    # Estimates
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that generate."""
+        return self.call.num_rows * self.config.rows_per_prompt
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of distinct prompt tokens: prefixes that the prompts share count once."""
+        prompts = sorted(prompt.tolist() for prompt in self.call.prompts)
+        shared = sum(_common_length(a, b) for a, b in zip(prompts, prompts[1:], strict=False))
+        return sum(map(len, prompts)) - shared
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens whose keys and values it may hold: prompts, and all rows at their maximum length."""
+        return self.prompt_tokens + self.num_rows * self.call.max_new_tokens
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it has generated a token."""
+        return self.num_tokens > 0
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether its pending pass computes a part of a prompt."""
+        own = {block for cache in self._caches for block in cache.blocks}
+        return self.pending is not None and any(
+            segment.write and segment.view[-1] not in own for segments in self.pending.original for segment in segments
+        )
+
+    # The executor of its call
+
+    def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
+        """See `Executor.new_cache`."""
+        cache = request_cache_class(cls)(rotary, device=self.call.input_ids.device)
+        cache.attach(self._storage, self, self.journal)
+        self._caches.append(cache)
+        return cache
+
+    def run(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
+        """See `Executor.run`."""
+        return self._submit(passes, ids, ends)
+
+    def wait(self) -> None:
+        """Let the other requests go on for one step."""
+        self.is_waiting = True
+        try:
+            self._hub.switch()
+        finally:
+            self.is_waiting = False
+
+    def _submit(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> Any:
+        self.pending = PendingPass([], ids, ends, passes)
+        try:
+            return self._hub.switch()
+        finally:
+            self.pending = None
+
+    def expand_views(self) -> PendingPass:
+        """Return the pending pass, with blocks that were split replaced by their parts."""
+        pending = self.pending
+        assert pending is not None
+        passes = [
+            [Segment([*parts_of(segment.view)], segment.num_tokens, segment.write) for segment in segments]
+            for segments in pending.original
+        ]
+        self.pending = replace(pending, passes=passes)
+        return self.pending
+
+    def record(self, computed: PendingPass) -> None:
+        """Note that a pass has been computed."""
+        if self._rebuilding is None:
+            self.journal.record(computed.original, computed.ids)
+
+    # Life, driven by the engine
+
+    def start(self, storage: KVStorage, chunk_size: int) -> None:
+        """Run until the first forward pass."""
+        self._storage, self.chunk_size, self._hub = storage, chunk_size, greenlet.getcurrent()
+        self.handle.times.started = self.handle.times.started or time.perf_counter()
+        self._coroutine = greenlet.greenlet(self._generate)
+        self._coroutine.switch()
+
+    def resume(self, *logits: torch.Tensor) -> None:
+        """Continue with the logits of the pending pass, or after `wait`, until the next one."""
+        self._running.switch(*logits)
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error in the request, which ends it."""
+        if self._rebuilding is not None:
+            rebuilding, self._rebuilding = self._rebuilding, None
+            _throw(rebuilding, greenlet.GreenletExit())
+        if self._coroutine is None:
+            self._end(error=error)
+        else:
+            _throw(self._coroutine, error)
+
+    @property
+    def _running(self) -> greenlet.greenlet:
+        running = self._rebuilding or self._coroutine
+        assert running is not None
+        return running
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended."""
+        return self.handle.done
+
+    def _generate(self) -> None:
+        try:
+            output = self.config.make_run(self.call).generate()
+            output.past_key_values = None  # the storage belongs to the engine
+        except greenlet.GreenletExit:
+            self._release()
+        except BaseException as error:
+            self._end(error=error)
+        else:
+            self._end(output)
+
+    def _end(self, output: Any = None, error: BaseException | None = None) -> None:
+        self._release(failed=error is not None)
+        if error is not None:
+            fail = getattr(self.streamer.given, "fail", None)
+            if callable(fail):
+                try:
+                    fail(error)
+                except Exception as other:  # a streamer of the caller's
+                    error.__context__ = other
+        self.handle.end(output, error)
+
+    def _release(self, failed: bool = False) -> None:
+        if self._caches:
+            for cache in self._caches:
+                cache.reset()
+            self._storage.unpin(self, keep=not failed)
+        self._caches = []
+
+    # Preemption
+
+    def restart(self) -> None:
+        """Forget everything, to start again: it has not generated a token yet."""
+        assert self._coroutine is not None
+        coroutine, self._coroutine = self._coroutine, None
+        _throw(coroutine, greenlet.GreenletExit())
+        self.journal = Journal(self._on_sample)
+
+    def preempt(self) -> None:
+        """Delete its keys and values. Nodes of the tree that it uses can be evicted from now on."""
+        if self._rebuilding is not None:
+            rebuilding, self._rebuilding = self._rebuilding, None
+            _throw(rebuilding, greenlet.GreenletExit())
+        else:
+            self._suspended = self.pending, self.is_waiting
+            self._lengths = {block: block.length for cache in self._caches for block in cache.blocks}
+        for cache in self._caches:
+            for block in cache.blocks:
+                self._storage.release(block)
+        self.preempted, self.pending = True, None
+
+    @property
+    def needed_tokens(self) -> int:
+        """Number of tokens that a preempted request needs to be resumed, apart from those in the tree."""
+        own = sum(self._lengths.get(block, 0) for cache in self._caches for block in cache.blocks)
+        return own + sum(len(node.uncached) for node in self._storage.pinned(self))
+
+    def rebuild(self) -> None:
+        """Start to compute the keys and values again; the request continues where it was preempted."""
+        self.preempted = False
+        self._rebuilding = greenlet.greenlet(self._rebuild)
+        self._rebuilding.switch()
+
+    def _rebuild(self) -> None:
+        try:
+            for cache in self._caches:
+                self._refill(cache)
+            self._replay()
+        except greenlet.GreenletExit:
+            return
+        except BaseException as error:
+            self._rebuilding = None
+            self.fail(error)
+            return
+        self._rebuilding = None
+        self.pending, self.is_waiting = self._suspended
+
+    def _refill(self, cache: RequestCache) -> None:
+        """Compute the nodes of the tree that were evicted."""
+        while uncached := [node for node in self._storage.pinned(self) if len(node.uncached)]:
+            if any(cache.is_computed_by_other(node) for node in uncached):
+                self.wait()
+                continue
+            for node in cache.nodes_to_prefill():
+                while len(node.uncached):
+                    tokens = node.uncached[: self.chunk_size]
+                    segment = Segment(self._storage.view(node), len(tokens))
+                    ids = torch.from_numpy(tokens).to(self.call.input_ids.device)
+                    self._submit([[segment]], ids, [0])
+
+    def _replay(self) -> None:
+        live = {block for cache in self._caches for block in cache.blocks}
+        # Blocks that were freed are needed until the tokens moved out of them are rebuilt. All others are the tree's.
+        temporary = {b for b in self.journal.written() - self._storage.blocks if b.parts is None}
+        own = live | temporary
+        self._storage.blocks |= temporary
+        try:
+            for block in temporary:
+                self._storage.release(block)
+            self.journal.rebuild(own, self.chunk_size, lambda passes, ids: self._submit(passes, ids, [-1]), self._copy)
+            for block, length in self._lengths.items():
+                if block in live and block.length < length:
+                    raise RuntimeError(f"{block!r} was rebuilt with too few tokens: {length} are needed")
+                block.length = min(block.length, length)
+            for block in self.journal.seen():
+                if block.parts:  # split while its keys were evicted
+                    block.length = sum(part.length for part in parts_of([block]))
+        finally:
+            for block in temporary & self._storage.blocks:
+                self._storage.free(block)
+
+    def _copy(self, event: Any) -> None:
+        storage, count = self._storage, event.stop - event.start
+        storage.reserve([(event.target, event.at + count)])
+        source = event.source.extent.range(event.source.first + event.start, count)
+        target = event.target.extent.range(event.target.first + event.at, count)
+        delta = (event.target.base + event.at) - (event.source.base + event.start)
+        storage.arena.copy(source, target, delta, storage.rotary)
+        event.target.length = event.at + count
+
+    # Streaming
+
+    def _on_sample(self, row: int, token: int) -> None:
+        self.num_tokens += 1
+        self.handle.add_token(row, token)
+        if self.config.streams_text or self.call.tokenizer is None:
+            return
+        if row not in self._detokenizers:
+            self._detokenizers[row] = IncrementalDetokenizer(self.call.tokenizer)
+        if token not in self.call.eos_token_ids:
+            self.handle.add_text(row, self._detokenizers[row].add([token]), "token")
+
+
+class _Streamer:
+    """Streams text to the handle, and everything to the streamer that the caller gave, if any."""
+
+    def __init__(self, given: Any, handle: RequestHandle) -> None:
+        self.given, self._handle = given, handle
+        if hasattr(given, "put"):
+            self.put: Callable[[Any], None] = given.put
+
+    def write_row(self, row: int, text: str, event: str) -> None:
+        """See `ParallelStreamer.write_row`."""
+        self._handle.add_text(row, text, event)
+        write = getattr(self.given, "write_row", None)
+        if write is not None:
+            write(row, text, event)
+
+    def end(self) -> None:
+        """See `ParallelStreamer.end`."""
+        if self.given is not None:
+            self.given.end()
+
+
+def _throw(coroutine: greenlet.greenlet, error: BaseException) -> None:
+    """Raise an error in a suspended coroutine, which ends it, and return here."""
+    current = greenlet.getcurrent()
+    if coroutine is not current and not coroutine.dead:
+        coroutine.parent = current
+        coroutine.throw(error)
+
+
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    length = min(len(a), len(b))
+    return next((i for i in range(length) if a[i] != b[i]), length)

@@ -1,0 +1,140 @@
+"""Scheduler: which requests run, and which of their passes are computed together in the next step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hf_parallel.engine.request import Request
+from hf_parallel.engine.storage import KVStorage
+
+EXPECTED_TOKENS = 32
+"""New tokens per row that must fit into the budget before a request is admitted, unless its maximum is less."""
+
+
+class Scheduler:
+    """Admits requests, chooses the passes of a step, and preempts.
+
+    The next request is that of the highest priority; among equals, of the submitter that was served the fewest tokens;
+    then the oldest. A step computes all decode passes, and prefills up to `max_batch_tokens` tokens, but at least one.
+    """
+
+    def __init__(self, storage: KVStorage, max_rows: int, max_batch_tokens: int) -> None:
+        self.storage, self.max_rows, self.max_batch_tokens = storage, max_rows, max_batch_tokens
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.served: Counter[Any] = Counter()  # tokens, by submitter
+        self.preemptions = 0
+        self._submitted = 0
+
+    def add(self, request: Request) -> None:
+        """Append a request to the queue."""
+        if request.number < 0:
+            request.number, self._submitted = self._submitted, self._submitted + 1
+            if not any(other.submitter == request.submitter for other in (*self.waiting, *self.running)):
+                self._catch_up(request.submitter)
+        self.waiting.append(request)
+
+    def _catch_up(self, submitter: Any) -> None:
+        """Give a submitter that was idle no advantage over those that were not."""
+        active = [self.served[other.submitter] for other in (*self.waiting, *self.running)]
+        self.served[submitter] = max(self.served[submitter], min(active, default=0))
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that has ended."""
+        for requests in (self.waiting, self.running):
+            if request in requests:
+                requests.remove(request)
+        if not self.waiting and not self.running:
+            self.served.clear()
+
+    def resumable(self) -> list[Request]:
+        """Return the preempted requests whose keys and values fit into memory again, the oldest first."""
+        preempted = sorted((request for request in self.running if request.preempted), key=self._age)
+        slots, needed, resumed = self._available_slots, 0, []
+        for request in preempted:
+            needed += request.needed_tokens + request.num_rows * EXPECTED_TOKENS
+            is_busy = len(preempted) - len(resumed) < len(self.running)
+            if is_busy and slots is not None and needed > slots:
+                break
+            resumed.append(request)
+        return resumed
+
+    def admit(self) -> list[Request]:
+        """Move waiting requests to `running`, as far as memory suffices, and return them. Preempted ones go first."""
+        if any(request.preempted for request in self.running):
+            return []
+        admitted: list[Request] = []
+        rows = sum(request.num_rows for request in self.running)
+        while self.waiting:
+            request = min(self.waiting, key=self._order)
+            if self.running and (rows + request.num_rows > self.max_rows or not self._fits([*admitted, request])):
+                break
+            self.waiting.remove(request)
+            self.running.append(request)
+            admitted.append(request)
+            rows += request.num_rows
+            self.served[request.submitter] += request.prompt_tokens
+        return admitted
+
+    def next_batch(self) -> list[Request]:
+        """Return the requests whose passes are computed in the next step."""
+        ready = [request for request in self.running if request.pending is not None]
+        batch = [request for request in ready if not self._is_prefill(request)]
+        free = self.max_batch_tokens - sum(self._num_tokens(request) for request in batch)
+        prefills = sorted((request for request in ready if request not in batch), key=self._order)
+        for index, request in enumerate(prefills):
+            if index == 0 or self._num_tokens(request) <= free:
+                batch.append(request)
+                free -= self._num_tokens(request)
+        return sorted(batch, key=lambda request: request.number)
+
+    def victim(self, but: Request | None = None) -> Request | None:
+        """Return the request to preempt: the youngest of the least priority, unless it is the only one that runs."""
+        candidates = [
+            request
+            for request in self.running
+            if not request.preempted and request is not but and (not request.is_prefilling or not request.has_started)
+        ]
+        running = [request for request in self.running if not request.preempted]
+        return max(candidates, key=self._age) if candidates and len(running) > 1 else None
+
+    def preempt(self, request: Request) -> None:
+        """Take the memory of a request. One that has generated no token starts again."""
+        self.preemptions += 1
+        if request.has_started:
+            request.preempt()
+        else:
+            request.restart()
+            self.running.remove(request)
+            self.waiting.append(request)
+
+    @staticmethod
+    def _num_tokens(request: Request) -> int:
+        return 0 if request.pending is None else len(request.pending.ids)
+
+    def _is_prefill(self, request: Request) -> bool:
+        return self._num_tokens(request) > 4 * request.num_rows
+
+    def _order(self, request: Request) -> tuple[Any, ...]:
+        return -request.priority, self.served[request.submitter], request.number
+
+    @staticmethod
+    def _age(request: Request) -> tuple[int, int]:
+        return -request.priority, request.number
+
+    @property
+    def _available_slots(self) -> int | None:
+        limit = self.storage.max_tokens
+        if limit is None:
+            return None
+        held = sum(block.length for block in self.storage.blocks)
+        return limit - held + self.storage.evictable_tokens
+
+    def _fits(self, requests: list[Request]) -> bool:
+        slots = self._available_slots
+        return slots is None or sum(map(_least_tokens, requests)) <= slots
+
+
+def _least_tokens(request: Request) -> int:
+    return request.prompt_tokens + request.num_rows * min(request.call.max_new_tokens, EXPECTED_TOKENS)

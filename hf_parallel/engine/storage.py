@@ -1,0 +1,400 @@
+"""KVStorage: keys and values of all requests of an engine in one arena with a budget, and the tree of their prefixes.
+
+Nodes of the tree that no running request uses are evicted when the budget is full. A request uses the storage through a
+`RequestCache`, in the place of the cache that its mode creates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hf_parallel.cache import BlockCache
+from hf_parallel.cache.arena import Arena, Extent
+from hf_parallel.cache.layout import Block
+from hf_parallel.cache.shared_prefix import Node, SharedPrefixCache
+from hf_parallel.engine.journal import Journal
+from hf_parallel.kernels import RotarySpec
+
+MIN_CAPACITY = 16
+"""Least initial capacity of a block in tokens."""
+
+
+class KVBudgetError(RuntimeError):
+    """Raised if keys and values of a request do not fit into `max_kv_bytes`."""
+
+
+class EvictionPolicy(Protocol):
+    """Order in which cached prefixes are evicted."""
+
+    def priority(self, node: Node) -> float:
+        """Return the priority of a node; nodes with the least are evicted first, after their children."""
+
+
+class LeastRecentlyUsed:
+    """Evicts the prefix whose last use is the longest ago."""
+
+    def priority(self, node: Node) -> float:
+        """Return the time of the last use."""
+        return node.last_used
+
+
+class BoundedArena(Arena):
+    """An arena of at most `max_slots` slots (None: no limit)."""
+
+    max_slots: int | None = None
+
+    @property
+    def free_slots(self) -> int:
+        """Number of slots that are not allocated, contiguous or not."""
+        assert self.max_slots is not None
+        return self.max_slots - self.num_slots + sum(size for _, size in self._free)
+
+    def fits(self, size: int) -> bool:
+        """Return whether `size` contiguous slots are free."""
+        return self.max_slots is None or size <= self.max_slots - self.num_slots or self._has_hole(size)
+
+    def _has_hole(self, size: int) -> bool:
+        return any(free >= size for _, free in self._free)
+
+    def _allocate_slots(self, size: int) -> int:
+        if not self.fits(size):
+            raise KVBudgetError(f"no {size} contiguous slots are free")
+        return super()._allocate_slots(size)
+
+    def _storage_slots(self, held: int) -> int:
+        grown = super()._storage_slots(held)
+        return grown if self.max_slots is None else max(self.num_slots, min(grown, self.max_slots))
+
+    def pack(self, sources: Sequence[tuple[Extent, int, int]], capacities: Sequence[int]) -> list[Extent]:
+        """Move all tokens, given as (extent, start, length), to new extents from slot 0 on; drop all others."""
+        ranges = [extent.range(start, length) for extent, start, length in sources]
+        self.num_slots, self._free = 0, []
+        extents = [self.allocate(capacity)[0] for capacity in capacities]
+        self.grow()
+        self._copy_all(ranges, [e.range(0, r.length) for e, r in zip(extents, ranges, strict=True)])
+        return extents
+
+
+class KVStorage(SharedPrefixCache):
+    """Blocks of all requests and the tree of prefixes.
+
+    `max_bytes` bounds the storage of keys and values. `make_room` is called if it is full and evicting did not suffice:
+    it preempts a request and returns True, or returns False if there is none.
+    """
+
+    def __init__(
+        self,
+        rotary: Mapping[int, RotarySpec | None] | None,
+        device: torch.device,
+        max_bytes: int | None = None,
+        policy: EvictionPolicy | None = None,
+        make_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(rotary, device, max_bytes)
+        self.policy, self.make_room = policy or LeastRecentlyUsed(), make_room
+        self.clock = 0  # number of steps of the engine
+        self.evicted_tokens = 0
+        self.pins: dict[Node, set[Any]] = {}  # requests that use a node, by node
+
+    def reset(self) -> None:
+        """Delete everything and release all memory."""
+        super().reset()
+        self.arena = BoundedArena()
+        self.pins = {}
+
+    def set_token_size(self, bytes_per_token: int) -> None:
+        """Apply the budget, given the bytes of one token over all layers."""
+        if self.max_bytes is not None:
+            self._bounded.max_slots = self.max_bytes // bytes_per_token
+
+    @property
+    def _bounded(self) -> BoundedArena:
+        assert isinstance(self.arena, BoundedArena)
+        return self.arena
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Number of tokens that fit into the budget."""
+        return self._bounded.max_slots
+
+    # Memory
+
+    def reserve(self, wanted: Sequence[tuple[Block, int]]) -> None:
+        """See `BlockCache.reserve`. Evicts, packs and preempts as far as necessary; raises `KVBudgetError`."""
+        growing = [(block, length) for block, length in wanted if self._outgrows(block, length)]
+        if not growing:
+            return
+        sizes = [max(2 * block.extent.capacity, length, MIN_CAPACITY) for block, length in growing]
+        while not self._bounded.fits(sum(sizes)):
+            slots = sum(length for _, length in growing)
+            if self._bounded.free_slots >= sum(sizes) and self._pack(()):
+                continue
+            if self.evict(sum(sizes) - self._bounded.free_slots):
+                continue
+            if self._pack(growing):
+                return
+            if not self.make_room():
+                held = sum(block.length for block in self.blocks)
+                raise KVBudgetError(
+                    f"max_kv_bytes={self.max_bytes} holds {self.max_tokens} tokens: {held} are in use by this request, "
+                    f"and {slots - sum(block.length for block, _ in growing)} more are needed"
+                )
+            growing = [(block, length) for block, length in wanted if self._outgrows(block, length)]
+            sizes = [max(2 * block.extent.capacity, length, MIN_CAPACITY) for block, length in growing]
+        groups: dict[int, list[tuple[Block, int]]] = {}
+        for (block, _), size in zip(growing, sizes, strict=True):
+            groups.setdefault(size, []).append((block, size))
+        for size, group in groups.items():
+            runs = [(block.extent, block.first, block.length) for block, _ in group]
+            for (block, _), extent in zip(group, self.arena.relocate(runs, size), strict=True):
+                block.extent, block.first = extent, 0
+
+    @staticmethod
+    def _outgrows(block: Block, length: int) -> bool:
+        shared = block.extent.owners > 1 and length > block.length
+        return block.first + length > block.extent.capacity or shared
+
+    def _pack(self, growing: Sequence[tuple[Block, int]]) -> bool:
+        """Remove all holes and unused capacity, and reserve the given lengths; return whether that fits."""
+        wanted = dict(growing)
+        blocks = sorted(
+            (block for block in self.blocks if block.length or block in wanted), key=lambda b: b.extent.origin
+        )
+        needed = sum(wanted.get(block, block.length) for block in blocks)
+        limit = self._bounded.max_slots
+        if limit is None or needed > limit:
+            return False
+        slack = min(MIN_CAPACITY, (limit - needed) // max(len(wanted), 1))
+        capacities = [wanted[block] + slack if block in wanted else block.length for block in blocks]
+        if not growing and sum(capacities) == self.arena.num_slots:
+            return False  # it is packed already
+        runs = [(block.extent, block.first, block.length) for block in blocks]
+        self._last = None
+        for block in self.blocks:
+            if not block.length:
+                block.extent, block.first = Extent(0, 0), 0
+        for block, extent in zip(blocks, self._bounded.pack(runs, capacities), strict=True):
+            block.extent, block.first = extent, 0
+        return True
+
+    def evict(self, slots: int) -> bool:
+        """Evict unused nodes, leaves first, until `slots` more are free. Return whether a node was evicted."""
+        target = self._bounded.free_slots + slots
+        children_first = [*self.nodes()][::-1]
+        candidates = sorted(children_first, key=self.policy.priority)
+        evicted, progress = False, True
+        while progress and self._bounded.free_slots < target:
+            progress = False
+            for node in candidates:
+                if self._bounded.free_slots >= target:
+                    break
+                if node.block is None or not node.block.length or self.is_used(node) or self._has_cached_child(node):
+                    continue
+                self._drop(node)
+                evicted = progress = True
+        return evicted
+
+    def is_used(self, node: Node) -> bool:
+        """Return whether a request that is not preempted uses a node."""
+        return any(not request.preempted for request in self.pins.get(node, ()))
+
+    @property
+    def evictable_tokens(self) -> int:
+        """Number of cached tokens that no running request uses."""
+        return sum(node.block.length for node in self.nodes() if node.block is not None and not self.is_used(node))
+
+    @staticmethod
+    def _has_cached_child(node: Node) -> bool:
+        return any(child.block is not None and child.block.length for child in node.all_children())
+
+    def _drop(self, node: Node) -> None:
+        """Delete the keys and values of a node; the node itself too, unless a preempted request will need it again."""
+        assert node.block is not None
+        self.evicted_tokens += node.block.length
+        if self.pins.get(node) or node.children and any(node.all_children()):
+            self.release(node.block)
+        else:
+            self._remove(node)
+
+    def release(self, block: Block) -> None:
+        """Free the memory of a block, which stays a block of the cache and is empty."""
+        self._last = None
+        if block.extent.capacity:
+            self.arena.release(block.extent)
+        block.extent, block.first, block.length = Extent(0, 0), 0, 0
+
+    # Requests
+
+    def pin(self, node: Node, request: Any) -> None:
+        """Note that a request uses a node and those before it."""
+        for one in node.path:
+            self.pins.setdefault(one, set()).add(request)
+            one.last_used = self.clock
+
+    def unpin(self, request: Any, keep: bool = True) -> None:
+        """Note that a request has ended. Remove its uncomputed tokens, and unless `keep`, all that it alone used."""
+        nodes = [node for node, requests in self.pins.items() if request in requests]
+        for node in nodes:
+            self.pins[node].discard(request)
+            if not self.pins[node]:
+                del self.pins[node]
+        for node in sorted(nodes, key=lambda node: -node.start):  # children first
+            if node in self.pins or node not in node.siblings:
+                continue
+            if not keep or node.block is None or not node.block.length:
+                self._remove(node)
+            elif len(node.uncached):
+                node.tokens = node.tokens[: node.block.length]
+
+    def pinned(self, request: Any) -> Iterator[Node]:
+        """Yield the nodes that a request uses, parents before children."""
+        yield from (node for node in self.nodes() if request in self.pins.get(node, ()))
+
+    def _split(self, node: Node, at: int) -> Node:
+        head = super()._split(node, at)
+        if node in self.pins:
+            self.pins[head] = set(self.pins[node])
+        return head
+
+    def _split_block(self, block: Block, at: int) -> tuple[Block, Block]:
+        """Split a block for rows that come later; rows that see it continue to, as its two parts."""
+        head = Block(block.extent, block.base, block.first, min(at, block.length))
+        if block.length > at:
+            tail = Block(block.extent, block.base + at, block.first + at, block.length - at)
+            block.extent.owners += 1
+        else:
+            tail = self.new_block(base=block.base + at)
+        self.blocks -= {block}
+        self.blocks |= {head, tail}
+        self._last = None
+        block.parts = head, tail
+        return head, tail
+
+
+class RequestCache(SharedPrefixCache):
+    """Mixed into the class of a mode's cache: blocks of one request in the storage of an engine.
+
+    `blocks` are those of the request alone. Prompts become nodes of the storage's tree.
+    """
+
+    storage_of_all: KVStorage
+    request: Any
+
+    def attach(self, storage: KVStorage, request: Any, journal: Journal) -> None:
+        """Use the storage of an engine."""
+        self.storage_of_all, self.request, self.trace = storage, request, journal  # type: ignore[assignment]
+        self.arena, self.root = storage.arena, storage.root
+
+    def reset(self) -> None:
+        """Free the request's own blocks."""
+        if not hasattr(self, "storage_of_all"):
+            super().reset()
+            return
+        for block in list(self.blocks):
+            self.free(block)
+
+    def claim(self, model: Any, user: Any = None, kept: bool = True) -> None:
+        """Do nothing: the engine holds the model, and checks its weights."""
+
+    def new_blocks(self, count: int, capacity: int = 0, base: int = 0) -> list[Block]:
+        """Return empty blocks; their memory is allocated when tokens are appended."""
+        blocks = self.storage_of_all.new_blocks(count, 0, base)
+        self.blocks.update(blocks)
+        return blocks
+
+    def free(self, block: Block) -> None:
+        """See `BlockCache.free`."""
+        self._check_owned(block)
+        self.blocks.discard(block)
+        self.storage_of_all.free(block)
+
+    def reserve(self, wanted: Sequence[tuple[Block, int]]) -> None:
+        """See `KVStorage.reserve`."""
+        self.storage_of_all.reserve(wanted)
+
+    def _check_owned(self, block: Block) -> None:
+        if block not in self.blocks:
+            self.storage_of_all._check_owned(block)
+
+    def insert(self, tokens: np.ndarray, root: Node | None = None) -> Node:
+        """See `SharedPrefixCache.insert`. Waits while another request computes a part of the prefix."""
+        while True:
+            path = self._matching(tokens, root or self.root)
+            blocked = [node for node in path if len(node.uncached) and self.is_computed_by_other(node)]
+            if not blocked:
+                break
+            self.request.wait()
+        node = self.storage_of_all.insert(tokens, root)
+        self.storage_of_all.pin(node, self.request)
+        return node
+
+    def _matching(self, tokens: np.ndarray, node: Node) -> list[Node]:
+        """Return the nodes that share tokens with a sequence, the last one perhaps only in part."""
+        path = []
+        while len(tokens):
+            child, shared = self._best_child(node, tokens)
+            if child is None:
+                break
+            path.append(child)
+            if shared < len(child.tokens):
+                break
+            node, tokens = child, tokens[shared:]
+        return path
+
+    def is_computed_by_other(self, node: Node) -> bool:
+        """Return whether a running request uses a node that is not complete."""
+        others = self.storage_of_all.pins.get(node, set()) - {self.request}
+        return any(not other.preempted for other in others)
+
+    def add(self, parent: Node, tokens: np.ndarray, block: Block | None = None) -> Node:
+        """See `SharedPrefixCache.add`. The block becomes one of the tree."""
+        node = self.storage_of_all.add(parent, tokens, block)
+        if block is not None:
+            self.blocks.discard(block)
+        self.storage_of_all.pin(node, self.request)
+        return node
+
+    def nodes_to_prefill(self) -> list[Node]:
+        """See `SharedPrefixCache.nodes_to_prefill`; only nodes of this request."""
+        storage = self.storage_of_all
+        nodes = [node for node in storage.pinned(self.request) if len(node.uncached)]
+        for node in nodes:
+            if node.block is None:
+                node.block = storage.new_block(base=node.start)
+        return nodes
+
+    def discard_uncached(self) -> None:
+        """Do nothing: `end` does it."""
+
+    def discard_nonfinite(self) -> None:
+        """Do nothing: `end` does it."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values that the request uses."""
+        nodes = [node.block.length for node in self.storage_of_all.pinned(self.request) if node.block is not None]
+        return (sum(nodes) + sum(block.length for block in self.blocks)) * self.arena.bytes_per_token
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield all nodes of the tree."""
+        return self.storage_of_all.nodes()
+
+
+@lru_cache
+def request_cache_class(cls: type[BlockCache]) -> type[Any]:
+    """Return a mode's cache class, over the storage of an engine."""
+    return type(cls.__name__, (RequestCache, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def parts_of(view: Iterable[Block]) -> Iterator[Block]:
+    """Yield the blocks of a view; those of a block that was split instead of it."""
+    for block in view:
+        if block.parts:
+            yield from parts_of(block.parts)
+        else:
+            yield block

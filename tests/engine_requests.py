@@ -1,0 +1,64 @@
+"""Random requests for an engine: arguments of `submit`, and their expected tokens, computed by `generate` alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import tiny
+import torch
+from ascii_tokenizer import AsciiTokenizer
+from mode_cases import small_call
+from transformers import PreTrainedModel
+
+from hf_parallel import LogitsCache
+
+TOKENIZER: Any = AsciiTokenizer()
+MODES = ("hogwild", "pdos", "resample", "self_consistency", "shared_prefix", "skeleton_of_thought", None)
+
+
+@dataclass
+class Case:
+    """A request: its prompt, mode and settings."""
+
+    prompt: torch.Tensor
+    mode: str | None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def alone(self, model: PreTrainedModel) -> list[list[int]]:
+        """Return the sequences that `generate` returns for the request alone."""
+        mode = self.mode or "shared_prefix"
+        arguments = {"tokenizer": TOKENIZER, "generation_mode": mode, **self.arguments}
+        return model.generate(self.prompt, attention_mask=torch.ones_like(self.prompt), **arguments).tolist()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Settings, with a new logits cache if there is one."""
+        return {**self.settings, **({"logits_cache": LogitsCache()} if "logits_cache" in self.settings else {})}
+
+
+def random_case(rng: random.Random, prefixes: list[torch.Tensor]) -> Case:
+    """Return a random request. Its prompt begins with one of `prefixes`, int64 `[length]`."""
+    mode = rng.choice(MODES)
+    text = torch.randint(32, 126, (rng.randint(1, 12),), generator=torch.Generator().manual_seed(rng.randrange(2**31)))
+    prefix = rng.choice(prefixes)
+    prompt = torch.cat((prefix[: rng.randint(0, len(prefix))], text))[None]
+    settings = {} if mode is None else {k: v for k, v in small_call(mode).items() if k != "generation_mode"}
+    settings["max_new_tokens"] = settings.get("max_new_tokens", 12) + rng.randint(0, 8)
+    if rng.random() < 0.5:
+        settings |= {"do_sample": True, "seed": rng.randrange(1000), "top_k": 0, "temperature": rng.choice([0.7, 1.0])}
+    if mode in (None, "shared_prefix") and rng.random() < 0.5:
+        settings |= {"num_return_sequences": rng.randint(2, 4), "do_sample": True, "seed": rng.randrange(1000)}
+    if rng.random() < 0.2:
+        settings["repetition_penalty"] = 1.2
+    return Case(prompt, mode, settings)
+
+
+def random_prefixes(rng: random.Random, count: int, length: int) -> list[torch.Tensor]:
+    """Return random prefixes of prompts, int64 `[length]`."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    return [torch.randint(32, 126, (length,), generator=generator) for _ in range(count)]
+
+
+__all__ = ["MODES", "TOKENIZER", "Case", "random_case", "random_prefixes", "tiny"]
