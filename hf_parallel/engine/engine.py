@@ -248,10 +248,10 @@ class Engine:
         )
 
     def _check_open(self) -> None:
-        if self._thread is None or self._closing:
-            raise RuntimeError("the engine is not open: use it as `with Engine(...) as engine:`")
         if self._error is not None:
             raise RuntimeError("the engine has stopped") from self._error
+        if self._thread is None or self._closing:
+            raise RuntimeError("the engine is not open: use it as `with Engine(...) as engine:`")
 
     def _arguments(self, prompt: Any, mode: str | None, settings: dict[str, Any]) -> tuple[ParallelConfig, Any]:
         """Return the config of a request, and the other arguments of `generate`."""

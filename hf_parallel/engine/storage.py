@@ -126,26 +126,19 @@ class KVStorage(SharedPrefixCache):
 
     def reserve(self, wanted: Sequence[tuple[Block, int]]) -> None:
         """See `BlockCache.reserve`. Evicts, packs and preempts as far as necessary; raises `KVBudgetError`."""
-        growing = [(block, length) for block, length in wanted if self._outgrows(block, length)]
-        if not growing:
-            return
-        sizes = [max(2 * block.extent.capacity, length, MIN_CAPACITY) for block, length in growing]
-        while not self._bounded.fits(sum(sizes)):
-            slots = sum(length for _, length in growing)
-            if self._bounded.free_slots >= sum(sizes) and self._pack(()):
-                continue
-            if self.evict(sum(sizes) - self._bounded.free_slots):
-                continue
-            if self._pack(growing):
-                return
-            if not self.make_room():
-                held = sum(block.length for block in self.blocks)
-                raise KVBudgetError(
-                    f"max_kv_bytes={self.max_bytes} holds {self.max_tokens} tokens: {held} are in use by this request, "
-                    f"and {slots - sum(block.length for block, _ in growing)} more are needed"
-                )
-            growing = [(block, length) for block, length in wanted if self._outgrows(block, length)]
+        while growing := [(block, length) for block, length in wanted if self._outgrows(block, length)]:
             sizes = [max(2 * block.extent.capacity, length, MIN_CAPACITY) for block, length in growing]
+            if self._bounded.fits(sum(sizes)):
+                self._grow_blocks(growing, sizes)
+            elif not (self._pack(wanted) or self.evict(sum(sizes) - self._bounded.free_slots) or self.make_room()):
+                held = sum(block.length for block in self.blocks)
+                missing = sum(length - block.length for block, length in wanted)
+                raise KVBudgetError(
+                    f"max_kv_bytes={self.max_bytes} holds {self.max_tokens} tokens: {held} are in use, and {missing} "
+                    "more are needed"
+                )
+
+    def _grow_blocks(self, growing: Sequence[tuple[Block, int]], sizes: Sequence[int]) -> None:
         groups: dict[int, list[tuple[Block, int]]] = {}
         for (block, _), size in zip(growing, sizes, strict=True):
             groups.setdefault(size, []).append((block, size))
@@ -159,20 +152,17 @@ class KVStorage(SharedPrefixCache):
         shared = block.extent.owners > 1 and length > block.length
         return block.first + length > block.extent.capacity or shared
 
-    def _pack(self, growing: Sequence[tuple[Block, int]]) -> bool:
-        """Remove all holes and unused capacity, and reserve the given lengths; return whether that fits."""
-        wanted = dict(growing)
-        blocks = sorted(
-            (block for block in self.blocks if block.length or block in wanted), key=lambda b: b.extent.origin
-        )
-        needed = sum(wanted.get(block, block.length) for block in blocks)
+    def _pack(self, wanted: Sequence[tuple[Block, int]]) -> bool:
+        """Remove all holes and unused capacity, and reserve the wanted lengths; return whether they fit."""
+        lengths = dict(wanted)
+        held = [block for block in self.blocks if block.length or block in lengths]
+        blocks = sorted(held, key=lambda block: block.extent.origin)
+        needed = sum(lengths.get(block, block.length) for block in blocks)
         limit = self._bounded.max_slots
         if limit is None or needed > limit:
             return False
-        slack = min(MIN_CAPACITY, (limit - needed) // max(len(wanted), 1))
-        capacities = [wanted[block] + slack if block in wanted else block.length for block in blocks]
-        if not growing and sum(capacities) == self.arena.num_slots:
-            return False  # it is packed already
+        slack = min(MIN_CAPACITY, (limit - needed) // len(lengths))
+        capacities = [lengths[block] + slack if block in lengths else block.length for block in blocks]
         runs = [(block.extent, block.first, block.length) for block in blocks]
         self._last = None
         for block in self.blocks:
@@ -184,20 +174,19 @@ class KVStorage(SharedPrefixCache):
 
     def evict(self, slots: int) -> bool:
         """Evict unused nodes, leaves first, until `slots` more are free. Return whether a node was evicted."""
-        target = self._bounded.free_slots + slots
-        children_first = [*self.nodes()][::-1]
-        candidates = sorted(children_first, key=self.policy.priority)
-        evicted, progress = False, True
-        while progress and self._bounded.free_slots < target:
-            progress = False
-            for node in candidates:
-                if self._bounded.free_slots >= target:
-                    break
-                if node.block is None or not node.block.length or self.is_used(node) or self._has_cached_child(node):
-                    continue
-                self._drop(node)
-                evicted = progress = True
+        target, evicted = self._bounded.free_slots + slots, False
+        while self._bounded.free_slots < target:
+            children_first = [node for node in [*self.nodes()][::-1] if self._is_evictable(node)]
+            if not children_first:
+                break
+            for node in sorted(children_first, key=self.policy.priority):
+                if self._bounded.free_slots < target:
+                    self._drop(node)
+                    evicted = True
         return evicted
+
+    def _is_evictable(self, node: Node) -> bool:
+        return _is_cached(node) and not self.is_used(node) and not any(map(_is_cached, node.all_children()))
 
     def is_used(self, node: Node) -> bool:
         """Return whether a request that is not preempted uses a node."""
@@ -208,15 +197,11 @@ class KVStorage(SharedPrefixCache):
         """Number of cached tokens that no running request uses."""
         return sum(node.block.length for node in self.nodes() if node.block is not None and not self.is_used(node))
 
-    @staticmethod
-    def _has_cached_child(node: Node) -> bool:
-        return any(child.block is not None and child.block.length for child in node.all_children())
-
     def _drop(self, node: Node) -> None:
         """Delete the keys and values of a node; the node itself too, unless a preempted request will need it again."""
         assert node.block is not None
         self.evicted_tokens += node.block.length
-        if self.pins.get(node) or node.children and any(node.all_children()):
+        if self.pins.get(node) or node.all_children():
             self.release(node.block)
         else:
             self._remove(node)
@@ -389,6 +374,10 @@ class RequestCache(SharedPrefixCache):
 def request_cache_class(cls: type[BlockCache]) -> type[Any]:
     """Return a mode's cache class, over the storage of an engine."""
     return type(cls.__name__, (RequestCache, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _is_cached(node: Node) -> bool:
+    return node.block is not None and node.block.length > 0
 
 
 def parts_of(view: Iterable[Block]) -> Iterator[Block]:
