@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -375,16 +376,16 @@ class Engine:
         self._storage.clock += 1
         for request in [*scheduler.waiting, *scheduler.running]:
             if request.cancelled:
-                self._call(
-                    request, lambda request=request: request.fail(RequestCancelledError("the request was cancelled"))
-                )
+                self._call(request, partial(request.fail, RequestCancelledError("the request was cancelled")))
         for request in list(scheduler.running):
             if request.is_waiting and not request.preempted:
                 self._call(request, request.resume)
         for request in scheduler.resumable():
             self._call(request, request.rebuild)
         for request in scheduler.admit():
-            self._call(request, lambda request=request: request.start(self._storage, scheduler.max_batch_tokens))
+            if request not in scheduler.running:  # preempted by one before it
+                continue
+            self._call(request, partial(request.start, self._storage, scheduler.max_batch_tokens))
         batch = scheduler.next_batch()
         if batch:
             self._compute(batch)
@@ -447,7 +448,7 @@ class Engine:
                 elif len(batch) > 1:
                     victim = batch[-1]
                 else:
-                    self._call(batch[0], lambda error=error: batch[0].fail(error))
+                    self._call(batch[0], partial(batch[0].fail, error))
                     victim = batch[0]
                 if victim in batch:
                     batch.remove(victim)
@@ -466,7 +467,7 @@ class Engine:
             self._storage.rollback()
             self._model_seconds += time.perf_counter() - began
             if len(batch) == 1:
-                self._call(batch[0], lambda error=error: batch[0].fail(error))
+                self._call(batch[0], partial(batch[0].fail, error))
                 return
             middle = len(batch) // 2  # find the request that fails
             self._compute(batch[:middle])
@@ -476,12 +477,14 @@ class Engine:
         for request, one in zip(batch, pending, strict=True):
             request.record(one)
         finite = [bool(part.amax(-1).isfinite().all()) if len(part) else True for part in parts]
-        for request, logits, is_finite in zip(batch, parts, finite, strict=True):
+        for request, one, logits, is_finite in zip(batch, pending, parts, finite, strict=True):
+            if request.pending is not one and not request.preempted:
+                continue  # it was restarted by one before it
             if is_finite:
-                self._call(request, lambda request=request, logits=logits: request.resume(logits))
+                self._call(request, partial(request.resume, logits, one))
             else:
                 error = RuntimeError("the model's logits are not finite")
-                self._call(request, lambda request=request, error=error: request.fail(error))
+                self._call(request, partial(request.fail, error))
 
     def _forward(self, pending: Sequence[PendingPass]) -> Sequence[torch.Tensor]:
         """Run the passes of several requests as one. Return the logits that each wants."""

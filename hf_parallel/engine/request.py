@@ -17,6 +17,7 @@ import torch
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.layout import Block
+from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.engine.handle import RequestHandle
 from hf_parallel.engine.journal import Journal
@@ -65,6 +66,8 @@ class Request:
         self.pending: PendingPass | None = None
         self.preempted = self.cancelled = self.is_waiting = False
         self._suspended: tuple[PendingPass | None, bool] = None, False  # `pending` and `is_waiting` while preempted
+        self.open_nodes: dict[Node, int] = {}  # nodes that it was computing when it was preempted, with their lengths
+        self._delayed: torch.Tensor | None = None  # logits of a pass after which it was preempted
         self._storage: KVStorage
         self._hub: greenlet.greenlet
         self._caches: list[RequestCache] = []
@@ -107,14 +110,6 @@ class Request:
         """Whether it has generated a token."""
         return self.num_tokens > 0
 
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether its pending pass computes a part of a prompt."""
-        own = {block for cache in self._caches for block in cache.blocks}
-        return self.pending is not None and any(
-            segment.write and segment.view[-1] not in own for segments in self.pending.original for segment in segments
-        )
-
     # The executor of its call
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
@@ -131,10 +126,7 @@ class Request:
     def wait(self) -> None:
         """Let the other requests go on for one step."""
         self.is_waiting = True
-        try:
-            self._hub.switch()
-        finally:
-            self.is_waiting = False
+        self._hub.switch()
 
     def _submit(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> Any:
         self.pending = PendingPass([], ids, ends, passes)
@@ -168,9 +160,19 @@ class Request:
         self._coroutine = greenlet.greenlet(self._generate)
         self._coroutine.switch()
 
-    def resume(self, *logits: torch.Tensor) -> None:
-        """Continue with the logits of the pending pass, or after `wait`, until the next one."""
-        self._running.switch(*logits)
+    def resume(self, logits: torch.Tensor | None = None, computed: PendingPass | None = None) -> None:
+        """Continue with the logits of the computed pass, or after `wait`, until the next one.
+
+        A request that was preempted since the pass continues once its keys and values are rebuilt.
+        """
+        if self.preempted:
+            if computed is self._suspended[0]:  # else it was a pass of a rebuild, which starts again
+                self._suspended, self._delayed = (None, True), logits
+            return
+        if logits is None:
+            logits, self._delayed = self._delayed, None
+        self.is_waiting = False
+        self._running.switch(logits)
 
     def fail(self, error: BaseException) -> None:
         """Raise an error in the request, which ends it."""
@@ -226,9 +228,10 @@ class Request:
 
     def restart(self) -> None:
         """Forget everything, to start again: it has not generated a token yet."""
-        assert self._coroutine is not None
         coroutine, self._coroutine = self._coroutine, None
-        _throw(coroutine, greenlet.GreenletExit())
+        if coroutine is not None:
+            _throw(coroutine, greenlet.GreenletExit())
+        self.is_waiting, self._detokenizers = False, {}
         self.journal = Journal(self._on_sample)
 
     def preempt(self) -> None:
@@ -239,10 +242,13 @@ class Request:
         else:
             self._suspended = self.pending, self.is_waiting
             self._lengths = {block: block.length for cache in self._caches for block in cache.blocks}
+            nodes = [node for node in self._storage.pinned(self) if len(node.uncached)]
+            self.open_nodes = {node: 0 if node.block is None else node.block.length for node in nodes}
+        self._storage.stop_computing(self, but=self.open_nodes)
         for cache in self._caches:
             for block in cache.blocks:
                 self._storage.release(block)
-        self.preempted, self.pending = True, None
+        self.preempted, self.is_waiting, self.pending = True, False, None
 
     @property
     def needed_tokens(self) -> int:
@@ -261,6 +267,7 @@ class Request:
             for cache in self._caches:
                 self._refill(cache)
             self._replay()
+            self.open_nodes = {}
         except greenlet.GreenletExit:
             return
         except BaseException as error:
@@ -272,16 +279,22 @@ class Request:
 
     def _refill(self, cache: RequestCache) -> None:
         """Compute the nodes of the tree that were evicted."""
-        while uncached := [node for node in self._storage.pinned(self) if len(node.uncached)]:
-            if any(cache.is_computed_by_other(node) for node in uncached):
+        while missing := [node for node in self._storage.pinned(self) if len(self._missing(node))]:
+            if any(cache.is_computed_by_other(node) for node in missing):
                 self.wait()
                 continue
-            for node in cache.nodes_to_prefill():
-                while len(node.uncached):
-                    tokens = node.uncached[: self.chunk_size]
+            self._storage.start_computing(missing, self)
+            cache.nodes_to_prefill()  # allocates blocks
+            for node in missing:
+                while len(tokens := self._missing(node)[: self.chunk_size]):
                     segment = Segment(self._storage.view(node), len(tokens))
                     ids = torch.from_numpy(tokens).to(self.call.input_ids.device)
                     self._submit([[segment]], ids, [0])
+
+    def _missing(self, node: Node) -> np.ndarray:
+        """Return the tokens of a node, int64, that were computed before the request was preempted and are not now."""
+        stop = self.open_nodes.get(node, len(node.tokens))
+        return node.tokens[0 if node.block is None else node.block.length : stop]
 
     def _replay(self) -> None:
         live = {block for cache in self._caches for block in cache.blocks}

@@ -51,11 +51,11 @@ class Scheduler:
     def resumable(self) -> list[Request]:
         """Return the preempted requests whose keys and values fit into memory again, the oldest first."""
         preempted = sorted((request for request in self.running if request.preempted), key=self._age)
+        is_busy = any(request.pending is not None for request in self.running)
         slots, needed, resumed = self._available_slots, 0, []
         for request in preempted:
             needed += request.needed_tokens + request.num_rows * EXPECTED_TOKENS
-            is_busy = len(preempted) - len(resumed) < len(self.running)
-            if is_busy and slots is not None and needed > slots:
+            if (is_busy or resumed) and slots is not None and needed > slots:
                 break
             resumed.append(request)
         return resumed
@@ -91,12 +91,8 @@ class Scheduler:
 
     def victim(self, but: Request | None = None) -> Request | None:
         """Return the request to preempt: the youngest of the least priority, unless it is the only one that runs."""
-        candidates = [
-            request
-            for request in self.running
-            if not request.preempted and request is not but and (not request.is_prefilling or not request.has_started)
-        ]
         running = [request for request in self.running if not request.preempted]
+        candidates = [request for request in running if request is not but]
         return max(candidates, key=self._age) if candidates and len(running) > 1 else None
 
     def preempt(self, request: Request) -> None:

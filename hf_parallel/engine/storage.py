@@ -6,7 +6,7 @@ Nodes of the tree that no running request uses are evicted when the budget is fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -100,12 +100,13 @@ class KVStorage(SharedPrefixCache):
         self.clock = 0  # number of steps of the engine
         self.evicted_tokens = 0
         self.pins: dict[Node, set[Any]] = {}  # requests that use a node, by node
+        self.computing: dict[Node, Any] = {}  # the request that computes the uncached tokens of a node
 
     def reset(self) -> None:
         """Delete everything and release all memory."""
         super().reset()
         self.arena = BoundedArena()
-        self.pins = {}
+        self.pins, self.computing = {}, {}
 
     def set_token_size(self, bytes_per_token: int) -> None:
         """Apply the budget, given the bytes of one token over all layers."""
@@ -223,6 +224,7 @@ class KVStorage(SharedPrefixCache):
 
     def unpin(self, request: Any, keep: bool = True) -> None:
         """Note that a request has ended. Remove its uncomputed tokens, and unless `keep`, all that it alone used."""
+        self.stop_computing(request)
         nodes = [node for node, requests in self.pins.items() if request in requests]
         for node in nodes:
             self.pins[node].discard(request)
@@ -236,6 +238,15 @@ class KVStorage(SharedPrefixCache):
             elif len(node.uncached):
                 node.tokens = node.tokens[: node.block.length]
 
+    def start_computing(self, nodes: Iterable[Node], request: Any) -> None:
+        """Note that a request computes nodes; others wait for it."""
+        self.computing.update(dict.fromkeys(nodes, request))
+
+    def stop_computing(self, request: Any, but: Collection[Node] = ()) -> None:
+        """Note that a request does not compute any nodes, except those in `but`."""
+        for node in [node for node, other in self.computing.items() if other is request and node not in but]:
+            del self.computing[node]
+
     def pinned(self, request: Any) -> Iterator[Node]:
         """Yield the nodes that a request uses, parents before children."""
         yield from (node for node in self.nodes() if request in self.pins.get(node, ()))
@@ -244,6 +255,8 @@ class KVStorage(SharedPrefixCache):
         head = super()._split(node, at)
         if node in self.pins:
             self.pins[head] = set(self.pins[node])
+        if node in self.computing:
+            self.computing[head] = self.computing[node]
         return head
 
     def _split_block(self, block: Block, at: int) -> tuple[Block, Block]:
@@ -310,12 +323,12 @@ class RequestCache(SharedPrefixCache):
         """See `SharedPrefixCache.insert`. Waits while another request computes a part of the prefix."""
         while True:
             path = self._matching(tokens, root or self.root)
-            blocked = [node for node in path if len(node.uncached) and self.is_computed_by_other(node)]
-            if not blocked:
+            if not any(map(self.is_computed_by_other, path)):
                 break
             self.request.wait()
         node = self.storage_of_all.insert(tokens, root)
         self.storage_of_all.pin(node, self.request)
+        self.storage_of_all.start_computing([one for one in node.path if len(one.uncached)], self.request)
         return node
 
     def _matching(self, tokens: np.ndarray, node: Node) -> list[Node]:
@@ -332,9 +345,8 @@ class RequestCache(SharedPrefixCache):
         return path
 
     def is_computed_by_other(self, node: Node) -> bool:
-        """Return whether a running request uses a node that is not complete."""
-        others = self.storage_of_all.pins.get(node, set()) - {self.request}
-        return any(not other.preempted for other in others)
+        """Return whether another request computes a node, or will continue to, once it is resumed."""
+        return len(node.uncached) > 0 and self.storage_of_all.computing.get(node, self.request) is not self.request
 
     def add(self, parent: Node, tokens: np.ndarray, block: Block | None = None) -> Node:
         """See `SharedPrefixCache.add`. The block becomes one of the tree."""
