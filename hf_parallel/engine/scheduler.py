@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from hf_parallel.engine.request import Request
@@ -52,8 +53,10 @@ class Scheduler:
         """Return the preempted requests whose keys and values fit into memory again, the oldest first."""
         preempted = sorted((request for request in self.running if request.preempted), key=self._age)
         is_busy = any(request.pending is not None for request in self.running)
-        slots, needed, resumed = self._available_slots, 0, []
+        resumed: list[Request] = []
+        needed = 0
         for request in preempted:
+            slots = self._available_slots([*resumed, request])
             needed += request.needed_tokens + request.num_rows * EXPECTED_TOKENS
             if (is_busy or resumed) and slots is not None and needed > slots:
                 break
@@ -82,7 +85,7 @@ class Scheduler:
         ready = [request for request in self.running if request.pending is not None]
         batch = [request for request in ready if not self._is_prefill(request)]
         free = self.max_batch_tokens - sum(self._num_tokens(request) for request in batch)
-        prefills = sorted((request for request in ready if request not in batch), key=self._order)
+        prefills = sorted((request for request in ready if request not in batch), key=self._age)
         for index, request in enumerate(prefills):
             if index == 0 or self._num_tokens(request) <= free:
                 batch.append(request)
@@ -119,16 +122,16 @@ class Scheduler:
     def _age(request: Request) -> tuple[int, int]:
         return -request.priority, request.number
 
-    @property
-    def _available_slots(self) -> int | None:
+    def _available_slots(self, resumed: Sequence[Request] = ()) -> int | None:
+        """Return the number of slots that are free or can be freed by evicting, with these requests resumed."""
         limit = self.storage.max_tokens
         if limit is None:
             return None
         held = sum(block.length for block in self.storage.blocks)
-        return limit - held + self.storage.evictable_tokens
+        return limit - held + self.storage.evictable_tokens(resumed)
 
     def _fits(self, requests: list[Request]) -> bool:
-        slots = self._available_slots
+        slots = self._available_slots()
         return slots is None or sum(map(_least_tokens, requests)) <= slots
 
 

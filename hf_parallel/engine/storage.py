@@ -193,10 +193,11 @@ class KVStorage(SharedPrefixCache):
         """Return whether a request that is not preempted uses a node."""
         return any(not request.preempted for request in self.pins.get(node, ()))
 
-    @property
-    def evictable_tokens(self) -> int:
-        """Number of cached tokens that no running request uses."""
-        return sum(node.block.length for node in self.nodes() if node.block is not None and not self.is_used(node))
+    def evictable_tokens(self, resumed: Collection[Any] = ()) -> int:
+        """Return the number of cached tokens that no running request uses, and no preempted one of `resumed`."""
+        nodes = [node for node in self.nodes() if _is_cached(node) and not self.is_used(node)]
+        kept = [node for node in nodes if any(request in self.pins.get(node, ()) for request in resumed)]
+        return sum(map(_cached_length, nodes)) - sum(map(_cached_length, kept))
 
     def _drop(self, node: Node) -> None:
         """Delete the keys and values of a node; the node itself too, unless a preempted request will need it again."""
@@ -233,10 +234,17 @@ class KVStorage(SharedPrefixCache):
         for node in sorted(nodes, key=lambda node: -node.start):  # children first
             if node in self.pins or node not in node.siblings:
                 continue
-            if not keep or node.block is None or not node.block.length:
+            if keep:
+                self.trim(node)
+            else:
                 self._remove(node)
-            elif len(node.uncached):
-                node.tokens = node.tokens[: node.block.length]
+
+    def trim(self, node: Node) -> None:
+        """Remove the uncached tokens of a node, and the node if none is left."""
+        if node.block is None or not node.block.length:
+            self._remove(node)
+        else:
+            node.tokens = node.tokens[: node.block.length]
 
     def start_computing(self, nodes: Iterable[Node], request: Any) -> None:
         """Note that a request computes nodes; others wait for it."""
@@ -366,10 +374,16 @@ class RequestCache(SharedPrefixCache):
         return nodes
 
     def discard_uncached(self) -> None:
-        """Do nothing: `end` does it."""
+        """Remove tokens that the request was to compute."""
+        storage = self.storage_of_all
+        for node in [*storage.pinned(self.request)][::-1]:
+            if len(node.uncached) and storage.pins[node] == {self.request}:
+                del storage.pins[node]
+                storage.computing.pop(node, None)
+                storage.trim(node)
 
     def discard_nonfinite(self) -> None:
-        """Do nothing: `end` does it."""
+        """Do nothing: the engine checks the logits."""
 
     @property
     def kv_bytes(self) -> int:
@@ -388,8 +402,12 @@ def request_cache_class(cls: type[BlockCache]) -> type[Any]:
     return type(cls.__name__, (RequestCache, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
+def _cached_length(node: Node) -> int:
+    return 0 if node.block is None else node.block.length
+
+
 def _is_cached(node: Node) -> bool:
-    return node.block is not None and node.block.length > 0
+    return _cached_length(node) > 0
 
 
 def parts_of(view: Iterable[Block]) -> Iterator[Block]:
