@@ -1,0 +1,154 @@
+"""Requests in an engine get the tokens that they get alone, whatever runs beside them, is evicted or preempted."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from engine_requests import MODES, TOKENIZER, Case, random_case, random_prefixes
+from transformers import PreTrainedModel
+
+import hf_parallel
+
+pytest.importorskip("greenlet")
+
+from hf_parallel.engine import Engine, KVBudgetError, RequestCancelledError, RequestHandle
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ARCHITECTURES = ["llama", "gemma3_text", "qwen3", "phi3", "gpt_neox", "olmo2"]
+
+
+def enabled(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return hf_parallel.enable(copy.deepcopy(tiny.build(name, dtype=dtype)))
+
+
+def assert_idle(engine: Engine) -> None:
+    """Assert that no request holds memory."""
+    nodes = {node.block for node in engine._storage.nodes()}
+    assert [block for block in engine._storage.blocks if block not in nodes] == []
+    assert engine._storage.pins == engine._storage.computing == {}
+
+
+def submit_all(engine: Engine, cases: list[Case], rng: random.Random) -> list[RequestHandle | None]:
+    """Submit requests from four threads; cancel some. None: the request alone exceeds the budget."""
+    handles: list[RequestHandle | None] = [None] * len(cases)
+    delays = [rng.random() for _ in cases]
+
+    def submit(first: int) -> None:
+        for i in range(first, len(cases), 4):
+            try:
+                handle = handles[i] = engine.submit(
+                    cases[i].prompt, cases[i].mode, submitter=first, **cases[i].arguments
+                )
+            except KVBudgetError:
+                continue
+            if delays[i] < 0.1:
+                time.sleep(delays[i] / 10)
+                handle.cancel()
+            elif delays[i] > 0.7:
+                time.sleep(delays[i] / 50)
+
+    threads = [threading.Thread(target=submit, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return handles
+
+
+def peak_tokens(model: PreTrainedModel, cases: list[Case]) -> tuple[int, int]:
+    """Return the most tokens that an engine without budget holds for requests, and the bytes of one."""
+    with Engine(model, TOKENIZER) as engine:
+        handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case in cases]
+        peak = 0
+        while not all(handle.done for handle in handles):
+            peak = max(peak, engine.stats.kv_bytes)
+            time.sleep(0.002)
+        size = engine._storage.arena.bytes_per_token
+    return peak // size, size
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_random_requests_get_their_tokens_within_a_budget(name: str) -> None:
+    rng, model = random.Random(name), enabled(name)
+    prefixes = random_prefixes(rng, 4, 40)
+    cases = [random_case(rng, prefixes) for _ in range(32)]
+    peak, size = peak_tokens(model, cases[:16])
+    budget = peak * size * 3 // 10
+    with Engine(model, TOKENIZER, max_kv_bytes=budget, max_batch_tokens=64) as engine:
+        outputs: list[Any] = [None] * len(cases)
+        for index, handle in enumerate(submit_all(engine, cases, rng)):
+            if handle is not None:
+                with suppress(RequestCancelledError, KVBudgetError):  # workers may write more than a request reserves
+                    outputs[index] = handle.result(60).sequences.tolist()
+        stats = engine.stats
+        assert_idle(engine)
+    for case, output in zip(cases, outputs, strict=True):
+        assert output is None or output == case.alone(model)
+    assert stats.evicted_tokens
+    assert stats.preemptions
+    assert stats.finished > len(cases) // 2
+    assert stats.reserved_bytes <= budget
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode])
+def test_a_request_that_is_preempted_at_every_step_gets_the_probabilities_of_generate(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, rng = enabled("llama", torch.float64), random.Random(3)
+    prefixes = random_prefixes(rng, 2, 30)
+    case = next(case for case in iter(lambda: random_case(rng, prefixes), None) if case.mode == mode)
+    case.settings["num_return_sequences"] = 1
+    run_step = Engine._step
+
+    def preempt_all(engine: Engine) -> None:
+        for request in list(engine._scheduler.running):
+            if request.has_started and not request.preempted and request.pending is not None:
+                engine._scheduler.preempt(request)
+        for _ in range(40):  # its keys and values are computed again, then one pass
+            before = sum(request.num_tokens for request in engine._scheduler.running)
+            run_step(engine)
+            if not engine._is_busy() or sum(r.num_tokens for r in engine._scheduler.running) != before:
+                return
+
+    expected: Any = model.generate(
+        case.prompt,
+        tokenizer=TOKENIZER,
+        generation_mode=mode,
+        return_dict_in_generate=True,
+        **case.arguments,
+    )
+    monkeypatch.setattr(Engine, "_step", preempt_all)
+    with Engine(model, TOKENIZER) as engine:
+        output = engine.submit(case.prompt, mode, **case.arguments).result(60)
+        assert engine.stats.preemptions > 4
+        assert_idle(engine)
+    assert output.sequences.tolist() == expected.sequences.tolist()
+    np.testing.assert_allclose(output.record.sampled_log_probs(), expected.record.sampled_log_probs(), atol=1e-6)
+
+
+def test_prefixes_of_earlier_and_of_running_requests_are_computed_once() -> None:
+    model, rng = enabled("llama"), random.Random(5)
+    (prefix,) = random_prefixes(rng, 1, 60)
+    prompts = [torch.cat((prefix, torch.tensor([40 + i, 50])))[None] for i in range(6)]
+    with Engine(model, TOKENIZER) as engine:
+        handles = [engine.submit(prompt, max_new_tokens=8) for prompt in prompts]
+        outputs = [handle.result(60).sequences.tolist() for handle in handles]
+        stats = engine.stats
+        assert stats.prefilled_tokens == 60 + 2 * len(prompts)
+        assert stats.reused_tokens == 60 * (len(prompts) - 1)
+        longer = torch.tensor([outputs[0][0] + [33, 34]])  # the conversation goes on
+        engine.submit(longer, max_new_tokens=4).result(60)
+        assert (
+            engine.stats.prefilled_tokens - stats.prefilled_tokens == 3
+        )  # the last token of an answer has no keys yet
+    assert outputs == [model.generate(prompt, max_new_tokens=8).tolist() for prompt in prompts]
