@@ -41,7 +41,7 @@ LAYERS: dict[str, set[str]] = {
 
 OPTIONAL = [
     *("accelerate", "datasets", "evaluate", "flash_attn", "gguf", "hypothesis", "matplotlib", "peft"),
-    *("psutil", "pytest", "rich", "triton", "trl"),
+    *("psutil", "pytest", "ray", "rich", "triton", "trl"),
 ]
 """Packages that the core does not need."""
 

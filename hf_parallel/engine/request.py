@@ -198,7 +198,7 @@ class Request:
     def _generate(self) -> None:
         try:
             output = self.config.make_run(self.call).generate()
-            output.past_key_values = None  # the storage belongs to the engine
+            output = replace(output, past_key_values=None)  # the storage belongs to the engine
         except greenlet.GreenletExit:
             self._release()
         except BaseException as error:

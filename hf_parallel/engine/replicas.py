@@ -1,0 +1,149 @@
+"""Replicas of an engine on one or many machines: a Ray Serve deployment whose router prefers a replica with the prefix.
+
+Needs the extra `ray`. Ray places, restarts and scales the replicas. Each holds the whole model and an `Engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from hf_parallel.engine.engine import Engine
+from hf_parallel.engine.handle import RequestHandle
+from hf_parallel.generation.streaming import RowText
+
+try:
+    from ray import serve
+
+    # `ray.serve.llm.request_router` has the same class, but its import needs vLLM or SGLang.
+    from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
+    from ray.serve.config import RequestRouterConfig
+except ImportError as error:
+    raise ImportError("replicas of an engine need Ray Serve: pip install 'hf_parallel[ray]'") from error
+
+
+class PromptRouter(PrefixCacheAffinityRouter):
+    """Ray's prefix-aware router, for calls with the arguments of `Engine.submit`.
+
+    Calls without a prompt, such as HTTP requests to an ingress, are balanced by queue length.
+    """
+
+    def _extract_text_from_request(self, pending_request: Any) -> str | None:
+        arguments = pending_request.args
+        text = prompt_text(arguments[0]) if arguments else ""
+        if not text:
+            return None
+        mode = arguments[1] if len(arguments) > 1 else pending_request.kwargs.get("generation_mode")
+        return f"{mode}\n{text}"  # a mode may have instructions of its own, which come before the text
+
+
+def prompt_text(prompt: Any) -> str:
+    """Return a text whose prefixes are those of a prompt, empty if it is not one that `Engine.submit` takes."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping):
+        return prompt_text(prompt.get("input_ids"))
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping):
+        return "".join(f"{message.get('role')}\n{message.get('content')}\n" for message in prompt)
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, list | tuple) or not ids:
+        return ""
+    row = ids[0] if isinstance(ids[0], list | tuple) else ids  # the router needs one text
+    return " ".join(map(str, row))
+
+
+class EngineReplica:
+    """One replica: an engine and the model that `load` returns.
+
+    Parameters
+    ----------
+    load : callable
+        Returns the model and its tokenizer (or None), in the process of the replica.
+    **settings
+        As of `Engine`.
+    """
+
+    def __init__(self, load: Callable[[], tuple[Any, Any]], **settings: Any) -> None:
+        model, tokenizer = load()
+        self.engine = Engine(model, tokenizer, **settings).__enter__()
+
+    async def generate(self, prompt: Any, generation_mode: str | None = None, **settings: Any) -> Any:
+        """Return the mode's output; see `Engine.submit` for the arguments and errors."""
+        handle = self.engine.submit(prompt, generation_mode, **settings)
+        try:
+            return await handle.result_async()
+        finally:
+            handle.cancel()  # has an effect if the caller has cancelled
+
+    async def stream(self, prompt: Any, generation_mode: str | None = None, **settings: Any) -> AsyncIterator[RowText]:
+        """Yield text as it is generated, with its row and event; call it with `handle.options(stream=True)`."""
+        handle: RequestHandle = self.engine.submit(prompt, generation_mode, **settings)
+        try:
+            async for text in handle.texts_async():
+                yield text
+        finally:
+            handle.cancel()
+
+    async def stats(self) -> dict[str, Any]:
+        """Return `Engine.stats` of the replica that receives the call, and its id as `replica`."""
+        return {"replica": serve.get_replica_context().replica_id.unique_id, **self.engine.stats.to_dict()}
+
+    def check_health(self) -> None:
+        """Raise `RuntimeError` if the engine has stopped. Ray then restarts the replica."""
+        self.engine._check_open()
+
+    def __del__(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.close(drain=False)
+
+
+def replicas(
+    load: Callable[[], tuple[Any, Any]],
+    num_replicas: int | str = 2,
+    *,
+    max_ongoing_requests: int = 64,
+    imbalanced_threshold: int = 16,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """Return a Ray Serve application of engines, for `serve.run` or as an argument of another deployment's `bind`.
+
+    Parameters
+    ----------
+    load : callable
+        Returns the model and its tokenizer (or None). Each replica calls it, on its machine.
+    num_replicas : int or "auto"
+        "auto": Ray adds and removes replicas, as `options["autoscaling_config"]` says.
+    max_ongoing_requests : int
+        Calls that a replica accepts at the same time; the others wait at the caller.
+    imbalanced_threshold : int
+        If one replica has this many calls more than another one, the router prefers the less busy one to the one
+        with the prefix.
+    options : mapping, optional
+        Other options of `serve.deployment`, such as `ray_actor_options={"num_gpus": 1}`.
+    **settings
+        As of `Engine`.
+
+    Returns
+    -------
+    ray.serve.Application
+        Its deployment has the methods `generate`, `stream` and `stats` of `EngineReplica`.
+
+    Examples
+    --------
+    >>> from ray import serve
+    >>> handle = serve.run(replicas(load_model, num_replicas=2))
+    >>> handle.generate.remote("Three cities in Italy are", max_new_tokens=20).result().sequences
+    """
+    router = RequestRouterConfig(
+        request_router_class=PromptRouter,
+        # without eviction, Ray's tree of prompts grows without limit
+        request_router_kwargs={"imbalanced_threshold": imbalanced_threshold, "do_eviction": True},
+    )
+    deployment = serve.deployment(
+        num_replicas=num_replicas,
+        max_ongoing_requests=max_ongoing_requests,
+        request_router_config=router,
+        **(options or {}),
+    )(EngineReplica)
+    return deployment.bind(load, **settings)

@@ -1,0 +1,153 @@
+"""Replicas of an engine by Ray Serve, on a local Ray with two of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ascii_tokenizer import AsciiTokenizer
+
+import hf_parallel
+
+serve: Any = pytest.importorskip("ray.serve")
+ray: Any = pytest.importorskip("ray")
+
+from hf_parallel.engine.replicas import prompt_text, replicas  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).parent
+SYSTEM_PROMPTS = [letter * 60 for letter in "abcd"]
+MAX_NEW_TOKENS = 6
+
+
+def load() -> tuple[Any, Any]:
+    return tiny.build("llama"), AsciiTokenizer()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
+    )
+    yield
+    serve.shutdown()
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def handle(cluster: None) -> Any:
+    return serve.run(replicas(load, num_replicas=2, max_kv_bytes=10**7), name="engines", route_prefix=None)
+
+
+def alone(prompt: str, **settings: Any) -> list[list[int]]:
+    """Return what `generate` returns for a prompt."""
+    model, tokenizer = load()
+    hf_parallel.enable(model)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    mode = settings.pop("generation_mode", "shared_prefix")
+    sequences = model.generate(
+        ids, attention_mask=torch.ones_like(ids), tokenizer=tokenizer, generation_mode=mode, **settings
+    )
+    return sequences.tolist()
+
+
+def stats_of_both(handle: Any) -> list[dict[str, Any]]:
+    """Return the engines' statistics. The router chooses a replica for each call."""
+    found: dict[str, dict[str, Any]] = {}
+    while len(found) < 2:
+        stats = handle.stats.remote().result()
+        found[stats["replica"]] = stats
+    return list(found.values())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"do_sample": True, "seed": 3, "num_return_sequences": 3},
+        {"generation_mode": "self_consistency", "num_answers": 2, "do_sample": True, "seed": 1},
+    ],
+    ids=["greedy", "seeded", "mode"],
+)
+def test_replicas_return_the_tokens_of_generate(handle: Any, settings: dict[str, Any]) -> None:
+    settings = {"max_new_tokens": MAX_NEW_TOKENS, **settings}
+    prompts = [f"{letter} is a letter" for letter in "abcd"]
+    pending = [handle.generate.remote(prompt, **settings) for prompt in prompts]
+    for prompt, response in zip(prompts, pending, strict=True):
+        assert response.result().sequences.tolist() == alone(prompt, **settings)
+
+
+def test_requests_with_one_system_prompt_reach_the_replica_that_holds_it(handle: Any) -> None:
+    reused: dict[str, list[int]] = {prompt: [] for prompt in SYSTEM_PROMPTS}
+    for turn in range(6):
+        for prompt in SYSTEM_PROMPTS:
+            output = handle.generate.remote(f"{prompt} question {turn}", max_new_tokens=MAX_NEW_TOKENS).result()
+            reused[prompt].append(output.stats.reused_tokens)
+    for prompt, counts in reused.items():
+        assert counts[0] < len(prompt)
+        assert min(counts[1:]) >= len(prompt)
+
+
+def test_system_prompts_are_spread_over_the_replicas(handle: Any) -> None:
+    for prompt in SYSTEM_PROMPTS:
+        handle.generate.remote(prompt, max_new_tokens=1).result()
+    assert min(stats["finished"] for stats in stats_of_both(handle)) > 0
+
+
+def test_stream_yields_the_text_of_the_output(handle: Any) -> None:
+    stream = handle.options(stream=True).stream.remote("a text", max_new_tokens=MAX_NEW_TOKENS)
+    text = "".join(piece for _, piece, _ in stream)
+    expected = alone("a text", max_new_tokens=MAX_NEW_TOKENS)[0][-MAX_NEW_TOKENS:]
+    assert text == AsciiTokenizer().decode(expected)
+
+
+def test_errors_have_their_types(handle: Any) -> None:
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        handle.generate.remote("a text", max_new_tokens=0).result()
+    with pytest.raises(hf_parallel.engine.KVBudgetError, match="max_kv_bytes"):
+        handle.generate.remote("a text", num_return_sequences=1000, do_sample=True, max_new_tokens=300).result()
+
+
+def test_a_call_that_is_cancelled_ends_its_request(handle: Any) -> None:
+    settings = {"num_return_sequences": 16, "do_sample": True, "max_new_tokens": 400}
+    before = sum(stats["cancelled"] for stats in stats_of_both(handle))
+    response = handle.generate.remote("a long text", **settings)
+    while not any(stats["running"] for stats in stats_of_both(handle)):
+        pass
+    response.cancel()
+    stream = handle.options(stream=True).stream.remote("a long text", **settings)
+    next(iter(stream))
+    stream.cancel()
+    while any(stats["running"] for stats in stats_of_both(handle)):
+        pass
+    assert sum(stats["cancelled"] for stats in stats_of_both(handle)) == before + 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "longer"),
+    [
+        ("a text", "a text that continues"),
+        ([4, 5], [4, 5, 6]),
+        (torch.tensor([[4, 5]]), torch.tensor([[4, 5, 6]])),
+        ({"input_ids": torch.tensor([[4, 5]])}, {"input_ids": torch.tensor([[4, 5, 6]])}),
+        ([{"role": "system", "content": "Be brief."}], [{"role": "system", "content": "Be brief."}, {"role": "user"}]),
+    ],
+    ids=["text", "ids", "tensor", "mapping", "chat"],
+)
+def test_the_text_of_a_prompt_begins_with_that_of_its_prefix(prompt: Any, longer: Any) -> None:
+    assert prompt_text(prompt)
+    assert prompt_text(longer).startswith(prompt_text(prompt))
+
+
+def test_the_text_of_other_arguments_is_empty() -> None:
+    assert [prompt_text(other) for other in (None, [], {}, object())] == [""] * 4
