@@ -18,13 +18,13 @@ from typing_extensions import Self
 from hf_parallel.cache import Segment
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
-from hf_parallel.engine.request import PendingPass, Request
+from hf_parallel.engine.request import NonFiniteLogitsError, PendingPass, Request
 from hf_parallel.engine.scheduler import Scheduler
 from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, KVStorage
 from hf_parallel.generation.config import ParallelConfig, make_config
 from hf_parallel.generation.mixin import Claim, cpu_as_default, enable, take_parallel_config, unwrap
 from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig
-from hf_parallel.generation.prompts import encode_task
+from hf_parallel.generation.prompts import check_task, encode_task
 from hf_parallel.generation.runner import CachedModel
 from hf_parallel.generation.validation import check_int, check_text, is_int
 from hf_parallel.kernels.linear import linear_layers
@@ -203,7 +203,10 @@ class Engine:
             raise ValueError("an engine has a cache of its own: past_key_values cannot be given")
         if not is_int(priority):
             raise ValueError(f"priority must be an int, got {priority!r}")
-        hash(submitter)
+        try:
+            hash(submitter)
+        except TypeError as error:
+            raise ValueError(f"submitter must be hashable, such as a string, got {submitter!r}") from error
         config, arguments = self._arguments(prompt, generation_mode, settings)
         assert self._claim is not None
         call = self.model.prepare_call(config, arguments, self._claim)
@@ -275,6 +278,9 @@ class Engine:
     def _encode(self, prompt: Any, config: ParallelConfig, tokenizer: Any) -> dict[str, torch.Tensor]:
         device = execution_device(self.model)
         if isinstance(prompt, Mapping):
+            types = {name: type(value).__name__ for name, value in prompt.items()}
+            if not prompt or not all(isinstance(value, torch.Tensor) for value in prompt.values()):
+                raise ValueError(f"prompt must have input_ids, and only tensors (return_tensors='pt'), got {types}")
             return {name: value.to(device) for name, value in prompt.items()}
         is_chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
         if is_chat or isinstance(prompt, str):
@@ -282,6 +288,7 @@ class Engine:
                 raise ValueError("prompt is text: give the Engine a tokenizer, or pass token ids")
             rules = config.system_prompt()
             if is_chat or rules is not None:
+                check_task(prompt, tokenizer)
                 task = config.task_text(prompt) if isinstance(prompt, str) else prompt
                 return {name: value.to(device) for name, value in encode_task(rules, task, tokenizer).items()}
             check_text("prompt", prompt)
@@ -483,7 +490,7 @@ class Engine:
             if is_finite:
                 self._call(request, partial(request.resume, logits, one))
             else:
-                error = RuntimeError("the model's logits are not finite")
+                error = NonFiniteLogitsError("the model's logits are not finite")
                 self._call(request, partial(request.fail, error))
 
     def _forward(self, pending: Sequence[PendingPass]) -> Sequence[torch.Tensor]:

@@ -30,6 +30,10 @@ from hf_parallel.kernels import RotarySpec
 C = TypeVar("C", bound=BlockCache)
 
 
+class NonFiniteLogitsError(RuntimeError):
+    """Raised if the model returned NaN. Prefixes that the request alone used are deleted, too."""
+
+
 @dataclass(frozen=True, eq=False)
 class PendingPass:
     """A forward pass that a request waits for: consecutive passes over packed tokens `ids`, `int64 [T]`."""
@@ -207,7 +211,7 @@ class Request:
             self._end(output)
 
     def _end(self, output: Any = None, error: BaseException | None = None) -> None:
-        self._release(failed=error is not None)
+        self._release(keep=not isinstance(error, NonFiniteLogitsError))
         if error is not None:
             fail = getattr(self.streamer.given, "fail", None)
             if callable(fail):
@@ -217,11 +221,11 @@ class Request:
                     error.__context__ = other
         self.handle.end(output, error)
 
-    def _release(self, failed: bool = False) -> None:
+    def _release(self, keep: bool = True) -> None:
         if self._caches:
             for cache in self._caches:
                 cache.reset()
-            self._storage.unpin(self, keep=not failed)
+            self._storage.unpin(self, keep)
         self._caches = []
 
     # Preemption

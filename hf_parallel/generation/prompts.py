@@ -60,7 +60,7 @@ def build_prompt(
     if isinstance(mode, str) and mode not in MODES:
         raise ValueError(f"mode must be one of {sorted(MODES)}, got {mode!r}")
     cls = MODES[mode] if isinstance(mode, str) else mode
-    _check(task, tokenizer)
+    check_task(task, tokenizer)
     if config is not None and (settings or not isinstance(config, cls)):
         raise ValueError(f"pass a {cls.__name__} or its settings, got config={config!r} and {sorted(settings)}")
     check_setting_names(cls, settings)
@@ -86,7 +86,7 @@ def chain_of_draft_prompt(
     rules : str
         Instructions, with the field `{max_words}`.
     """
-    _check(task, tokenizer)
+    check_task(task, tokenizer)
     check_int("max_words", max_words, at_least=1)
     check_template("rules", rules, max_words=max_words)
     return encode_task(rules.format(max_words=max_words), task, tokenizer)
@@ -130,7 +130,8 @@ def render_prompt(rules: str, task: str | Chat, tokenizer: Any, **template: Any)
     return text + THINK + "\n" if thinks and not text.rstrip().endswith(THINK) else text
 
 
-def _check(task: Any, tokenizer: Any) -> None:
+def check_task(task: Any, tokenizer: Any) -> None:
+    """Raise `ValueError` unless `task` is a text or a chat, and `tokenizer` a tokenizer."""
     is_chat = isinstance(task, list | tuple) and bool(task) and all(map(is_valid_message, task))
     if not is_chat and (not isinstance(task, str) or not task.strip()):
         raise ValueError(f"task must be a non-empty string or a chat of messages with role and content, got {task!r}")
