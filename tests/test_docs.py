@@ -24,6 +24,7 @@ from pages import (
     OWN_MODES,
     PAGES,
     READ_TOKENS,
+    REPLICAS,
     ROOT,
     blocks,
     garbled,
@@ -40,7 +41,7 @@ from hf_parallel.cli.settings import read_settings
 from hf_parallel.generation import MODES
 
 DOCS = ROOT / "docs"
-WITH_CODE = [page for page in PAGES if blocks(page, "python") and page != OTHER_TOOLS]
+WITH_CODE = [page for page in PAGES if blocks(page, "python") and page not in (OTHER_TOOLS, REPLICAS)]
 SHOWN = {
     "README.md": r"\[\['Mars', 'Venus', 'Jupiter'\]\]",
     "docs/index.md": r"(?m)^Alice: \w(.|\n)*^Bob: \w|^Bob: \w(.|\n)*^Alice: \w",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from accelerate import cpu_offload
 from ascii_tokenizer import AsciiTokenizer
 from mode_cases import BUILT_IN, small_call
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -279,6 +280,12 @@ def test_the_output_belongs_to_the_caller(engine: Engine) -> None:
     assert pickle.loads(pickle.dumps(output)).sequences.equal(output.sequences)
 
 
+def test_the_record_of_an_output_makes_transcripts_and_has_no_trace(engine: Engine) -> None:
+    output = engine.submit(PROMPT, max_new_tokens=NEW).result()
+    assert output.record.trace is None
+    assert output.to_html(TOKENIZER).lower().startswith("<!doctype html>")
+
+
 def test_times_are_in_order(engine: Engine) -> None:
     handle = engine.submit(PROMPT, max_new_tokens=NEW)
     handle.result()
@@ -344,12 +351,12 @@ def test_cancelling_what_has_ended_does_nothing(engine: Engine) -> None:
 def test_an_error_is_raised_after_the_tokens_before_it(engine: Engine) -> None:
     handle = engine.submit(PROMPT, max_new_tokens=NEW, logits_processor=failing(after=3))
     tokens = []
-    with pytest.raises(ArithmeticError, match="has failed"):
+    with pytest.raises(ArithmeticError, match="has failed"):  # noqa: PT012
         for token in handle:
             tokens.append(token)  # noqa: PERF402
     assert tokens == expected()[:3]
     for read in (handle.result, lambda: list(handle.texts()), lambda: asyncio.run(handle.result_async())):
-        with pytest.raises(ArithmeticError, match="has failed"):
+        with pytest.raises(ArithmeticError, match="has failed"):  # noqa: PT012
             read()
     assert isinstance(handle.error, ArithmeticError)
 
@@ -427,7 +434,7 @@ def test_an_engine_accepts_requests_only_while_it_is_open() -> None:
 
 
 def test_an_error_in_the_body_cancels_the_requests() -> None:
-    with pytest.raises(ZeroDivisionError), Engine(twin(), TOKENIZER) as engine:
+    with pytest.raises(ZeroDivisionError), Engine(twin(), TOKENIZER) as engine:  # noqa: PT012
         handle = engine.submit(PROMPT, max_new_tokens=LONG)
         1 / 0  # noqa: B018
     with pytest.raises(RequestCancelledError, match="the engine was closed"):
@@ -491,6 +498,12 @@ def test_a_full_queue_raises() -> None:
             engine.submit(PROMPT)
         gate.opened.set()
         assert [list(handle) for handle in waiting] == [expected()] * 2
+
+
+def test_layers_may_be_offloaded() -> None:
+    model = cpu_offload(twin())
+    with Engine(model, TOKENIZER) as engine:
+        assert list(engine.submit(PROMPT, max_new_tokens=NEW)) == expected()
 
 
 def test_an_engine_uses_the_tokenizer_that_enable_was_given() -> None:

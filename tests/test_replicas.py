@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
+from pages import REPLICAS, blocks, name_of, run, small_scale, stand_in
 
 import hf_parallel
 
@@ -59,6 +63,12 @@ def alone(prompt: str, **settings: Any) -> list[list[int]]:
         ids, attention_mask=torch.ones_like(ids), tokenizer=tokenizer, generation_mode=mode, **settings
     )
     return sequences.tolist()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def stats_of_both(handle: Any) -> list[dict[str, Any]]:
@@ -131,6 +141,22 @@ def test_a_call_that_is_cancelled_ends_its_request(handle: Any) -> None:
     while any(stats["running"] for stats in stats_of_both(handle)):
         pass
     assert sum(stats["cancelled"] for stats in stats_of_both(handle)) == before + 2
+
+
+def test_an_ingress_passes_http_requests_to_the_replicas_and_the_page_runs(
+    cluster: None, embedded: tuple[Any, Any]
+) -> None:
+    """Last, as the page shuts Serve down."""
+    with small_scale(stand_in(embedded)):
+        application = run(blocks(REPLICAS, "python"), name_of(REPLICAS))["application"]
+    serve.start(http_options={"host": "127.0.0.1", "port": (port := free_port())})
+    serve.run(application, name="http")
+    url = f"http://127.0.0.1:{port}/generate?prompt=The%20sea%20is"
+    request = urllib.request.Request(url, method="POST")
+    with urllib.request.urlopen(request, timeout=60) as response:
+        (sequence,) = json.load(response)
+    assert "The sea is" in embedded[1].decode(sequence)
+    assert len(sequence) > 20
 
 
 @pytest.mark.parametrize(

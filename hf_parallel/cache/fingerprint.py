@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_parallel.cache.placement import execution_device
@@ -44,6 +45,7 @@ def fingerprint(model: PreTrainedModel, caller: str = "logits_cache") -> str:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor  # the part of this process
     size = tensor.numel()
     step = max(1, size // SAMPLES)
     if type(tensor) is torch.Tensor and tensor.is_contiguous():  # one operation, as models have hundreds of tensors

@@ -118,6 +118,9 @@ class Engine:
         if max_batch_tokens is not None:
             check_int("max_batch_tokens", max_batch_tokens, at_least=1)
         self.model = unwrap(enable(model, tokenizer=tokenizer))
+        if (ranks := getattr(self.model, "tp_size", None) or 1) > 1:
+            # requests arrive at each rank at another time, so that the ranks would compute different batches
+            raise ValueError(f"an engine cannot use a tensor-parallel model (tp_size={ranks}): use model.generate")
         self.tokenizer = tokenizer or self.model._parallel_tokenizer.tokenizer
         self.max_waiting = max_waiting
         device = execution_device(self.model)
