@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_parallel
 from hf_parallel.engine import Engine, EngineStats, KVBudgetError, QueueFullError, RequestCancelledError
+from hf_parallel.engine.replicas import replicas
 
 TOKENIZER: Any = AsciiTokenizer()
 PROMPT = "Once upon a time"
@@ -510,6 +512,13 @@ def test_an_engine_uses_the_tokenizer_that_enable_was_given() -> None:
     model = hf_parallel.enable(twin(), tokenizer=TOKENIZER)
     with Engine(model) as engine:
         assert list(engine.submit(PROMPT, max_new_tokens=NEW)) == expected()
+
+
+def test_replicas_without_ray_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "hf_parallel.engine.prompt_router", raising=False)
+    with pytest.raises(ImportError, match=r"hf_parallel\[ray\]"):
+        replicas(lambda: (None, None))
 
 
 # Statistics

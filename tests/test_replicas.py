@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,8 @@ import hf_parallel
 serve: Any = pytest.importorskip("ray.serve")
 ray: Any = pytest.importorskip("ray")
 
-from hf_parallel.engine.replicas import prompt_text, replicas  # noqa: E402
+from hf_parallel.engine.prompt_router import prompt_text  # noqa: E402
+from hf_parallel.engine.replicas import replicas  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +114,17 @@ def test_system_prompts_are_spread_over_the_replicas(handle: Any) -> None:
     for prompt in SYSTEM_PROMPTS:
         handle.generate.remote(prompt, max_new_tokens=1).result()
     assert min(stats["finished"] for stats in stats_of_both(handle)) > 0
+
+
+def test_a_busy_replica_shares_its_system_prompt_with_the_other(handle: Any) -> None:
+    before = {stats["replica"]: stats["finished"] for stats in stats_of_both(handle)}
+    pending = []
+    for i in range(16):
+        pending.append(handle.generate.remote("z" * 60 + f" question {i}", max_new_tokens=400))
+        time.sleep(0.05)  # Ray routes what arrives at the same instant with the same queue lengths
+    for response in pending:
+        response.result()
+    assert min(stats["finished"] - before[stats["replica"]] for stats in stats_of_both(handle)) >= 3
 
 
 def test_stream_yields_the_text_of_the_output(handle: Any) -> None:

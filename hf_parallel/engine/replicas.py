@@ -12,45 +12,6 @@ from hf_parallel.engine.engine import Engine
 from hf_parallel.engine.handle import RequestHandle
 from hf_parallel.generation.streaming import RowText
 
-try:
-    from ray import serve
-
-    # `ray.serve.llm.request_router` has the same class, but its import needs vLLM or SGLang.
-    from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
-    from ray.serve.config import RequestRouterConfig
-except ImportError as error:
-    raise ImportError("replicas of an engine need Ray Serve: pip install 'hf_parallel[ray]'") from error
-
-
-class PromptRouter(PrefixCacheAffinityRouter):
-    """Ray's prefix-aware router, for calls with the arguments of `Engine.submit`.
-
-    Calls without a prompt, such as HTTP requests to an ingress, are balanced by queue length.
-    """
-
-    def _extract_text_from_request(self, pending_request: Any) -> str | None:
-        arguments = pending_request.args
-        text = prompt_text(arguments[0]) if arguments else ""
-        if not text:
-            return None
-        mode = arguments[1] if len(arguments) > 1 else pending_request.kwargs.get("generation_mode")
-        return f"{mode}\n{text}"  # a mode may have instructions of its own, which come before the text
-
-
-def prompt_text(prompt: Any) -> str:
-    """Return a text whose prefixes are those of a prompt, empty if it is not one that `Engine.submit` takes."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Mapping):
-        return prompt_text(prompt.get("input_ids"))
-    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping):
-        return "".join(f"{message.get('role')}\n{message.get('content')}\n" for message in prompt)
-    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(ids, list | tuple) or not ids:
-        return ""
-    row = ids[0] if isinstance(ids[0], list | tuple) else ids  # the router needs one text
-    return " ".join(map(str, row))
-
 
 class EngineReplica:
     """One replica: an engine and the model that `load` returns.
@@ -86,6 +47,8 @@ class EngineReplica:
 
     async def stats(self) -> dict[str, Any]:
         """Return `Engine.stats` of the replica that receives the call, and its id as `replica`."""
+        from ray import serve
+
         return {"replica": serve.get_replica_context().replica_id.unique_id, **self.engine.stats.to_dict()}
 
     def check_health(self) -> None:
@@ -102,7 +65,7 @@ def replicas(
     num_replicas: int | str = 2,
     *,
     max_ongoing_requests: int = 64,
-    imbalanced_threshold: int = 16,
+    imbalanced_threshold: int = 4,
     options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
@@ -135,6 +98,8 @@ def replicas(
     >>> handle = serve.run(replicas(load_model, num_replicas=2))
     >>> handle.generate.remote("Three cities in Italy are", max_new_tokens=20).result().sequences
     """
+    from hf_parallel.engine.prompt_router import PromptRouter, RequestRouterConfig, serve
+
     router = RequestRouterConfig(
         request_router_class=PromptRouter,
         # without eviction, Ray's tree of prompts grows without limit
