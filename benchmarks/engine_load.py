@@ -1,0 +1,466 @@
+"""Open-loop load on an engine: requests arrive at random times, whether or not earlier ones are answered.
+
+Arrivals are a Poisson process drawn from a seed. Times count from the planned arrival, so that a late client does not
+hide a slow engine. The engine is one in this process, or a server on this machine (`--url`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import threading
+import time
+from argparse import ArgumentTypeError
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hf_parallel.engine import Engine, QueueFullError
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+KV_TOKENS = 4096
+"""Tokens that the budget of the engine in this process holds."""
+SAMPLED = 0.25
+"""Fraction of the requests that are sampled; the others are greedy."""
+
+Log = Callable[[str], None]
+Prompt = Callable[[int], list[int]]
+"""Returns the prompt of the request with this number."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, and when it arrives, in seconds."""
+
+    number: int
+    at: float
+    prompt: list[int]
+    new_tokens: int
+    sampled: bool
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of `generate`."""
+        how = {"do_sample": True, "seed": self.number} if self.sampled else {"do_sample": False}
+        return {"max_new_tokens": self.new_tokens, "eos_token_id": -1, "pad_token_id": 0} | how
+
+
+@dataclass
+class Answer:
+    """What became of a request: `ok`, `rejected`, or an error. Times in seconds after its planned arrival."""
+
+    arrival: Arrival
+    status: str = "ok"
+    late: float = 0.0  # when it was sent
+    times: list[float] = field(default_factory=list)  # of each token
+    output: Any = None  # new tokens, or text
+    retry_after: bool = False
+
+
+class Server(Protocol):
+    """Answers requests."""
+
+    async def send(self, arrival: Arrival, now: Callable[[], float], answer: Answer) -> None:
+        """Send a request and fill in its answer; raise if it fails."""
+
+    def usage(self) -> dict[str, float]:
+        """Return bytes of keys and values in use by requests (`used`) and in total (`kv`), and of the process."""
+
+
+class InProcess:
+    """An engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self._process = engine, psutil.Process()
+
+    async def send(self, arrival: Arrival, now: Callable[[], float], answer: Answer) -> None:
+        """See `Server.send`."""
+        given = arrival.settings | ({"generation_mode": "shared_prefix"} if arrival.sampled else {})
+        try:
+            handle = self.engine.submit(arrival.prompt, **given)
+        except QueueFullError:
+            answer.status, answer.retry_after = "rejected", True
+            return
+        answer.output = []
+        async for token in handle:
+            answer.times.append(now())
+            answer.output.append(int(token))
+
+    def usage(self) -> dict[str, float]:
+        """See `Server.usage`."""
+        storage = self.engine._storage
+        kv = self.engine.stats.kv_bytes
+        return {
+            "kv": kv,
+            "used": kv - storage.evictable_tokens * storage.arena.bytes_per_token,
+            "rss": self._process.memory_info().rss,
+        }
+
+
+class OverHTTP:
+    """A server with the completions endpoint of OpenAI's API."""
+
+    def __init__(self, url: str, tokenizer: Any, client: httpx.AsyncClient, pid: int | None = None) -> None:
+        self.url, self.tokenizer, self.client = url.rstrip("/"), tokenizer, client
+        self._process = psutil.Process(pid) if pid else None
+
+    async def send(self, arrival: Arrival, now: Callable[[], float], answer: Answer) -> None:
+        """See `Server.send`."""
+        body = {
+            "model": "default",
+            "prompt": self.tokenizer.decode(arrival.prompt),
+            "max_tokens": arrival.new_tokens,
+            "temperature": 1.0 if arrival.sampled else 0.0,
+            "seed": arrival.number,
+            "stream": True,
+        }
+        async with self.client.stream("POST", f"{self.url}/v1/completions", json=body) as response:
+            if response.status_code == 429:
+                answer.status, answer.retry_after = "rejected", "retry-after" in response.headers
+                return
+            response.raise_for_status()
+            answer.output = ""
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    chunk = json.loads(line.removeprefix("data: "))
+                    if "error" in chunk:
+                        raise RuntimeError(chunk["error"])
+                    if any(choice.get("text") for choice in chunk["choices"]):
+                        answer.times.append(now())
+                        answer.output += chunk["choices"][0]["text"]
+
+    def usage(self) -> dict[str, float]:
+        """See `Server.usage`; without `kv`, which the server's metrics tell."""
+        return {"rss": self._process.memory_info().rss} if self._process is not None else {}
+
+
+def check_url(url: str) -> str:
+    """Return the URL; raise an error if it names another machine."""
+    if urlsplit(url).scheme != "http" or urlsplit(url).hostname not in LOCAL:
+        raise ArgumentTypeError(f"must begin with http:// and name this machine ({', '.join(LOCAL)}), got {url!r}")
+    return url
+
+
+def arrivals(prompt: Prompt, rate: float, seconds: float, new_tokens: Sequence[int], seed: int) -> list[Arrival]:
+    """Draw the arrivals of `seconds` at `rate` requests per second, each with a prompt of its own."""
+    found: list[Arrival] = []
+    drawn, at = random.Random(seed), 0.0
+    while True:
+        at += drawn.expovariate(rate)
+        if at >= seconds:
+            return found
+        number = len(found)
+        given = number, at, prompt(number), drawn.randint(*new_tokens), drawn.random() < SAMPLED
+        found.append(Arrival(*given))
+
+
+async def offer(server: Server, requests: Sequence[Arrival], limit: float) -> list[Answer]:
+    """Send requests at their times, and return the answers; after `limit` seconds, those that are missing fail."""
+    began = time.perf_counter()
+
+    async def send(arrival: Arrival) -> Answer:
+        def now() -> float:
+            return time.perf_counter() - began - arrival.at
+
+        answer = Answer(arrival)
+        await asyncio.sleep(max(0.0, -now()))
+        answer.late = now()
+        try:
+            await asyncio.wait_for(server.send(arrival, now, answer), limit - arrival.at)
+        except Exception as error:  # an error is reported as a result
+            answer.status = f"{type(error).__name__}: {error}"
+        return answer
+
+    return await asyncio.gather(*map(send, requests))
+
+
+def summary(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return percentiles of the times, and counts."""
+    ok = [answer for answer in answers if answer.status == "ok" and answer.times]
+    gaps = [b - a for answer in ok for a, b in zip(answer.times, answer.times[1:], strict=False)]
+    span = max((answer.arrival.at + answer.times[-1] for answer in ok), default=0.0)
+    statuses = Counter(answer.status for answer in answers)
+    rejected = statuses.pop("rejected", 0)
+    return {
+        "offered": len(answers),
+        "answered": statuses.pop("ok", 0),
+        "rejected": rejected,
+        "rejected_with_retry_after": sum(answer.retry_after for answer in answers),
+        "errors": dict(statuses),
+        "requests_per_second": len(ok) / span if span else 0.0,
+        "tokens_per_second": sum(len(answer.times) for answer in ok) / span if span else 0.0,
+        "first_token": percentiles([answer.times[0] for answer in ok]),
+        "between_tokens": percentiles(gaps),
+        "sent_late": percentiles([answer.late for answer in answers]),
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and the 99th percentile in seconds; nothing of no values."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    return {"p50": statistics.median(ordered), "p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]}
+
+
+class Watch:
+    """Records the usage of a server, in a thread."""
+
+    def __init__(self, server: Server, interval: float = 0.1) -> None:
+        self._server, self._interval, self._done = server, interval, threading.Event()
+        self.seen: list[dict[str, float]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.wait(self._interval):
+            self.seen.append(self._server.usage())
+
+    def highest(self, name: str) -> float | None:
+        """Return the highest value that was seen."""
+        return max((usage[name] for usage in self.seen if name in usage), default=None)
+
+    def drift(self, name: str) -> float | None:
+        """Return the median of the last fifth of the time relative to that of the second fifth."""
+        values = [usage[name] for usage in self.seen if name in usage]
+        fifth = len(values) // 5
+        return statistics.median(values[-fifth:]) / statistics.median(values[fifth : 2 * fifth]) if fifth else None
+
+
+@dataclass(frozen=True)
+class LoadBenchmark:
+    """Rates from a fraction of the capacity up to 20 % more than it.
+
+    Parameters
+    ----------
+    seconds : float
+        Of each rate.
+    new_tokens : tuple of int
+        Least and most new tokens of a request.
+    max_rows, max_waiting : int
+        Of the engine.
+    burst : int
+        Requests that measure the capacity: they are submitted `max_rows` at a time.
+    rates : tuple of float
+        Relative to the capacity.
+    checked : int
+        Requests whose tokens are compared with `generate`.
+    """
+
+    seconds: float = 60.0
+    new_tokens: tuple[int, int] = (16, 64)
+    max_rows: int = 16
+    max_waiting: int = 8
+    burst: int = 48
+    rates: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2)
+    checked: int = 8
+    seed: int = 0
+
+    def run(self, model: Any, tokenizer: Any, prompt: Prompt, log: Log, url: str | None, pid: int | None) -> Any:
+        """Return the entries of the report."""
+        report: dict[str, Any] = {"settings": asdict(self), "url": url, "rates": []}
+
+        async def measure() -> None:
+            async with self.server(model, tokenizer, url, pid) as server:
+                report["kv_budget_bytes"] = budget(server)
+                report["requests_per_second"] = await self.capacity(server, prompt, log)
+                for number, fraction in enumerate(self.rates):
+                    rate = fraction * report["requests_per_second"]
+                    log(f"{rate:.2f} requests per second, {fraction:.0%} of the capacity")
+                    numbered = _offset(prompt, (number + 1) * 100_000)
+                    requests = arrivals(numbered, rate, self.seconds, self.new_tokens, self.seed + number)
+                    with Watch(server) as watch:
+                        answers = await offer(server, requests, limit=3 * self.seconds + 60)
+                    entry = {"rate": rate, "of_capacity": fraction} | summary(answers)
+                    report["rates"].append(entry | {"highest_kv_bytes": watch.highest("kv")})
+                    given.extend(answers)
+
+        given: list[Answer] = []
+        asyncio.run(measure())
+        report["check"] = check(model, tokenizer, given, self.checked)
+        return report
+
+    async def capacity(self, server: Server, prompt: Prompt, log: Log) -> float:
+        """Return the requests per second with `max_rows` in flight at any time."""
+        log("capacity")
+        slots = asyncio.Semaphore(self.max_rows)
+        requests = arrivals(prompt, 1.0, 10.0 * self.burst, self.new_tokens, self.seed)[: self.burst]
+
+        async def send(arrival: Arrival) -> Answer:
+            async with slots:
+                (answer,) = await offer(server, [replace(arrival, at=0.0)], limit=600.0)
+            return answer
+
+        began = time.perf_counter()
+        answers = await asyncio.gather(*map(send, requests))
+        failed = [answer.status for answer in answers if answer.status != "ok"]
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {len(answers)} requests failed: {failed[0]}")
+        return len(answers) / (time.perf_counter() - began)
+
+    def server(
+        self, model: Any, tokenizer: Any, url: str | None, pid: int | None = None
+    ) -> AbstractAsyncContextManager[Server]:
+        """Return the server at a URL, or an engine in this process."""
+        return _over_http(url, tokenizer, pid) if url else self._in_process(model, tokenizer)
+
+    @asynccontextmanager
+    async def _in_process(self, model: Any, tokenizer: Any) -> AsyncIterator[Server]:
+        config = model.config
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * model.dtype.itemsize
+        with Engine(
+            model, tokenizer, KV_TOKENS * token, max_rows=self.max_rows, max_waiting=self.max_waiting
+        ) as engine:
+            yield InProcess(engine)
+
+
+@asynccontextmanager
+async def _over_http(url: str, tokenizer: Any, pid: int | None) -> AsyncIterator[Server]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
+        yield OverHTTP(url, tokenizer, client, pid)
+
+
+@dataclass(frozen=True)
+class SoakBenchmark:
+    """A constant load for a long time.
+
+    Parameters
+    ----------
+    minutes, of_capacity : float
+    load : LoadBenchmark
+        Settings of the engine and of the requests.
+    """
+
+    minutes: float
+    of_capacity: float = 0.8
+    load: LoadBenchmark = LoadBenchmark(checked=50)
+
+    def run(self, model: Any, tokenizer: Any, prompt: Prompt, log: Log, url: str | None, pid: int | None) -> Any:
+        """Return the entries of the report."""
+        report: dict[str, Any] = {"settings": asdict(self), "url": url}
+
+        async def measure() -> list[Answer]:
+            async with self.load.server(model, tokenizer, url, pid) as server:
+                report["kv_budget_bytes"] = budget(server)
+                report["requests_per_second"] = await self.load.capacity(server, prompt, log)
+                idle = server.usage()
+                rate, seconds = self.of_capacity * report["requests_per_second"], 60.0 * self.minutes
+                log(f"{rate:.2f} requests per second for {self.minutes} minutes")
+                numbered = _offset(prompt, 100_000)
+                requests = arrivals(numbered, rate, seconds, self.load.new_tokens, self.load.seed)
+                with Watch(server, interval=max(0.1, seconds / 10_000)) as watch:
+                    answers = await offer(server, requests, limit=2 * seconds + 60)
+                report["memory"] = {
+                    "idle_before": idle,
+                    "idle_after": server.usage(),
+                    "highest_kv_bytes": watch.highest("kv"),
+                    "rss_drift": watch.drift("rss"),
+                    "rss": [round(usage["rss"]) for usage in watch.seen[:: len(watch.seen) // 60 + 1] if usage],
+                }
+                return answers
+
+        answers = asyncio.run(measure())
+        return report | summary(answers) | {"check": check(model, tokenizer, answers, self.load.checked)}
+
+
+def _offset(prompt: Prompt, first: int) -> Prompt:
+    return lambda number: prompt(first + number)
+
+
+def budget(server: Server) -> int | None:
+    """Return the budget of keys and values in bytes, if known."""
+    return server.engine._storage.max_bytes if isinstance(server, InProcess) else None
+
+
+def check(model: Any, tokenizer: Any, answers: Sequence[Answer], count: int) -> dict[str, int]:
+    """Compare answers, evenly spaced, with `generate`. Of a server, which draws its own seeds, only greedy ones."""
+    given = [a for a in answers if a.status == "ok" and not (a.arrival.sampled and isinstance(a.output, str))]
+    wrong = 0
+    chosen = given[:: max(1, len(given) // count)][:count]
+    for answer in chosen:
+        arrival, prompt = answer.arrival, answer.arrival.prompt
+        settings = arrival.settings | {"generation_mode": "shared_prefix" if arrival.sampled else None}
+        if isinstance(answer.output, str):
+            prompt = tokenizer(tokenizer.decode(prompt))["input_ids"]
+            settings["eos_token_id"] = tokenizer.eos_token_id
+        ids = torch.tensor([prompt], device=model.device)
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
+        if isinstance(answer.output, str):
+            wrong += answer.output != tokenizer.decode(expected, skip_special_tokens=True)
+        else:
+            wrong += answer.output != expected
+    return {"checked": len(chosen), "wrong": wrong}
+
+
+def load_targets(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Compare the results of load and soak with their limits."""
+    found: list[tuple[str, float | None, float]] = []
+    for name in ("load", "soak"):
+        if name not in report:
+            continue
+        part = report[name]
+        entries = part["rates"] if name == "load" else [part]
+        found.append((f"{name}: requests that failed", sum(sum(e["errors"].values()) for e in entries), 0))
+        found.append((f"{name}: wrong answers of {part['check']['checked']}", part["check"]["wrong"], 0))
+        seen = [e["highest_kv_bytes"] for e in (entries if name == "load" else [part["memory"]])]
+        if part["kv_budget_bytes"] and None not in seen:
+            found.append((f"{name}: highest KV bytes by budget", max(seen) / part["kv_budget_bytes"], 1.0))
+    if "load" in report:
+        beyond = report["load"]["rates"][-1]
+        found.append(("load: rejections beyond saturation without Retry-After", _unannounced(beyond), 0))
+    if "soak" in report:
+        memory = report["soak"]["memory"]
+        if "used" in memory["idle_after"]:
+            found.append(
+                ("soak: KV bytes in use when idle", memory["idle_after"]["used"], memory["idle_before"]["used"])
+            )
+        found.append(("soak: resident memory, end by beginning", memory["rss_drift"], 1.02))
+    return [
+        {"what": words, "value": value, "at_most": limit, "met": value <= limit}
+        for words, value, limit in found
+        if value is not None
+    ]
+
+
+def _unannounced(entry: dict[str, Any]) -> int:
+    return entry["rejected"] - entry["rejected_with_retry_after"]
+
+
+def show_load(console: Console, report: dict[str, Any]) -> None:
+    """Print the tables."""
+    rows = [("soak", report["soak"])] if "soak" in report else []
+    rows = [(f"{e['of_capacity']:.0%}", e) for e in report.get("load", {}).get("rates", ())] + rows
+    headings = ("first token, s", "", "between tokens, ms", "", "tokens/s", "rejected", "failed")
+    table = Table("of capacity", "requests", *headings, title="open-loop load (p50, p99)", title_justify="left")
+    for name, entry in rows:
+        first, between = entry["first_token"], entry["between_tokens"]
+        table.add_row(
+            name,
+            str(entry["offered"]),
+            *(f"{first[p]:.2f}" if first else "" for p in ("p50", "p99")),
+            *(f"{1e3 * between[p]:.0f}" if between else "" for p in ("p50", "p99")),
+            f"{entry['tokens_per_second']:.1f}",
+            str(entry["rejected"]),
+            str(sum(entry["errors"].values())),
+        )
+    console.print(table)
