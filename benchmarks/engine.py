@@ -31,12 +31,14 @@ from hf_parallel.engine import engine as engine_module
 from hf_parallel.engine.request import Request
 from hf_parallel.engine.scheduler import Scheduler
 from hf_parallel.engine.storage import KVStorage
+from hf_parallel.generation import joint_sampling
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.runner import CachedModel
 from hf_parallel.generation.sampling import Sampler
 
 from .__main__ import about, add_model_options, finish, new_path, set_up
-from .engine_load import LoadBenchmark, SoakBenchmark, check_url, load_targets, show_load
+from .engine_load import LoadBenchmark, SoakBenchmark, load_targets, show_load
+from .engine_servers import check_url
 from .shared_prefix import PAGE
 
 TARGETS = (
@@ -48,22 +50,22 @@ TARGETS = (
 """Ratio, direction, limit, and description of the ratio."""
 
 PARTS: tuple[tuple[str, Any, str], ...] = (
-    ("model", CachedModel, "logits"),
-    ("reserve", Engine, "_reserve"),
-    ("grow_storage", KVStorage, "_grow_blocks"),
-    ("join_passes", engine_module, "_joined"),
-    ("plan", KVStorage, "prepare"),
-    ("plan", KVStorage, "prepare_run"),
-    ("record", Request, "record"),
-    ("choose_batch", Scheduler, "next_batch"),
-    ("sampler.distribution", Sampler, "distribution"),
-    ("sampler.draw", Sampler, "draw"),
-    ("sampler.ended", Sampler, "ended"),
-    ("sampler.log_probs", Sampler, "log_probs"),
-    ("sampler.fetch", Sampler, "fetch"),
-    ("sampler.read", Sampler, "read"),
-    ("append_token", DecodeLoop, "append"),
-    ("detokenize", Request, "_on_sample"),
+    ("cpu.model", CachedModel, "logits"),
+    ("cpu.requests", Engine, "_call"),
+    ("cpu.append_token", DecodeLoop, "append"),
+    ("cpu.detokenize", Request, "_on_sample"),
+    ("cpu.sample", engine_module, "sample_jointly"),
+    ("cpu.process_logits", joint_sampling._Batch, "_process"),
+    ("cpu.finish_sampling", joint_sampling._Batch, "_finish"),
+    ("cpu.sample_alone", Sampler, "sample"),
+    ("cpu.join_passes", engine_module, "_joined"),
+    ("cpu.plan", KVStorage, "prepare"),
+    ("cpu.plan", KVStorage, "prepare_run"),
+    ("cpu.reserve", Engine, "_reserve"),
+    ("cpu.grow_storage", KVStorage, "_grow_blocks"),
+    ("cpu.commit", KVStorage, "commit"),
+    ("cpu.record", Request, "record"),
+    ("cpu.choose_batch", Scheduler, "next_batch"),
 )
 """Parts of a step whose time is measured: name, owner of the function, function. Later ones may lie within others."""
 
@@ -235,18 +237,19 @@ def step_parts(parts: Sequence[tuple[str, Any, str]]) -> Iterator[list[dict[str,
     """Measure the steps of engines: a list of seconds by part, and of the numbers of rows that got a token.
 
     `overhead` is what `EngineStats` counts: the step without the model's forward pass, which includes joining and
-    planning, and without the code of the requests. Measuring `parts` takes time of its own.
+    planning, and without the code of the requests and their sampling. `parts` are CPU seconds of the engine's thread,
+    which other work on the machine does not change. Measuring them takes time of its own.
     """
     steps: list[dict[str, float]] = []
     current: dict[str, float] = defaultdict(float)
 
     def measured(name: str, function: Any) -> Any:
         def call(*given: Any, **named: Any) -> Any:
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 return function(*given, **named)
             finally:
-                current[name] += time.perf_counter() - began
+                current[name] += time.thread_time() - began
 
         return call
 
@@ -254,12 +257,18 @@ def step_parts(parts: Sequence[tuple[str, Any, str]]) -> Iterator[list[dict[str,
         current.clear()
         tokens = sum(request.num_tokens for request in engine._scheduler.running)
         model, requests = engine._model_seconds, engine._request_seconds
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         plain_step(engine)
-        current["step"] = time.perf_counter() - began
+        current["step"], current["cpu.step"] = time.perf_counter() - began, time.thread_time() - cpu
         current["model_and_plan"] = engine._model_seconds - model
         current["requests"] = engine._request_seconds - requests
         current["overhead"] = current["step"] - current["model_and_plan"] - current["requests"]
+        if parts:
+            inner = sum(current[name] for name in ("cpu.model", "cpu.requests", "cpu.sample"))
+            current["cpu.overhead_and_plan"] = current["cpu.step"] - inner
+            current["cpu.overhead"] = (
+                current["cpu.overhead_and_plan"] - current["cpu.plan"] - current["cpu.join_passes"]
+            )
         current["running"] = len(engine._scheduler.running)
         current["rows"] = sum(request.num_tokens for request in engine._scheduler.running) - tokens
         steps.append(dict(current))

@@ -18,6 +18,7 @@ pytest.importorskip("greenlet")
 
 from benchmarks import engine as benchmark  # noqa: E402
 from benchmarks import engine_load as load  # noqa: E402
+from benchmarks import engine_servers as servers  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -49,7 +50,11 @@ def test_all_ways_generate_the_same_tokens_and_each_part_of_a_step_is_measured(r
     assert report["single"]["same_tokens"]
     assert {target["what"] for target in report["targets"]} == {words for *_, words in benchmark.TARGETS}
     step = report["step"]
-    assert {name for name, *_ in benchmark.PARTS} <= {*step, "grow_storage"}  # not in every step
+    assert {name for name, *_ in benchmark.PARTS} <= {
+        *step,
+        "cpu.grow_storage",
+        "cpu.sample_alone",
+    }  # not in every step
     assert 0 < step["overhead"] < step["step"]
     assert throughput["stats"]["reused_tokens"] > 0
 
@@ -89,7 +94,7 @@ def test_requests_are_sent_when_they_arrive_though_earlier_ones_are_unanswered()
         def usage(self) -> dict[str, float]:
             return {}
 
-    requests = [load.Arrival(number, 0.02 * number, [1], 1, False) for number in range(3)]
+    requests = [servers.Arrival(number, 0.02 * number, [1], 1, False) for number in range(3)]
     first, second, failed = asyncio.run(load.offer(Slow(), requests, limit=5.0))
     assert first.times[0] >= 0.02
     assert second.times[0] < 1.0
@@ -100,6 +105,6 @@ def test_requests_are_sent_when_they_arrive_though_earlier_ones_are_unanswered()
 
 @pytest.mark.parametrize("url", ["http://example.com:80", "https://127.0.0.1", "file:///127.0.0.1", "127.0.0.1:80"])
 def test_no_other_machine_is_put_under_load(url: str) -> None:
-    assert load.check_url("http://127.0.0.1:8000/") == "http://127.0.0.1:8000/"
+    assert servers.check_url("http://127.0.0.1:8000/") == "http://127.0.0.1:8000/"
     with pytest.raises(ArgumentTypeError, match=r"this machine"):
-        load.check_url(url)
+        servers.check_url(url)
