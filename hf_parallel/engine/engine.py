@@ -22,6 +22,7 @@ from hf_parallel.engine.request import NonFiniteLogitsError, PendingPass, Reques
 from hf_parallel.engine.scheduler import Scheduler
 from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, KVStorage
 from hf_parallel.generation.config import ParallelConfig, make_config
+from hf_parallel.generation.joint_sampling import sample_jointly
 from hf_parallel.generation.mixin import Claim, cpu_as_default, enable, take_parallel_config, unwrap
 from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig
 from hf_parallel.generation.prompts import check_task, encode_task
@@ -396,9 +397,11 @@ class Engine:
             if request not in scheduler.running:  # preempted by one before it
                 continue
             self._call(request, partial(request.start, self._storage, scheduler.max_batch_tokens))
+        self._sample()
         batch = scheduler.next_batch()
         if batch:
             self._compute(batch)
+            self._sample()
         elif self._is_busy():
             time.sleep(IDLE_SECONDS)  # requests wait for each other
         self._step_seconds += time.perf_counter() - began
@@ -472,7 +475,7 @@ class Engine:
             return
         began = time.perf_counter()
         try:
-            parts = self._forward(pending)
+            logits, counts = self._forward(pending)
         except Exception as error:
             self._storage.rollback()
             self._model_seconds += time.perf_counter() - began
@@ -486,7 +489,8 @@ class Engine:
         self._model_seconds += time.perf_counter() - began
         for request, one in zip(batch, pending, strict=True):
             request.record(one)
-        finite = [bool(part.amax(-1).isfinite().all()) if len(part) else True for part in parts]
+        parts = logits.split(counts)
+        finite = [bool(part.all()) for part in logits.amax(-1).isfinite().cpu().split(counts)]
         for request, one, logits, is_finite in zip(batch, pending, parts, finite, strict=True):
             if request.pending is not one and not request.preempted:
                 continue  # it was restarted by one before it
@@ -496,8 +500,23 @@ class Engine:
                 error = NonFiniteLogitsError("the model's logits are not finite")
                 self._call(request, partial(request.fail, error))
 
-    def _forward(self, pending: Sequence[PendingPass]) -> Sequence[torch.Tensor]:
-        """Run the passes of several requests as one. Return the logits that each wants."""
+    def _sample(self) -> None:
+        """Sample the next tokens of all requests that wait for them, and continue each with its tokens."""
+        while waiting := {r: r.sampling for r in self._scheduler.running if r.sampling is not None}:
+            began = time.perf_counter()
+            sampled = sample_jointly(list(waiting.values()))
+            self._request_seconds += time.perf_counter() - began
+            for (request, task), result in zip(waiting.items(), sampled, strict=True):
+                if request.sampling is not task:
+                    continue  # it was restarted by one before it
+                request.sampling = None
+                if isinstance(result, Exception):
+                    self._call(request, partial(request.fail, result))
+                else:
+                    self._call(request, partial(request.resume, result))
+
+    def _forward(self, pending: Sequence[PendingPass]) -> tuple[torch.Tensor, list[int]]:
+        """Run the passes of several requests as one. Return the logits, `[n, vocabulary]`, and how many each wants."""
         if len(pending) == 1:
             (one,) = pending
             passes, ids, places = one.passes, one.ids, [np.arange(len(one.ids))]
@@ -513,7 +532,7 @@ class Engine:
         self._steps += 1
         if self._cached_model.graphs is not None:
             logits = logits.clone()  # a graph reuses its output buffer
-        return logits.split([len(one) for one in kept])
+        return logits, [len(one) for one in kept]
 
 
 def _joined(pending: Sequence[PendingPass]) -> tuple[list[list[Segment]], torch.Tensor, list[np.ndarray]]:

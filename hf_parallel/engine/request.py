@@ -24,6 +24,8 @@ from hf_parallel.engine.journal import Journal
 from hf_parallel.engine.storage import KVStorage, RequestCache, parts_of, request_cache_class
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig
+from hf_parallel.generation.joint_sampling import SamplingTask
+from hf_parallel.generation.sampling import Sampled, Sampler
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
 
@@ -55,7 +57,8 @@ class PendingPass:
 class Request:
     """A request in an engine. It is the `Executor` of its call.
 
-    `pending` is the pass that it waits for; `preempted` says that it has lost its keys and values.
+    `pending` is the pass that it waits for, `sampling` what it waits to sample; `preempted` says that it has lost its
+    keys and values.
     """
 
     def __init__(
@@ -68,10 +71,11 @@ class Request:
         self.number = -1  # in the order of submission
         self.num_tokens = 0  # tokens generated
         self.pending: PendingPass | None = None
+        self.sampling: SamplingTask | None = None
         self.preempted = self.cancelled = self.is_waiting = False
         self._suspended: tuple[PendingPass | None, bool] = None, False  # `pending` and `is_waiting` while preempted
         self.open_nodes: dict[Node, int] = {}  # nodes that it was computing when it was preempted, with their lengths
-        self._delayed: torch.Tensor | None = None  # logits of a pass after which it was preempted
+        self._delayed: Any = None  # logits or tokens that it waited for when it was preempted
         self._storage: KVStorage
         self._hub: greenlet.greenlet
         self._caches: list[RequestCache] = []
@@ -127,6 +131,14 @@ class Request:
         """See `Executor.run`."""
         return self._submit(passes, ids, ends)
 
+    def sample(self, sampler: Sampler, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:
+        """See `Executor.sample`."""
+        self.sampling = SamplingTask(sampler, rows, logits, with_log_probs)
+        try:
+            return self._hub.switch()
+        finally:
+            self.sampling = None
+
     def wait(self) -> None:
         """Let the other requests go on for one step."""
         self.is_waiting = True
@@ -164,19 +176,19 @@ class Request:
         self._coroutine = greenlet.greenlet(self._generate)
         self._coroutine.switch()
 
-    def resume(self, logits: torch.Tensor | None = None, computed: PendingPass | None = None) -> None:
-        """Continue with the logits of the computed pass, or after `wait`, until the next one.
+    def resume(self, value: Any = None, computed: PendingPass | None = None) -> None:
+        """Continue with the logits of the computed pass, with sampled tokens, or after `wait`, until it waits again.
 
         A request that was preempted since the pass continues once its keys and values are rebuilt.
         """
         if self.preempted:
             if computed is self._suspended[0]:  # else it was a pass of a rebuild, which starts again
-                self._suspended, self._delayed = (None, True), logits
+                self._suspended, self._delayed = (None, True), value
             return
-        if logits is None:
-            logits, self._delayed = self._delayed, None
+        if value is None:
+            value, self._delayed = self._delayed, None
         self.is_waiting = False
-        self._running.switch(logits)
+        self._running.switch(value)
 
     def fail(self, error: BaseException) -> None:
         """Raise an error in the request, which ends it."""

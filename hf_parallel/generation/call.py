@@ -37,6 +37,9 @@ class Executor(Protocol):
     def run(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
         """Run one forward pass over packed tokens `ids`, `int64 [T]`; see `ModelRunner.forward`."""
 
+    def sample(self, sampler: Any, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Any:
+        """Sample the next token of each row; see `Sampler.sample`."""
+
 
 @dataclass(frozen=True, eq=False)
 class GenerationCall:

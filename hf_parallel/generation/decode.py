@@ -21,7 +21,7 @@ from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.runner import ModelRunner
-from hf_parallel.generation.sampling import Sampler
+from hf_parallel.generation.sampling import Sampled, Sampler
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.kernels import to_device
@@ -131,10 +131,8 @@ class DecodeLoop:
         indices = [row.index for row in rows]
         if self.replayer is not None:
             return self.append(rows, *self.replayer.sample(indices, logits), on_token)
-        distribution = self.sampler.distribution(indices, logits)
-        tokens, ended = self.sampler.draw(indices, distribution)
-        log_probs = self._log_probs(distribution, tokens)
-        return self.append(rows, *self.sampler.read(self.sampler.fetch(tokens, ended)), on_token, log_probs=log_probs)
+        sampled = self._sample(indices, logits)
+        return self.append(rows, *sampled.read(), on_token, log_probs=sampled.log_probs)
 
     def append(
         self,
@@ -185,10 +183,12 @@ class DecodeLoop:
         """Return the number of tokens that may still be appended to a row."""
         return self.call.max_length - self.table.lengths[row.index]
 
-    def _log_probs(self, distribution: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Return the log-probabilities of sampled tokens, if the call returns its record."""
-        returned = self.call.generation_config.return_dict_in_generate
-        return self.sampler.log_probs(distribution, tokens) if returned else None
+    def _sample(self, rows: Sequence[int], logits: torch.Tensor) -> Sampled:
+        """Sample the next token of each row; in an engine, together with the rows of other calls."""
+        returned = bool(self.call.generation_config.return_dict_in_generate)  # with the record
+        if self.call.executor is not None:
+            return self.call.executor.sample(self.sampler, rows, logits, returned)
+        return self.sampler.sample(rows, logits, returned)
 
     def _can_overlap(self, rows: Sequence[Row]) -> bool:
         """Whether the next pass may be queued before its tokens have been copied to the CPU."""
@@ -198,12 +198,9 @@ class DecodeLoop:
     def _sample_and_step(self, rows: Sequence[R], logits: torch.Tensor) -> tuple[list[R], torch.Tensor]:
         """Sample, and queue the next pass of all rows before the tokens are read; then drop rows that have ended."""
         indices = [row.index for row in rows]
-        distribution = self.sampler.distribution(indices, logits)
-        tokens, ended = self.sampler.draw(indices, distribution)
-        log_probs = self._log_probs(distribution, tokens)
-        fetched = self.sampler.fetch(tokens, ended)  # queued first, so that the copy does not wait for the pass
-        logits = self.runner.run([[Segment(row.view, 1) for row in rows]], tokens, range(len(rows)))
-        active = self.append(rows, *self.sampler.read(fetched), log_probs=log_probs)
+        sampled = self._sample(indices, logits)  # queues the copy of the tokens, so that it does not wait for the pass
+        logits = self.runner.run([[Segment(row.view, 1) for row in rows]], sampled.tokens, range(len(rows)))
+        active = self.append(rows, *sampled.read(), log_probs=sampled.log_probs)
         if len(active) == len(rows):
             return active, logits
         remaining = {row.index for row in active}

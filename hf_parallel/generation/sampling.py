@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+)
 
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.processors import MinLengthProcessor, check_signature, is_stateful, needs_batch
 from hf_parallel.generation.rng import draw, make_rngs
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.kernels import HostCopy
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """Sampled tokens `int64 [rows]` on the device, and their log-probabilities `float32 [rows]` if requested.
+
+    `read` returns tokens and whether rows have ended. It does not wait for work that was queued later.
+    """
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor | None
+    read: Callable[[], tuple[list[int], list[bool]]]
 
 
 class Sampler:
@@ -70,7 +89,7 @@ class Sampler:
             self.rngs += self.rngs[row].fork(count)
         new = self.table.fork(row, count)
         for processor in self.processors:
-            if isinstance(processor, _RowPenaltyProcessor):
+            if isinstance(processor, RowPenaltyProcessor):
                 processor.padding += [processor.padding[row]] * count
         self._draws |= dict.fromkeys(new, self._draws.get(row, 0))
         return new
@@ -82,13 +101,19 @@ class Sampler:
         self._draws[row] = draws
         return row
 
+    def sample(self, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:
+        """Sample one token for each row, given their logits `[len(rows), vocabulary]`, and append it to the table."""
+        distribution = self.distribution(rows, logits)
+        tokens, ended = self.draw(rows, distribution)
+        log_probs = self.log_probs(distribution, tokens) if with_log_probs else None
+        return Sampled(tokens, log_probs, partial(self.read, self.fetch(tokens, ended)))
+
     def distribution(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Return probabilities `float32 [len(rows), vocabulary]`, or scores under greedy decoding, from logits of rows
         in ascending order."""
         self.rows = rows
         scores = self._process(rows, self._copy(logits))
-        self._record(self.logits, rows, logits)
-        self._record(self.scores, rows, scores)
+        self.record_scores(rows, logits, scores)
         return scores.softmax(dim=-1, dtype=torch.float32) if self.do_sample else scores
 
     def distribution_ahead(self, logits: torch.Tensor, length: int) -> torch.Tensor:
@@ -108,9 +133,19 @@ class Sampler:
             tokens = torch.multinomial(distribution, num_samples=1).squeeze(1)
         else:
             tokens = draw(distribution, [self.rngs[row] for row in rows])
+        self.append_drawn(rows, tokens)
+        return tokens, self.ended(rows)
+
+    def append_drawn(self, rows: Sequence[int], tokens: torch.Tensor) -> None:
+        """Append one token `int64 [len(rows)]` to each row, for which its RNG has advanced."""
         self.table.append(rows, tokens)
         self._count(rows)
-        return tokens, self.ended(rows)
+
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a row."""
+        ends = [c.eos_token_id.flatten().tolist() for c in self.criteria if isinstance(c, EosTokenCriteria)]
+        return frozenset(token for tokens in ends for token in tokens)
 
     def log_probs(self, distribution: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities `float32 [n]` of tokens, given their distributions `[n, vocabulary]`."""
@@ -135,15 +170,14 @@ class Sampler:
         if self.rngs is not None and self.do_sample:
             for row in rows:
                 self.rngs[row].skip()
-        self.table.append(rows, torch.tensor(tokens, device=self.table.ids.device))
-        self._count(rows)
+        self.append_drawn(rows, torch.tensor(tokens, device=self.table.ids.device))
 
     def _for_rows(self, processor: Any) -> Any:
         padding = getattr(processor, "prompt_ignore_length", None)
         if type(processor) is not RepetitionPenaltyLogitsProcessor or not isinstance(padding, torch.Tensor):
             return processor
         rows_per_prompt = self.num_rows // len(padding)
-        return _RowPenaltyProcessor(processor, padding.repeat_interleave(rows_per_prompt).tolist(), self)
+        return RowPenaltyProcessor(processor, padding.repeat_interleave(rows_per_prompt).tolist(), self)
 
     def _copy(self, logits: torch.Tensor) -> torch.Tensor:  # as processors may write to their input
         return logits.to(copy=True, dtype=torch.float32, device=self.table.ids.device)
@@ -209,6 +243,11 @@ class Sampler:
             ended = ended | result.bool()
         return ended
 
+    def record_scores(self, rows: Sequence[int], logits: torch.Tensor, scores: torch.Tensor) -> None:
+        """Record logits and scores `[len(rows), vocabulary]` of the next tokens of rows, if requested."""
+        self._record(self.logits, rows, logits)
+        self._record(self.scores, rows, scores)
+
     def _record(self, record: list[torch.Tensor] | None, rows: Sequence[int], values: torch.Tensor) -> None:
         """Store values `[rows, vocabulary]` at index n for rows of n new tokens; rows without a value hold zeros."""
         if record is None:
@@ -230,7 +269,7 @@ class Sampler:
             self._draws[row] = self._draws.get(row, 0) + 1
 
 
-class _RowPenaltyProcessor(LogitsProcessor):
+class RowPenaltyProcessor(LogitsProcessor):
     """Repetition penalty that ignores each row's padding and can be applied to a subset of the rows.
 
     Padding is replaced by the row's last token, which is penalized once, however often it occurs.

@@ -1,0 +1,166 @@
+"""Requests of an engine sample together, whatever their settings, and get the tokens that each would get alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+pytest.importorskip("greenlet")
+
+from hf_parallel import enable  # noqa: E402
+from hf_parallel.engine import Engine  # noqa: E402
+from hf_parallel.engine import engine as engine_module  # noqa: E402
+from hf_parallel.generation import joint_sampling  # noqa: E402
+from hf_parallel.generation.joint_sampling import SamplingTask, sample_jointly  # noqa: E402
+from hf_parallel.generation.sampling import Sampler  # noqa: E402
+from hf_parallel.generation.token_table import TokenTable  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCABULARY = 300
+EOS = torch.tensor([2, 5])
+
+
+def random_processors(rng: random.Random, prompts: torch.Tensor) -> list[LogitsProcessor]:
+    """Return processors in the order of `generate`."""
+    found: list[LogitsProcessor] = []
+    if rng.random() < 0.5:
+        ignored = torch.tensor([rng.randrange(prompts.shape[1]) for _ in prompts]) if rng.random() < 0.5 else None
+        found.append(RepetitionPenaltyLogitsProcessor(rng.choice([0.8, 1.3]), prompt_ignore_length=ignored))
+    if rng.random() < 0.5:
+        found.append(MinLengthLogitsProcessor(rng.randint(1, 20), EOS))
+    if rng.random() < 0.5:
+        found.append(TemperatureLogitsWarper(rng.choice([0.3, 0.7, 1.7])))
+    if rng.random() < 0.5:
+        found.append(TopKLogitsWarper(rng.choice([1, 3, 50, 1000])))
+    if rng.random() < 0.5:
+        found.append(TopPLogitsWarper(rng.choice([0.2, 0.9, 1.0])))
+    if rng.random() < 0.5:
+        found.append(MinPLogitsWarper(rng.choice([0.0, 0.05, 0.5])))
+    if rng.random() < 0.1:
+        found.append(TypicalLogitsWarper(0.5))  # has no stage: the call samples by itself
+    return found
+
+
+def random_sampler(rng: random.Random) -> Sampler:
+    length, count = rng.randint(1, 12), rng.choice([1, 1, 3])
+    prompts = torch.tensor([[rng.randrange(VOCABULARY) for _ in range(length)] for _ in range(count)])
+    config = GenerationConfig(do_sample=rng.random() < 0.6, return_dict_in_generate=True)
+    config.output_scores, config.output_logits = rng.random() < 0.4, rng.random() < 0.4
+    call: Any = SimpleNamespace(generation_config=config, logits_processor=random_processors(rng, prompts))
+    criteria = StoppingCriteriaList([EosTokenCriteria(EOS), MaxLengthCriteria(length + rng.randint(1, 4))])
+    generator = torch.Generator().manual_seed(rng.randrange(100))
+    sampler = Sampler(call, TokenTable(prompts, 0, 8), criteria, rng.choice([rng.randrange(100), generator]))
+    if count > 1 and rng.random() < 0.5:  # rows of unequal length
+        sampler.append([0], [rng.randrange(VOCABULARY)])
+    return sampler
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_calls_that_sample_together_get_the_tokens_and_scores_of_each_alone(seed: int) -> None:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    samplers = [random_sampler(rng) for _ in range(rng.randint(2, 7))]
+    alone = copy.deepcopy(samplers)
+    for _ in range(3):
+        tasks, expected = [], []
+        for together, by_itself in zip(samplers, alone, strict=True):
+            rows = sorted(rng.sample(range(together.num_rows), rng.randint(1, together.num_rows)))
+            logits = 3 * torch.randn(len(rows), VOCABULARY, generator=generator)
+            logits = (2 * logits).round() / 2 if rng.random() < 0.5 else logits  # with ties
+            tasks.append(SamplingTask(together, rows, logits, True))
+            expected.append(by_itself.sample(rows, logits.clone(), True))
+        for task, found, one in zip(tasks, sample_jointly(tasks), expected, strict=True):
+            assert not isinstance(found, Exception)
+            assert found.read() == one.read()
+            assert torch.equal(found.tokens, one.tokens)
+            torch.testing.assert_close(found.log_probs, one.log_probs)
+            assert task.sampler.table.lengths == alone[samplers.index(task.sampler)].table.lengths
+    for together, by_itself in zip(samplers, alone, strict=True):
+        assert torch.equal(together.table.ids, by_itself.table.ids)
+        for name in ("scores", "logits"):
+            kept, others = getattr(together, name), getattr(by_itself, name)
+            assert (kept is None) == (others is None)
+            assert all(torch.equal(a, b) for a, b in zip(kept or (), others or (), strict=True))
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"do_sample": False},
+    {"do_sample": False, "repetition_penalty": 1.3, "output_scores": True},
+    {"do_sample": True, "seed": 1, "top_k": 0},
+    {"do_sample": True, "seed": 2, "temperature": 0.5, "top_p": 0.8, "num_return_sequences": 2},
+    {"do_sample": True, "seed": 3, "min_p": 0.1, "top_k": 7, "output_logits": True},
+    {"do_sample": True, "seed": 4, "typical_p": 0.7},
+)
+
+
+def test_requests_of_different_settings_sample_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable(copy.deepcopy(tiny.build("llama")))
+    prompts = tiny.make_prompts([5, 9, 5, 7, 5, 6])
+    joined: list[int] = []
+    sample = joint_sampling._Batch.sample
+    monkeypatch.setattr(joint_sampling._Batch, "sample", lambda batch: joined.append(len(batch.tasks)) or sample(batch))
+    given = [{"max_new_tokens": 8, **settings} for settings in SETTINGS]
+    with Engine(model) as engine:
+        handles = [engine.submit(prompt, **one) for prompt, one in zip(prompts, given, strict=True)]
+        found = [handle.result() for handle in handles]
+    assert max(joined) == len(SETTINGS) - 1  # all but that with `typical_p`
+    for prompt, one, output in zip(prompts, given, found, strict=True):
+        ids = torch.as_tensor(prompt)[None]
+        more = {"return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
+        expected = model.generate(ids, generation_mode="shared_prefix", **more, **one)
+        assert torch.equal(output.sequences, expected.sequences)
+        for name in ("scores", "logits"):
+            for ours, theirs in zip(getattr(output, name) or (), getattr(expected, name) or (), strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+
+
+class _Failing(LogitsProcessor):
+    keeps_rows = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > 7:
+            raise ArithmeticError("processor")
+        return scores
+
+
+def test_a_processor_that_raises_ends_its_request_alone() -> None:
+    model = enable(copy.deepcopy(tiny.build("llama")))
+    (prompt,) = tiny.make_prompts([5])
+    with Engine(model) as engine:
+        failing = engine.submit(prompt, max_new_tokens=9, do_sample=False, logits_processor=[_Failing()])
+        others = [engine.submit(prompt, max_new_tokens=9, do_sample=False) for _ in range(2)]
+        with pytest.raises(ArithmeticError, match="processor"):
+            failing.result()
+        lengths = {handle.result().sequences.shape[1] for handle in others}
+    assert lengths == {14}
+
+
+def test_rows_that_cannot_be_drawn_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    samplers = [random_sampler(random.Random(seed)) for seed in range(3)]
+    for sampler in samplers:
+        sampler.processors, sampler.do_sample = [], True
+    logits = [torch.zeros(sampler.num_rows, VOCABULARY) for sampler in samplers]
+    logits[1][:] = -torch.inf
+    tasks = [SamplingTask(s, range(s.num_rows), one, False) for s, one in zip(samplers, logits, strict=True)]
+    assert [isinstance(result, Exception) for result in sample_jointly(tasks)] == [False, True, False]
+    assert engine_module.sample_jointly is sample_jointly
