@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from mode_cases import small_call
 from transformers import PreTrainedModel
 
 from hf_parallel import LogitsCache
+from hf_parallel.engine import Engine
 
 TOKENIZER: Any = AsciiTokenizer()
 MODES = ("hogwild", "pdos", "resample", "self_consistency", "shared_prefix", "skeleton_of_thought", None)
@@ -31,6 +33,11 @@ class Case:
         mode = self.mode or "shared_prefix"
         arguments = {"tokenizer": TOKENIZER, "generation_mode": mode, **self.arguments}
         return model.generate(self.prompt, attention_mask=torch.ones_like(self.prompt), **arguments).tolist()
+
+    def beside(self, model: PreTrainedModel) -> list[list[int]]:
+        """Return the sequences of plain `generate`, for a request without a mode, while an engine holds the model."""
+        assert self.mode is None
+        return model.generate(self.prompt, attention_mask=torch.ones_like(self.prompt), **self.settings).tolist()
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -61,4 +68,35 @@ def random_prefixes(rng: random.Random, count: int, length: int) -> list[torch.T
     return [torch.randint(32, 126, (length,), generator=generator) for _ in range(count)]
 
 
-__all__ = ["MODES", "TOKENIZER", "Case", "random_case", "random_prefixes", "tiny"]
+def wait_until_idle(engine: Engine, seconds: float = 30) -> None:
+    """Wait until the engine has counted the end of all its requests."""
+    until = time.monotonic() + seconds
+    while (stats := engine.stats).running or stats.waiting:
+        assert time.monotonic() < until, f"requests have not ended: {stats}"
+        time.sleep(0.001)
+
+
+def assert_nothing_is_held(engine: Engine) -> None:
+    """Assert that an idle engine holds keys and values of complete cached prefixes only."""
+    wait_until_idle(engine)
+    storage = engine._storage
+    nodes = list(storage.nodes())
+    assert not storage.pins
+    assert storage.blocks == {node.block for node in nodes}
+    assert all(len(node.tokens) == node.block.length > 0 for node in nodes)
+    for layer in storage.arena.layers.values():
+        rows = [layer.rows(node.block.tokens).flatten() for node in nodes]
+        assert all(tensor[row].isfinite().all() for tensor in (layer.keys, layer.values) for row in rows)
+    assert engine.stats.kv_bytes == sum(len(node.tokens) for node in nodes) * storage.arena.bytes_per_token
+
+
+__all__ = [
+    "MODES",
+    "TOKENIZER",
+    "Case",
+    "assert_nothing_is_held",
+    "random_case",
+    "random_prefixes",
+    "tiny",
+    "wait_until_idle",
+]

@@ -203,6 +203,16 @@ class SharedPrefixCache(BlockCache):
             node.is_finite = is_finite
             if not is_finite and node in node.siblings:
                 self._remove(node)
+        if not all(node.is_finite for node in nodes):
+            self.clear_unused()
+
+    def clear_unused(self) -> None:
+        """Overwrite all unused memory with zeros: attention may read it with weight 0, which does not hide a NaN."""
+        for layer in self.arena.layers.values():
+            unused = torch.ones(len(layer.keys), dtype=torch.bool, device=layer.keys.device)
+            for block in self.blocks:
+                unused[layer.rows(block.tokens)] = False
+            layer.keys[unused], layer.values[unused] = 0, 0
 
     def view(self, node: Node) -> list[Block]:
         """Return the blocks that a row at `node` sees."""

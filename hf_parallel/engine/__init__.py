@@ -2,7 +2,7 @@
 
 from hf_parallel.engine.engine import Engine, EngineStats, QueueFullError
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
-from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, LeastRecentlyUsed
+from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, LeastRecentlyUsed, WeightsChangedError
 
 __all__ = [
     "Engine",
@@ -13,4 +13,5 @@ __all__ = [
     "QueueFullError",
     "RequestCancelledError",
     "RequestHandle",
+    "WeightsChangedError",
 ]

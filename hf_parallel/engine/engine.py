@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from hf_parallel.cache.placement import execution_device
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
 from hf_parallel.engine.request import NonFiniteLogitsError, PendingPass, Request
 from hf_parallel.engine.scheduler import Scheduler
-from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, KVStorage
+from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, KVStorage, WeightsChangedError
 from hf_parallel.generation.config import ParallelConfig, make_config
 from hf_parallel.generation.joint_sampling import sample_jointly
 from hf_parallel.generation.mixin import Claim, cpu_as_default, enable, take_parallel_config, unwrap
@@ -31,6 +32,10 @@ from hf_parallel.generation.validation import check_int, check_text, is_int
 from hf_parallel.kernels.linear import linear_layers
 from hf_parallel.models.attention import gradient_checkpointing_disabled
 
+_BUSY = (
+    "an open Engine holds this model: submit requests to it, or close it first; enable(model, wait=True) lets other "
+    "threads wait for that"
+)
 BATCH_TOKENS = {"cpu": 512}
 """Maximum number of tokens of a step, by device type; others: 4096."""
 IDLE_SECONDS = 0.001
@@ -133,6 +138,7 @@ class Engine:
         self._submitted: deque[Request] = deque()
         self._claim: Claim | None = None
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
         self._closing = self._draining = False
         self._error: BaseException | None = None
         self._steps = self._finished = self._failed = self._cancelled = 0
@@ -146,9 +152,16 @@ class Engine:
         if self._thread is not None:
             raise RuntimeError("an Engine can be entered only once: make a new one")
         started = threading.Event()
-        self._thread = threading.Thread(target=self._main, args=(started,), name="hf_parallel-engine", daemon=True)
-        self._thread.start()
-        started.wait()
+        main = partial(self._main, started, threading.current_thread())
+        self._thread = threading.Thread(target=main, name="hf_parallel-engine", daemon=True)
+        try:
+            self._thread.start()
+            started.wait()
+        except BaseException:  # Ctrl-C
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            raise
         if self._error is not None:
             self._thread.join()
             raise self._error
@@ -159,7 +172,12 @@ class Engine:
         self.close(drain=error is None)
 
     def close(self, drain: bool = True) -> None:
-        """Stop accepting requests, and end. `drain`: first finish those that were submitted, else cancel them."""
+        """Stop accepting requests, and end. `drain`: first finish those that were submitted, else cancel them.
+
+        Does nothing in a fork of the process that opened it.
+        """
+        if self._process != os.getpid():
+            return
         with self._changed:
             self._closing, self._draining = True, drain
             self._changed.notify_all()
@@ -214,7 +232,7 @@ class Engine:
         config, arguments = self._arguments(prompt, generation_mode, settings)
         assert self._claim is not None
         call = self.model.prepare_call(config, arguments, self._claim)
-        handle = RequestHandle(lambda: self._cancel(request))
+        handle = RequestHandle(lambda: self._cancel(request), self._check_wait)
         request = Request(config, call, handle, priority, submitter)
         limit = self._storage.max_tokens
         if limit is not None and request.max_tokens > limit:
@@ -260,6 +278,20 @@ class Engine:
             raise RuntimeError("the engine has stopped") from self._error
         if self._thread is None or self._closing:
             raise RuntimeError("the engine is not open: use it as `with Engine(...) as engine:`")
+        self._check_process()
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError("the engine runs in the process that opened it, not in a fork of it")
+
+    def _check_wait(self) -> None:
+        """Raise an error where waiting for a request would never end."""
+        self._check_process()
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "processors, criteria and streamers cannot wait for a request of their own engine, as its requests run "
+                "in one thread"
+            )
 
     def _arguments(self, prompt: Any, mode: str | None, settings: dict[str, Any]) -> tuple[ParallelConfig, Any]:
         """Return the config of a request, and the other arguments of `generate`."""
@@ -317,8 +349,8 @@ class Engine:
 
     # The thread of the engine
 
-    def _main(self, started: threading.Event) -> None:
-        claim = Claim()
+    def _main(self, started: threading.Event, opener: threading.Thread) -> None:
+        claim = Claim(_BUSY, opener)
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
@@ -327,9 +359,7 @@ class Engine:
                 stack.enter_context(gradient_checkpointing_disabled(self.model))
                 stack.enter_context(linear_layers(self.model))
                 self._claim = claim
-                config = self.model._parallel_capabilities
-                self._cached_model = CachedModel(self.model, config, self._storage, cuda_graph=True)
-                self._measure_token()
+                self._open_storage()
                 started.set()
                 self._run()
         except BaseException as error:
@@ -339,9 +369,13 @@ class Engine:
             started.set()
             self._abandon()
 
-    def _measure_token(self) -> None:
-        """Compute one token, which tells the bytes of a token's keys and values."""
+    def _open_storage(self) -> None:
+        """Delete all keys and values. Compute one token, which tells the bytes of a token's keys and values."""
         storage = self._storage
+        storage.reset()
+        storage.device = execution_device(self.model)
+        self._cached_model = CachedModel(self.model, self.model._parallel_capabilities, storage, cuda_graph=True)
+        storage.claim(self.model)
         block = storage.new_block(1)
         forward = storage.prepare([Segment([block], 1)])
         self._cached_model.logits(forward, torch.zeros(1, dtype=torch.int64, device=storage.device), None)
@@ -356,10 +390,9 @@ class Engine:
                     if self._closing:
                         return
                     self._changed.wait()
-                submitted, closing = list(self._submitted), self._closing and not self._draining
-                self._submitted.clear()
-                for request in submitted:
-                    self._scheduler.add(request)
+                closing = self._closing and not self._draining
+                while self._submitted:
+                    self._scheduler.add(self._submitted.popleft())
             if closing:
                 return
             self._step()
@@ -369,8 +402,9 @@ class Engine:
 
     def _abandon(self) -> None:
         """End all requests, as the engine ends."""
-        self._closing = True
-        requests = [*self._scheduler.waiting, *self._scheduler.running, *self._submitted]
+        with self._changed:
+            self._closing = True
+            requests = [*self._scheduler.waiting, *self._scheduler.running, *self._submitted]
         for request in requests:
             if not request.is_done:
                 error: BaseException = RequestCancelledError("the engine was closed")
@@ -393,7 +427,9 @@ class Engine:
                 self._call(request, request.resume)
         for request in scheduler.resumable():
             self._call(request, request.rebuild)
-        for request in scheduler.admit():
+        if admitted := scheduler.admit():
+            self._check_weights(admitted)
+        for request in admitted:
             if request not in scheduler.running:  # preempted by one before it
                 continue
             self._call(request, partial(request.start, self._storage, scheduler.max_batch_tokens))
@@ -406,6 +442,15 @@ class Engine:
             time.sleep(IDLE_SECONDS)  # requests wait for each other
         self._step_seconds += time.perf_counter() - began
 
+    def _check_weights(self, new: Sequence[Request]) -> None:
+        """End the requests that run, except new ones, and delete all prefixes, if the model's weights have changed."""
+        try:
+            self._storage.check_weights(self.model)
+        except WeightsChangedError as error:
+            for request in [request for request in self._scheduler.running if request not in new]:
+                self._call(request, partial(request.fail, WeightsChangedError(*error.args)))
+            self._open_storage()
+
     def _call(self, request: Request, function: Any) -> None:
         """Run a part of a request's code, until its next pass or its end."""
         began, before = time.perf_counter(), request.num_tokens
@@ -415,7 +460,7 @@ class Engine:
         finally:
             self._current = None
             self._request_seconds += time.perf_counter() - began
-        self._scheduler.served[request.submitter] += request.num_tokens - before
+        self._scheduler.charge(request, request.num_tokens - before)
         if request.is_done:
             self._count(request)
             self._scheduler.remove(request)
@@ -474,19 +519,21 @@ class Engine:
         if not pending:
             return
         began = time.perf_counter()
+        logits, error = None, None
         try:
             logits, counts = self._forward(pending)
-        except Exception as error:
+        except Exception as raised:
             self._storage.rollback()
-            self._model_seconds += time.perf_counter() - began
-            if len(batch) == 1:
-                self._call(batch[0], partial(batch[0].fail, error))
-                return
+            error = raised if len(batch) == 1 else None  # its traceback refers to the requests of the batch
+        self._model_seconds += time.perf_counter() - began
+        if error is not None:
+            self._call(batch[0], partial(batch[0].fail, error))
+            return
+        if logits is None:
             middle = len(batch) // 2  # find the request that fails
             self._compute(batch[:middle])
             self._compute([request for request in batch[middle:] if request.pending is not None])
             return
-        self._model_seconds += time.perf_counter() - began
         for request, one in zip(batch, pending, strict=True):
             request.record(one)
         parts = logits.split(counts)
@@ -495,10 +542,12 @@ class Engine:
             if request.pending is not one and not request.preempted:
                 continue  # it was restarted by one before it
             if is_finite:
-                self._call(request, partial(request.resume, logits, one))
+                self._call(request, partial(request.resume, one.wanted(logits), one))
             else:
-                error = NonFiniteLogitsError("the model's logits are not finite")
-                self._call(request, partial(request.fail, error))
+                failure = NonFiniteLogitsError("the model's logits are not finite")
+                self._call(request, partial(request.fail, failure))
+        if not all(finite):
+            self._storage.clear_unused()
 
     def _sample(self) -> None:
         """Sample the next tokens of all requests that wait for them, and continue each with its tokens."""
@@ -510,7 +559,7 @@ class Engine:
                 if request.sampling is not task:
                     continue  # it was restarted by one before it
                 request.sampling = None
-                if isinstance(result, Exception):
+                if isinstance(result, BaseException):
                     self._call(request, partial(request.fail, result))
                 else:
                     self._call(request, partial(request.resume, result))

@@ -46,10 +46,10 @@ class RequestHandle:
     its cost so far.
     """
 
-    def __init__(self, on_cancel: Callable[[], None]) -> None:
+    def __init__(self, on_cancel: Callable[[], None], check_wait: Callable[[], None] = lambda: None) -> None:
         self.times = RequestTimes(time.perf_counter())
         self.stats = GenerationStats()
-        self._on_cancel = on_cancel
+        self._on_cancel, self._check_wait = on_cancel, check_wait
         self._changed = threading.Condition()
         self._tokens: list[StreamedToken] = []
         self._texts: list[RowText] = []
@@ -63,8 +63,11 @@ class RequestHandle:
         """Wait for the end and return the mode's output.
 
         Raises `TimeoutError` after `timeout` seconds, `concurrent.futures.CancelledError` if the request was cancelled,
-        and the error that ended it if it failed.
+        the error that ended it if it failed, and `RuntimeError` where waiting would never end: in code of another
+        request of the engine, and in a fork of its process.
         """
+        if not self.done:
+            self._check_wait()
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"the request has not ended after {timeout} seconds")
@@ -109,6 +112,8 @@ class RequestHandle:
 
     def _read(self, items: list[Any]) -> Iterator[Any]:
         for index in count():
+            if not self._has(items, index):
+                self._check_wait()
             with self._changed:
                 self._changed.wait_for(partial(self._has, items, index))
             if index == len(items):
@@ -131,6 +136,7 @@ class RequestHandle:
 
     async def _change(self, condition: Callable[[], bool]) -> None:
         """Wait until something has changed, unless the condition holds already."""
+        self._check_wait()
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:

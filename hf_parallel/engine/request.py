@@ -31,6 +31,9 @@ from hf_parallel.kernels import RotarySpec
 
 C = TypeVar("C", bound=BlockCache)
 
+_stubborn: list[Any] = []
+"""Coroutines that catch every error. They are kept, as deleting one would continue it."""
+
 
 class NonFiniteLogitsError(RuntimeError):
     """Raised if the model returned NaN. Prefixes that the request alone used are deleted, too."""
@@ -47,11 +50,18 @@ class PendingPass:
 
     @property
     def kept_tokens(self) -> np.ndarray:
-        """Indices of the tokens whose logits are wanted, int64."""
+        """Indices of the tokens whose logits are computed, int64: the wanted ones, then that of the last token.
+
+        Logits that are not finite show that keys and values before them are not.
+        """
         if self.ends is None:
             return np.arange(len(self.ids))
         last = np.cumsum([segment.num_tokens for segments in self.passes for segment in segments]) - 1
-        return last[list(self.ends)]
+        return last[[*self.ends, *({len(last) - 1} - set(self.ends))]]
+
+    def wanted(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the wanted ones of the logits of `kept_tokens`."""
+        return logits if self.ends is None else logits[: len(self.ends)]
 
 
 class Request:
@@ -199,6 +209,10 @@ class Request:
             self._end(error=error)
         else:
             _throw(self._coroutine, error)
+        if not self.is_done:  # the mode has caught the error
+            _stubborn.append(self._coroutine)
+            self.pending, self.sampling, self._coroutine = None, None, None
+            self._end(error=error)
 
     @property
     def _running(self) -> greenlet.greenlet:
@@ -214,6 +228,7 @@ class Request:
     def _generate(self) -> None:
         try:
             output = self.config.make_run(self.call).generate()
+            self._storage.check_weights(self.call.model)
             output = replace(output, past_key_values=None)  # the storage belongs to the engine
         except greenlet.GreenletExit:
             self._release()
@@ -281,7 +296,7 @@ class Request:
     def _rebuild(self) -> None:
         try:
             for cache in self._caches:
-                self._refill(cache)
+                self.fill(cache)
             self._replay()
             self.open_nodes = {}
         except greenlet.GreenletExit:
@@ -293,15 +308,16 @@ class Request:
         self._rebuilding = None
         self.pending, self.is_waiting = self._suspended
 
-    def _refill(self, cache: RequestCache) -> None:
-        """Compute the nodes of the tree that were evicted."""
+    def fill(self, cache: RequestCache) -> None:
+        """Compute nodes of the tree that it uses: new ones, and after a preemption those that were evicted."""
         while missing := [node for node in self._storage.pinned(self) if len(self._missing(node))]:
-            if any(cache.is_computed_by_other(node) for node in missing):
+            free = [node for node in missing if not any(map(cache.is_computed_by_other, node.path))]
+            if not free:
                 self.wait()
                 continue
-            self._storage.start_computing(missing, self)
+            self._storage.start_computing(free, self)
             cache.nodes_to_prefill()  # allocates blocks
-            for node in missing:
+            for node in free:
                 while len(tokens := self._missing(node)[: self.chunk_size]):
                     segment = Segment(self._storage.view(node), len(tokens))
                     ids = torch.from_numpy(tokens).to(self.call.input_ids.device)

@@ -24,7 +24,9 @@ class Scheduler:
         self.storage, self.max_rows, self.max_batch_tokens = storage, max_rows, max_batch_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.served: Counter[Any] = Counter()  # tokens, by submitter
+        self.served: dict[Any, float] = {}  # tokens, by submitter
+        self._fair = 0.0  # tokens that a submitter was served that always had requests
+        self._requests: Counter[Any] = Counter()  # waiting and running ones, by submitter
         self.preemptions = 0
         self._submitted = 0
 
@@ -32,22 +34,27 @@ class Scheduler:
         """Append a request to the queue."""
         if request.number < 0:
             request.number, self._submitted = self._submitted, self._submitted + 1
-            if not any(other.submitter == request.submitter for other in (*self.waiting, *self.running)):
-                self._catch_up(request.submitter)
+            if not self._requests[request.submitter]:  # one that was idle has no advantage over the others
+                self.served[request.submitter] = max(self.served.get(request.submitter, 0), self._fair)
+            self._requests[request.submitter] += 1
         self.waiting.append(request)
 
-    def _catch_up(self, submitter: Any) -> None:
-        """Give a submitter that was idle no advantage over those that were not."""
-        active = [self.served[other.submitter] for other in (*self.waiting, *self.running)]
-        self.served[submitter] = max(self.served[submitter], min(active, default=0))
+    def charge(self, request: Request, tokens: int) -> None:
+        """Count tokens that a request was served."""
+        self.served[request.submitter] += tokens
+        self._fair += tokens / len(self._requests)
 
     def remove(self, request: Request) -> None:
         """Remove a request that has ended."""
         for requests in (self.waiting, self.running):
             if request in requests:
                 requests.remove(request)
-        if not self.waiting and not self.running:
-            self.served.clear()
+        self._requests[request.submitter] -= 1
+        if not self._requests[request.submitter]:
+            del self._requests[request.submitter]
+            idle = self.served.keys() - self._requests.keys()
+            for submitter in [one for one in idle if not self._requests or self.served[one] <= self._fair]:
+                del self.served[submitter]  # it would begin as a new one
 
     def resumable(self) -> list[Request]:
         """Return the preempted requests whose keys and values fit into memory again, the oldest first."""
@@ -77,7 +84,7 @@ class Scheduler:
             self.running.append(request)
             admitted.append(request)
             rows += request.num_rows
-            self.served[request.submitter] += request.prompt_tokens
+            self.charge(request, request.prompt_tokens)
         return admitted
 
     def next_batch(self) -> list[Request]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.arena import Arena, Extent
@@ -26,6 +27,10 @@ MIN_CAPACITY = 16
 
 class KVBudgetError(RuntimeError):
     """Raised if keys and values of a request do not fit into `max_kv_bytes`."""
+
+
+class WeightsChangedError(RuntimeError):
+    """Raised by a request during which the weights, adapters or dtype of the model changed."""
 
 
 class EvictionPolicy(Protocol):
@@ -107,6 +112,13 @@ class KVStorage(SharedPrefixCache):
         super().reset()
         self.arena = BoundedArena()
         self.pins, self.computing = {}, {}
+
+    def check_weights(self, model: nn.Module) -> None:
+        """Raise `WeightsChangedError` if the keys and values were computed with other weights of the model."""
+        try:
+            self.claim(model)
+        except ValueError as error:
+            raise WeightsChangedError("the model's weights changed while the request ran") from error
 
     def set_token_size(self, bytes_per_token: int) -> None:
         """Apply the budget, given the bytes of one token over all layers."""
@@ -328,12 +340,17 @@ class RequestCache(SharedPrefixCache):
             self.storage_of_all._check_owned(block)
 
     def insert(self, tokens: np.ndarray, root: Node | None = None) -> Node:
-        """See `SharedPrefixCache.insert`. Waits while another request computes a part of the prefix."""
-        while True:
-            path = self._matching(tokens, root or self.root)
-            if not any(map(self.is_computed_by_other, path)):
-                break
-            self.request.wait()
+        """See `SharedPrefixCache.insert`. Waits while another request computes a part of the prefix.
+
+        Before that, it computes its own nodes: else two requests could wait for each other.
+        """
+        is_own = False
+        while any(map(self.is_computed_by_other, self._matching(tokens, root or self.root))):
+            if is_own:
+                self.request.wait()
+            else:
+                self.request.fill(self)
+                is_own = True
         node = self.storage_of_all.insert(tokens, root)
         self.storage_of_all.pin(node, self.request)
         self.storage_of_all.start_computing([one for one in node.path if len(one.uncached)], self.request)

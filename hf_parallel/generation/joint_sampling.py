@@ -37,11 +37,11 @@ class SamplingTask:
     logits: torch.Tensor
     with_log_probs: bool
 
-    def run(self) -> Sampled | Exception:
+    def run(self) -> Sampled | BaseException:
         """Sample by itself."""
         try:
             return self.sampler.sample(self.rows, self.logits, self.with_log_probs)
-        except Exception as error:
+        except BaseException as error:
             return error
 
     @property
@@ -60,11 +60,11 @@ class SamplingTask:
         return _stages(sampler) is not None
 
 
-def sample_jointly(tasks: Sequence[SamplingTask]) -> list[Sampled | Exception]:
+def sample_jointly(tasks: Sequence[SamplingTask]) -> list[Sampled | BaseException]:
     """Sample the next tokens of several calls. Return for each what was sampled, or the error that it raised."""
     joint = [task for task in tasks if task.can_join]
     joint = [task for task in joint if task.logits.device == joint[0].logits.device]
-    done: dict[SamplingTask, Sampled | Exception] = {}
+    done: dict[SamplingTask, Sampled | BaseException] = {}
     if len(joint) > 1:
         try:
             done = dict(zip(joint, _Batch(joint).sample(), strict=True))

@@ -55,14 +55,15 @@ POLL_SECONDS = 0.001
 
 
 class Claim:
-    """Hold of a thread on a model for one call of a mode.
+    """Hold of a thread on a model for one call of a mode, or of an engine.
 
+    Others that find the model in use raise `busy`. `threads` are those that cannot wait for the end.
     `active = False` in a `finally` releases it: a single store, before which no Ctrl-C can be raised, unlike before a
     function or a context manager of Python.
     """
 
-    def __init__(self) -> None:
-        self.thread, self.process = threading.get_ident(), os.getpid()
+    def __init__(self, busy: str = _BUSY, *threads: threading.Thread) -> None:
+        self.busy, self.threads, self.process = busy, (threading.current_thread(), *threads), os.getpid()
         self.active = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -199,8 +200,8 @@ class ParallelGenerationMixin:
                 claim.active = True
                 self._parallel_claim = claim
                 return True
-        if other.thread == claim.thread or not self._parallel_wait:
-            raise RuntimeError(_BUSY)
+        if set(claim.threads) & set(other.threads) or not self._parallel_wait:
+            raise RuntimeError(other.busy)
         if waited < self._parallel_wait:
             return False
         raise RuntimeError(f"this model is still generating in another thread after wait={self._parallel_wait} seconds")
@@ -422,11 +423,15 @@ def disable(model: _Model) -> _Model:
     ------
     TypeError
         If `model` is not a `PreTrainedModel` or a wrapper of one.
+    RuntimeError
+        While a call of a mode or an engine uses the model.
     """
     inner: Any = unwrap(model)
     if not isinstance(inner, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(inner).__name__}")
     if isinstance(inner, ParallelGenerationMixin):
+        if (claim := inner._active_claim()) is not None:
+            raise RuntimeError(claim.busy)
         inner.__class__ = _plain_class(type(inner))
         del inner._parallel_capabilities, inner._parallel_claim, inner._parallel_wait, inner._parallel_tokenizer
     return model

@@ -1,0 +1,599 @@
+"""Failures of an engine's requests: each ends the request that caused it and no other, and nothing is held after it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import itertools
+import random
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import tiny
+import torch
+from engine_requests import TOKENIZER, Case, assert_nothing_is_held, random_case, random_prefixes, wait_until_idle
+from mode_cases import small_call
+
+import hf_parallel
+from hf_parallel.engine import Engine
+from hf_parallel.generation import MODES
+from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig, SharedPrefixRun
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:nothing was generated")]
+
+MARK = tiny.PAD
+"""A token that only the failing request has in its prompt or generates."""
+SYSTEM = torch.randint(32, 126, (40,), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def shared_model() -> Any:
+    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+
+
+@pytest.fixture
+def model(shared_model: Any) -> Iterator[Any]:
+    """The model, without hooks of earlier tests."""
+    yield shared_model
+    clear_hooks(shared_model)
+
+
+def clear_hooks(model: Any) -> None:
+    for module in model.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+
+
+@pytest.fixture(scope="module")
+def others(shared_model: Any) -> list[tuple[Case, list[list[int]]]]:
+    """Requests of all modes with a common prefix, and their tokens."""
+    rng = random.Random(3)
+    cases = [Case(torch.cat((SYSTEM, prompt[0]))[None], mode, settings) for prompt, mode, settings in _others(rng)]
+    return [(case, case.alone(shared_model)) for case in cases]
+
+
+def _others(rng: random.Random) -> Iterator[tuple[torch.Tensor, str | None, dict[str, Any]]]:
+    for mode in (None, "hogwild", "shared_prefix"):
+        settings = {} if mode is None else {k: v for k, v in small_call(mode).items() if k != "generation_mode"}
+        if mode == "shared_prefix":
+            settings |= {"num_return_sequences": 3, "do_sample": True, "seed": 4}
+        text = torch.randint(32, 126, (1, 9), generator=torch.Generator().manual_seed(rng.randrange(100)))
+        yield text, mode, settings | {"max_new_tokens": 10}
+
+
+# Faults
+
+
+class InjectedError(Exception):
+    """The error that a test injects."""
+
+
+def marked(*, at: int = -1) -> torch.Tensor:
+    """Return the prompt of the failing request, which shares its prefix with the others."""
+    text = torch.randint(32, 126, (30,), generator=torch.Generator().manual_seed(7))
+    text[at] = MARK
+    return torch.cat((SYSTEM, text))[None]
+
+
+def raising(after: int, error: type[BaseException] = InjectedError) -> Callable[..., Any]:
+    """Return a processor, criterion or method of a streamer that raises in its call number `after`."""
+    calls = itertools.count()
+
+    def call(*args: Any) -> Any:
+        if next(calls) >= after:
+            raise error("injected")
+        return args[-1]
+
+    return call
+
+
+class Criterion:
+    def __init__(self, after: int) -> None:
+        self.check = raising(after)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.check(scores)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class Streamer:
+    """Ignores everything, except that the given methods raise."""
+
+    def __init__(self, **methods: Callable[..., Any]) -> None:
+        self.errors: list[BaseException] = []
+        vars(self).update(methods)
+
+    def put(self, value: Any) -> None: ...
+
+    def write_row(self, row: int, text: str, event: str) -> None: ...
+
+    def end(self) -> None: ...
+
+    def fail(self, error: BaseException) -> None:
+        self.errors.append(error)
+
+
+def marks() -> Callable[..., torch.Tensor]:
+    """Return a processor that lets nothing but `MARK` be generated, from the fourth token on."""
+    calls = itertools.count()
+
+    def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if next(calls) >= 3:
+            scores = torch.full_like(scores, -torch.inf)
+            scores[:, MARK] = 0
+        return scores
+
+    return process
+
+
+def poison_logits(model: Any, value: float) -> None:
+    """Replace the logits after `MARK`."""
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        ids, keep = kwargs["input_ids"][0], kwargs.get("logits_to_keep", 0)
+        if isinstance(keep, torch.Tensor):
+            ids = ids[keep]
+        output.logits[0, ids == MARK] = value
+
+    model.register_forward_hook(hook, with_kwargs=True)
+
+
+def poison_keys(model: Any, projection: str, layer: int, value: float = float("nan")) -> None:
+    """Replace the keys or values of `MARK` in one layer."""
+    ids: list[torch.Tensor] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        ids[:] = [kwargs["input_ids"][0]]
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+        output[0, ids[0] == MARK] = value
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    getattr(model.model.layers[layer].self_attn, projection).register_forward_hook(hook)
+
+
+def run_out_of_memory(model: Any, condition: Callable[[torch.Tensor], bool]) -> None:
+    """Raise an out-of-memory error in forward passes whose tokens fulfil a condition."""
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if condition(kwargs["input_ids"][0]):
+            raise torch.OutOfMemoryError("injected")
+
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def has_mark(ids: torch.Tensor) -> bool:
+    """Return whether tokens include `MARK`."""
+    return bool((ids == MARK).any())
+
+
+@dataclass
+class BrokenConfig(SharedPrefixConfig):
+    """A mode that fails before it begins."""
+
+    mode: ClassVar[str] = "broken"
+
+    def make_run(self, call: Any) -> SharedPrefixRun:
+        run = super().make_run(call)
+        run._leaf(0)
+        raise InjectedError("injected")
+
+
+class StubbornRun(SharedPrefixRun):
+    """Catches every error and goes on."""
+
+    def generate(self) -> Any:
+        while True:
+            try:
+                return super().generate()
+            except BaseException:
+                continue
+
+
+class StubbornConfig(SharedPrefixConfig):
+    """A mode that catches every error and goes on."""
+
+    mode: ClassVar[str] = "stubborn"
+
+    def make_run(self, call: Any) -> SharedPrefixRun:
+        return StubbornRun(self, call)
+
+
+@pytest.fixture(autouse=True)
+def _modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODES, "broken", BrokenConfig)
+    monkeypatch.setitem(MODES, "stubborn", StubbornConfig)
+
+
+DECODED = {"prompt": SYSTEM[None], "decoded": True}
+NAN = float("nan")
+NOT_FINITE = (RuntimeError, "the model's logits are not finite")
+OUT_OF_MEMORY = (torch.OutOfMemoryError, "injected")
+INJECTED = (InjectedError, "injected")
+HOGWILD = {"generation_mode": "hogwild", "num_workers": 2, "collaboration_prompt": "{names} talk."}
+FAULTS: dict[str, tuple[Callable[[Any], Any], tuple[type[BaseException], str]]] = {
+    "processor": (lambda _: {"logits_processor": [raising(3)]}, INJECTED),
+    "processor at once": (lambda _: {"logits_processor": [raising(0)]}, INJECTED),
+    "processor that exits": (lambda _: {"logits_processor": [raising(2, SystemExit)]}, (SystemExit, "injected")),
+    "Ctrl-C": (lambda _: {"logits_processor": [raising(2, KeyboardInterrupt)]}, (KeyboardInterrupt, "injected")),
+    "criterion": (lambda _: {"stopping_criteria": [Criterion(3)]}, INJECTED),
+    "streamer: put": (lambda _: {"streamer": Streamer(put=raising(3))}, INJECTED),
+    "streamer: end": (lambda _: {"streamer": Streamer(end=raising(0))}, INJECTED),
+    "streamer: put and fail": (lambda _: {"streamer": Streamer(put=raising(3), fail=raising(0))}, INJECTED),
+    "streamer: write_row": (lambda _: {"streamer": Streamer(write_row=raising(3)), **HOGWILD}, INJECTED),
+    "make_run": (lambda _: {"generation_mode": "broken"}, INJECTED),
+    "nan logits": (lambda model: poison_logits(model, NAN), NOT_FINITE),
+    "infinite logits": (lambda model: poison_logits(model, torch.inf), NOT_FINITE),
+    "logits of minus infinity": (lambda model: poison_logits(model, -torch.inf), NOT_FINITE),
+    "nan logits while decoding": (lambda model: poison_logits(model, NAN) or DECODED, NOT_FINITE),
+    "nan keys": (lambda model: poison_keys(model, "k_proj", 0), NOT_FINITE),
+    "nan keys amid the prompt": (lambda model: poison_keys(model, "k_proj", 1) or {"prompt": marked(at=2)}, NOT_FINITE),
+    "nan values": (lambda model: poison_keys(model, "v_proj", -1), NOT_FINITE),
+    "nan values amid the prompt": (
+        lambda model: poison_keys(model, "v_proj", -1) or {"prompt": marked(at=2)},
+        NOT_FINITE,
+    ),
+    "nan values while decoding": (lambda model: poison_keys(model, "v_proj", -1) or DECODED, NOT_FINITE),
+    "out of memory": (lambda model: run_out_of_memory(model, has_mark), OUT_OF_MEMORY),
+    "out of memory while decoding": (lambda model: run_out_of_memory(model, has_mark) or DECODED, OUT_OF_MEMORY),
+}
+"""By name: a function that prepares a model to fail and returns settings of the request, its error and the message."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("chunk", [16, None])
+def test_a_fault_ends_its_request_and_no_other(model: Any, others: Any, name: str, chunk: int | None) -> None:
+    prepare, (error, message) = FAULTS[name]
+    with Engine(model, TOKENIZER, max_batch_tokens=chunk) as engine:
+        settings = {"max_new_tokens": 20, **(prepare(model) or {})}
+        prompt = settings.pop("prompt", marked())
+        if settings.pop("decoded", False):
+            settings["logits_processor"] = [marks()]
+        before = [engine.submit(case.prompt, case.mode, **case.arguments) for case, _ in others[:2]]
+        failing = engine.submit(prompt, **settings)
+        after = [engine.submit(case.prompt, case.mode, **case.arguments) for case, _ in others[2:]]
+        with pytest.raises(error, match=message) as raised:
+            failing.result(30)
+        assert failing.done
+        assert failing.error is raised.value
+        for handle, (_, tokens) in zip(before + after, others, strict=True):
+            assert handle.result(30).sequences.tolist() == tokens
+        assert_nothing_is_held(engine)
+        assert (engine.stats.failed, engine.stats.finished) == (1, len(others))
+        clear_hooks(model)
+        again = Case(prompt, None, {"max_new_tokens": 20})
+        assert engine.submit(prompt, max_new_tokens=20).result(30).sequences.tolist() == again.beside(model)
+
+
+@pytest.fixture(scope="module")
+def largest_pass(shared_model: Any, others: Any) -> int:
+    """The largest number of tokens in a pass of one of the requests alone."""
+    sizes = []
+    hook = shared_model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    for case, _ in others:
+        case.alone(shared_model)
+    hook.remove()
+    return max(sizes)
+
+
+def test_an_engine_goes_on_after_running_out_of_memory(model: Any, others: Any, largest_pass: int) -> None:
+    """A pass over several requests is divided, to find those that fail alone."""
+    large = itertools.count()
+    run_out_of_memory(model, lambda ids: len(ids) > largest_pass and next(large) in (0, 2))
+    with Engine(model, TOKENIZER) as engine:
+        handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case, _ in others]
+        for handle, (_, tokens) in zip(handles, others, strict=True):
+            assert handle.result(30).sequences.tolist() == tokens
+        assert_nothing_is_held(engine)
+    assert next(large) > 0
+
+
+def test_requests_too_large_for_memory_together_run_one_after_another(
+    model: Any, others: Any, largest_pass: int
+) -> None:
+    run_out_of_memory(model, lambda ids: len(ids) > largest_pass)
+    with Engine(model, TOKENIZER, max_batch_tokens=500) as engine:
+        handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case, _ in others]
+        too_large = engine.submit(torch.full((1, largest_pass + 10), 33), max_new_tokens=2)
+        for handle, (_, tokens) in zip(handles, others, strict=True):
+            assert handle.result(30).sequences.tolist() == tokens
+        with pytest.raises(torch.OutOfMemoryError):
+            too_large.result(30)
+        assert_nothing_is_held(engine)
+
+
+def test_a_mode_that_catches_every_error_is_ended(model: Any, others: Any) -> None:
+    with Engine(model, TOKENIZER) as engine:
+        handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case, _ in others]
+        stubborn = engine.submit(SYSTEM, "stubborn", max_new_tokens=400)
+        failing = engine.submit(SYSTEM[:9], "stubborn", logits_processor=[raising(2)])
+        next(iter(stubborn))
+        for handle in (stubborn, failing):
+            handle.cancel()
+            with pytest.raises(CancelledError):
+                handle.result(30)
+        for handle, (_, tokens) in zip(handles, others, strict=True):
+            assert handle.result(30).sequences.tolist() == tokens
+        assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("what", ["result", "tokens", "texts", "asyncio", "mode"])
+def test_code_of_a_request_that_would_wait_for_its_own_engine_raises(model: Any, others: Any, what: str) -> None:
+    case, tokens = others[0]
+    inner: list[Any] = []
+
+    def wait(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if what == "mode":
+            model.generate(case.prompt, generation_mode="shared_prefix")
+        inner.append(engine.submit(case.prompt, case.mode, **case.arguments))
+        if what == "asyncio":
+            asyncio.run(inner[0].result_async())
+        elif what == "result":
+            inner[0].result()
+        else:
+            list(inner[0] if what == "tokens" else inner[0].texts())
+        return scores
+
+    match = "open Engine holds this model" if what == "mode" else "cannot wait for a request of their own engine"
+    with Engine(model, TOKENIZER) as engine:
+        with pytest.raises(RuntimeError, match=match):
+            engine.submit(case.prompt, logits_processor=[wait]).result(30)
+        for handle in inner:
+            assert handle.result(30).sequences.tolist() == tokens
+        assert_nothing_is_held(engine)
+
+
+def test_code_of_a_request_may_submit_others_and_generate_plainly(model: Any, others: Any) -> None:
+    case, tokens = others[0]
+    inner: list[Any] = []
+
+    def submit(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if len(inner) < 2:
+            inner.append(engine.submit(case.prompt, case.mode, **case.arguments))
+            assert case.beside(model) == tokens
+        return scores
+
+    with Engine(model, TOKENIZER) as engine:
+        outer = engine.submit(case.prompt, case.mode, **case.arguments, logits_processor=[submit])
+        assert outer.result(30).sequences.tolist() == tokens
+        assert [handle.result(30).sequences.tolist() for handle in inner] == [tokens] * 2
+
+
+# Cancellation
+
+
+def cancelled(handle: Any) -> None:
+    handle.cancel()
+    with pytest.raises(CancelledError):
+        handle.result(30)
+
+
+def test_cancellation_at_every_stage(model: Any, others: Any) -> None:
+    """Queued, prefilling, waiting for another request's prefix, decoding, finished."""
+    case, tokens = others[0]
+    entered, go = threading.Event(), threading.Event()
+
+    def block(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        entered.set()
+        assert go.wait(20)
+        return scores
+
+    long = torch.randint(32, 126, (200,), generator=torch.Generator().manual_seed(1))
+    with Engine(model, TOKENIZER, max_batch_tokens=32, max_rows=4) as engine:
+        bystander = engine.submit(case.prompt, case.mode, **case.arguments)
+        blocking = engine.submit(case.prompt[0, :9], max_new_tokens=3, logits_processor=[block])
+        assert entered.wait(20)
+        prefilling = engine.submit(long, max_new_tokens=100)
+        waiting = engine.submit(torch.cat((long[:150], long[:3])), max_new_tokens=3)
+        queued = [engine.submit(case.prompt, max_new_tokens=3) for _ in range(8)]
+        go.set()
+        cancelled(queued[3])
+        assert not prefilling.times.first_token
+        cancelled(waiting)
+        cancelled(prefilling)
+        assert not prefilling.times.first_token
+        blocking.result(30)
+        decoding = engine.submit(case.prompt, max_new_tokens=400)
+        next(iter(decoding))
+        cancelled(decoding)
+        finished = bystander.result(30)
+        bystander.cancel()
+        assert bystander.result() is finished
+        assert finished.sequences.tolist() == tokens
+        for handle in (*queued[:3], *queued[4:]):
+            assert handle.result(30).sequences.tolist() == [tokens[0][: case.prompt.shape[1] + 3]]
+        assert_nothing_is_held(engine)
+        assert engine.stats.cancelled == 4
+
+
+@pytest.mark.parametrize("stage", ["preempted", "rebuilding"])
+def test_preempted_requests_can_be_cancelled(model: Any, stage: str) -> None:
+    prompts = [torch.randint(32, 126, (30,), generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    cases = [Case(prompt[None], None, {"max_new_tokens": 60}) for prompt in prompts]
+    expected = [case.alone(model) for case in cases]
+    ended: list[int] = []
+    with Engine(model, max_kv_bytes=token_bytes(model) * 200, max_batch_tokens=16) as engine:
+        handles = [engine.submit(case.prompt, **case.arguments) for case in cases]
+
+        def cancel(module: Any, args: Any) -> None:
+            for request in list(engine._scheduler.running):
+                is_there = request.preempted if stage == "preempted" else request._rebuilding is not None
+                if is_there and len(ended) < 2 and not request.cancelled:
+                    ended.append(handles.index(request.handle))
+                    request.handle.cancel()
+
+        model.register_forward_pre_hook(cancel)
+        for index, handle in enumerate(handles):
+            try:
+                assert handle.result(30).sequences.tolist() == expected[index]
+            except CancelledError:
+                assert index in ended
+        assert_nothing_is_held(engine)
+        assert engine.stats.cancelled == len(ended) == 2
+
+
+def token_bytes(model: Any) -> int:
+    """Return the bytes of the keys and values of one token."""
+    with Engine(model) as engine:
+        return engine._storage.arena.bytes_per_token
+
+
+# Callers
+
+
+def test_a_request_whose_handle_was_dropped_ends(model: Any, others: Any) -> None:
+    case, tokens = others[0]
+    ended = threading.Event()
+    streamer = Streamer(end=ended.set)
+    with Engine(model, TOKENIZER) as engine:
+        handle = engine.submit(case.prompt, case.mode, **case.arguments, streamer=streamer)
+        dropped = weakref.ref(handle), weakref.ref(streamer)
+        del handle, streamer
+        gc.collect()
+        assert ended.wait(20)
+        wait_until_idle(engine)
+        until = time.monotonic() + 20
+        while any(one() is not None for one in dropped) and time.monotonic() < until:
+            gc.collect()
+            time.sleep(0.01)
+        assert [one() for one in dropped] == [None, None]
+        assert engine.submit(case.prompt, case.mode, **case.arguments).result(30).sequences.tolist() == tokens
+        assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("name", ["processor", "nan logits", "out of memory", "make_run"])
+def test_an_error_refers_to_no_other_request(model: Any, others: Any, name: str) -> None:
+    """A caller may keep the error: it keeps no other request, and nothing of the engine, alive."""
+    prepare, (error, _) = FAULTS[name]
+    with Engine(model, TOKENIZER) as engine:
+        settings = {"max_new_tokens": 20, **(prepare(model) or {})}
+        streamers = [Streamer() for _ in range(3)]
+        before = [engine.submit(SYSTEM[i:], max_new_tokens=8, streamer=s) for i, s in enumerate(streamers)]
+        failing = engine.submit(marked(), **settings)
+        for handle in before:
+            handle.result(30)
+        with pytest.raises(error):
+            failing.result(30)
+        kept = failing.error
+        dropped = [weakref.ref(streamer) for streamer in streamers]
+        del streamers, before, handle, failing, settings
+    del engine
+    gc.collect()
+    assert kept is not None
+    assert [one() for one in dropped] == [None] * 3
+
+
+def test_an_event_loop_may_close_while_its_requests_run(model: Any, others: Any) -> None:
+    case, tokens = others[0]
+    handles = []
+
+    async def abandon() -> None:
+        for _ in range(3):
+            handles.append(engine.submit(case.prompt, case.mode, **case.arguments))
+        waiting = [asyncio.ensure_future(handle.result_async()) for handle in handles]
+        async for _ in handles[0]:
+            break
+        assert len(waiting) == 3
+
+    with Engine(model, TOKENIZER) as engine:
+        asyncio.run(abandon())
+        assert [handle.result(30).sequences.tolist() for handle in handles] == [tokens] * 3
+        assert_nothing_is_held(engine)
+
+
+def test_a_task_that_is_cancelled_leaves_its_request_to_others(model: Any, others: Any) -> None:
+    case, tokens = others[0]
+
+    async def main() -> Any:
+        handle = engine.submit(case.prompt, case.mode, **case.arguments)
+        task = asyncio.ensure_future(handle.result_async())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not handle._waiters
+        return (await handle.result_async()).sequences.tolist()
+
+    with Engine(model, TOKENIZER) as engine:
+        assert asyncio.run(main()) == tokens
+
+
+# At random
+
+
+class RandomFaults:
+    """Random requests, of which some fail and some are cancelled, in an engine with a small budget."""
+
+    def __init__(self, model: Any, seed: int, cases: int = 12) -> None:
+        self.model, self.rng = model, random.Random(seed)
+        prefixes = random_prefixes(self.rng, 3, 40)
+        self.cases = [(case, case.alone(model)) for case in (random_case(self.rng, prefixes) for _ in range(cases))]
+        self.outcomes: Counter[str] = Counter()
+
+    def run(self, budget: int, requests: int = 30) -> None:
+        rng = self.rng
+        with Engine(self.model, TOKENIZER, budget, max_batch_tokens=rng.choice([16, 64, None])) as engine:
+            self._break_passes()
+            handles = [self._submit(engine) for _ in range(requests)]
+            for handle, tokens, errors in handles:
+                try:
+                    output = handle.result(60)
+                    assert RuntimeError in errors or output.sequences.tolist() == tokens  # not with another prompt
+                    self.outcomes["finished"] += 1
+                except (*errors, CancelledError) as error:
+                    self.outcomes[type(error).__name__] += 1
+            assert_nothing_is_held(engine)
+            self.outcomes["preempted"] += engine.stats.preemptions
+
+    def _submit(self, engine: Engine) -> tuple[Any, list[list[int]], tuple[type[BaseException], ...]]:
+        rng = self.rng
+        case, tokens = rng.choice(self.cases)
+        settings, errors = case.arguments, ()
+        fault, after = rng.choice(["none", "none", "processor", "streamer", "mark", "cancel"]), rng.randint(0, 8)
+        prompt = case.prompt
+        if fault == "processor":
+            settings |= {"logits_processor": [raising(after)]}
+            errors = (InjectedError,)
+        elif fault == "streamer":
+            settings |= {"streamer": Streamer(write_row=raising(after), end=raising(0))}
+            errors = (InjectedError,)
+        elif fault == "mark":
+            prompt = prompt.clone()
+            prompt[0, -rng.randint(1, prompt.shape[1])] = MARK
+            errors = (RuntimeError,)
+        handle = engine.submit(prompt, case.mode, **settings)
+        if fault == "cancel":
+            for _ in zip(range(after), handle, strict=False):
+                pass
+            handle.cancel()
+        return handle, tokens, errors
+
+    def _break_passes(self) -> None:
+        clear_hooks(self.model)
+        if self.rng.random() < 0.5:
+            run_out_of_memory(self.model, has_mark)
+        else:
+            poison_keys(self.model, self.rng.choice(["k_proj", "v_proj"]), self.rng.choice([0, -1]))
+
+
+def test_random_faults_leave_the_tokens_of_other_requests_right(model: Any) -> None:
+    faults = RandomFaults(model, seed=0)
+    budget = token_bytes(model) * 450
+    for _ in range(3):
+        faults.run(budget)
+        clear_hooks(model)
+    assert faults.outcomes["finished"] >= 10
+    assert faults.outcomes["InjectedError"] >= 5
+    assert faults.outcomes["RuntimeError"] + faults.outcomes["OutOfMemoryError"] >= 5
+    assert faults.outcomes["RequestCancelledError"] >= 3
+    assert faults.outcomes["preempted"]

@@ -1,0 +1,314 @@
+"""An engine serves all requests: fairness between submitters, priorities, a bounded queue, and a budget of memory."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from engine_requests import TOKENIZER, Case, assert_nothing_is_held, random_case, random_prefixes, wait_until_idle
+
+import hf_parallel
+from hf_parallel.engine import Engine, KVBudgetError, QueueFullError
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:nothing was generated")]
+
+
+@pytest.fixture(scope="module")
+def shared_model() -> Any:
+    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+
+
+@pytest.fixture
+def model(shared_model: Any) -> Iterator[Any]:
+    """The model, without hooks of earlier tests."""
+    yield shared_model
+    shared_model._forward_pre_hooks.clear()
+
+
+@pytest.fixture(scope="module")
+def token_bytes(shared_model: Any) -> int:
+    """Bytes of the keys and values of one token."""
+    with Engine(shared_model) as engine:
+        return engine._storage.arena.bytes_per_token
+
+
+def prompt(seed: int, length: int = 12) -> torch.Tensor:
+    return torch.randint(32, 126, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+class Gate:
+    """A request that holds the engine's thread until all others are submitted, and the order in which those end."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.order = engine, []
+        self._entered, self._open = threading.Event(), threading.Event()
+        self._first = engine.submit(prompt(99, 3), max_new_tokens=1, logits_processor=[self._wait])
+        assert self._entered.wait(20)
+
+    def _wait(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._entered.set()
+        assert self._open.wait(20)
+        return scores
+
+    def submit(self, name: str, ids: torch.Tensor, **settings: Any) -> Any:
+        """Submit a request whose name is appended to `order` when it begins to generate, and when it ends."""
+        calls = itertools.count()
+
+        def note(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if next(calls) == 0:
+                self.order.append(name)
+            return scores
+
+        return self.engine.submit(ids, logits_processor=[note], **settings)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+# Fairness
+
+
+def test_a_submitter_with_one_request_does_not_wait_for_another_with_many(model: Any) -> None:
+    with Engine(model, max_rows=2) as engine:
+        gate = Gate(engine)
+        many = [gate.submit("many", prompt(i), max_new_tokens=6, submitter="a") for i in range(40)]
+        one = gate.submit("one", prompt(50), max_new_tokens=6, submitter="b")
+        gate.open()
+        for handle in (*many, one):
+            handle.result(60)
+    assert gate.order.index("one") < 4
+
+
+def test_submitters_share_the_engine_equally(model: Any) -> None:
+    """Whatever the number and the size of their requests."""
+    with Engine(model, max_rows=2) as engine:
+        gate = Gate(engine)
+        handles = [gate.submit("small", prompt(i, 6), max_new_tokens=5, submitter="small") for i in range(40)]
+        handles += [gate.submit("large", prompt(i, 50), max_new_tokens=5, submitter="large") for i in range(8)]
+        gate.open()
+        for handle in handles:
+            handle.result(60)
+    begun = Counter(gate.order[:20])
+    assert 1 <= begun["large"] <= 6
+    last_large = len(gate.order) - gate.order[::-1].index("large")
+    assert last_large > 30  # the small requests have not waited for the large ones
+    assert gate.order.index("large") < 4
+
+
+def test_an_idle_submitter_gains_no_advantage(model: Any) -> None:
+    """Tokens that others were served before its first request are not made up for."""
+    with Engine(model, max_rows=1) as engine:
+        gate = Gate(engine)
+        early = [gate.submit("early", prompt(i), max_new_tokens=8, submitter="a") for i in range(12)]
+        gate.open()
+        early[5].result(60)
+        late = [gate.submit("late", prompt(20 + i), max_new_tokens=8, submitter="b") for i in range(12)]
+        for handle in (*early, *late):
+            handle.result(60)
+    begins = gate.order.index("late")
+    after = gate.order[begins : begins + 8]
+    assert 2 <= after.count("late") <= 6
+
+
+def test_new_submitters_do_not_starve_one_that_was_served_much(model: Any) -> None:
+    """Each of them begins where those that wait stand, also beside a request of low priority that waits for ever."""
+    with Engine(model, max_rows=1) as engine:
+        gate = Gate(engine)
+        idle = gate.submit("idle", prompt(1), max_new_tokens=2, submitter="idle", priority=-1)
+        large = [gate.submit("old", prompt(i, 60), max_new_tokens=30, submitter="old") for i in range(3)]
+        new = itertools.count()
+        handles: list[Any] = []
+
+        def arrive(module: Any, args: Any) -> None:  # two requests of other submitters always wait
+            while len(engine._scheduler.waiting) + len(engine._submitted) < 5 and len(handles) < 150:
+                submitter = next(new)
+                handles.append(
+                    gate.submit("new", prompt(submitter + 100), max_new_tokens=3, submitter=f"new{submitter}")
+                )
+
+        model.register_forward_pre_hook(arrive)
+        gate.open()
+        for handle in (*large, idle):
+            handle.result(60)
+        for handle in handles:
+            handle.result(60)
+        wait_until_idle(engine)
+        assert not engine._scheduler.served
+    assert gate.order.index("idle") > max(i for i, name in enumerate(gate.order) if name == "old")
+    assert max(i for i, name in enumerate(gate.order) if name == "old") < 60
+
+
+def test_higher_priorities_run_first(model: Any) -> None:
+    with Engine(model, max_rows=1) as engine:
+        gate = Gate(engine)
+        handles = [
+            gate.submit(f"{priority}", prompt(i), max_new_tokens=3, priority=priority, submitter=i % 2)
+            for i, priority in enumerate([0, -5, 2, 0, 7, 2])
+        ]
+        gate.open()
+        for handle in handles:
+            handle.result(60)
+    assert gate.order == ["7", "2", "2", "0", "0", "-5"]
+
+
+def test_low_priorities_are_preempted_first(model: Any, token_bytes: int) -> None:
+    with Engine(model, max_kv_bytes=token_bytes * 150) as engine:
+        gate = Gate(engine)
+        handles = {
+            priority: gate.submit(str(priority), prompt(priority, 10), max_new_tokens=80, priority=priority)
+            for priority in (1, 3, 2)
+        }
+        preempted: set[int] = set()
+        model.register_forward_pre_hook(
+            lambda module, args: preempted.update(r.priority for r in list(engine._scheduler.running) if r.preempted)
+        )
+        gate.open()
+        for handle in handles.values():
+            handle.result(60)
+        assert engine.stats.preemptions
+    assert 1 in preempted
+    assert 3 not in preempted
+
+
+# Prefill and decode
+
+
+def test_a_large_prompt_does_not_delay_decoding(model: Any) -> None:
+    """Each step of a prefill also decodes all other requests."""
+    with Engine(model, max_batch_tokens=16) as engine:
+        decoding = engine.submit(prompt(1), max_new_tokens=60)
+        tokens = iter(decoding)
+        next(tokens)
+        steps = engine.stats.steps
+        large = engine.submit(prompt(2, 400), max_new_tokens=1)
+        decoding.result(60)
+        assert engine.stats.steps - steps <= 62
+        assert large.times.started < decoding.times.ended
+        large.result(60)
+
+
+def test_decoding_does_not_delay_a_large_prompt(model: Any) -> None:
+    """Each step prefills a part of a prompt, even if the rows that decode take up the tokens of a step."""
+    with Engine(model, max_batch_tokens=16) as engine:
+        gate = Gate(engine)
+        decoding = [engine.submit(prompt(i), max_new_tokens=120) for i in range(20)]
+        gate.open()
+        for handle in decoding:
+            next(iter(handle))
+        steps = engine.stats.steps
+        large = engine.submit(prompt(50, 320), max_new_tokens=1)
+        large.result(60)
+        assert engine.stats.steps - steps <= 320 / 16 + 4
+        assert not any(handle.done for handle in decoding)
+        for handle in decoding:
+            handle.cancel()
+
+
+def test_small_prompts_do_not_starve_a_large_one(model: Any) -> None:
+    """The parts of prompts are computed in the order of the requests."""
+    with Engine(model, max_batch_tokens=16, max_rows=4) as engine:
+        gate = Gate(engine)
+        large = gate.submit("large", prompt(50, 160), max_new_tokens=1)
+        small = [gate.submit("small", prompt(i, 15), max_new_tokens=1) for i in range(30)]
+        gate.open()
+        for handle in (large, *small):
+            handle.result(60)
+    assert gate.order.index("large") < 12
+
+
+# Queue and budget
+
+
+def test_a_full_queue_raises_and_serves_those_in_it(model: Any) -> None:
+    with Engine(model, max_rows=1, max_waiting=3) as engine:
+        gate = Gate(engine)
+        handles = [engine.submit(prompt(i), max_new_tokens=2) for i in range(3)]
+        with pytest.raises(QueueFullError, match=r"3 requests wait already \(max_waiting\)"):
+            engine.submit(prompt(9), max_new_tokens=2)
+        assert engine.stats.waiting == 3
+        handles.pop().cancel()
+        gate.open()
+        for handle in handles:
+            handle.result(60)
+        engine.submit(prompt(9), max_new_tokens=2).result(60)
+
+
+def test_a_budget_for_one_request_at_a_time_serves_all(model: Any, token_bytes: int) -> None:
+    cases = [Case(prompt(i, 30)[None], None, {"max_new_tokens": 30}) for i in range(6)]
+    expected = [case.alone(model) for case in cases]
+    with Engine(model, max_kv_bytes=token_bytes * 64) as engine:
+        watch(model, engine)
+        handles = [engine.submit(case.prompt, **case.arguments) for case in cases]
+        for handle, tokens in zip(handles, expected, strict=True):
+            assert handle.result(60).sequences.tolist() == tokens
+        with pytest.raises(KVBudgetError, match=r"holds 64 tokens, but this request may need 65"):
+            engine.submit(prompt(1, 30), max_new_tokens=35)
+        assert_nothing_is_held(engine)
+
+
+def watch(model: Any, engine: Engine) -> None:
+    """Check in each forward pass that storage is within the budget, and as large as the statistics say."""
+
+    def check(module: Any, args: Any) -> None:
+        layers = engine._storage.arena.layers.values()
+        stored = sum(t.untyped_storage().nbytes() for layer in layers for t in (layer.keys, layer.values))
+        assert engine.stats.reserved_bytes == stored <= engine._storage.max_bytes
+        assert engine.stats.kv_bytes <= stored
+
+    model.register_forward_pre_hook(check)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests_end_within_the_budget(model: Any, token_bytes: int, seed: int) -> None:
+    """With random priorities, submitters, arrivals and cancellations; none waits for ever."""
+    rng = random.Random(seed)
+    prefixes = random_prefixes(rng, 3, 40)
+    cases = [random_case(rng, prefixes) for _ in range(14)]
+    expected = [case.alone(model) for case in cases]
+    with Engine(model, TOKENIZER, max_kv_bytes=token_bytes * 500, max_batch_tokens=rng.choice([16, 64])) as engine:
+        watch(model, engine)
+        handles = []
+        for case in cases:
+            priority, submitter = rng.randint(0, 2), rng.randint(0, 3)
+            handles.append(
+                engine.submit(case.prompt, case.mode, priority=priority, submitter=submitter, **case.arguments)
+            )
+            if rng.random() < 0.3:
+                with suppress(CancelledError):
+                    next(iter(rng.choice(handles)), None)
+            if rng.random() < 0.2:
+                rng.choice(handles).cancel()
+        for handle, tokens in zip(handles, expected, strict=True):
+            try:
+                assert handle.result(60).sequences.tolist() == tokens
+            except CancelledError:
+                continue
+        assert_nothing_is_held(engine)
+        assert engine.stats.failed == 0
+
+
+def test_requests_that_compute_prefixes_for_each_other_end(model: Any) -> None:
+    """The first waits for the third's prompt after it has begun with its own first one, for which the second waits."""
+    x, y, z = (prompt(seed, 20) for seed in (1, 2, 3))
+    alone = {}
+    for name, rows in {"a": [x, z, y], "b": [y, x], "c": [z]}.items():
+        alone[name] = Case(torch.stack(rows), None, {"max_new_tokens": 4})
+    expected = {name: case.alone(model) for name, case in alone.items()}
+    for order in itertools.permutations(alone):
+        with Engine(model, max_batch_tokens=8) as engine:
+            gate = Gate(engine)
+            handles = {name: engine.submit(alone[name].prompt, max_new_tokens=4) for name in order}
+            gate.open()
+            for name, handle in handles.items():
+                assert handle.result(20).sequences.tolist() == expected[name]
+            assert_nothing_is_held(engine)

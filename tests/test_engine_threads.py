@@ -1,0 +1,302 @@
+"""An engine owns its model: other threads and engines, forks, and changes of the model while it is open."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from engine_requests import TOKENIZER, Case, assert_nothing_is_held, wait_until_idle
+from forked import exit_status
+from mode_cases import small_call
+
+import hf_parallel
+from hf_parallel.engine import Engine, RequestCancelledError, WeightsChangedError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = torch.randint(32, 126, (1, 40), generator=torch.Generator().manual_seed(5))
+CASE = Case(PROMPT, None, {"max_new_tokens": 12})
+HELD = "an open Engine holds this model"
+
+
+@pytest.fixture
+def model() -> Any:
+    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+# Others that use the model
+
+
+def test_a_mode_of_somebody_else_raises_by_name(model: Any) -> None:
+    def mode() -> Any:
+        return model.generate(PROMPT, generation_mode="shared_prefix", max_new_tokens=3)
+
+    with Engine(model) as engine:
+        running = engine.submit(PROMPT, max_new_tokens=100)
+        for call in (
+            mode,
+            lambda: in_thread(mode),
+            lambda: Engine(model).__enter__(),
+            lambda: hf_parallel.disable(model),
+        ):
+            with pytest.raises(RuntimeError, match=HELD):
+                call()
+        assert running.result(30).sequences.shape[1] == 140
+    assert mode().shape[1] == 43
+    hf_parallel.disable(model)
+
+
+def test_a_mode_of_another_thread_may_wait(model: Any) -> None:
+    """The thread that opened the engine cannot: it would wait for itself."""
+    hf_parallel.enable(model, wait=True)
+
+    def mode() -> Any:
+        return model.generate(PROMPT, generation_mode="shared_prefix", max_new_tokens=12).tolist()
+
+    expected = mode()
+    with ThreadPoolExecutor(2) as pool:
+        with Engine(model) as engine:
+            waiting = pool.submit(mode)
+            handle = engine.submit(PROMPT, max_new_tokens=12)
+            with pytest.raises(RuntimeError, match=HELD):
+                mode()
+            with pytest.raises(RuntimeError, match=HELD):
+                Engine(model).__enter__()
+            assert handle.result(30).sequences.tolist() == expected
+            assert not waiting.done()
+        assert waiting.result(30) == expected
+
+
+def test_plain_calls_beside_an_engine_give_their_own_tokens(model: Any) -> None:
+    with torch.no_grad():
+        logits = model(PROMPT).logits
+    expected = CASE.alone(model)
+    with Engine(model, max_batch_tokens=16) as engine:
+        handles = [engine.submit(PROMPT[:, i:], max_new_tokens=40) for i in range(6)]
+        calls = 0
+        while not all(handle.done for handle in handles) or calls < 3:
+            with torch.no_grad():
+                torch.testing.assert_close(model(PROMPT).logits, logits, rtol=1e-4, atol=1e-4)
+            assert CASE.beside(model) == expected
+            calls += 1
+        assert engine.submit(PROMPT, **CASE.settings).result(30).sequences.tolist() == expected
+
+
+# Many callers
+
+
+def test_threads_and_coroutines_submit_at_once(model: Any) -> None:
+    modes: list[str | None] = [None, "shared_prefix", None, "resample"]
+    cases = []
+    for index in range(16):
+        mode = modes[index % 4]
+        settings = {} if mode is None else {k: v for k, v in small_call(mode).items() if k != "generation_mode"}
+        cases.append(Case(PROMPT[:, : 20 + index], mode, settings | {"max_new_tokens": 8}))
+    expected = [case.alone(model) for case in cases]
+    begin = threading.Barrier(17)
+
+    def sync(case: Case) -> Any:
+        begin.wait(20)
+        return engine.submit(case.prompt, case.mode, **case.arguments).result(60).sequences.tolist()
+
+    async def one(case: Case) -> Any:
+        handle = engine.submit(case.prompt, case.mode, **case.arguments)
+        streamed = [token async for token in handle]
+        output = await handle.result_async()
+        assert len(streamed) == handle.stats.decoded_tokens
+        return output.sequences.tolist()
+
+    async def all_of_them() -> list[Any]:
+        begin.wait(20)
+        return await asyncio.gather(*map(one, cases))
+
+    with Engine(model, TOKENIZER) as engine, ThreadPoolExecutor(17) as pool:
+        coroutines = pool.submit(lambda: asyncio.run(all_of_them()))
+        outcomes = list(pool.map(sync, cases))
+        assert coroutines.result() == expected
+        assert outcomes == expected
+        assert_nothing_is_held(engine)
+        assert engine.stats.finished == 32
+
+
+# The end
+
+
+def test_closing_finishes_the_requests_of_an_engine(model: Any) -> None:
+    with Engine(model, max_rows=2) as engine:
+        handles = [engine.submit(PROMPT, **CASE.settings) for _ in range(5)]
+    expected = CASE.alone(model)
+    assert [handle.result(0).sequences.tolist() for handle in handles] == [expected] * 5
+    with pytest.raises(RuntimeError, match="the engine is not open"):
+        engine.submit(PROMPT)
+    with pytest.raises(RuntimeError, match="can be entered only once"):
+        engine.__enter__()
+    assert engine.stats.kv_bytes == engine.stats.reserved_bytes == 0
+
+
+def test_closing_without_draining_cancels_the_requests_of_an_engine(model: Any) -> None:
+    with Engine(model, max_rows=2) as engine:
+        handles = [engine.submit(PROMPT, max_new_tokens=300) for _ in range(5)]
+        next(iter(handles[0]))
+        engine.close(drain=False)
+        for handle in handles:
+            with pytest.raises(RequestCancelledError, match="the engine was closed"):
+                handle.result(0)
+    assert CASE.alone(model)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_in_the_body_cancels_the_requests_of_an_engine(model: Any, error: type[BaseException]) -> None:
+    handles: list[Any] = []
+
+    def body() -> None:
+        with Engine(model) as engine:
+            handles.extend(engine.submit(PROMPT, max_new_tokens=300) for _ in range(3))
+            raise error("in the body")
+
+    with pytest.raises(error, match="in the body"):
+        body()
+    for handle in handles:
+        with pytest.raises(CancelledError):
+            handle.result(0)
+    assert CASE.alone(model)
+
+
+def test_an_interrupted_start_releases_the_model(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Any, timeout: float | None = None) -> bool:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Event, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Engine(model).__enter__()
+    until = time.monotonic() + 20
+    while model._active_claim() is not None and time.monotonic() < until:
+        time.sleep(0.001)
+    assert CASE.alone(model)
+
+
+def test_an_engine_that_dies_fails_all_requests(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the engine itself, at any time, leaves no caller waiting."""
+    with Engine(model) as engine:
+        handles = [engine.submit(PROMPT, max_new_tokens=300) for _ in range(3)]
+        next(iter(handles[0]))
+
+        def broken() -> Any:
+            raise OSError("injected")
+
+        monkeypatch.setattr(engine._scheduler, "next_batch", broken)
+        for handle in handles:
+            with pytest.raises(RuntimeError, match="the engine has stopped") as raised:
+                handle.result(30)
+            assert isinstance(raised.value.__cause__, OSError)
+        with pytest.raises(RuntimeError, match="the engine has stopped"):
+            engine.submit(PROMPT)
+    assert CASE.alone(model)
+
+
+def test_in_a_fork_an_engine_raises_and_the_model_is_free(model: Any) -> None:
+    expected = CASE.alone(model)
+    with Engine(model) as engine:
+        running = engine.submit(PROMPT, max_new_tokens=200)
+        next(iter(running))
+
+        def child() -> None:
+            for call in (lambda: engine.submit(PROMPT), running.result, lambda: list(running.texts())):
+                with pytest.raises(RuntimeError, match="not in a fork of it"):
+                    call()
+            engine.close()
+            assert CASE.alone(model) == expected
+            with Engine(model) as own:
+                assert own.submit(PROMPT, **CASE.settings).result(30).sequences.tolist() == expected
+
+        assert exit_status(child) == 0
+        assert running.result(30).sequences.shape[1] == 240
+        wait_until_idle(engine)
+
+
+# Changes of the model
+
+
+def _load(model: Any) -> None:
+    model.load_state_dict({name: 0.5 * tensor for name, tensor in model.state_dict().items()})
+
+
+def _assign(model: Any) -> None:
+    model.load_state_dict({name: 0.5 * tensor for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def _scale_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def _double(model: Any) -> None:
+    model.double()
+
+
+def _add_adapter(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("change", [_load, _assign, _scale_data, _double, _add_adapter])
+def test_no_keys_of_other_weights_are_used(model: Any, change: Callable[[Any], None]) -> None:
+    """Prefixes are computed again with the new weights; requests that ran meanwhile raise."""
+    changed = hf_parallel.enable(copy.deepcopy(hf_parallel.disable(copy.deepcopy(model))))
+    change(changed)
+    before, after = CASE.alone(model), CASE.alone(changed)
+    assert before != after or change is _double  # whose tokens are equal, unlike its keys
+    with Engine(model) as engine:
+        assert engine.submit(PROMPT, **CASE.settings).result(30).sequences.tolist() == before
+        change(model)
+        assert engine.submit(PROMPT, **CASE.settings).result(30).sequences.tolist() == after
+        assert engine.submit(PROMPT, **CASE.settings).result(30).sequences.tolist() == after
+        assert engine.stats.reused_tokens
+        assert_nothing_is_held(engine)
+
+
+def test_requests_during_which_the_weights_change_raise(model: Any) -> None:
+    changed = copy.deepcopy(model)
+    _load(changed)
+    after = CASE.alone(changed)
+    entered, go = threading.Event(), threading.Event()
+
+    def block(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        entered.set()
+        assert go.wait(20)
+        return scores
+
+    with Engine(model) as engine:
+        last = engine.submit(PROMPT, max_new_tokens=3, logits_processor=[block])
+        assert entered.wait(20)
+        _load(model)
+        go.set()
+        with pytest.raises(WeightsChangedError, match="the model's weights changed while the request ran"):
+            last.result(30)
+        entered.clear()
+        go.clear()
+        running = engine.submit(PROMPT, max_new_tokens=300, logits_processor=[block])
+        assert entered.wait(20)
+        _load(model)
+        model.load_state_dict(changed.state_dict())
+        new = engine.submit(PROMPT, **CASE.settings)
+        go.set()
+        with pytest.raises(WeightsChangedError):
+            running.result(30)
+        assert new.result(30).sequences.tolist() == after
+        assert_nothing_is_held(engine)
