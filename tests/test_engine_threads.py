@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
@@ -181,11 +180,11 @@ def test_an_interrupted_start_releases_the_model(model: Any, monkeypatch: pytest
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Event, "wait", interrupted)
+    engine = Engine(model)
     with pytest.raises(KeyboardInterrupt):
-        Engine(model).__enter__()
-    until = time.monotonic() + 20
-    while model._active_claim() is not None and time.monotonic() < until:
-        time.sleep(0.001)
+        engine.__enter__()
+    assert engine._thread is not None
+    engine._thread.join(20)
     assert CASE.alone(model)
 
 
