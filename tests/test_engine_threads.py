@@ -175,7 +175,12 @@ def test_an_error_in_the_body_cancels_the_requests_of_an_engine(model: Any, erro
 
 
 def test_an_interrupted_start_releases_the_model(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait, calls = threading.Event.wait, []
+
     def interrupted(self: Any, timeout: float | None = None) -> bool:
+        calls.append(self)
+        if len(calls) == 1:  # of `Thread.start`
+            return wait(self, timeout)
         monkeypatch.undo()
         raise KeyboardInterrupt
 
