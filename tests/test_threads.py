@@ -19,7 +19,7 @@ import torch
 
 import hf_parallel
 from hf_parallel.cache import BlockCache
-from hf_parallel.generation.mixin import Claim
+from hf_parallel.generation.claim import Claim
 from hf_parallel.models.attention import IMPLEMENTATION, block_attention_enabled
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,29 +6,28 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from typing_extensions import Self
 
 from hf_parallel.cache import Segment
 from hf_parallel.cache.placement import execution_device
+from hf_parallel.engine.arguments import split_arguments
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
-from hf_parallel.engine.request import NonFiniteLogitsError, PendingPass, Request
+from hf_parallel.engine.passes import PendingPass, join_passes, new_lengths
+from hf_parallel.engine.request import NonFiniteLogitsError, Request
 from hf_parallel.engine.scheduler import Scheduler
+from hf_parallel.engine.stats import EngineStats, Work, engine_stats
 from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, KVStorage, WeightsChangedError
-from hf_parallel.generation.config import ParallelConfig, make_config
+from hf_parallel.generation.claim import Claim
 from hf_parallel.generation.joint_sampling import sample_jointly
-from hf_parallel.generation.mixin import Claim, cpu_as_default, enable, take_parallel_config, unwrap
-from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig
-from hf_parallel.generation.prompts import check_task, encode_task
+from hf_parallel.generation.mixin import cpu_as_default, enable, unwrap
 from hf_parallel.generation.runner import CachedModel
-from hf_parallel.generation.validation import check_int, check_text, is_int
+from hf_parallel.generation.validation import check_int, is_int
 from hf_parallel.kernels.linear import linear_layers
 from hf_parallel.models.attention import gradient_checkpointing_disabled
 
@@ -43,37 +42,6 @@ IDLE_SECONDS = 0.001
 
 class QueueFullError(RuntimeError):
     """Raised at submission if `max_waiting` requests wait already."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """State of an engine, and its work since it started."""
-
-    running: int
-    waiting: int
-    kv_bytes: int
-    """Bytes of keys and values held, cached prefixes included."""
-    reserved_bytes: int
-    """Bytes of storage reserved for them."""
-    evicted_tokens: int
-    preemptions: int
-    reused_tokens: int
-    """Prompt tokens whose keys and values were cached."""
-    prefilled_tokens: int
-    decoded_tokens: int
-    steps: int
-    """Forward passes of the model."""
-    finished: int
-    failed: int
-    cancelled: int
-    step_seconds: float
-    """Seconds in steps."""
-    overhead_seconds: float
-    """Part of them spent neither in the model nor in the code of the requests."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the statistics as a plain dictionary."""
-        return asdict(self)
 
 
 class Engine:
@@ -141,9 +109,7 @@ class Engine:
         self._process = os.getpid()
         self._closing = self._draining = False
         self._error: BaseException | None = None
-        self._steps = self._finished = self._failed = self._cancelled = 0
-        self._reused = self._prefilled = self._decoded = 0  # of requests that have ended
-        self._model_seconds = self._request_seconds = self._step_seconds = 0.0
+        self._work = Work()
 
     # Life
 
@@ -229,7 +195,7 @@ class Engine:
             hash(submitter)
         except TypeError as error:
             raise ValueError(f"submitter must be hashable, such as a string, got {submitter!r}") from error
-        config, arguments = self._arguments(prompt, generation_mode, settings)
+        config, arguments = split_arguments(self.model, self.tokenizer, prompt, generation_mode, settings)
         assert self._claim is not None
         call = self.model.prepare_call(config, arguments, self._claim)
         handle = RequestHandle(lambda: self._cancel(request), self._check_wait)
@@ -252,26 +218,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """State of the engine, and its work so far."""
-        scheduler, storage = self._scheduler, self._storage
-        active = [request.stats for request in list(scheduler.running)]
-        waiting = len(self._submitted) + len(scheduler.waiting) + sum(r.preempted for r in list(scheduler.running))
-        return EngineStats(
-            running=sum(not request.preempted for request in list(scheduler.running)),
-            waiting=waiting,
-            kv_bytes=sum(block.length for block in list(storage.blocks)) * storage.arena.bytes_per_token,
-            reserved_bytes=storage.arena.reserved_bytes,
-            evicted_tokens=storage.evicted_tokens,
-            preemptions=scheduler.preemptions,
-            reused_tokens=self._reused + sum(stats.reused_tokens for stats in active),
-            prefilled_tokens=self._prefilled + sum(stats.prefilled_tokens for stats in active),
-            decoded_tokens=self._decoded + sum(stats.decoded_tokens for stats in active),
-            steps=self._steps,
-            finished=self._finished,
-            failed=self._failed,
-            cancelled=self._cancelled,
-            step_seconds=self._step_seconds,
-            overhead_seconds=self._step_seconds - self._model_seconds - self._request_seconds,
-        )
+        return engine_stats(self._scheduler, self._work, len(self._submitted))
 
     def _check_open(self) -> None:
         if self._error is not None:
@@ -292,55 +239,6 @@ class Engine:
                 "processors, criteria and streamers cannot wait for a request of their own engine, as its requests run "
                 "in one thread"
             )
-
-    def _arguments(self, prompt: Any, mode: str | None, settings: dict[str, Any]) -> tuple[ParallelConfig, Any]:
-        """Return the config of a request, and the other arguments of `generate`."""
-        arguments = {**settings, "return_dict_in_generate": True}
-        given = arguments.get("parallel_config")
-        if mode is None and not isinstance(given, ParallelConfig):
-            if given is not None:
-                raise ValueError("parallel_config was given without a generation_mode")
-            own = {name: arguments.pop(name) for name in SharedPrefixConfig.fields() if name in arguments}
-            config: ParallelConfig | None = make_config(SharedPrefixConfig.mode, own)
-        else:
-            if mode is not None:
-                arguments["generation_mode"] = mode
-            config = take_parallel_config(self.model.generation_config, arguments)
-        assert config is not None
-        if arguments.get("tokenizer") is None and self.tokenizer is not None:
-            arguments["tokenizer"] = self.tokenizer
-        return config, arguments | self._encode(prompt, config, arguments.get("tokenizer"))
-
-    def _encode(self, prompt: Any, config: ParallelConfig, tokenizer: Any) -> dict[str, torch.Tensor]:
-        device = execution_device(self.model)
-        if isinstance(prompt, Mapping):
-            types = {name: type(value).__name__ for name, value in prompt.items()}
-            if not prompt or not all(isinstance(value, torch.Tensor) for value in prompt.values()):
-                raise ValueError(f"prompt must have input_ids, and only tensors (return_tensors='pt'), got {types}")
-            return {name: value.to(device) for name, value in prompt.items()}
-        is_chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
-        if is_chat or isinstance(prompt, str):
-            if tokenizer is None:
-                raise ValueError("prompt is text: give the Engine a tokenizer, or pass token ids")
-            rules = config.system_prompt()
-            if is_chat or rules is not None:
-                check_task(prompt, tokenizer)
-                task = config.task_text(prompt) if isinstance(prompt, str) else prompt
-                return {name: value.to(device) for name, value in encode_task(rules, task, tokenizer).items()}
-            check_text("prompt", prompt)
-            prompt = tokenizer(prompt)["input_ids"]
-        if config.replaces_input_ids and prompt is None:
-            return {}
-        try:
-            ids = torch.as_tensor(prompt, device=device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"prompt must be text, a chat or token ids, got {type(prompt).__name__}") from error
-        ids = ids[None] if ids.dim() == 1 else ids
-        if ids.dim() != 2 or ids.dtype.is_floating_point or not ids.numel():
-            raise ValueError(
-                f"prompt must hold token ids [length] or [rows, length], got {list(ids.shape)} {ids.dtype}"
-            )
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def _cancel(self, request: Request) -> None:
         with self._changed:
@@ -440,7 +338,7 @@ class Engine:
             self._sample()
         elif self._is_busy():
             time.sleep(IDLE_SECONDS)  # requests wait for each other
-        self._step_seconds += time.perf_counter() - began
+        self._work.step_seconds += time.perf_counter() - began
 
     def _check_weights(self, new: Sequence[Request]) -> None:
         """End the requests that run, except new ones, and delete all prefixes, if the model's weights have changed."""
@@ -459,22 +357,13 @@ class Engine:
             function()
         finally:
             self._current = None
-            self._request_seconds += time.perf_counter() - began
+            self._work.request_seconds += time.perf_counter() - began
         self._scheduler.charge(request, request.num_tokens - before)
         if request.is_done:
-            self._count(request)
+            self._work.add(request.stats, request.handle.error)
             self._scheduler.remove(request)
         elif request.num_tokens > before:
             request.handle.notify()
-
-    def _count(self, request: Request) -> None:
-        stats, error = request.stats, request.handle.error
-        self._reused += stats.reused_tokens
-        self._prefilled += stats.prefilled_tokens
-        self._decoded += stats.decoded_tokens
-        self._finished += error is None
-        self._cancelled += isinstance(error, RequestCancelledError)
-        self._failed += error is not None and not isinstance(error, RequestCancelledError)
 
     def _make_room(self) -> bool:
         """Preempt a request for the one whose code is running. Return whether there was one."""
@@ -489,15 +378,8 @@ class Engine:
         """Reserve memory for the passes of a batch, from which requests are removed if it does not suffice."""
         while True:
             pending = [request.expand_views() for request in batch]
-            wanted: dict[Any, int] = {}
-            for one in pending:
-                for segments in one.passes:
-                    for segment in segments:
-                        if segment.write:
-                            target = segment.view[-1]
-                            wanted[target] = wanted.get(target, target.length) + segment.num_tokens
             try:
-                self._storage.reserve(list(wanted.items()))
+                self._storage.reserve(new_lengths(pending))
                 return pending
             except KVBudgetError as error:
                 victim = self._scheduler.victim()
@@ -521,11 +403,13 @@ class Engine:
         began = time.perf_counter()
         logits, error = None, None
         try:
-            logits, counts = self._forward(pending)
+            logits = self._forward(pending)
         except Exception as raised:
             self._storage.rollback()
+            if isinstance(raised, NonFiniteLogitsError):
+                self._storage.clear_unused()  # where the pass has written
             error = raised if len(batch) == 1 else None  # its traceback refers to the requests of the batch
-        self._model_seconds += time.perf_counter() - began
+        self._work.model_seconds += time.perf_counter() - began
         if error is not None:
             self._call(batch[0], partial(batch[0].fail, error))
             return
@@ -536,25 +420,16 @@ class Engine:
             return
         for request, one in zip(batch, pending, strict=True):
             request.record(one)
-        parts = logits.split(counts)
-        finite = [bool(part.all()) for part in logits.amax(-1).isfinite().cpu().split(counts)]
-        for request, one, logits, is_finite in zip(batch, pending, parts, finite, strict=True):
-            if request.pending is not one and not request.preempted:
-                continue  # it was restarted by one before it
-            if is_finite:
-                self._call(request, partial(request.resume, one.wanted(logits), one))
-            else:
-                failure = NonFiniteLogitsError("the model's logits are not finite")
-                self._call(request, partial(request.fail, failure))
-        if not all(finite):
-            self._storage.clear_unused()
+        for request, one, part in zip(batch, pending, logits, strict=True):
+            if request.pending is one or request.preempted:  # else it was restarted by one before it
+                self._call(request, partial(request.resume, one.wanted(part), one))
 
     def _sample(self) -> None:
         """Sample the next tokens of all requests that wait for them, and continue each with its tokens."""
         while waiting := {r: r.sampling for r in self._scheduler.running if r.sampling is not None}:
             began = time.perf_counter()
             sampled = sample_jointly(list(waiting.values()))
-            self._request_seconds += time.perf_counter() - began
+            self._work.request_seconds += time.perf_counter() - began
             for (request, task), result in zip(waiting.items(), sampled, strict=True):
                 if request.sampling is not task:
                     continue  # it was restarted by one before it
@@ -564,45 +439,16 @@ class Engine:
                 else:
                     self._call(request, partial(request.resume, result))
 
-    def _forward(self, pending: Sequence[PendingPass]) -> tuple[torch.Tensor, list[int]]:
-        """Run the passes of several requests as one. Return the logits, `[n, vocabulary]`, and how many each wants."""
-        if len(pending) == 1:
-            (one,) = pending
-            passes, ids, places = one.passes, one.ids, [np.arange(len(one.ids))]
-        else:
-            passes, ids, places = _joined(pending)
+    def _forward(self, pending: Sequence[PendingPass]) -> Sequence[torch.Tensor]:
+        """Run the passes of several requests as one. Return the logits that each wants; raise an error for NaN."""
+        joined = join_passes(pending)
         storage = self._storage
-        forward = storage.prepare_run(passes) if len(passes) > 1 else storage.prepare(passes[0])
-        kept = [place[one.kept_tokens] for one, place in zip(pending, places, strict=True)]
-        keep = np.concatenate(kept)
-        is_all = len(keep) == len(ids) and bool((np.diff(keep) == 1).all())
-        logits = self._cached_model.logits(forward, ids, None if is_all else keep.tolist())
+        forward = storage.prepare_run(joined.passes) if len(joined.passes) > 1 else storage.prepare(joined.passes[0])
+        logits = self._cached_model.logits(forward, joined.ids, joined.keep)
+        self._work.steps += 1
+        if not bool(logits.amax(-1).isfinite().all()):
+            raise NonFiniteLogitsError("the model's logits are not finite")
         storage.commit()
-        self._steps += 1
         if self._cached_model.graphs is not None:
             logits = logits.clone()  # a graph reuses its output buffer
-        return logits, [len(one) for one in kept]
-
-
-def _joined(pending: Sequence[PendingPass]) -> tuple[list[list[Segment]], torch.Tensor, list[np.ndarray]]:
-    """Join the passes of several requests; the last pass of each becomes the last one of all.
-
-    Return the passes, their tokens, and where the tokens of each request are among these.
-    """
-    depth = max(len(one.passes) for one in pending)
-    passes: list[list[Segment]] = [[] for _ in range(depth)]
-    ids: list[torch.Tensor] = []
-    places: list[list[np.ndarray]] = [[] for _ in pending]
-    taken, total = [0] * len(pending), 0
-    for level, joined in enumerate(passes):
-        for index, one in enumerate(pending):
-            own = level - depth + len(one.passes)
-            if own < 0:
-                continue
-            joined += one.passes[own]
-            count = sum(segment.num_tokens for segment in one.passes[own])
-            ids.append(one.ids[taken[index] : taken[index] + count])
-            places[index].append(np.arange(total, total + count))
-            taken[index] += count
-            total += count
-    return passes, torch.cat(ids), [np.concatenate(place) for place in places]
+        return logits.split(joined.counts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import greenlet
@@ -21,6 +21,7 @@ from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.engine.handle import RequestHandle
 from hf_parallel.engine.journal import Journal
+from hf_parallel.engine.passes import PendingPass
 from hf_parallel.engine.storage import KVStorage, RequestCache, parts_of, request_cache_class
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig
@@ -37,31 +38,6 @@ _stubborn: list[Any] = []
 
 class NonFiniteLogitsError(RuntimeError):
     """Raised if the model returned NaN. Prefixes that the request alone used are deleted, too."""
-
-
-@dataclass(frozen=True, eq=False)
-class PendingPass:
-    """A forward pass that a request waits for: consecutive passes over packed tokens `ids`, `int64 [T]`."""
-
-    passes: list[list[Segment]]
-    ids: torch.Tensor
-    ends: Sequence[int] | None  # see `ModelRunner.forward`
-    original: Sequence[Sequence[Segment]]  # with the views that the mode made
-
-    @property
-    def kept_tokens(self) -> np.ndarray:
-        """Indices of the tokens whose logits are computed, int64: the wanted ones, then that of the last token.
-
-        Logits that are not finite show that keys and values before them are not.
-        """
-        if self.ends is None:
-            return np.arange(len(self.ids))
-        last = np.cumsum([segment.num_tokens for segments in self.passes for segment in segments]) - 1
-        return last[[*self.ends, *({len(last) - 1} - set(self.ends))]]
-
-    def wanted(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the wanted ones of the logits of `kept_tokens`."""
-        return logits if self.ends is None else logits[: len(self.ends)]
 
 
 class Request:
@@ -102,6 +78,7 @@ class Request:
 
     @stats.setter
     def stats(self, stats: GenerationStats) -> None:
+        """Set what `stats` returns."""
         self.handle.stats = stats
 
     # Estimates
@@ -132,7 +109,7 @@ class Request:
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
         """See `Executor.new_cache`."""
-        cache = request_cache_class(cls)(rotary, device=self.call.input_ids.device)
+        cache = request_cache_class(cls)(rotary, device=self.call.input_ids.device)  # type: ignore[arg-type]
         cache.attach(self._storage, self, self.journal)
         self._caches.append(cache)
         return cache

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_parallel.cache import BlockCache
 from hf_parallel.cache.arena import Arena, Extent
 from hf_parallel.cache.layout import Block
 from hf_parallel.cache.shared_prefix import Node, SharedPrefixCache
@@ -200,6 +199,9 @@ class KVStorage(SharedPrefixCache):
 
     def _is_evictable(self, node: Node) -> bool:
         return _is_cached(node) and not self.is_used(node) and not any(map(_is_cached, node.all_children()))
+
+    def _evict(self) -> None:
+        """Do nothing: nodes are evicted where memory is needed."""
 
     def is_used(self, node: Node) -> bool:
         """Return whether a request that is not preempted uses a node."""
@@ -414,7 +416,7 @@ class RequestCache(SharedPrefixCache):
 
 
 @lru_cache
-def request_cache_class(cls: type[BlockCache]) -> type[Any]:
+def request_cache_class(cls: Any) -> Any:
     """Return a mode's cache class, over the storage of an engine."""
     return type(cls.__name__, (RequestCache, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 

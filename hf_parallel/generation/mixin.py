@@ -28,6 +28,7 @@ from hf_parallel.cache.placement import execution_device
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import GenerationCall, make_call, vocabulary_size
+from hf_parallel.generation.claim import BUSY, Claim, preparation
 from hf_parallel.generation.config import (
     SAMPLING_ONLY,
     ParallelConfig,
@@ -45,38 +46,9 @@ _Model = TypeVar("_Model", bound=nn.Module)
 _logger: Any = logging.get_logger(__name__)
 _POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that may be positional in a mode."""
-_BUSY = (
-    "this model is already generating in parallel: generate was called again from a processor, a streamer or another "
-    "thread; enable(model, wait=True) lets threads wait for each other"
-)
 _CLAIM_LOCK, _ENABLE_LOCK = threading.Lock(), threading.RLock()
 POLL_SECONDS = 0.001
 """Interval at which a waiting thread checks whether the model is free."""
-
-
-class Claim:
-    """Hold of a thread on a model for one call of a mode, or of an engine.
-
-    Others that find the model in use raise `busy`. `threads` are those that cannot wait for the end.
-    `active = False` in a `finally` releases it: a single store, before which no Ctrl-C can be raised, unlike before a
-    function or a context manager of Python.
-    """
-
-    def __init__(self, busy: str = _BUSY, *threads: threading.Thread) -> None:
-        self.busy, self.threads, self.process = busy, (threading.current_thread(), *threads), os.getpid()
-        self.active = False
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copy of the model is free
-
-
-class _Preparation(threading.local):
-    """The call that a thread lets transformers prepare: its model, config and claim."""
-
-    call: tuple[Any, ParallelConfig, Claim] | None = None
-
-
-_preparation = _Preparation()
 
 
 class _SharedTokenizer:
@@ -132,7 +104,7 @@ class ParallelGenerationMixin:
             config = take_parallel_config(self.generation_config, kwargs)  # type: ignore[attr-defined]
             if config is None:
                 if self._prepares():
-                    raise RuntimeError(_BUSY)
+                    raise RuntimeError(BUSY)
                 return self._generate(kwargs, args)
             if args:
                 raise ValueError("with a generation_mode, pass arguments after prefix_allowed_tokens_fn by name")
@@ -173,10 +145,10 @@ class ParallelGenerationMixin:
         self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim, prepared: Any
     ) -> GenerationCall:
         try:
-            _preparation.call = self, config, claim
+            preparation.call = self, config, claim
             call = dataclasses.replace(self._generate(kwargs, ()), prepared=prepared)
         finally:
-            _preparation.call = None
+            preparation.call = None
         begin_call = getattr(call.streamer, "begin_call", None)
         if callable(begin_call):
             begin_call(call)
@@ -208,7 +180,7 @@ class ParallelGenerationMixin:
 
     def _prepares(self) -> bool:
         """Return whether this thread is preparing a call of a mode of this model."""
-        return _preparation.call is not None and _preparation.call[0] is self
+        return preparation.call is not None and preparation.call[0] is self
 
     def _active_claim(self) -> Claim | None:
         claim = self._parallel_claim
@@ -230,11 +202,11 @@ class ParallelGenerationMixin:
         **model_kwargs: Any,
     ) -> Any:
         """Return the prepared call if a mode prepares one in this thread; otherwise sample as transformers does."""
-        if _preparation.call is None or _preparation.call[0] is not self:
+        if preparation.call is None or preparation.call[0] is not self:
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
-        (_, config, claim), _preparation.call = _preparation.call, None
+        (_, config, claim), preparation.call = preparation.call, None
         return make_call(
             self,
             input_ids,

@@ -26,6 +26,8 @@ from hf_parallel.generation.modes.skeleton_of_thought import (
 
 DEFAULT_MODE = HogwildConfig.mode
 """Default mode of the command line."""
+PLAIN_MODE = SharedPrefixConfig.mode
+"""Mode with the tokens of `generate` without a mode."""
 
 __all__ = [
     "BOXED",

@@ -19,7 +19,8 @@ from hf_parallel.cache import BlockCache
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.generation.arguments import check_inputs
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
-from hf_parallel.generation.mixin import Claim, take_parallel_config
+from hf_parallel.generation.claim import Claim
+from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_prompt
 from hf_parallel.generation.modes.hogwild.output import COMMON
 from hf_parallel.generation.modes.hogwild.run import HogwildRun

@@ -1,0 +1,68 @@
+"""Arguments of `Engine.submit`: the config of a request, and the arguments of `generate` that prepare it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hf_parallel.cache.placement import execution_device
+from hf_parallel.generation.config import ParallelConfig, make_config
+from hf_parallel.generation.mixin import take_parallel_config
+from hf_parallel.generation.modes import PLAIN_MODE
+from hf_parallel.generation.prompts import check_task, encode_task
+from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.validation import check_text
+
+
+def split_arguments(
+    model: Any, tokenizer: Any, prompt: Any, mode: str | None, settings: Mapping[str, Any]
+) -> tuple[ParallelConfig, dict[str, Any]]:
+    """Return the config of a request, and the other arguments of `generate`. `tokenizer` is the engine's."""
+    arguments = {**settings, "return_dict_in_generate": True}
+    given = arguments.get("parallel_config")
+    config: ParallelConfig | None
+    if mode is None and not isinstance(given, ParallelConfig):
+        if given is not None:
+            raise ValueError("parallel_config was given without a generation_mode")
+        own = {name: arguments.pop(name) for name in MODES[PLAIN_MODE].fields() if name in arguments}
+        config = make_config(PLAIN_MODE, own)
+    else:
+        if mode is not None:
+            arguments["generation_mode"] = mode
+        config = take_parallel_config(model.generation_config, arguments)
+    assert config is not None, "a mode is named"
+    if arguments.get("tokenizer") is None and tokenizer is not None:
+        arguments["tokenizer"] = tokenizer
+    return config, arguments | encode_prompt(prompt, config, arguments.get("tokenizer"), execution_device(model))
+
+
+def encode_prompt(prompt: Any, config: ParallelConfig, tokenizer: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return `input_ids` and `attention_mask`, int64 `[rows, length]`, of a prompt as `Engine.submit` takes it."""
+    if isinstance(prompt, Mapping):
+        types = {name: type(value).__name__ for name, value in prompt.items()}
+        if not prompt or not all(isinstance(value, torch.Tensor) for value in prompt.values()):
+            raise ValueError(f"prompt must have input_ids, and only tensors (return_tensors='pt'), got {types}")
+        return {name: value.to(device) for name, value in prompt.items()}
+    is_chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+    if is_chat or isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("prompt is text: give the Engine a tokenizer, or pass token ids")
+        rules = config.system_prompt()
+        if is_chat or rules is not None:
+            check_task(prompt, tokenizer)
+            task = config.task_text(prompt) if isinstance(prompt, str) else prompt
+            return {name: value.to(device) for name, value in encode_task(rules, task, tokenizer).items()}
+        check_text("prompt", prompt)
+        prompt = tokenizer(prompt)["input_ids"]
+    if config.replaces_input_ids and prompt is None:
+        return {}
+    try:
+        ids = torch.as_tensor(prompt, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"prompt must be text, a chat or token ids, got {type(prompt).__name__}") from error
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.dim() != 2 or ids.dtype.is_floating_point or not ids.numel():
+        raise ValueError(f"prompt must hold token ids [length] or [rows, length], got {list(ids.shape)} {ids.dtype}")
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

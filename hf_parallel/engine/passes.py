@@ -1,0 +1,86 @@
+"""PendingPass: the forward pass that a request waits for, and its place in the pass of all requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hf_parallel.cache import Block, Segment
+
+
+@dataclass(frozen=True, eq=False)
+class PendingPass:
+    """A forward pass that a request waits for: consecutive passes over packed tokens `ids`, `int64 [T]`."""
+
+    passes: list[list[Segment]]
+    ids: torch.Tensor
+    ends: Sequence[int] | None  # see `ModelRunner.forward`
+    original: Sequence[Sequence[Segment]]  # with the views that the mode made
+
+    @property
+    def kept_tokens(self) -> np.ndarray:
+        """Indices of the tokens whose logits are computed, int64: the wanted ones, then that of the last token.
+
+        Logits that are not finite show that keys and values before them are not.
+        """
+        if self.ends is None:
+            return np.arange(len(self.ids))
+        last = np.cumsum([segment.num_tokens for segments in self.passes for segment in segments]) - 1
+        return last[[*self.ends, *({len(last) - 1} - set(self.ends))]]
+
+    def wanted(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the wanted ones of the logits of `kept_tokens`."""
+        return logits if self.ends is None else logits[: len(self.ends)]
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedPasses:
+    """The passes of several requests as those of one, over packed tokens `ids`, `int64 [T]`.
+
+    `keep` are the indices of the tokens whose logits are computed (None: all), `counts` how many of them each wants.
+    """
+
+    passes: list[list[Segment]]
+    ids: torch.Tensor
+    keep: list[int] | None
+    counts: list[int]
+
+
+def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
+    """Join the passes of several requests. The last pass of each becomes the last one of all."""
+    depth = max(len(one.passes) for one in pending)
+    passes: list[list[Segment]] = [[] for _ in range(depth)]
+    ids: list[torch.Tensor] = []
+    places: list[list[np.ndarray]] = [[] for _ in pending]  # of the tokens of each request among all
+    taken, total = [0] * len(pending), 0
+    for level, joined in enumerate(passes):
+        for index, one in enumerate(pending):
+            own = level - depth + len(one.passes)
+            if own < 0:
+                continue
+            joined += one.passes[own]
+            count = sum(segment.num_tokens for segment in one.passes[own])
+            ids.append(one.ids[taken[index] : taken[index] + count])
+            places[index].append(np.arange(total, total + count))
+            taken[index] += count
+            total += count
+    kept = [np.concatenate(place)[one.kept_tokens] for one, place in zip(pending, places, strict=True)]
+    keep = np.concatenate(kept)
+    is_all = len(keep) == total and bool((np.diff(keep) == 1).all())
+    counts = [len(one) for one in kept]
+    return JoinedPasses(passes, ids[0] if len(ids) == 1 else torch.cat(ids), None if is_all else keep.tolist(), counts)
+
+
+def new_lengths(pending: Sequence[PendingPass]) -> list[tuple[Block, int]]:
+    """Return the blocks that passes append to, with their lengths afterwards."""
+    lengths: dict[Block, int] = {}
+    for one in pending:
+        for segments in one.passes:
+            for segment in segments:
+                if segment.write:
+                    target = segment.view[-1]
+                    lengths[target] = lengths.get(target, target.length) + segment.num_tokens
+    return list(lengths.items())

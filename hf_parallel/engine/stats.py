@@ -1,0 +1,91 @@
+"""EngineStats: the state of an engine, and its work."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_parallel.engine.handle import RequestCancelledError
+from hf_parallel.engine.scheduler import Scheduler
+from hf_parallel.generation.stats import GenerationStats
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """State of an engine, and its work since it started."""
+
+    running: int
+    waiting: int
+    kv_bytes: int
+    """Bytes of keys and values held, cached prefixes included."""
+    reserved_bytes: int
+    """Bytes of storage reserved for them."""
+    evicted_tokens: int
+    preemptions: int
+    reused_tokens: int
+    """Prompt tokens whose keys and values were cached."""
+    prefilled_tokens: int
+    decoded_tokens: int
+    steps: int
+    """Forward passes of the model."""
+    finished: int
+    failed: int
+    cancelled: int
+    step_seconds: float
+    """Seconds in steps."""
+    overhead_seconds: float
+    """Part of them spent neither in the model nor in the code of the requests."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the statistics as a plain dictionary."""
+        return asdict(self)
+
+
+@dataclass
+class Work:
+    """What an engine has done: counts of requests that have ended, and seconds of its steps."""
+
+    steps: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    reused_tokens: int = 0
+    prefilled_tokens: int = 0
+    decoded_tokens: int = 0
+    step_seconds: float = 0.0
+    model_seconds: float = 0.0
+    """Part of `step_seconds` in forward passes."""
+    request_seconds: float = 0.0
+    """Part of `step_seconds` in the code of the requests and in sampling."""
+
+    def add(self, cost: GenerationStats, error: BaseException | None) -> None:
+        """Count a request that has ended."""
+        self.reused_tokens += cost.reused_tokens
+        self.prefilled_tokens += cost.prefilled_tokens
+        self.decoded_tokens += cost.decoded_tokens
+        self.finished += error is None
+        self.cancelled += isinstance(error, RequestCancelledError)
+        self.failed += error is not None and not isinstance(error, RequestCancelledError)
+
+
+def engine_stats(scheduler: Scheduler, work: Work, num_submitted: int) -> EngineStats:
+    """Return the state of an engine. `num_submitted` requests are not in the scheduler's queue yet."""
+    running, storage = list(scheduler.running), scheduler.storage
+    preempted = sum(request.preempted for request in running)
+    return EngineStats(
+        running=len(running) - preempted,
+        waiting=num_submitted + len(scheduler.waiting) + preempted,
+        kv_bytes=sum(block.length for block in list(storage.blocks)) * storage.arena.bytes_per_token,
+        reserved_bytes=storage.arena.reserved_bytes,
+        evicted_tokens=storage.evicted_tokens,
+        preemptions=scheduler.preemptions,
+        reused_tokens=work.reused_tokens + sum(request.stats.reused_tokens for request in running),
+        prefilled_tokens=work.prefilled_tokens + sum(request.stats.prefilled_tokens for request in running),
+        decoded_tokens=work.decoded_tokens + sum(request.stats.decoded_tokens for request in running),
+        steps=work.steps,
+        finished=work.finished,
+        failed=work.failed,
+        cancelled=work.cancelled,
+        step_seconds=work.step_seconds,
+        overhead_seconds=work.step_seconds - work.model_seconds - work.request_seconds,
+    )

@@ -1,0 +1,38 @@
+"""Claim: a thread's hold on a model; and the call that a thread lets transformers prepare."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+BUSY = (
+    "this model is already generating in parallel: generate was called again from a processor, a streamer or another "
+    "thread; enable(model, wait=True) lets threads wait for each other"
+)
+"""Error of a thread that finds the model in use."""
+
+
+class Claim:
+    """Hold of a thread on a model for one call of a mode, or of an engine.
+
+    Others that find the model in use raise `busy`. `threads` are those that cannot wait for the end.
+    `active = False` in a `finally` releases it: a single store, before which no Ctrl-C can be raised, unlike before a
+    function or a context manager of Python.
+    """
+
+    def __init__(self, busy: str = BUSY, *threads: threading.Thread) -> None:
+        self.busy, self.threads, self.process = busy, (threading.current_thread(), *threads), os.getpid()
+        self.active = False
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the model is free
+
+
+class Preparation(threading.local):
+    """The call that a thread lets transformers prepare: its model, config and claim."""
+
+    call: tuple[Any, Any, Claim] | None = None
+
+
+preparation = Preparation()
