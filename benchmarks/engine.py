@@ -134,6 +134,8 @@ class EngineBenchmark:
         single = report["single"]
         pairs = zip(single["engine"], single["generate"], strict=True)
         ratios["single_by_generate"] = statistics.median(a / b for a, b in pairs)
+        pairs = zip(single["cpu_seconds"]["engine"], single["cpu_seconds"]["generate"], strict=True)
+        ratios["single_cpu_by_generate"] = statistics.median(a / b for a, b in pairs)
         ratios["overhead_ms"] = 1e3 * report["throughput"]["decode_step"]["overhead"]
         return ratios
 
@@ -201,16 +203,20 @@ class EngineBenchmark:
     def _singles(self, model: Any, tokenizer: Any, log: Log) -> dict[str, Any]:
         """Return the seconds of single requests. Each has a prompt of its own, as the engine keeps prompts."""
         found: dict[str, Any] = {"engine": [], "generate": [], "same_tokens": True}
+        found["cpu_seconds"] = {"engine": [], "generate": []}  # which other work on the machine does not change
         for number in range(self.singles):
             log(f"a single request, {number + 1} of {self.singles}")
             prompt = system_prompt(tokenizer, self.systems + number, self.prompt) + question(tokenizer, number)
             answers = {}
             for way in ("engine", "generate") if number % 2 else ("generate", "engine"):
-                if way == "generate":
-                    took, answers[way] = timed(partial(self._alone, model, prompt))
-                else:
-                    with Engine(model, tokenizer) as engine:
+                with ExitStack() as stack:
+                    engine = stack.enter_context(Engine(model, tokenizer)) if way == "engine" else None
+                    cpu = time.process_time()
+                    if engine is None:
+                        took, answers[way] = timed(partial(self._alone, model, prompt))
+                    else:
                         took, (answers[way],) = self._in_engine(engine, [prompt])
+                    found["cpu_seconds"][way].append(time.process_time() - cpu)
                 found[way].append(took)
             found["same_tokens"] &= answers["engine"] == answers["generate"]
         return found
@@ -349,7 +355,7 @@ def main() -> int:
         kind = "engine"
     load = LoadBenchmark(seconds=options.seconds)
     if options.quick:
-        load = LoadBenchmark(1.0, (4, 8), max_rows=4, max_waiting=2, burst=8, rates=(0.5, 1.2), checked=2)
+        load = LoadBenchmark(1.0, (4, 8), max_rows=4, max_waiting=2, burst=8, rates=(0.5, 1.2), checked=2, least=4)
     if options.load:
         report["load"] = load.run(model, tokenizer, prompt, console.print, options.url, options.pid)
         kind = "engine-load"
@@ -369,7 +375,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="rounds of all requests (1)")
     parser.add_argument("--prompt", type=int, metavar="N", help="tokens of a system prompt (512)")
     parser.add_argument("--load", action="store_true", help="offer requests at random times, at increasing rates")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time of each rate of --load (60)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="time of each rate of --load, at least (60)"
+    )
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="offer requests at 80 %% of the capacity")
     parser.add_argument(
         "--url", type=check_url, help="of a server on this machine (default: an engine in this process)"

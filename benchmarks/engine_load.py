@@ -26,7 +26,7 @@ from hf_parallel.engine import Engine
 
 from .engine_servers import Answer, Arrival, InProcess, OverHTTP, Server
 
-KV_TOKENS = 4096
+KV_TOKENS = 8192
 """Tokens that the budget of the engine in this process holds."""
 SAMPLED = 0.25
 """Fraction of the requests that are sampled; the others are greedy."""
@@ -136,8 +136,8 @@ class LoadBenchmark:
 
     Parameters
     ----------
-    seconds : float
-        Of each rate.
+    seconds, least : float, int
+        Time of each rate, and the expected number of its requests, at least.
     new_tokens : tuple of int
         Least and most new tokens of a request.
     max_rows, max_waiting : int
@@ -154,10 +154,11 @@ class LoadBenchmark:
     new_tokens: tuple[int, int] = (16, 64)
     max_rows: int = 16
     max_waiting: int = 8
-    burst: int = 48
+    burst: int = 64
     rates: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2)
     checked: int = 8
     seed: int = 0
+    least: int = 40
 
     def run(self, model: Any, tokenizer: Any, prompt: Prompt, log: Log, url: str | None, pid: int | None) -> Any:
         """Return the entries of the report."""
@@ -167,16 +168,19 @@ class LoadBenchmark:
             async with self.server(model, tokenizer, url, pid) as server:
                 report["kv_budget_bytes"] = budget(server)
                 report["requests_per_second"] = await self.capacity(server, prompt, log)
+                report["stats_at_capacity"] = stats(server)
                 for number, fraction in enumerate(self.rates):
                     rate = fraction * report["requests_per_second"]
                     log(f"{rate:.2f} requests per second, {fraction:.0%} of the capacity")
                     numbered = _offset(prompt, (number + 1) * 100_000)
-                    requests = arrivals(numbered, rate, self.seconds, self.new_tokens, self.seed + number)
+                    seconds = max(self.seconds, self.least / rate)
+                    requests = arrivals(numbered, rate, seconds, self.new_tokens, self.seed + number)
                     with Watch(server) as watch:
-                        answers = await offer(server, requests, limit=3 * self.seconds + 60)
+                        answers = await offer(server, requests, limit=3 * seconds + 60)
                     entry = {"rate": rate, "of_capacity": fraction} | summary(answers)
                     report["rates"].append(entry | {"highest_kv_bytes": watch.highest("kv")})
                     given.extend(answers)
+                report["stats"] = stats(server)
 
         given: list[Answer] = []
         asyncio.run(measure())
@@ -263,6 +267,7 @@ class SoakBenchmark:
                     "idle_after": server.usage(),
                     "highest_kv_bytes": watch.highest("kv"),
                     "rss_drift": watch.drift("rss"),
+                    "stats": stats(server),
                     "rss": [round(usage["rss"]) for usage in watch.seen[:: len(watch.seen) // 60 + 1] if usage],
                 }
                 return answers
@@ -278,6 +283,11 @@ def _offset(prompt: Prompt, first: int) -> Prompt:
 def budget(server: Server) -> int | None:
     """Return the budget of keys and values in bytes, if known."""
     return server.engine._storage.max_bytes if isinstance(server, InProcess) else None
+
+
+def stats(server: Server) -> dict[str, Any] | None:
+    """Return the statistics of an engine in this process."""
+    return server.engine.stats.to_dict() if isinstance(server, InProcess) else None
 
 
 def check(model: Any, tokenizer: Any, answers: Sequence[Answer], count: int) -> dict[str, int]:
@@ -311,8 +321,9 @@ def load_targets(report: dict[str, Any]) -> list[dict[str, Any]]:
         found.append((f"{name}: requests that failed", sum(sum(e["errors"].values()) for e in entries), 0))
         found.append((f"{name}: wrong answers of {part['check']['checked']}", part["check"]["wrong"], 0))
         seen = [e["highest_kv_bytes"] for e in (entries if name == "load" else [part["memory"]])]
-        if part["kv_budget_bytes"] and None not in seen:
-            found.append((f"{name}: highest KV bytes by budget", max(seen) / part["kv_budget_bytes"], 1.0))
+        known = [highest for highest in seen if highest is not None]
+        if part["kv_budget_bytes"] and known:
+            found.append((f"{name}: highest KV bytes by budget", max(known) / part["kv_budget_bytes"], 1.0))
     if "load" in report:
         beyond = report["load"]["rates"][-1]
         found.append(("load: rejections beyond saturation without Retry-After", _unannounced(beyond), 0))

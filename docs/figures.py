@@ -27,6 +27,7 @@ SOURCES = {
     "training": "2026-11-23-cpu-2-cores-training.json",
     "workers": "2026-11-23-cpu-2-cores-train-workers.json",
     "train_pdos": "2026-11-23-cpu-2-cores-train-pdos.json",
+    "engine": "2026-11-23-cpu-1-core-engine.json",
     "gpu_checks": "2026-11-22-h200-correctness.json",
     "gpu_attention": "2026-11-22-h200-attention.json",
     "gpu": "2026-11-22-h200-models.json",

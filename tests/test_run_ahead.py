@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
 from hf_parallel.cache import base, layout
-from hf_parallel.generation import backlog, decode, runner, sampling, token_table
+from hf_parallel.generation import backlog, decode, joint_sampling, runner, sampling, token_table
 from hf_parallel.models import cuda_graph
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,11 +169,22 @@ def test_tokens_are_copied_before_the_next_pass_and_nothing_waits_for_the_device
 
 
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "synchronize")
-MAY_WAIT = {"read", "record_truncated", "_for_rows", "reorder_cache", "batch_select_indices", "last_tokens"}
-"""Functions that run once per call, or on the host alone; `Sampler.read` is where a step waits."""
+MAY_WAIT = {
+    "read",
+    "values",
+    "record_truncated",
+    "_for_rows",
+    "end_tokens",
+    "reorder_cache",
+    "batch_select_indices",
+    "last_tokens",
+}
+"""Functions that run once per call, or on the host alone; `Sampled.read` is where a step waits."""
 
 
-@pytest.mark.parametrize("module", [base, cuda_graph, decode, layout, backlog, runner, sampling, token_table])
+@pytest.mark.parametrize(
+    "module", [base, cuda_graph, decode, joint_sampling, layout, backlog, runner, sampling, token_table]
+)
 def test_no_other_function_of_the_decode_path_copies_to_the_host(module: Any) -> None:
     tree = ast.parse(inspect.getsource(module))
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):

@@ -190,7 +190,7 @@ class _Batch:
         return scores
 
     def _column(self, values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32).to(self.device)[:, None]
+        return to_device(values, self.device, torch.float32)[:, None]
 
     def _divide(self, scores: torch.Tensor, divisors: Sequence[float]) -> torch.Tensor:
         """Divide rows as PyTorch divides by a number: on CUDA it multiplies by the inverse."""
@@ -228,7 +228,8 @@ class _Batch:
         if not pairs:
             return scores
         rows, tokens = (to_device(numbers, self.device) for numbers in zip(*pairs, strict=True))
-        return scores.index_put_((rows, tokens), scores.new_tensor(-torch.inf))
+        scores[rows, tokens] = -torch.inf
+        return scores
 
     def _scale(self, scores: torch.Tensor, indices: Sequence[int], processors: Sequence[Any]) -> torch.Tensor:
         return self._divide(scores, [processor.temperature for processor in processors])

@@ -9,12 +9,14 @@ import numpy as np
 import torch
 
 
-def to_device(numbers: np.ndarray | Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return integers as `int64 [n]` on a device, without waiting for queued GPU work.
+def to_device(
+    numbers: np.ndarray | Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Return numbers as a tensor `[n]` on a device, without waiting for queued GPU work.
 
     The copy goes through pinned memory: a copy from pageable memory would wait for all GPU work queued before it.
     """
-    tensor = torch.as_tensor(numbers, dtype=torch.int64)
+    tensor = torch.as_tensor(numbers, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
