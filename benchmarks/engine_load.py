@@ -268,7 +268,9 @@ class SoakBenchmark:
                     "highest_kv_bytes": watch.highest("kv"),
                     "rss_drift": watch.drift("rss"),
                     "stats": stats(server),
-                    "rss": [round(usage["rss"]) for usage in watch.seen[:: len(watch.seen) // 60 + 1] if usage],
+                    "rss": [
+                        round(usage["rss"]) for usage in watch.seen[:: len(watch.seen) // 60 + 1] if "rss" in usage
+                    ],
                 }
                 return answers
 

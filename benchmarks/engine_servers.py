@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,11 +93,12 @@ class OverHTTP:
     def __init__(self, url: str, tokenizer: Any, client: httpx.AsyncClient, pid: int | None = None) -> None:
         self.url, self.tokenizer, self.client = url.rstrip("/"), tokenizer, client
         self._process = psutil.Process(pid) if pid else None
+        self._model = httpx.get(f"{self.url}/v1/models", trust_env=False).json()["data"][0]["id"]
 
     async def send(self, arrival: Arrival, now: Callable[[], float], answer: Answer) -> None:
         """See `Server.send`."""
         body = {
-            "model": "default",
+            "model": self._model,
             "prompt": self.tokenizer.decode(arrival.prompt),
             "max_tokens": arrival.new_tokens,
             "temperature": 1.0 if arrival.sampled else 0.0,
@@ -119,8 +121,11 @@ class OverHTTP:
                         answer.output += chunk["choices"][0]["text"]
 
     def usage(self) -> dict[str, float]:
-        """See `Server.usage`; without `kv`, which the server's metrics tell."""
-        return {"rss": self._process.memory_info().rss} if self._process is not None else {}
+        """See `Server.usage`; without `used`, which the server does not tell."""
+        found = {} if self._process is None else {"rss": float(self._process.memory_info().rss)}
+        metrics = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        kv = re.search(r"^hf_parallel_kv_bytes (\S+)", metrics, re.MULTILINE)
+        return found if kv is None else found | {"kv": float(kv[1])}
 
 
 def check_url(url: str) -> str:
