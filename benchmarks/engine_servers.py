@@ -82,7 +82,7 @@ class InProcess:
         kv = self.engine.stats.kv_bytes
         return {
             "kv": kv,
-            "used": kv - storage.evictable_tokens * storage.arena.bytes_per_token,
+            "used": kv - storage.evictable_tokens() * storage.arena.bytes_per_token,
             "rss": self._process.memory_info().rss,
         }
 
