@@ -58,7 +58,7 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("cpu.process_logits", joint_sampling._Batch, "_process"),
     ("cpu.finish_sampling", joint_sampling._Batch, "_finish"),
     ("cpu.sample_alone", Sampler, "sample"),
-    ("cpu.join_passes", engine_module, "_joined"),
+    ("cpu.join_passes", engine_module, "join_passes"),
     ("cpu.plan", KVStorage, "prepare"),
     ("cpu.plan", KVStorage, "prepare_run"),
     ("cpu.reserve", Engine, "_reserve"),
@@ -262,12 +262,12 @@ def step_parts(parts: Sequence[tuple[str, Any, str]]) -> Iterator[list[dict[str,
     def measured_step(engine: Any) -> None:
         current.clear()
         tokens = sum(request.num_tokens for request in engine._scheduler.running)
-        model, requests = engine._model_seconds, engine._request_seconds
+        model, requests = engine._work.model_seconds, engine._work.request_seconds
         began, cpu = time.perf_counter(), time.thread_time()
         plain_step(engine)
         current["step"], current["cpu.step"] = time.perf_counter() - began, time.thread_time() - cpu
-        current["model_and_plan"] = engine._model_seconds - model
-        current["requests"] = engine._request_seconds - requests
+        current["model_and_plan"] = engine._work.model_seconds - model
+        current["requests"] = engine._work.request_seconds - requests
         current["overhead"] = current["step"] - current["model_and_plan"] - current["requests"]
         if parts:
             inner = sum(current[name] for name in ("cpu.model", "cpu.requests", "cpu.sample"))

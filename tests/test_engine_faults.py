@@ -344,7 +344,7 @@ def test_code_of_a_request_that_would_wait_for_its_own_engine_raises(model: Any,
             list(inner[0] if what == "tokens" else inner[0].texts())
         return scores
 
-    match = "open Engine holds this model" if what == "mode" else "cannot wait for a request of their own engine"
+    match = "open Engine holds this model" if what == "mode" else "cannot wait for another request of its engine"
     with Engine(model, TOKENIZER) as engine:
         with pytest.raises(RuntimeError, match=match):
             engine.submit(case.prompt, logits_processor=[wait]).result(30)

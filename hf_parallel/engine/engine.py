@@ -31,10 +31,7 @@ from hf_parallel.generation.validation import check_int, is_int
 from hf_parallel.kernels.linear import linear_layers
 from hf_parallel.models.attention import gradient_checkpointing_disabled
 
-_BUSY = (
-    "an open Engine holds this model: submit requests to it, or close it first; enable(model, wait=True) lets other "
-    "threads wait for that"
-)
+_BUSY = "an open Engine holds this model: submit to it, or close it; with enable(model, wait=True) other threads wait for that"
 BATCH_TOKENS = {"cpu": 512}
 """Maximum number of tokens of a step, by device type; others: 4096."""
 IDLE_SECONDS = 0.001
@@ -235,10 +232,7 @@ class Engine:
         """Raise an error where waiting for a request would never end."""
         self._check_process()
         if threading.current_thread() is self._thread:
-            raise RuntimeError(
-                "processors, criteria and streamers cannot wait for a request of their own engine, as its requests run "
-                "in one thread"
-            )
+            raise RuntimeError("code of a request cannot wait for another request of its engine: all run in one thread")
 
     def _cancel(self, request: Request) -> None:
         with self._changed:
