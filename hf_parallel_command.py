@@ -17,6 +17,12 @@ COMMANDS = {
         "Answer prompts, in any mode and with any model. Prompts go through the model's chat template and get the "
         "mode's instructions, unless --raw is given.",
     ),
+    "serve": (
+        "serve many clients over an OpenAI-compatible API",
+        "Serve a model to many clients at a time over an OpenAI-compatible API, in all modes. SIGTERM and Ctrl-C let "
+        "running requests finish.",
+    ),
+    "top": ("watch a running server", "Show queue, memory, cache hits and latencies of a running server."),
     "bench": ("run the main benchmarks of the repository, or `bench NAME`; see `bench --help`", ""),
     "view": (
         "render a transcript as an HTML page",

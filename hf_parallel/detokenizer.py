@@ -38,6 +38,14 @@ class IncrementalDetokenizer:
                 return added
         return ""
 
+    def flush(self) -> str:
+        """Return the text of the tokens that are held back, as no others follow."""
+        start = max(self._num_decoded - _CONTEXT, 0)
+        before = self._decode(self.tokens[start : self._num_decoded])
+        added = self._decode(self.tokens[start:])[len(before) :]
+        self._num_decoded, self.text = len(self.tokens), self.text + added
+        return added
+
     def _decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 

@@ -202,6 +202,15 @@ def check_options(options: argparse.Namespace, prompts: Sequence[str]) -> None:
         raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
     if options.lines and options.prompts and "-" not in options.prompts and not options.file:
         raise ValueError("--lines splits files and stdin, but the prompts are arguments")
+    check_model_options(options)
+    if options.format == "live":
+        check_rich("--format live")
+        if options.mode == PLAIN or len(prompts) > 1:
+            raise ValueError(f"--format live shows one prompt in a mode, got {len(prompts)} and --mode {options.mode}")
+
+
+def check_model_options(options: argparse.Namespace) -> None:
+    """Raise `ValueError` for a folder or device that does not exist."""
     name = options.model or ""
     if name.startswith((os.sep, ".", "~")) and not Path(name).is_dir():
         raise ValueError(f"--model {name}: no such folder")
@@ -209,10 +218,6 @@ def check_options(options: argparse.Namespace, prompts: Sequence[str]) -> None:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:  # the following lines are for developers of torch
         raise ValueError(f"--device {options.device}: {str(error).partition(chr(10))[0]}") from error
-    if options.format == "live":
-        check_rich("--format live")
-        if options.mode == PLAIN or len(prompts) > 1:
-            raise ValueError(f"--format live shows one prompt in a mode, got {len(prompts)} and --mode {options.mode}")
 
 
 def check_rich(user: str) -> None:

@@ -217,6 +217,16 @@ class Engine:
         """State of the engine, and its work so far."""
         return engine_stats(self._scheduler, self._work, len(self._submitted))
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error that has stopped the engine; None: it runs, or was closed."""
+        return self._error
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the engine accepts no more requests."""
+        return self._closing
+
     def _check_open(self) -> None:
         if self._error is not None:
             raise RuntimeError("the engine has stopped") from self._error

@@ -77,6 +77,8 @@ class ParallelConfig:
     mode: ClassVar[str] = ""
     not_stored: ClassVar[tuple[str, ...]] = ()
     """Settings that `to_dict` omits, as their values exist in the running process only."""
+    not_remote: ClassVar[tuple[str, ...]] = ()
+    """Settings that a server does not accept from a request: regular expressions, which may take a second per text."""
     needs_logits_cache: ClassVar[bool] = False
     """Whether a call without `logits_cache` raises."""
     streams_text: ClassVar[bool] = False
@@ -135,6 +137,11 @@ class ParallelConfig:
     def rows_per_prompt(self) -> int:
         """Rows of the output per row of `input_ids`."""
         return 1
+
+    @property
+    def max_rows_per_prompt(self) -> int:
+        """Maximum number of rows per prompt that generate at the same time, those without an output included."""
+        return self.rows_per_prompt
 
     @property
     def replaces_input_ids(self) -> bool:

@@ -66,6 +66,9 @@ def check_template(name: str, template: Any, /, **values: Any) -> None:
     """
     check_text(name, template)
     try:
+        named = [found for _, found, _, _ in Formatter().parse(template) if found is not None]
+        if unknown := [found for found in named if found not in values]:
+            raise KeyError(unknown[0])  # also attributes and items of the values
         specs = [spec for _, _, spec, _ in Formatter().parse(template) if spec]
         if wide := [spec for spec in specs if re.search(r"\{|\d{4}", spec)]:
             raise ValueError(f"a width must be a number of at most three digits, got {wide[0]!r}")

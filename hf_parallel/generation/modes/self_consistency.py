@@ -70,6 +70,7 @@ class SelfConsistencyConfig(ReplayConfig):
     streams_text: ClassVar[bool] = True
     streams_tokens = "at_end"
     rows_name: ClassVar[str] = "texts"
+    not_remote: ClassVar[tuple[str, ...]] = ("answer_pattern",)
     presets: ClassVar[Mapping[str, Preset]] = {"embedded": Preset(generation=_SAMPLING)}
     example_arguments: ClassVar[Mapping[str, str]] = {"do_sample": "True"}
 
@@ -99,6 +100,11 @@ class SelfConsistencyConfig(ReplayConfig):
     def make_run(self, call: GenerationCall) -> SelfConsistencyRun:
         """See `ParallelConfig.make_run`."""
         return SelfConsistencyRun(self, call)
+
+    @property
+    def max_rows_per_prompt(self) -> int:
+        """Number of answers."""
+        return self.num_answers
 
     def place(self, row: int, num_prompts: int) -> RowPlace:
         """See `ParallelConfig.place`. A conclusion spans the columns of all answers."""

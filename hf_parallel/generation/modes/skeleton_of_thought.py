@@ -76,6 +76,7 @@ class SkeletonOfThoughtConfig(ReplayConfig):
 
     mode: ClassVar[str] = "skeleton_of_thought"
     streams_text: ClassVar[bool] = True
+    not_remote: ClassVar[tuple[str, ...]] = ("point_pattern",)
     streams_tokens = "at_end"
 
     outline_prompt: str = (
@@ -124,6 +125,11 @@ class SkeletonOfThoughtConfig(ReplayConfig):
     def make_run(self, call: GenerationCall) -> SkeletonRun:
         """See `ParallelConfig.make_run`."""
         return SkeletonRun(self, call)
+
+    @property
+    def max_rows_per_prompt(self) -> int:
+        """Maximum number of points."""
+        return self.max_points
 
     def place(self, row: int, num_prompts: int) -> RowPlace:
         """See `ParallelConfig.place`. Index 0 is outline and conclusion, which span the columns of all points."""

@@ -132,6 +132,7 @@ class HogwildConfig(ReplayConfig):
     streams_text: ClassVar[bool] = True
     merges_rows: ClassVar[bool] = True
     rows_name: ClassVar[str] = "workers"
+    not_remote: ClassVar[tuple[str, ...]] = ("answer_pattern",)
     presets: ClassVar[Mapping[str, Preset]] = {"embedded": EMBEDDED_PRESET}
 
     num_workers: int = 2

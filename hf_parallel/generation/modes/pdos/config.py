@@ -163,6 +163,11 @@ class PDOSConfig(BlockFormat, ParallelConfig):
         """See `ParallelConfig.make_run`."""
         return PDOSRun(self, call)
 
+    @property
+    def max_rows_per_prompt(self) -> int:
+        """Maximum number of branches of a block."""
+        return self.max_branches
+
     def place(self, row: int, num_prompts: int) -> RowPlace:
         """See `ParallelConfig.place`. Index 0 is the trunk, which spans the columns of all branches."""
         index, prompt = divmod(row, num_prompts)

@@ -1,0 +1,110 @@
+"""`hf-parallel serve`: an OpenAI-compatible server of one model over an `Engine`."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from hf_parallel.cli.generate import check_model_options, load
+from hf_parallel.models.embedded import MODEL_NAME
+
+KEY_VARIABLE = "HF_PARALLEL_API_KEY"
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument_group("model").add_argument
+    add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the embedded SmolLM2-135M-Instruct)")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="weight dtype (auto)")
+    add("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
+    add("--no-preset", action="store_true", help="the embedded model without the settings chosen for it")
+    add("--served-model-name", metavar="NAME", help="name of the model for clients (default: that of --model)")
+    add = parser.add_argument_group("address").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
+    add("--port", type=int, default=8000, metavar="N", help="port to listen on (8000); 0: any that is free")
+    words = f"key that requests need; may be repeated (default: the variable {KEY_VARIABLE}, else none is needed)"
+    add("--api-key", action="append", default=[], metavar="KEY", help=words)
+    add = parser.add_argument_group("limits").add_argument
+    add("--max-kv-bytes", type=parse_bytes, metavar="N", help="memory for keys and values, such as 2G (no limit)")
+    add("--max-rows", type=int, default=64, metavar="N", help="rows that generate at the same time (64)")
+    add("--max-waiting", type=int, default=256, metavar="N", help="requests in the queue; beyond: status 429 (256)")
+    add("--max-batch-tokens", type=int, metavar="N", help="tokens of a forward pass (512 on a CPU, else 4096)")
+    add("--max-tokens", type=int, metavar="N", help="tokens of a prompt and its answer (the model's context length)")
+    add("--default-tokens", type=int, default=512, metavar="N", help="new tokens if a request gives no limit (512)")
+    add("--max-body-bytes", type=parse_bytes, default=2**20, metavar="N", help="size of a request (1M)")
+    words = "seconds in which running requests may finish after SIGTERM or Ctrl-C (60)"
+    add("--drain-seconds", type=int, default=60, metavar="N", help=words)
+    parser.set_defaults(run=serve)
+
+
+def parse_bytes(text: str) -> int:
+    """Return a number of bytes from text such as `512M` or `2G`."""
+    number, unit = (text[:-1], text[-1].lower()) if text[-1:].isalpha() else (text, "")
+    if not number.isdigit() or unit not in _UNITS or not int(number):
+        raise argparse.ArgumentTypeError(f"must be a number of bytes such as 1000000, 512M or 2G, got {text!r}")
+    return int(number) * _UNITS[unit]
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Run the command until SIGTERM or Ctrl-C; running requests finish first. Return the exit status."""
+    import uvicorn
+
+    from hf_parallel.engine import Engine
+    from hf_parallel.engine.server import Limits, create_app
+
+    check_model_options(options)
+    limits = Limits(
+        body_bytes=options.max_body_bytes,
+        rows=options.max_rows,
+        tokens=options.max_tokens,
+        default_tokens=options.default_tokens,
+    )
+    name = options.served_model_name or _name(options.model)
+    keys = options.api_key or [key for key in os.environ.get(KEY_VARIABLE, "").split(",") if key]
+    is_local = _is_local(options.host)
+    if not keys and not is_local:
+        print(
+            f"hf-parallel: warning: {options.host} can be reached by others, and no --api-key is given", file=sys.stderr
+        )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises the signal again when it has ended
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.create_server((options.host, options.port), family=family) as listening:
+        model, tokenizer = load(options)
+        engine = Engine(
+            model,
+            tokenizer,
+            options.max_kv_bytes,
+            max_rows=options.max_rows,
+            max_waiting=options.max_waiting,
+            max_batch_tokens=options.max_batch_tokens,
+        )
+        with engine:
+            hosts = LOCAL_HOSTS if is_local and not keys else ()
+            app = create_app(engine, name, limits, keys, options.max_kv_bytes, hosts)
+            config = uvicorn.Config(
+                app, log_level="warning", timeout_graceful_shutdown=options.drain_seconds, server_header=False
+            )
+            host = f"[{options.host}]" if ":" in options.host else options.host
+            print(f"Serving {name} at http://{host}:{listening.getsockname()[1]}/v1", file=sys.stderr, flush=True)
+            uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def _name(model: str | None) -> str:
+    if model is None:
+        return MODEL_NAME
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

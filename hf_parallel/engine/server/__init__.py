@@ -1,0 +1,14 @@
+"""OpenAI-compatible HTTP server over an `Engine` (extra `serve`)."""
+
+try:
+    import fastapi  # noqa: F401
+    import greenlet  # noqa: F401
+    import prometheus_client  # noqa: F401
+    import uvicorn  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"the server needs the extra serve: pip install 'hf_parallel[serve]' ({error})") from error
+
+from hf_parallel.engine.server.app import create_app
+from hf_parallel.engine.server.limits import Limits
+
+__all__ = ["Limits", "create_app"]

@@ -1,0 +1,187 @@
+"""Answers: the choices of a response, read from a handle as its request runs or after it has ended.
+
+A row that continues its prompt is a choice, whose text is streamed. Other modes combine rows into a choice: while they
+run, the text of each row is streamed under its name, and the answer follows at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_parallel.detokenizer import IncrementalDetokenizer
+from hf_parallel.engine import RequestHandle
+from hf_parallel.engine.server.log_probs import TokenLogProbs
+from hf_parallel.engine.server.stops import StopFilter
+from hf_parallel.engine.server.submission import Submission
+
+
+@dataclass
+class LoggedToken:
+    """A generated token of a response with log-probabilities."""
+
+    token: int
+    text: str
+    found: TokenLogProbs
+
+
+@dataclass
+class Delta:
+    """What is new in a choice."""
+
+    index: int
+    text: str = ""
+    row: str | None = None
+    """Name of the row."""
+    row_text: str = ""
+    """Text of a row that is not itself the choice."""
+    logged: list[LoggedToken] = field(default_factory=list)
+    finish_reason: str | None = None
+    record: dict[str, Any] | None = None
+    """Fields of the mode's output."""
+
+
+class Answers:
+    """Reads the choices of one submission. `first` is the index of its first choice in the response."""
+
+    def __init__(self, submission: Submission, handle: RequestHandle, first: int = 0) -> None:
+        self.submission, self.handle, self.first = submission, handle, first
+        self._texts = [_ChoiceText(submission) for _ in range(submission.choices)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of generated tokens, those of all rows."""
+        return self.handle.stats.decoded_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Number of the prompt's tokens whose keys and values were cached."""
+        return min(self.handle.stats.reused_tokens, self.submission.prompt_tokens)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Yield what is new as it is generated; at last the end of every choice."""
+        if self.submission.config.rows_continue_prompts:
+            async for token in self.handle:
+                delta = self._token_delta(token.row, int(token))
+                if delta is not None:
+                    yield delta
+        elif self.submission.config.streams_text:
+            async for row, text, event in self.handle.texts_async():
+                if text:
+                    yield self._row_delta(row, text, event)
+        for delta in self._ends(await self.handle.result_async()):
+            yield delta
+
+    async def final(self) -> list[Delta]:
+        """Wait for the end. Return the whole choices."""
+        output = await self.handle.result_async()
+        choices = [Delta(self.first + index) for index in range(self.submission.choices)]
+        for delta in self._all(output):
+            choice = choices[delta.index - self.first]
+            choice.text += delta.text
+            choice.logged += delta.logged
+            choice.row = delta.row or choice.row
+            choice.finish_reason, choice.record = delta.finish_reason, delta.record
+        return choices
+
+    def mean_log_probs(self, output: Any) -> list[float]:
+        """Return the mean log-probability of each choice's tokens."""
+        rows, values = output.record.sampled_log_probs()
+        means = [values[rows == row].mean() for row in range(self.submission.choices)]
+        return [float(mean) for mean in means]
+
+    def _all(self, output: Any) -> Iterator[Delta]:
+        if self.submission.config.rows_continue_prompts:
+            for token in self.handle:
+                delta = self._token_delta(token.row, int(token))
+                if delta is not None:
+                    yield delta
+        yield from self._ends(output)
+
+    def _token_delta(self, row: int, token: int) -> Delta | None:
+        text, logged = self._texts[row].add(token)
+        name = self.submission.config.row_name(row) if self.submission.has_mode else None
+        return Delta(self.first + row, text, name, logged=logged) if text or logged else None
+
+    def _row_delta(self, row: int, text: str, event: str) -> Delta:
+        config = self.submission.config
+        place = config.place(row, self.submission.choices)
+        return Delta(self.first + place.prompt, row=config.row_name(place.index), row_text=text)
+
+    def _ends(self, output: Any) -> Iterator[Delta]:
+        submission, record = self.submission, output.record
+        records: list[Any] = [None] * submission.choices
+        if submission.has_mode:
+            records = [{n: v for n, v in found.items() if n != "stats"} for found in output.to_records()]
+        cut = {submission.config.place(row, submission.choices).prompt for row in record.truncated}
+        for index in range(submission.choices):
+            reason = "length" if index in cut else "stop"
+            delta = Delta(self.first + index, finish_reason=reason)
+            if submission.config.rows_continue_prompts:
+                delta.text, delta.logged = self._texts[index].flush()
+                reason = "stop" if self._texts[index].stopped else reason
+                delta.row = submission.config.row_name(index) if submission.has_mode else None
+            else:
+                delta.text = self._cut(self._answer(output, index))
+            delta.finish_reason = reason
+            delta.record = records[index]
+            yield delta
+
+    def _answer(self, output: Any, index: int) -> str:
+        """Return the text of a choice of a mode that combines rows."""
+        if self.submission.config.merges_rows:
+            return output.transcripts[index]
+        tokens = output.sequences[index, output.record.begin :]
+        if output.record.lengths:
+            tokens = output.sequences[index, output.record.begin : output.record.lengths[index]]
+        return self.submission.engine.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _cut(self, text: str) -> str:
+        stops = StopFilter(self.submission.stops)
+        return stops.add(text) + stops.flush()
+
+
+class _ChoiceText:
+    """Text of a row that grows token by token, without special tokens and up to the first stop text."""
+
+    def __init__(self, submission: Submission) -> None:
+        tokenizer = submission.engine.tokenizer
+        self._log_probs, self._stops = submission.log_probs, StopFilter(submission.stops)
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._special = set(getattr(tokenizer, "all_special_ids", ()))
+        self._tokens: list[int] = submission.prompt["input_ids"][0].tolist() if self._log_probs else []
+        self._length = 0  # of the text, including what is held back
+        self._shown = 0
+        self._waiting: list[tuple[int, LoggedToken]] = []  # with the index in the text at which they begin
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the text holds a stop text."""
+        return self._stops.stopped
+
+    def add(self, token: int) -> tuple[str, list[LoggedToken]]:
+        """Append a token. Return the text, and the tokens with log-probabilities, that can be shown now."""
+        text = "" if token in self._special else self._detokenizer.add([token])
+        if self._log_probs is not None and not self.stopped:
+            self._tokens.append(token)
+            found = self._log_probs.get(torch.tensor(self._tokens))
+            if found is not None:
+                self._waiting.append((self._length, LoggedToken(token, text, found)))
+        self._length += len(text)
+        return self._show(self._stops.add(text))
+
+    def flush(self) -> tuple[str, list[LoggedToken]]:
+        """Return what was held back, as the row has ended."""
+        rest = self._detokenizer.flush()
+        self._length += len(rest)
+        shown = self._stops.add(rest) + self._stops.flush()
+        return self._show(shown, everything=not self.stopped)
+
+    def _show(self, text: str, everything: bool = False) -> tuple[str, list[LoggedToken]]:
+        self._shown += len(text)
+        ready = [token for begin, token in self._waiting if begin < self._shown or everything]
+        self._waiting = self._waiting[len(ready) :]
+        return text, ready

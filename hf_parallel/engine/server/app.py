@@ -1,0 +1,284 @@
+"""The application: routes of the OpenAI API over an engine, and what watches its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+
+from hf_parallel.engine import Engine
+from hf_parallel.engine.server.answers import Answers, Delta
+from hf_parallel.engine.server.errors import APIError, api_error, json_response, to_json
+from hf_parallel.engine.server.limits import Gate, Limits
+from hf_parallel.engine.server.metrics import Metrics
+from hf_parallel.engine.server.responses import Writer, usage_of
+from hf_parallel.engine.server.schema import Body, ChatBody, CompletionBody
+from hf_parallel.engine.server.submission import Translator
+
+T = TypeVar("T")
+
+
+def create_app(
+    engine: Engine,
+    model: str = "model",
+    limits: Limits | None = None,
+    api_keys: Sequence[str] = (),
+    max_kv_bytes: int | None = None,
+    hosts: Sequence[str] = (),
+) -> FastAPI:
+    """Return the application for an engine that is open.
+
+    Parameters
+    ----------
+    engine : Engine
+    model : str
+        Name of the model for clients.
+    limits : Limits, optional
+    api_keys : sequence of str
+        Keys of which a request needs one. Empty: none is needed.
+    max_kv_bytes : int, optional
+        Budget of the engine, for the metrics.
+    hosts : sequence of str
+        Accepted values of the header `Host`, without port. Empty: any. On a local server without keys, they keep out
+        web pages whose name was made to resolve to this machine.
+    """
+    if engine.tokenizer is None:
+        raise ValueError("the server needs an Engine with a tokenizer")
+    limits = limits or Limits()
+    server = _Server(engine, model, limits, Metrics(engine, max_kv_bytes))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        server.executor.shutdown(cancel_futures=True)
+
+    app = FastAPI(title="hf_parallel", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.metrics = server.metrics
+    app.add_middleware(Gate, limits=limits, api_keys=api_keys, hosts=hosts, on_response=server.metrics.add_response)
+    for kind in (APIError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, server.error_response)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        return await server.respond(body, request, [[m.to_chat() for m in body.messages]], "messages")
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionBody, request: Request) -> Response:
+        return await server.respond(body, request, body.prompts, "prompt")
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [server.model_card]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        server.check_model(name)
+        return json_response(server.model_card)
+
+    @app.get("/health")
+    async def health() -> Response:
+        error = engine.error
+        return json_response({"status": "ok" if error is None else "stopped"}, 200 if error is None else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(server.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/stats")
+    async def stats() -> Response:
+        return json_response({"model": model, **server.metrics.to_dict()})
+
+    return app
+
+
+class _Server:
+    """State of an application."""
+
+    def __init__(self, engine: Engine, model: str, limits: Limits, metrics: Metrics) -> None:
+        self.engine, self.model, self.limits, self.metrics = engine, model, limits, metrics
+        self.translator = Translator(engine, limits)
+        self.model_card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hf_parallel"}
+        # Tokenizing and preparing a request takes milliseconds, during which the event loop serves others.
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="hf_parallel-submit")
+
+    def check_model(self, name: str) -> None:
+        """Raise an error unless a model's name is that of the server's."""
+        if name != self.model:
+            raise APIError(404, f"the model is {self.model!r}, got {name[:200]!r}", "model", "model_not_found")
+
+    async def respond(self, body: Body, request: Request, prompts: Sequence[Any], name: str) -> Response:
+        """Submit the prompts of a body and return the response."""
+        self.check_model(body.model)
+        choices = body.n or 1
+        if isinstance(body, CompletionBody) and body.candidates < choices:
+            raise APIError(400, f"best_of must be at least n={choices}, got {body.best_of}", "best_of")
+        if body.stream and body.candidates > choices:
+            raise APIError(400, "best_of cannot be streamed: it selects answers when all are complete", "best_of")
+        if len(prompts) * body.candidates > self.limits.rows:
+            raise APIError(400, f"at most {self.limits.rows} answers are accepted", name)
+        submitter = request.scope.get("submitter")
+        loop = asyncio.get_running_loop()
+        answers = await loop.run_in_executor(self.executor, self._submit, body, prompts, name, submitter)
+        writer = Writer(self.model, isinstance(body, ChatBody), self.engine.tokenizer)
+        try:
+            if body.stream:
+                return await self._stream(body, request, answers, writer)
+            return await _unless_disconnected(request, self._whole(answers, writer, choices))
+        except Exception as error:
+            raise self._translated(error, body) from error
+        finally:
+            if not body.stream:
+                self._close(answers)
+
+    def _submit(self, body: Body, prompts: Sequence[Any], name: str, submitter: Any) -> list[Answers]:
+        """Submit all prompts, or none."""
+        answers: list[Answers] = []
+        try:
+            submissions = [self.translator.translate(body, prompt, name) for prompt in prompts]
+            for submission in submissions:
+                handle = submission.submit(submitter)
+                answers.append(Answers(submission, handle, len(answers) * submission.choices))
+        except Exception as error:
+            for one in answers:
+                one.handle.cancel()
+            raise self._translated(error, body) from error
+        return answers
+
+    def _translated(self, error: Exception, body: Body) -> Exception:
+        if self.engine.is_closing:
+            return APIError(503, "the server is shutting down", code="shutting_down")
+        fields = [*type(body).model_fields, *body.others]
+        return api_error(error, [name for name in fields if name != "model"]) or error
+
+    async def _whole(self, answers: Sequence[Answers], writer: Writer, choices: int) -> Response:
+        found: list[Delta] = []
+        for one in answers:
+            best = await one.final()
+            if choices < len(best):
+                means = one.mean_log_probs(one.handle.result())
+                order = sorted(range(len(best)), key=means.__getitem__, reverse=True)
+                best = [best[index] for index in order]
+            found += best[:choices]
+        for index, choice in enumerate(found):
+            choice.index = index
+        return json_response(writer.whole(found, usage_of(answers)))
+
+    async def _stream(self, body: Body, request: Request, answers: Sequence[Answers], writer: Writer) -> Response:
+        """Return the stream of a response, once there is something to send: errors until then have a status."""
+        deltas = _merged([one.deltas() for one in answers])
+        close = partial(self._close, answers)
+        try:
+            first = await _unless_disconnected(request, anext(deltas))
+        except BaseException:
+            close()
+            raise
+        wants_usage = body.stream_options is not None and body.stream_options.include_usage
+
+        async def events() -> AsyncIterator[str]:
+            begun: set[int] = set()
+            try:
+                delta = first
+                while True:
+                    yield _event(writer.chunk(delta, delta.index not in begun))
+                    begun.add(delta.index)
+                    try:
+                        delta = await anext(deltas)
+                    except StopAsyncIteration:
+                        break
+                if wants_usage:
+                    yield _event(writer.usage_chunk(usage_of(answers)))
+                yield "data: [DONE]\n\n"
+            except Exception as error:
+                known = self._translated(error, body)
+                yield _event((known if isinstance(known, APIError) else APIError(500, "the request failed")).to_dict())
+
+        return _EventStream(events(), close)
+
+    def _close(self, answers: Sequence[Answers]) -> None:
+        """Cancel what still runs, and record the times of what has ended."""
+        for one in answers:
+            one.handle.cancel()
+            self.metrics.add_request(one.handle, one.submission.choices)
+
+    async def error_response(self, request: Request, error: Exception) -> Response:
+        """Return an error in OpenAI's form."""
+        if isinstance(error, RequestValidationError):
+            error = _validation_error(error)
+        elif isinstance(error, HTTPException):
+            error = APIError(error.status_code, str(error.detail))
+        elif not isinstance(error, APIError):
+            error = APIError(500, "the server failed to answer this request", code="internal_error")
+        return error.response()
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events. `close` is called when the stream ends or the client disconnects."""
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._close = close
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+async def _unless_disconnected(request: Request, awaitable: Awaitable[T]) -> T:
+    """Await, unless the client disconnects first."""
+    task = asyncio.ensure_future(awaitable)
+    gone = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise APIError(499, "the client has disconnected")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:
+    """Yield from all streams, as their items arrive."""
+    waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                stream = waiting.pop(task)
+                try:
+                    delta = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(stream))] = stream
+                yield delta
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {to_json(data)}\n\n"
+
+
+def _validation_error(error: RequestValidationError) -> APIError:
+    found = error.errors()[0]
+    places = [str(place) for place in found["loc"][1:]]
+    name = next((place for place in places if place.isidentifier()), None)
+    where = ".".join(places)
+    return APIError(400, f"{where}: {found['msg']}" if where else str(found["msg"]), name)

@@ -1,0 +1,74 @@
+"""Errors of the API, and their form in OpenAI's responses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from starlette.responses import Response
+
+from hf_parallel.engine import KVBudgetError, QueueFullError, RequestCancelledError
+from hf_parallel.models.attention import UnsupportedModelError
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+"""Type of an error by status; others: `invalid_request_error` below 500, else `server_error`."""
+RETRY_SECONDS = 1
+MAX_MESSAGE = 1000
+"""Characters of a message: values that it quotes may be long."""
+
+
+class APIError(Exception):
+    """An error that the client receives: status, message, the field that caused it (`param`) and a code."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        if self.status in (429, 503):
+            return {"Retry-After": str(RETRY_SECONDS)}
+        return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the body of the response."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        message = str(self)[:MAX_MESSAGE]
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """Return the response."""
+        return json_response(self.to_dict(), self.status, self.headers)
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return JSON in ASCII: texts of requests, which messages quote, may hold surrogates."""
+    return Response(to_json(body), status, headers, "application/json")
+
+
+def to_json(body: Any) -> str:
+    """Return a value as one line of JSON."""
+    return json.dumps(body, separators=(",", ":"))
+
+
+def api_error(error: BaseException, fields: Iterable[str] = ()) -> APIError | None:
+    """Return the API's form of an error of the engine, or None if it is not the client's; `fields` may be its cause."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, QueueFullError):
+        return APIError(429, f"{error}; try again later", code="queue_full")
+    if isinstance(error, RequestCancelledError):
+        return APIError(503, "the server is shutting down", code="shutting_down")
+    if isinstance(error, KVBudgetError):
+        return APIError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, TemplateError):
+        return APIError(400, f"the chat template does not accept these messages: {error}", "messages")
+    if isinstance(error, ValueError | TypeError | UnsupportedModelError):
+        message = str(error)
+        found = [name for name in fields if re.search(rf"\b{re.escape(name)}\b", message)]
+        return APIError(400, message, min(found, key=message.index, default=None))
+    return None

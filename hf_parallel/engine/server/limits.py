@@ -1,0 +1,129 @@
+"""Limits of the server, and the gate that every request passes: API key, content type, size and time of its body."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import anyio
+
+from hf_parallel.engine.server.errors import APIError
+
+OPEN_PATHS = ("/health",)
+"""Paths that need no API key."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may request.
+
+    The number of waiting requests is limited by the engine (`max_waiting`).
+    """
+
+    body_bytes: int = 1 << 20
+    body_seconds: float = 30.0
+    """Time in which the body must arrive."""
+    open_requests: int = 1024
+    """Requests whose response has not been sent completely."""
+    rows: int = 64
+    """Rows of a request: answers, times the rows that the mode generates for each."""
+    tokens: int | None = None
+    """Tokens of a row, prompt and answer. Default: the context length of the model."""
+    default_tokens: int = 512
+    """New tokens of a request that does not say how many."""
+
+
+class Gate:
+    """ASGI middleware that rejects requests before their body is parsed."""
+
+    def __init__(
+        self,
+        app: Any,
+        limits: Limits,
+        api_keys: Sequence[str] = (),
+        hosts: Sequence[str] = (),
+        on_response: Callable[[str, int], None] | None = None,
+    ) -> None:
+        self.app, self.limits, self.on_response = app, limits, on_response
+        self._keys = [sha256(key.encode()).digest() for key in api_keys]
+        self._hosts = [host.encode() for host in hosts]
+        self._open = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on, or answer with an error."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counting_send(message: Any) -> None:
+            if message["type"] == "http.response.start" and self.on_response is not None:
+                self.on_response(scope["path"], message["status"])
+            await send(message)
+
+        await self._pass(scope, receive, counting_send)
+
+    async def _pass(self, scope: Any, receive: Any, send: Any) -> None:
+        self._open += 1
+        try:
+            headers = {name.lower(): value for name, value in scope["headers"]}
+            host = headers.get(b"host", b"").lower()
+            if self._hosts and re.sub(rb"^\[|\]?(:\d*)?$", b"", host) not in self._hosts:
+                raise APIError(400, f"this server does not answer for the host {host.decode('latin-1')[:100]!r}")
+            if scope["path"] not in OPEN_PATHS:
+                scope["submitter"] = self._submitter(scope, headers)
+            if scope["method"] == "POST":
+                receive = await self._with_body(headers, receive)
+        except APIError as error:
+            await error.response()(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+        finally:
+            self._open -= 1
+
+    def _submitter(self, scope: Any, headers: dict[bytes, bytes]) -> Any:
+        """Check the API key. Return the client, among which the engine is fair: the index of its key, or its host."""
+        if not self._keys:
+            return (scope.get("client") or ("",))[0]
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+        given = sha256(key.strip()).digest()
+        equal = [hmac.compare_digest(given, known) for known in self._keys]  # all of them: constant time
+        if kind.lower() != b"bearer" or not any(equal):
+            raise APIError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
+        return equal.index(True)
+
+    async def _with_body(self, headers: dict[bytes, bytes], receive: Any) -> Any:
+        """Receive the whole body. Return a `receive` that returns it again."""
+        if self._open > self.limits.open_requests:
+            raise APIError(429, f"{self.limits.open_requests} requests are open already", code="too_many_requests")
+        media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if media_type != b"application/json":  # a page of another origin cannot send it without being asked
+            raise APIError(415, "the request needs the header Content-Type: application/json")
+        length = headers.get(b"content-length", b"0")
+        limit = self.limits.body_bytes
+        if length.isdigit() and int(length[:20]) > limit:
+            raise APIError(413, f"the body has {length.decode()[:20]} bytes; at most {limit} are accepted")
+        body, messages = bytearray(), []
+        try:
+            with anyio.fail_after(self.limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        messages.append(message)
+                        break
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise APIError(413, f"the body has more than {limit} bytes")
+                    if not message.get("more_body"):
+                        break
+        except TimeoutError as error:
+            raise APIError(408, f"the body did not arrive within {self.limits.body_seconds} seconds") from error
+        messages.insert(0, {"type": "http.request", "body": bytes(body), "more_body": False})
+
+        async def replay() -> Any:
+            return messages.pop(0) if messages else await receive()
+
+        return replay

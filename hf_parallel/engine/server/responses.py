@@ -1,0 +1,105 @@
+"""Bodies of responses, as OpenAI defines them: whole ones, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hf_parallel.engine.server.answers import Answers, Delta, LoggedToken
+
+
+class Writer:
+    """Writes the response to one request: a chat or a completion."""
+
+    def __init__(self, model: str, is_chat: bool, tokenizer: Any) -> None:
+        self.is_chat, self.tokenizer = is_chat, tokenizer
+        kind = "chat.completion" if is_chat else "text_completion"
+        self.head = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, choices: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        return {**self.head, "choices": [self._choice(choice) for choice in choices], "usage": usage}
+
+    def chunk(self, delta: Delta, is_first: bool) -> dict[str, Any]:
+        """Return a chunk of a stream; `is_first`: the first one of its choice."""
+        choice: dict[str, Any] = {"index": delta.index}
+        if self.is_chat:
+            choice["delta"] = {"role": "assistant"} if is_first else {}
+            if delta.text or is_first:
+                choice["delta"]["content"] = delta.text
+            if delta.row_text:
+                choice["delta"]["row_content"] = delta.row_text
+        else:
+            choice["text"] = delta.text
+            if delta.row_text:
+                choice["row_content"] = delta.row_text
+        choice |= {"logprobs": self._log_probs(delta), "finish_reason": delta.finish_reason}
+        return {**self.head, "object": self._chunk_kind, "choices": [choice | _mode_fields(delta)]}
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the last chunk of a stream that reports its usage."""
+        return {**self.head, "object": self._chunk_kind, "choices": [], "usage": usage}
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    def _choice(self, choice: Delta) -> dict[str, Any]:
+        content: dict[str, Any] = {"text": choice.text}
+        if self.is_chat:
+            content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        ending = {"logprobs": self._log_probs(choice), "finish_reason": choice.finish_reason}
+        return {"index": choice.index, **content, **ending, **_mode_fields(choice)}
+
+    def _log_probs(self, delta: Delta) -> dict[str, Any] | None:
+        if not delta.logged:
+            return None
+        if self.is_chat:
+            return {"content": [self._logged(token) for token in delta.logged], "refusal": None}
+        tops = [{self._text(token): value for token, value in logged.found.top} for logged in delta.logged]
+        return {
+            "tokens": [self._text(logged.token) for logged in delta.logged],
+            "token_logprobs": [_finite(logged.found.log_prob) for logged in delta.logged],
+            "top_logprobs": [{text: _finite(value) for text, value in top.items()} for top in tops],
+            "text_offset": [],
+        }
+
+    def _logged(self, logged: LoggedToken) -> dict[str, Any]:
+        top = [self._entry(token, value) for token, value in logged.found.top]
+        return {**self._entry(logged.token, logged.found.log_prob), "top_logprobs": top}
+
+    def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode())}
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
+
+def usage_of(answers: Sequence[Answers]) -> dict[str, Any]:
+    """Return the number of tokens of a response."""
+    prompt = sum(one.submission.prompt_tokens for one in answers)
+    generated = sum(one.num_tokens for one in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in answers)},
+    }
+
+
+def _mode_fields(delta: Delta) -> dict[str, Any]:
+    """Return the fields that modes add to a choice."""
+    fields = {"row": delta.row, "mode_output": delta.record}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _finite(log_prob: float) -> float:
+    return max(log_prob, -9999.0)  # as OpenAI reports very improbable tokens; JSON has no infinity

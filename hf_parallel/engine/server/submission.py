@@ -1,0 +1,246 @@
+"""Submission: what a request's body asks of the engine. Only settings that are plain JSON data are accepted."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_parallel.engine import Engine, RequestHandle
+from hf_parallel.engine.server.errors import APIError
+from hf_parallel.engine.server.grammar import JSONProcessor
+from hf_parallel.engine.server.limits import Limits
+from hf_parallel.engine.server.log_probs import LogProbs
+from hf_parallel.engine.server.schema import Body
+from hf_parallel.engine.server.stops import StopTexts
+from hf_parallel.generation.call import vocabulary_size
+from hf_parallel.generation.config import ParallelConfig, preset_of
+from hf_parallel.generation.mixin import take_parallel_config
+from hf_parallel.generation.modes import SharedPrefixConfig
+from hf_parallel.generation.prompts import encode_task
+from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.validation import check_text, suggestion
+
+SAMPLING = (
+    *("top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"),
+)
+"""Settings of `generate` that a request may have beside OpenAI's."""
+IGNORED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+)
+"""Fields of OpenAI that do not change an answer."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "echo": (None, False),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+"""Fields of OpenAI that are not supported, with the values that are accepted."""
+COMMON = ("seed", "cuda_graph")
+"""Settings of all modes, which are no further fields of a request."""
+
+
+@dataclass
+class Submission:
+    """Arguments of `Engine.submit` for one prompt, and what is needed to read its output."""
+
+    engine: Engine
+    config: ParallelConfig
+    prompt: Mapping[str, torch.Tensor]
+    arguments: dict[str, Any]
+    choices: int
+    stops: list[str] = field(default_factory=list)
+    log_probs: LogProbs | None = None
+    has_mode: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        return int(self.prompt["input_ids"].shape[1])
+
+    def submit(self, submitter: Any) -> RequestHandle:
+        """Submit it to the engine."""
+        return self.engine.submit(self.prompt, parallel_config=self.config, submitter=submitter, **self.arguments)
+
+
+class Translator:
+    """Translates bodies of requests into submissions, within the limits."""
+
+    def __init__(self, engine: Engine, limits: Limits) -> None:
+        self.engine, self.limits = engine, limits
+        config = engine.model.config.get_text_config()
+        self.max_tokens = limits.tokens or getattr(config, "max_position_embeddings", None) or 2**20
+
+    def translate(self, body: Body, prompt: str | list[Any], field_name: str) -> Submission:
+        """Return the submission for one prompt of a body: a text, a chat or token ids."""
+        config, sampling = self._settings(body)
+        encoded = self._encode(prompt, config, field_name)
+        begin = encoded["input_ids"].shape[1]
+        rows = body.candidates * config.max_rows_per_prompt
+        if rows > self.limits.rows:
+            raise APIError(400, f"a request may have at most {self.limits.rows} rows, this one has {rows}", "n")
+        arguments = {**sampling, "max_new_tokens": self._new_tokens(body, begin, field_name)}
+        if body.candidates > 1:
+            arguments["num_return_sequences"] = body.candidates
+            if arguments.get("do_sample") is False:
+                raise APIError(400, f"temperature=0 gives {body.candidates} equal answers; set n to 1", "n")
+        submission = Submission(self.engine, config, encoded, arguments, body.candidates, body.stops)
+        submission.has_mode = body.generation_mode is not None
+        self._add_processors(submission, body)
+        return submission
+
+    def _settings(self, body: Body) -> tuple[ParallelConfig, dict[str, Any]]:
+        """Return the config of the mode, and the settings of `generate` for sampling."""
+        model_config = self.engine.model.generation_config
+        name = body.generation_mode
+        cls = SharedPrefixConfig if name is None else MODES.get(name, SharedPrefixConfig)
+        if cls.needs_logits_cache:
+            raise APIError(400, f"{name!r} needs a logits_cache, which a request cannot give", "generation_mode")
+        refused = (*COMMON, *cls.not_stored, *cls.not_remote)
+        allowed = () if name is None else tuple(n for n in cls.fields() if n not in refused)
+        given = {}
+        for key, value in body.others.items():
+            if key in NEUTRAL:
+                if value not in NEUTRAL[key]:
+                    raise APIError(400, f"{key} is not supported", key)
+            elif key in (*SAMPLING, *allowed):
+                if value is not None:
+                    given[key] = self._plain(key, value)
+            elif key not in IGNORED:
+                hint = suggestion(key, (*allowed, *SAMPLING, *type(body).model_fields))
+                raise APIError(400, f"{key} is no field of this request{hint}", key)
+        for key in ("frequency_penalty", "presence_penalty"):
+            if getattr(body, key):
+                raise APIError(400, f"{key} is not supported; use repetition_penalty", key)
+        settings = {key: value for key, value in given.items() if key in allowed}
+        settings["seed"] = secrets.randbits(62) if body.seed is None else body.seed
+        arguments = {"generation_mode": cls.mode if name is None else name, **settings}
+        config = take_parallel_config(model_config, arguments)
+        assert config is not None
+        known = {key for key, value in vars(model_config).items() if value is not None}
+        known |= set(preset_of(config.mode, model_config).generation)
+        sampling = {key: value for key, value in given.items() if key not in allowed}
+        if body.temperature is not None:
+            sampling["do_sample"] = body.temperature > 0
+        elif "do_sample" not in known:
+            sampling["do_sample"] = True
+        if sampling.get("do_sample"):
+            if body.temperature is not None or "temperature" not in known:
+                sampling["temperature"] = float(1 if body.temperature is None else body.temperature)
+            if "top_k" not in known:  # transformers' default is 50
+                sampling.setdefault("top_k", 0)
+        if body.top_p is not None and sampling.get("do_sample", True):
+            sampling["top_p"] = body.top_p
+        if body.logit_bias:
+            sampling["sequence_bias"] = self._bias(body.logit_bias)
+        return config, sampling
+
+    def _plain(self, name: str, value: Any) -> Any:
+        """Return a setting, if it holds no numbers that would exhaust time or memory."""
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, int) and not isinstance(item, bool) and abs(item) > self.max_tokens:
+                raise APIError(400, f"{name} may be at most {self.max_tokens}, got {item}", name)
+            if isinstance(item, dict):
+                raise APIError(400, f"{name} must not be an object", name)
+        return value
+
+    def _bias(self, biases: Mapping[str, float]) -> list[list[Any]]:
+        size = vocabulary_size(self.engine.model)
+        for token in biases:
+            if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < size):
+                raise APIError(
+                    400, f"logit_bias must map token ids below {size} to numbers, got {token!r}", "logit_bias"
+                )
+        return [[[int(token)], float(bias)] for token, bias in biases.items()]
+
+    def _encode(self, prompt: str | list[Any], config: ParallelConfig, name: str) -> Mapping[str, torch.Tensor]:
+        tokenizer, rules = self.engine.tokenizer, config.system_prompt()
+        if isinstance(prompt, list) and isinstance(prompt[0], int):
+            ids = torch.tensor([prompt])
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if isinstance(prompt, list):
+            return encode_task(rules, prompt, tokenizer)
+        check_text(name, prompt)
+        if rules is not None:
+            return encode_task(rules, config.task_text(prompt), tokenizer)
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        if not ids.numel():
+            raise APIError(400, f"{name} must not be empty", name)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def _new_tokens(self, body: Body, begin: int, name: str) -> int:
+        left = self.max_tokens - begin
+        wanted = body.budget
+        if wanted is None:
+            default = self.engine.model.generation_config.max_new_tokens or self.limits.default_tokens
+            wanted = min(default, max(left, 1))
+        if wanted > left:
+            raise APIError(
+                400,
+                f"the context length is {self.max_tokens} tokens, but {begin} of {name} and {wanted} new tokens were "
+                "requested",
+                name if begin >= self.max_tokens else "max_tokens",
+                "context_length_exceeded",
+            )
+        return wanted
+
+    def _add_processors(self, submission: Submission, body: Body) -> None:
+        config, begin = submission.config, submission.prompt_tokens
+        processors: list[Any] = []
+        criteria: list[Any] = []
+        schema = _schema(body)
+        for name, wanted in (("response_format", schema), ("logprobs", body.top_logprobs_wanted)):
+            if wanted is not None and not config.rows_continue_prompts:
+                raise APIError(400, f"{name} is not supported with generation_mode={config.mode!r}", name)
+        if schema is not None:
+            processors.append(self._json(schema, begin))
+        if body.top_logprobs_wanted is not None:
+            submission.log_probs = LogProbs(body.top_logprobs_wanted)
+            processors.append(submission.log_probs)
+            criteria.append(submission.log_probs.criterion)
+        if body.stops:
+            for stop in body.stops:
+                check_text("stop", stop)
+            criteria.append(StopTexts(self.engine.tokenizer, body.stops, begin))
+        if processors:
+            submission.arguments["logits_processor"] = processors
+        if criteria:
+            submission.arguments["stopping_criteria"] = criteria
+
+    def _json(self, schema: dict[str, Any], begin: int) -> JSONProcessor:
+        model, tokenizer = self.engine.model, self.engine.tokenizer
+        ends = model.generation_config.eos_token_id
+        ends = [tokenizer.eos_token_id] if ends is None else ends
+        try:
+            return JSONProcessor(
+                schema, tokenizer, vocabulary_size(model), ends if isinstance(ends, list) else [ends], begin
+            )
+        except ImportError as error:
+            message = "response_format needs llguidance, which the server has not installed"
+            raise APIError(400, message, "response_format") from error
+
+
+def _schema(body: Body) -> dict[str, Any] | None:
+    """Return the JSON schema of the answer; None: any text."""
+    given = body.response_format
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return {"type": "object"}
+    if given.json_schema is None:
+        raise APIError(400, "response_format of the type json_schema needs the field json_schema", "response_format")
+    return given.json_schema.definition
