@@ -123,8 +123,9 @@ class _Server:
             raise APIError(400, f"best_of must be at least n={choices}, got {body.best_of}", "best_of")
         if body.stream and body.candidates > choices:
             raise APIError(400, "best_of cannot be streamed: it selects answers when all are complete", "best_of")
-        if len(prompts) * body.candidates > self.limits.rows:
-            raise APIError(400, f"at most {self.limits.rows} answers are accepted", name)
+        if body.candidates * len(prompts) > self.limits.rows:
+            cause = name if len(prompts) > 1 else "n"
+            raise APIError(400, f"a request may have at most {self.limits.rows} answers", cause)
         submitter = request.scope.get("submitter")
         loop = asyncio.get_running_loop()
         answers = await loop.run_in_executor(self.executor, self._submit, body, prompts, name, submitter)

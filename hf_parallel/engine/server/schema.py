@@ -73,6 +73,14 @@ class Body(BaseModel):
     frequency_penalty: Number | None = None
     presence_penalty: Number | None = None
     response_format: ResponseFormat | None = None
+    top_k: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    epsilon_cutoff: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    eta_cutoff: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    no_repeat_ngram_size: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
+    min_new_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
 
     @property
     def stops(self) -> list[str]:

@@ -28,7 +28,7 @@ SAMPLING = (
     *("top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
     *("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"),
 )
-"""Settings of `generate` that a request may have beside OpenAI's."""
+"""Fields of a body that are settings of `generate`, with the same names."""
 IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention"),
@@ -92,7 +92,8 @@ class Translator:
         begin = encoded["input_ids"].shape[1]
         rows = body.candidates * config.max_rows_per_prompt
         if rows > self.limits.rows:
-            raise APIError(400, f"a request may have at most {self.limits.rows} rows, this one has {rows}", "n")
+            message = f"a request may have at most {self.limits.rows} rows, this one has {rows}"
+            raise APIError(400, message, "generation_mode")
         arguments = {**sampling, "max_new_tokens": self._new_tokens(body, begin, field_name)}
         if body.candidates > 1:
             arguments["num_return_sequences"] = body.candidates
@@ -117,23 +118,23 @@ class Translator:
             if key in NEUTRAL:
                 if value not in NEUTRAL[key]:
                     raise APIError(400, f"{key} is not supported", key)
-            elif key in (*SAMPLING, *allowed):
+            elif key in allowed:
                 if value is not None:
                     given[key] = self._plain(key, value)
             elif key not in IGNORED:
-                hint = suggestion(key, (*allowed, *SAMPLING, *type(body).model_fields))
+                hint = suggestion(key, (*allowed, *type(body).model_fields))
                 raise APIError(400, f"{key} is no field of this request{hint}", key)
         for key in ("frequency_penalty", "presence_penalty"):
             if getattr(body, key):
                 raise APIError(400, f"{key} is not supported; use repetition_penalty", key)
-        settings = {key: value for key, value in given.items() if key in allowed}
+        settings = given
         settings["seed"] = secrets.randbits(62) if body.seed is None else body.seed
         arguments = {"generation_mode": cls.mode if name is None else name, **settings}
         config = take_parallel_config(model_config, arguments)
         assert config is not None
         known = {key for key, value in vars(model_config).items() if value is not None}
         known |= set(preset_of(config.mode, model_config).generation)
-        sampling = {key: value for key, value in given.items() if key not in allowed}
+        sampling = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         if body.temperature is not None:
             sampling["do_sample"] = body.temperature > 0
         elif "do_sample" not in known:
@@ -170,9 +171,14 @@ class Translator:
     def _encode(self, prompt: str | list[Any], config: ParallelConfig, name: str) -> Mapping[str, torch.Tensor]:
         tokenizer, rules = self.engine.tokenizer, config.system_prompt()
         if isinstance(prompt, list) and isinstance(prompt[0], int):
+            size = vocabulary_size(self.engine.model)
+            if max(prompt) >= size:
+                raise APIError(400, f"{name} must hold token ids below {size}, got {max(prompt)}", name)
             ids = torch.tensor([prompt])
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if isinstance(prompt, list):
+            for message in prompt:
+                check_text(name, message["content"])
             return encode_task(rules, prompt, tokenizer)
         check_text(name, prompt)
         if rules is not None:

@@ -1,0 +1,783 @@
+"""The server: OpenAI's API over an engine, as its clients see it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+pytest.importorskip("greenlet")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx2")
+
+from serving import MODEL, Served, served, small_model  # noqa: E402
+
+from hf_parallel.cli import top  # noqa: E402
+from hf_parallel.engine import Engine  # noqa: E402
+from hf_parallel.engine.server import Limits  # noqa: E402
+from hf_parallel.engine.server.grammar import JSONProcessor  # noqa: E402
+from hf_parallel.engine.server.stops import StopFilter  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOT = Path(__file__).parent.parent
+CHAT = [{"role": "user", "content": "Hello"}]
+LONG = 900
+"""New tokens of a request that is still running when a test looks."""
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Any, Any]:
+    return small_model()
+
+
+@pytest.fixture
+def another() -> tuple[Any, Any]:
+    """A copy of the model, for an engine of a test."""
+    return small_model()
+
+
+@pytest.fixture(scope="module")
+def server(small: tuple[Any, Any]) -> Iterator[Served]:
+    torch.set_num_threads(1)
+    with Engine(*small) as engine, served(engine) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Served) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def generated(small: tuple[Any, Any], text: str, tokens: int) -> str:
+    """Return the greedy answer to a chat of one message, by plain `generate`."""
+    model, tokenizer = small
+    chat = [{"role": "user", "content": text}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        ids = model.generate(prompt["input_ids"], max_new_tokens=tokens, do_sample=False)
+    return tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def events(response: Any) -> list[Any]:
+    """Return the data of a stream; `[DONE]` as text."""
+    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def stream(server: Served, path: str = "/v1/chat/completions", **body: Any) -> list[Any]:
+    body = {"model": MODEL, "stream": True, "temperature": 0, "max_tokens": 12, **body}
+    with httpx.stream("POST", server.url + path, json=body, timeout=60) as response:
+        assert response.status_code == 200, response.read()
+        return events(response)
+
+
+# Answers
+
+
+def test_a_greedy_answer_equals_that_of_generate(server: Served, small: tuple[Any, Any]) -> None:
+    answer = server.chat("Which city?", max_tokens=24)
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": generated(small, "Which city?", 24),
+        "refusal": None,
+    }
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stream_holds_the_text_of_the_whole_answer(server: Served) -> None:
+    whole = server.chat(max_tokens=40)
+    *chunks, done = stream(server, messages=CHAT, max_tokens=40)
+    assert done == "[DONE]"
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert (
+        "".join(choice["delta"].get("content", "") for choice in choices) == whole["choices"][0]["message"]["content"]
+    )
+    assert choices[0]["delta"]["role"] == "assistant"
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+
+
+def test_the_client_of_openai_gets_answers_and_streams(client: Any) -> None:
+    arguments = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 10}
+    answer = client.chat.completions.create(**arguments)
+    streamed = client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
+    chunks = list(streamed)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == answer.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens == 10
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    completed = client.completions.create(model=MODEL, prompt="Hello", max_tokens=4)
+    assert completed.usage.total_tokens == completed.usage.prompt_tokens + 4
+
+
+def test_the_asynchronous_client_of_openai_gets_answers_and_streams(server: Served, client: Any) -> None:
+    arguments = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 10}
+
+    async def ask() -> tuple[list[str], str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as asynchronous:
+            create = asynchronous.chat.completions.create
+            answers = await asyncio.gather(*(create(**arguments) for _ in range(3)))
+            text = ""
+            async for chunk in await create(**arguments, stream=True):
+                text += chunk.choices[0].delta.content or ""
+            return [answer.choices[0].message.content for answer in answers], text
+
+    answers, text = asyncio.run(ask())
+    assert {*answers, text} == {client.chat.completions.create(**arguments).choices[0].message.content}
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl_gets_an_answer(server: Served) -> None:
+    body = json.dumps({"model": MODEL, "messages": CHAT, "max_tokens": 4})
+    command = ["curl", "-sf", f"{server.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
+    answer = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+def test_clients_at_the_same_time_get_what_each_gets_alone(server: Served) -> None:
+    """With different settings, and with seeds."""
+    requests = [
+        {
+            "text": f"Question {i}",
+            "max_tokens": 20 + i,
+            "temperature": 0 if i % 2 else 1.2,
+            "seed": i,
+            "n": 1 + (i + 1) % 2,
+        }
+        for i in range(6)
+    ]
+    alone = [server.chat(**request)["choices"] for request in requests]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        together = list(pool.map(lambda request: server.chat(**request)["choices"], requests))
+    assert together == alone
+
+
+def test_a_seed_determines_the_answer(server: Served) -> None:
+    first, again, other = (server.chat(temperature=1, seed=seed, max_tokens=20) for seed in (1, 1, 2))
+    assert first["choices"] == again["choices"] != other["choices"]
+
+
+def test_without_a_temperature_answers_are_sampled(server: Served) -> None:
+    texts = {server.chat(temperature=None, max_tokens=20)["choices"][0]["message"]["content"] for _ in range(3)}
+    assert len(texts) > 1
+
+
+def test_n_gives_that_many_answers_and_the_prompt_counts_once(server: Served) -> None:
+    answer = server.chat(n=3, temperature=1, seed=3, max_tokens=6)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert answer["usage"]["completion_tokens"] == 18
+    assert answer["usage"]["prompt_tokens"] == server.chat()["usage"]["prompt_tokens"]
+
+
+def test_the_streams_of_n_answers_hold_their_texts(server: Served) -> None:
+    settings = {"n": 3, "temperature": 1, "seed": 5, "max_tokens": 10}
+    texts = ["", "", ""]
+    for chunk in stream(server, messages=CHAT, **settings)[:-1]:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["delta"].get("content", "")
+    assert texts == [choice["message"]["content"] for choice in server.chat(**settings)["choices"]]
+
+
+def test_best_of_returns_the_most_probable_completions(server: Served) -> None:
+    settings = {"prompt": "Hello", "temperature": 1, "top_p": 1, "seed": 7, "max_tokens": 6, "logprobs": 0}
+    every = server.post("/v1/completions", n=4, **settings).json()
+    best = server.post("/v1/completions", n=2, best_of=4, **settings).json()
+
+    def mean(choice: dict[str, Any]) -> float:
+        values = choice["logprobs"]["token_logprobs"]
+        return sum(values) / len(values)
+
+    expected = sorted(every["choices"], key=mean, reverse=True)[:2]
+    assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in expected]
+    assert best["usage"]["completion_tokens"] == 24
+
+
+def test_prompts_may_be_texts_and_token_ids_and_lists_of_them(server: Served, small: tuple[Any, Any]) -> None:
+    ids = small[1]("Hello")["input_ids"]
+    settings = {"temperature": 0, "max_tokens": 5}
+    text = server.post("/v1/completions", prompt="Hello", **settings).json()["choices"][0]["text"]
+    for prompt, count in (("Hello", 1), (ids, 1), (["Hello", "Hello"], 2), ([ids, ids], 2)):
+        choices = server.post("/v1/completions", prompt=prompt, **settings).json()["choices"]
+        assert [(choice["index"], choice["text"]) for choice in choices] == [(i, text) for i in range(count)]
+
+
+def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(server: Served) -> None:
+    whole = server.chat(max_tokens=60)["choices"][0]["message"]["content"]
+    stop = whole[15:18]
+    expected = whole[: whole.index(stop)]
+    answer = server.chat(max_tokens=60, stop=["not there", stop])
+    assert answer["choices"][0]["message"]["content"] == expected
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] < 60
+    chunks = stream(server, messages=CHAT, max_tokens=60, stop=stop)[:-1]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected
+
+
+@pytest.mark.parametrize(
+    ("texts", "shown"), [(["ab", "cd", "ef"], "ab"), (["abc", "x"], "abcx"), (["a", "c", "cd"], "ac")]
+)
+def test_a_filter_holds_back_the_beginning_of_a_stop_text(texts: list[str], shown: str) -> None:
+    stops = StopFilter(["cd", "cde"])
+    assert "".join([*map(stops.add, texts), stops.flush()]) == shown
+
+
+def test_a_bias_forces_and_bans_tokens(server: Served, small: tuple[Any, Any]) -> None:
+    token = small[1]("A", add_special_tokens=False)["input_ids"][0]
+    forced = server.chat(logit_bias={str(token): 100}, max_tokens=4)["choices"][0]["message"]["content"]
+    assert forced == "AAAA"
+    banned = server.chat(logit_bias={str(token): -100}, temperature=1, max_tokens=40)
+    assert "A" not in banned["choices"][0]["message"]["content"].replace(" A", "").replace("An", "")
+
+
+def test_log_probabilities_are_those_of_the_model(server: Served, small: tuple[Any, Any]) -> None:
+    """Also with a temperature, and of every answer of a request."""
+    model, tokenizer = small
+    ids = tokenizer("Hello")["input_ids"]
+    settings = {"prompt": ids, "temperature": 0.5, "seed": 1, "n": 2, "max_tokens": 5}
+    choices = server.post("/v1/completions", logprobs=3, **settings).json()["choices"]
+    assert [c["text"] for c in choices] == [
+        c["text"] for c in server.post("/v1/completions", **settings).json()["choices"]
+    ]
+    for choice in choices:
+        found = choice["logprobs"]
+        logits = model(torch.tensor([ids])).logits[0, -1]
+        expected = logits.log_softmax(-1).topk(3)
+        assert [*found["top_logprobs"][0].values()] == pytest.approx(expected.values.tolist(), abs=1e-4)
+        assert max(found["token_logprobs"]) <= 0
+        assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["top_logprobs"]) == 5
+
+
+def test_log_probabilities_are_streamed_with_their_tokens(server: Served) -> None:
+    settings = {"logprobs": True, "top_logprobs": 2, "max_tokens": 8}
+    whole = server.chat(**settings)["choices"][0]["logprobs"]["content"]
+    chunks = [chunk["choices"][0] for chunk in stream(server, messages=CHAT, **settings)[:-1]]
+    streamed = [token for chunk in chunks if chunk["logprobs"] for token in chunk["logprobs"]["content"]]
+    assert streamed == whole
+    assert len(whole) == 8
+    assert all(len(token["top_logprobs"]) == 2 for token in whole)
+    assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in whole)  # greedy
+
+
+def test_a_prompt_that_was_seen_before_counts_as_cached(server: Served) -> None:
+    text = "A prompt of its own."
+    first, second = (server.chat(text)["usage"] for _ in range(2))
+    assert second["prompt_tokens_details"]["cached_tokens"] > first["prompt_tokens_details"]["cached_tokens"]
+    assert second["prompt_tokens"] == first["prompt_tokens"]
+
+
+def test_content_may_be_a_list_of_texts(server: Served) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    answer = server.chat(messages=[{"role": "user", "content": parts}])
+    assert answer["choices"][0]["message"] == server.chat()["choices"][0]["message"]
+
+
+def test_fields_that_change_no_answer_are_accepted(server: Served) -> None:
+    neutral = {"tools": [], "tool_choice": "none", "user": "me", "store": False, "metadata": {"a": "b"}, "stop": None}
+    more = {"frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}, "logit_bias": {}}
+    assert server.chat(**neutral, **more)["choices"] == server.chat()["choices"]
+
+
+# Modes
+
+
+def test_a_mode_that_merges_rows_gives_one_choice(client: Any) -> None:
+    arguments = {"model": MODEL, "messages": CHAT, "max_tokens": 16, "seed": 1}
+    extra = {"generation_mode": "hogwild", "num_workers": 3}
+    answer = client.chat.completions.create(**arguments, extra_body=extra)
+    (choice,) = answer.choices
+    workers = choice.mode_output["workers"]
+    assert len(workers) == 3
+    assert choice.message.content == choice.mode_output["transcript"] != ""
+    texts, content = dict.fromkeys(("Alice", "Bob", "Carol"), ""), ""
+    for chunk in client.chat.completions.create(**arguments, extra_body=extra, stream=True):
+        (delta,) = chunk.choices
+        content += delta.delta.content or ""
+        if row_text := getattr(delta.delta, "row_content", None):
+            texts[delta.row] += row_text
+    assert content == choice.message.content
+    assert [*texts.values()] == workers
+
+
+@pytest.mark.parametrize("mode", ["shared_prefix", "self_consistency", "skeleton_of_thought"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_mode_streams_its_answer_with_names_of_rows(server: Served, mode: str) -> None:
+    settings = {"generation_mode": mode, "temperature": 1, "seed": 2, "max_tokens": 16}
+    whole = server.chat(**settings)["choices"][0]
+    chunks = [chunk["choices"][0] for chunk in stream(server, messages=CHAT, **settings)[:-1]]
+    assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == whole["message"]["content"]
+    assert {chunk["row"] for chunk in chunks if "row_content" in chunk["delta"] or mode == "shared_prefix"}
+    assert "mode_output" in whole
+
+
+def test_settings_of_the_mode_are_checked_by_the_mode(server: Served) -> None:
+    response = server.post("/v1/chat/completions", messages=CHAT, generation_mode="hogwild", num_workers=0)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["param"] == "num_workers"
+    assert "num_workers must be" in error["message"]
+
+
+# JSON schemas
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "size": {"enum": [1, 22, 333]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+
+
+def response_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def test_each_of_several_answers_matches_the_json_schema(server: Served) -> None:
+    pytest.importorskip("llguidance")
+    settings = {"n": 4, "temperature": 1, "seed": 1, "max_tokens": 80, "response_format": response_format(SCHEMA)}
+    choices = server.chat(**settings)["choices"]
+    found = [json.loads(choice["message"]["content"]) for choice in choices if choice["finish_reason"] == "stop"]
+    assert len(found) == 4
+    assert all(value["size"] in (1, 22, 333) and value.keys() == {"name", "size"} for value in found)
+    assert len({value["name"] for value in found}) > 1
+
+
+def test_the_json_processor_treats_each_row_alone(small: tuple[Any, Any]) -> None:
+    """Rows may be given in any order, in parts, and again."""
+    pytest.importorskip("llguidance")
+    model, tokenizer = small
+    size = model.config.vocab_size
+
+    def allowed(rows: list[str], processor: JSONProcessor) -> list[list[int]]:
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rows]
+        scores = [processor(torch.tensor([row]), torch.zeros(1, size))[0] for row in ids]
+        return [score.isfinite().nonzero().flatten().tolist() for score in scores]
+
+    rows = ['{"', '{"name":"ab', '{"name":"xy","size":', '{"name":"', '{"name":"xy","size":2']
+    make = lambda: JSONProcessor(SCHEMA, tokenizer, size, [tokenizer.eos_token_id], 0)  # noqa: E731
+    one_by_one = [allowed([row], make())[0] for row in rows]
+    assert allowed(rows, processor := make()) == one_by_one
+    assert allowed(rows[::-1], processor) == one_by_one[::-1]
+    assert one_by_one[-1] == tokenizer("2", add_special_tokens=False)["input_ids"]
+
+
+def test_a_schema_that_is_not_supported_is_rejected(server: Served) -> None:
+    pytest.importorskip("llguidance")
+    for schema in ({"type": "nothing"}, {"$ref": "http://example.com/schema.json"}, {"$ref": "file:///etc/passwd"}):
+        response = server.post("/v1/chat/completions", messages=CHAT, response_format=response_format(schema))
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == "response_format"
+
+
+# Invalid requests
+
+BAD_BODIES: dict[str, Any] = {
+    "empty": b"",
+    "no JSON": b"hello",
+    "cut off": b'{"model": "small", "messages": [',
+    "a list": b"[]",
+    "a number": b"1",
+    "null": b"null",
+    "not UTF-8": b'{"model": "\xff\xfe"}',
+    "nested deeply": b'{"model": "small", "messages": ' + b"[" * 50_000,
+    "nested arrays": b'{"model": "small", "messages": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    "long integer": b'{"model": "small", "seed": ' + b"9" * 6000 + b"}",
+}
+BAD_FIELDS: dict[str, dict[str, Any]] = {
+    "no messages": {"messages": None},
+    "no message": {"messages": []},
+    "messages are text": {"messages": "Hello"},
+    "a message is text": {"messages": ["Hello"]},
+    "a message without role": {"messages": [{"content": "Hello"}]},
+    "a message without content": {"messages": [{"role": "user"}]},
+    "content is null": {"messages": [{"role": "user", "content": None}]},
+    "content is a number": {"messages": [{"role": "user", "content": 1}]},
+    "content is an image": {
+        "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    },
+    "role is unknown": {"messages": [{"role": "nobody", "content": "Hello"}]},
+    "role is a number": {"messages": [{"role": 1, "content": "Hello"}]},
+    "lone surrogate": {"messages": [{"role": "user", "content": "a\ud800b"}]},
+    "no model": {"model": None},
+    "a model that is a number": {"model": 1},
+    "another model": {"model": "gpt"},
+    "a model that is a path": {"model": "../../etc/passwd"},
+    **{f"max_tokens={value!r}": {"max_tokens": value} for value in (0, -1, 1.5, "5", True, [5], 10**6, 10**30)},
+    "max_completion_tokens": {"max_completion_tokens": 10**5},
+    **{f"temperature={value!r}": {"temperature": value} for value in (-0.1, 2.1, "1", True, [], 1e308)},
+    **{f"top_p={value!r}": {"top_p": value} for value in (0, -1, 1.01, "1", {})},
+    **{f"n={value!r}": {"n": value} for value in (0, -1, 1.5, "2", 10**6, 65, 10**40)},
+    "several greedy answers": {"n": 2, "temperature": 0},
+    **{f"stop={value!r}": {"stop": value} for value in ("", [""], [1], 1, ["a"] * 99, "x" * 999, {"a": 1}, "\ud800")},
+    **{f"seed={value!r}": {"seed": value} for value in (1.5, "1", True, 2**63, [1])},
+    **{f"stream={value!r}": {"stream": value} for value in ("yes", 1, [])},
+    "stream_options": {"stream": True, "stream_options": {"include_usage": 3}},
+    **{f"logit_bias={value!r}": {"logit_bias": value} for value in ([1], {"a": 1}, {"1": 101}, {"99999999": 1})},
+    **{f"bias of {token!r}": {"logit_bias": {token: 1}} for token in ("-1", "1.0", "", " 1", "²", "9" * 50)},
+    "bias is text": {"logit_bias": {"1": "a"}},
+    **{f"logprobs={value!r}": {"logprobs": value} for value in (3, "yes", [])},
+    **{f"top_logprobs={value!r}": {"logprobs": True, "top_logprobs": value} for value in (-1, 21, 1.5, "2")},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "presence_penalty": {"presence_penalty": -0.5},
+    "tools": {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    "tool_choice": {"tool_choice": "required"},
+    "functions": {"functions": [{"name": "f"}]},
+    "audio": {"modalities": ["audio"]},
+    "format": {"response_format": {"type": "xml"}},
+    "format is text": {"response_format": "json"},
+    "format without schema": {"response_format": {"type": "json_schema"}},
+    "schema is a list": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}},
+    "mode is unknown": {"generation_mode": "nothing"},
+    "mode is a number": {"generation_mode": 1},
+    "mode is a path": {"generation_mode": "/etc/passwd"},
+    "mode needs an object": {"generation_mode": "resample"},
+    "settings without a mode": {"num_workers": 2},
+    "settings of another mode": {"generation_mode": "shared_prefix", "num_workers": 2},
+    "too many workers": {"generation_mode": "hogwild", "num_workers": 1000},
+    "very many workers": {"generation_mode": "hogwild", "num_workers": 10**12},
+    "many answers to vote on": {"generation_mode": "self_consistency", "num_answers": 1000},
+    "a setting is an object": {"generation_mode": "hogwild", "layout": {"a": 1}},
+    "a template with attributes": {"generation_mode": "hogwild", "task_prompt": "{task.__class__.__mro__}"},
+    "a template with items": {"generation_mode": "hogwild", "step_prefix": "{name[0]} {step}"},
+    "a regular expression": {"generation_mode": "self_consistency", "answer_pattern": "(a+)+$"},
+    "log-probabilities of a mode": {"generation_mode": "hogwild", "logprobs": True},
+    "JSON of a mode": {"generation_mode": "hogwild", "response_format": {"type": "json_object"}},
+    **{
+        f"{name} of generate": {name: value}
+        for name, value in {
+            "chat_template": "{{ 1 }}",
+            "custom_generate": "user/repository",
+            "tokenizer": "user/tokenizer",
+            "logits_cache": "/tmp/cache",
+            "past_key_values": [],
+            "parallel_config": {"num_workers": 2},
+            "generation_config": {"max_new_tokens": 10},
+            "logits_processor": ["print"],
+            "streamer": "sys.stdout",
+            "assistant_model": "user/model",
+            "trust_remote_code": True,
+            "input_ids": [[1]],
+            "max_new_tokens": 10,
+            "stop_strings": ["a"],
+            "watermarking_config": {"context_width": 10**9},
+            "cache_implementation": "offloaded",
+            "levels": [[1, 2]],
+            "submitter": "me",
+            "priority": 100,
+        }.items()
+    },
+    **{f"top_k={value!r}": {"top_k": value} for value in (-1, 1.5, "5", 10**30, [1])},
+    **{f"min_p={value!r}": {"min_p": value} for value in (-1, 2, "a")},
+    **{f"repetition_penalty={value!r}": {"repetition_penalty": value} for value in (0, -1, "a", [])},
+}
+
+
+def check_error(response: Any, *statuses: int) -> dict[str, Any]:
+    """Check that a response is an error of the client in OpenAI's form, and return it."""
+    assert 400 <= response.status_code < 500, response.text
+    assert not statuses or response.status_code in statuses, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize("kind", BAD_BODIES)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_body_that_is_no_request_is_an_error_of_the_client(server: Served, path: str, kind: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    check_error(httpx.post(server.url + path, content=BAD_BODIES[kind], headers=headers, timeout=60), 400)
+
+
+@pytest.mark.parametrize("kind", BAD_FIELDS)
+def test_an_invalid_field_is_an_error_of_the_client_that_names_it(server: Served, kind: str) -> None:
+    fields = BAD_FIELDS[kind]
+    before = server.engine.stats
+    body = {"model": MODEL, "messages": CHAT, "max_tokens": 4, **fields}
+    content = json.dumps(body).encode()
+    for text in (content, json.dumps({**body, "stream": fields.get("stream", True)}).encode()):
+        response = httpx.post(
+            f"{server.url}/v1/chat/completions", content=text, headers={"Content-Type": "application/json"}, timeout=60
+        )
+        error = check_error(response, 400, 404)
+        assert error["param"] in (*fields, "max_tokens"), error
+    after = server.engine.stats
+    assert (after.decoded_tokens, after.failed) == (before.decoded_tokens, before.failed)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": ""}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [1, "a"]}, {"prompt": [10**6]}, {"prompt": None}]
+    + [{"prompt": [-1]}, {"prompt": [True]}, {"prompt": ["a"] * 65}, {"prompt": {"a": 1}}, {"prompt": "\ud800"}]
+    + [{"best_of": 1, "n": 2}, {"best_of": 0}, {"best_of": 2, "stream": True}, {"echo": True}, {"suffix": "x"}]
+    + [{"logprobs": True}, {"logprobs": 100}, {"prompt": "word " * 2000}, {"prompt": list(range(3, 90)) * 20}],
+    ids=lambda fields: str(fields)[:40],
+)
+def test_an_invalid_completion_is_an_error_of_the_client_that_names_it(server: Served, fields: dict[str, Any]) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "Hello", **fields}).encode()
+    headers = {"Content-Type": "application/json"}
+    error = check_error(httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=60), 400)
+    assert error["param"] in fields
+
+
+def test_numbers_that_json_does_not_have_are_an_error(server: Served) -> None:
+    for value in (b"NaN", b"Infinity", b"-Infinity", b"1e999"):
+        for name in (b"temperature", b"min_p", b"frequency_penalty"):
+            content = b'{"model": "small", "messages": [{"role": "user", "content": "a"}], "%s": %s}' % (name, value)
+            headers = {"Content-Type": "application/json"}
+            check_error(httpx.post(f"{server.url}/v1/chat/completions", content=content, headers=headers), 400)
+
+
+def test_unknown_paths_and_methods_are_errors_of_the_client(server: Served) -> None:
+    check_error(httpx.get(f"{server.url}/v1/nothing"), 404)
+    check_error(httpx.get(f"{server.url}/v1/models/nothing"), 404)
+    check_error(httpx.get(f"{server.url}/v1/models/../../../etc/passwd"), 404)
+    check_error(httpx.get(f"{server.url}/v1/chat/completions"), 405)
+    check_error(httpx.post(f"{server.url}/v1/models", json={}), 405)
+    check_error(
+        httpx.post(f"{server.url}/v1/chat/completions", content=b"{}", headers={"Content-Type": "text/plain"}), 415
+    )
+
+
+def test_an_error_of_the_client_of_openai_has_its_class(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model=MODEL, messages=CHAT, frequency_penalty=1.0)
+    assert raised.value.param == "frequency_penalty"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="other", messages=CHAT)
+
+
+# Limits
+
+
+def test_a_body_may_not_be_larger_than_the_limit(another: tuple[Any, Any]) -> None:
+    """With and without a Content-Length; and a body that does not arrive ends."""
+    with Engine(*another) as engine, served(engine, Limits(body_bytes=2000, body_seconds=0.5)) as running:
+        large = json.dumps({"model": MODEL, "prompt": "a" * 3000}).encode()
+        headers = {"Content-Type": "application/json"}
+        check_error(httpx.post(f"{running.url}/v1/completions", content=large, headers=headers), 413)
+        parts = (large[i : i + 500] for i in range(0, len(large), 500))
+        check_error(httpx.post(f"{running.url}/v1/completions", content=parts, headers=headers), 413)
+        address = urlsplit(running.url)
+        with socket.create_connection((address.hostname, address.port)) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+            slow.sendall(b"Content-Length: 100\r\n\r\n{")
+            slow.settimeout(20)
+            assert b" 408 " in slow.recv(100)
+        assert running.chat()["choices"]
+
+
+def test_a_request_needs_a_valid_key(another: tuple[Any, Any]) -> None:
+    with Engine(*another) as engine, served(engine, api_keys=["one", "zwei ü"]) as running:
+        body = {"messages": CHAT, "max_tokens": 2}
+        for headers in ({}, {"Authorization": "Bearer two"}, {"Authorization": "one"}, {"Authorization": "Basic one"}):
+            error = check_error(running.post("/v1/chat/completions", headers, **body), 401)
+            assert error["code"] == "invalid_api_key"
+        for path in ("/metrics", "/stats", "/v1/models", "/openapi.json"):
+            check_error(httpx.get(running.url + path), 401)
+        for key in (b"one", "zwei ü".encode()):
+            assert running.post("/v1/chat/completions", {"Authorization": b"Bearer " + key}, **body).status_code == 200
+        assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key="two").models.list()
+
+
+def test_a_local_server_answers_for_its_own_names_only(another: tuple[Any, Any]) -> None:
+    with Engine(*another) as engine, served(engine, hosts=["127.0.0.1", "localhost", "::1"]) as running:
+        for host, status in (("localhost:1", 200), ("[::1]:8000", 200), ("127.0.0.1", 200), ("evil.com", 400)):
+            assert httpx.get(f"{running.url}/v1/models", headers={"Host": host}).status_code == status
+
+
+def test_a_full_queue_answers_429_with_retry_after(another: tuple[Any, Any]) -> None:
+    with Engine(*another, max_rows=1, max_waiting=1) as engine, served(engine) as running:
+        long = {"messages": CHAT, "max_tokens": 150, "logit_bias": {"2": -100}}
+        with ThreadPoolExecutor(8) as pool:
+            statuses = [pool.submit(running.post, "/v1/chat/completions", **long) for _ in range(8)]
+            responses = [future.result() for future in statuses]
+        refused = [response for response in responses if response.status_code != 200]
+        assert {response.status_code for response in refused} == {429}
+        assert all(int(response.headers["Retry-After"]) >= 1 for response in refused)
+        assert len(refused) < 8
+        assert running.chat()["choices"]
+
+
+def test_too_many_open_requests_answer_429(another: tuple[Any, Any]) -> None:
+    with Engine(*another) as engine, served(engine, Limits(open_requests=1)) as running:
+        body = {"model": MODEL, "messages": CHAT, "max_tokens": LONG, "stream": True, "logit_bias": {"2": -100}}
+        with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body) as first:
+            next(first.iter_lines())
+            check_error(running.post("/v1/chat/completions", messages=CHAT), 429)
+
+
+def test_a_request_that_does_not_fit_the_memory_is_rejected(another: tuple[Any, Any]) -> None:
+    with Engine(*another, max_kv_bytes=100_000) as engine, served(engine) as running:
+        error = check_error(running.post("/v1/chat/completions", messages=CHAT, max_tokens=LONG), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert running.chat()["choices"]
+
+
+# Clients that leave, are slow or fail
+
+
+def idle(stats: Any) -> bool:
+    return not stats.running and not stats.waiting
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("mode", [None, "hogwild"])
+def test_a_client_that_disconnects_frees_its_memory(server: Served, streaming: bool, mode: str | None) -> None:
+    assert server.wait_until(idle)
+    before = server.engine.stats
+    body = {"model": MODEL, "messages": CHAT, "max_tokens": LONG, "stream": streaming, "logit_bias": {"2": -100}}
+    body |= {} if mode is None else {"generation_mode": mode, "max_tokens": 300}
+    content = json.dumps(body).encode()
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+        assert server.wait_until(lambda stats: stats.running and stats.decoded_tokens > before.decoded_tokens + 3)
+    assert server.wait_until(idle)
+    after = server.engine.stats
+    assert after.cancelled == before.cancelled + 1
+    assert after.decoded_tokens < before.decoded_tokens + LONG
+    tokens = (after.kv_bytes - before.kv_bytes) // server.engine._storage.arena.bytes_per_token
+    assert tokens < 1200, "keys and values of the answer are held"  # the prompt may stay cached
+
+
+def test_a_client_that_does_not_read_delays_no_other(server: Served) -> None:
+    body = {"model": MODEL, "messages": CHAT, "max_tokens": LONG, "n": 4, "stream": True, "logit_bias": {"2": -100}}
+    content = json.dumps({**body, "logprobs": True, "top_logprobs": 20, "max_tokens": 100}).encode()
+    address = urlsplit(server.url)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((address.hostname, address.port))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+        assert server.wait_until(lambda stats: stats.running)
+        assert len({str(server.chat(max_tokens=8)["choices"]) for _ in range(3)}) == 1
+        assert server.wait_until(idle), "the engine waits for a client that does not read"
+    assert server.chat()["choices"]
+
+
+def test_an_error_in_the_midst_of_a_stream_is_sent_as_an_event(server: Served, small: tuple[Any, Any]) -> None:
+    model, _ = small
+    calls = []
+
+    def fail(module: Any, args: Any, output: Any) -> Any:
+        calls.append(1)
+        return output * float("nan") if len(calls) > 6 else output
+
+    hook = model.lm_head.register_forward_hook(fail)
+    try:
+        *chunks, last = stream(server, messages=CHAT, max_tokens=50)
+    finally:
+        hook.remove()
+    assert len(chunks) > 1
+    assert last["error"]["type"] == "server_error"
+    assert server.chat()["choices"]
+
+
+# Metrics
+
+
+def test_metrics_count_requests_tokens_and_times(another: tuple[Any, Any]) -> None:
+    with Engine(*another, max_kv_bytes=10**7) as engine, served(engine, max_kv_bytes=10**7) as running:
+        for _ in range(2):
+            running.chat(max_tokens=8)
+        text = httpx.get(f"{running.url}/metrics").text
+        values = dict(re.findall(r"^hf_parallel_(\S+) (\S+)$", text, re.MULTILINE))
+        assert float(values["decoded_tokens_total"]) == 16
+        assert float(values["finished_total"]) == 2
+        assert float(values["time_to_first_token_seconds_count"]) == 2
+        assert float(values["time_per_token_seconds_count"]) == 2
+        assert 0 < float(values["hit_rate"]) < 1
+        assert float(values["kv_bytes"]) > 0
+        assert float(values["running"]) == float(values["waiting"]) == 0
+        assert float(values['responses_total{path="/v1/chat/completions",status="200"}']) == 2
+
+
+def test_top_shows_the_state_of_a_server(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    server.chat()
+    from hf_parallel.cli.main import main
+
+    assert main(["top", f"{server.url}/v1", "--once"]) == 0
+    printed = capsys.readouterr().out
+    assert "0 running, 0 waiting" in printed
+    assert "first token" in printed
+    before = top.fetch(server.url)
+    server.chat(max_tokens=20)
+    after = top.fetch(server.url)
+    assert after["engine"]["decoded_tokens"] == before["engine"]["decoded_tokens"] + 20
+    assert "/s" in top._rate(after, before, "decoded_tokens")
+
+
+def test_top_names_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    from hf_parallel.cli.main import main
+
+    for url in ("http://127.0.0.1:9", "file:///etc/passwd"):
+        assert main(["top", url]) == 2
+        assert capsys.readouterr().err.startswith("hf-parallel: error: ")
+
+
+# The command
+
+
+@pytest.fixture
+def folder(small: tuple[Any, Any], tmp_path: Path) -> Path:
+    for part in small:
+        part.save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.mark.slow
+def test_sigterm_lets_running_requests_finish(folder: Path) -> None:
+    command = [sys.executable, "-m", "hf_parallel_command", "serve", "--model", str(folder), "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_PARALLEL_API_KEY": "secret"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        url = next(line.split()[-1] for line in lines if line.startswith("Serving tiny at http://127.0.0.1:"))
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
+        arguments = {"model": "tiny", "messages": CHAT, "max_tokens": 200, "logit_bias": {"2": -100}}
+        running = iter(client.chat.completions.create(**arguments, stream=True))
+        next(running)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        with pytest.raises(openai.APIConnectionError):
+            client.with_options(max_retries=0).models.list(extra_headers={"Connection": "close"})
+        *_, last = running
+        assert last.choices[0].finish_reason == "length"
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+
+
+def test_serve_names_a_port_that_is_taken_and_a_folder_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    from hf_parallel.cli.main import main
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "--port", str(taken.getsockname()[1])]) == 2
+    assert "already in use" in capsys.readouterr().err
+    assert main(["serve", "--model", "./nothing"]) == 2
+    assert "no such folder" in capsys.readouterr().err
