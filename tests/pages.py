@@ -26,6 +26,8 @@ OTHER_TOOLS = ROOT / "docs" / "other_tools.md"
 """Its code needs further libraries; `test_other_tools.py` runs it."""
 REPLICAS = ROOT / "docs" / "more_than_one_machine.md"
 """The same; `test_replicas.py` runs it."""
+SERVE = ROOT / "docs" / "serve.md"
+"""Its code needs a server; `test_server.py` runs it."""
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OWN_MODES = [name for name, cls in MODES.items() if cls.__module__.startswith("hf_parallel.")]
 """Modes of the package, not those that tests define."""

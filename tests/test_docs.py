@@ -26,6 +26,7 @@ from pages import (
     READ_TOKENS,
     REPLICAS,
     ROOT,
+    SERVE,
     blocks,
     garbled,
     name_of,
@@ -41,7 +42,7 @@ from hf_parallel.cli.settings import read_settings
 from hf_parallel.generation import MODES
 
 DOCS = ROOT / "docs"
-WITH_CODE = [page for page in PAGES if blocks(page, "python") and page not in (OTHER_TOOLS, REPLICAS)]
+WITH_CODE = [page for page in PAGES if blocks(page, "python") and page not in (OTHER_TOOLS, REPLICAS, SERVE)]
 SHOWN = {
     "README.md": r"\[\['Mars', 'Venus', 'Jupiter'\]\]",
     "docs/index.md": r"(?m)^Alice: \w(.|\n)*^Bob: \w|^Bob: \w(.|\n)*^Alice: \w",
@@ -55,7 +56,7 @@ FROM_FOLDER = "docs/hub.md"
 SEQUENTIAL = DOCS / "modes" / "pdos.md"
 """Shows an answer without a parallel part, about which `generate` warns."""
 COMMANDS = ("hf-parallel", "make", "pip", "python")
-UNCHECKED = ("cd", "git")
+UNCHECKED = ("cd", "curl", "git")
 """Other commands in shell blocks, whose arguments are not checked."""
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pages
 import pytest
 import torch
 
@@ -271,7 +272,8 @@ def test_log_probabilities_are_streamed_with_their_tokens(server: Served) -> Non
     whole = server.chat(**settings)["choices"][0]["logprobs"]["content"]
     chunks = [chunk["choices"][0] for chunk in stream(server, messages=CHAT, **settings)[:-1]]
     streamed = [token for chunk in chunks if chunk["logprobs"] for token in chunk["logprobs"]["content"]]
-    assert streamed == whole
+    assert [token["token"] for token in streamed] == [token["token"] for token in whole]
+    assert [token["logprob"] for token in streamed] == pytest.approx([token["logprob"] for token in whole], abs=1e-4)
     assert len(whole) == 8
     assert all(len(token["top_logprobs"]) == 2 for token in whole)
     assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in whole)  # greedy
@@ -294,6 +296,16 @@ def test_fields_that_change_no_answer_are_accepted(server: Served) -> None:
     neutral = {"tools": [], "tool_choice": "none", "user": "me", "store": False, "metadata": {"a": "b"}, "stop": None}
     more = {"frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}, "logit_bias": {}}
     assert server.chat(**neutral, **more)["choices"] == server.chat()["choices"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_code_of_the_page_runs(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    code = [block.replace("http://127.0.0.1:8000", server.url) for block in pages.blocks(pages.SERVE, "python")]
+    pages.run(code, "serve.md")
+    printed = capsys.readouterr().out
+    assert "tokens were cached" in printed
+    assert re.search("^Alice: '", printed, re.MULTILINE)
+    assert re.search(r"Answer: \*\*(Alice|Bob)", printed)
 
 
 # Modes
@@ -456,7 +468,7 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     "many answers to vote on": {"generation_mode": "self_consistency", "num_answers": 1000},
     "a setting is an object": {"generation_mode": "hogwild", "layout": {"a": 1}},
     "a template with attributes": {"generation_mode": "hogwild", "task_prompt": "{task.__class__.__mro__}"},
-    "a template with items": {"generation_mode": "hogwild", "step_prefix": "{name[0]} {step}"},
+    "a template with attributes of items": {"generation_mode": "hogwild", "task_prompt": "{task[0].__class__}"},
     "a regular expression": {"generation_mode": "self_consistency", "answer_pattern": "(a+)+$"},
     "log-probabilities of a mode": {"generation_mode": "hogwild", "logprobs": True},
     "JSON of a mode": {"generation_mode": "hogwild", "response_format": {"type": "json_object"}},
@@ -623,7 +635,8 @@ def test_too_many_open_requests_answer_429(another: tuple[Any, Any]) -> None:
     with Engine(*another) as engine, served(engine, Limits(open_requests=1)) as running:
         body = {"model": MODEL, "messages": CHAT, "max_tokens": LONG, "stream": True, "logit_bias": {"2": -100}}
         with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body) as first:
-            next(first.iter_lines())
+            lines = first.iter_lines()
+            next(lines)
             check_error(running.post("/v1/chat/completions", messages=CHAT), 429)
 
 

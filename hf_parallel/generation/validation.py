@@ -62,13 +62,14 @@ def check_texts(name: str, value: Any) -> None:
 def check_template(name: str, template: Any, /, **values: Any) -> None:
     """Raise `ValueError` unless `template` is a string that `str.format` can fill with `values`.
 
-    Widths are limited to three digits: a larger one would exhaust the memory.
+    A field may be an item of a value, such as `{names[0]}`, but no attribute. Widths are limited to three digits: a
+    larger one would exhaust the memory.
     """
     check_text(name, template)
     try:
         named = [found for _, found, _, _ in Formatter().parse(template) if found is not None]
-        if unknown := [found for found in named if found not in values]:
-            raise KeyError(unknown[0])  # also attributes and items of the values
+        if attributes := [found for found in named if "." in found]:
+            raise KeyError(attributes[0])  # a server accepts templates of others
         specs = [spec for _, _, spec, _ in Formatter().parse(template) if spec]
         if wide := [spec for spec in specs if re.search(r"\{|\d{4}", spec)]:
             raise ValueError(f"a width must be a number of at most three digits, got {wide[0]!r}")
