@@ -183,6 +183,10 @@ def test_without_a_temperature_answers_are_sampled(server: Served) -> None:
     assert len(texts) > 1
 
 
+def test_a_temperature_close_to_zero_is_greedy(server: Served) -> None:
+    assert server.chat(temperature=1e-300)["choices"] == server.chat(temperature=0)["choices"]
+
+
 def test_n_gives_that_many_answers_and_the_prompt_counts_once(server: Served) -> None:
     answer = server.chat(n=3, temperature=1, seed=3, max_tokens=6)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
@@ -296,6 +300,27 @@ def test_fields_that_change_no_answer_are_accepted(server: Served) -> None:
     neutral = {"tools": [], "tool_choice": "none", "user": "me", "store": False, "metadata": {"a": "b"}, "stop": None}
     more = {"frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}, "logit_bias": {}}
     assert server.chat(**neutral, **more)["choices"] == server.chat()["choices"]
+
+
+def test_smolagents_gets_answers_and_streams(server: Served) -> None:
+    smolagents = pytest.importorskip("smolagents")
+    settings = {"api_base": f"{server.url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 12}
+    model = smolagents.OpenAIModel(model_id=MODEL, **settings)
+    expected = server.chat()["choices"][0]["message"]["content"]
+    assert model.generate(CHAT).content == expected
+    assert "".join(delta.content or "" for delta in model.generate_stream(CHAT)) == expected
+
+
+def test_optillm_gets_the_best_of_several_answers_and_the_consistent_one(client: Any) -> None:
+    bon = pytest.importorskip("optillm.bon", exc_type=ImportError)
+    consistency = pytest.importorskip("optillm.self_consistency", exc_type=ImportError)
+    short = {"max_tokens": 8}
+    answer, tokens = bon.best_of_n_sampling("Be brief.", "Hello", client, MODEL, n=3, request_config=short)
+    assert isinstance(answer, str)
+    assert tokens >= 24
+    arguments = ("Be brief.", "Hello", client, MODEL)
+    _, tokens = consistency.advanced_self_consistency_approach(*arguments, request_config=short)
+    assert tokens >= 0
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -498,7 +523,8 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     },
     **{f"top_k={value!r}": {"top_k": value} for value in (-1, 1.5, "5", 10**30, [1])},
     **{f"min_p={value!r}": {"min_p": value} for value in (-1, 2, "a")},
-    **{f"repetition_penalty={value!r}": {"repetition_penalty": value} for value in (0, -1, "a", [])},
+    **{f"repetition_penalty={value!r}": {"repetition_penalty": value} for value in (0, -1, 1e300, "a", [])},
+    "JSON without repeated tokens": {"response_format": {"type": "json_object"}, "no_repeat_ngram_size": 1},
 }
 
 

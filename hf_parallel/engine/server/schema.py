@@ -78,7 +78,7 @@ class Body(BaseModel):
     typical_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     epsilon_cutoff: Annotated[Number, Field(ge=0, lt=1)] | None = None
     eta_cutoff: Annotated[Number, Field(ge=0, lt=1)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
     no_repeat_ngram_size: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
     min_new_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
 

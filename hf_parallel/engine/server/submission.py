@@ -50,6 +50,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 """Fields of OpenAI that are not supported, with the values that are accepted."""
+GREEDY_BELOW = 1e-5
+"""Temperatures below are 0: logits divided by them are not finite."""
+BANNING = ("no_repeat_ngram_size", "min_new_tokens")
+"""Settings that may ban all tokens with which an answer in JSON can go on."""
 COMMON = ("seed", "cuda_graph")
 """Settings of all modes, which are no further fields of a request."""
 
@@ -136,7 +140,7 @@ class Translator:
         known |= set(preset_of(config.mode, model_config).generation)
         sampling = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         if body.temperature is not None:
-            sampling["do_sample"] = body.temperature > 0
+            sampling["do_sample"] = body.temperature >= GREEDY_BELOW
         elif "do_sample" not in known:
             sampling["do_sample"] = True
         if sampling.get("do_sample"):
@@ -213,6 +217,9 @@ class Translator:
             if wanted is not None and not config.rows_continue_prompts:
                 raise APIError(400, f"{name} is not supported with generation_mode={config.mode!r}", name)
         if schema is not None:
+            for name in BANNING:
+                if getattr(body, name):
+                    raise APIError(400, f"{name} cannot be combined with response_format", name)
             processors.append(self._json(schema, begin))
         if body.top_logprobs_wanted is not None:
             submission.log_probs = LogProbs(body.top_logprobs_wanted)
