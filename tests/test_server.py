@@ -249,8 +249,12 @@ def test_a_bias_forces_and_bans_tokens(server: Served, small: tuple[Any, Any]) -
     token = small[1]("A", add_special_tokens=False)["input_ids"][0]
     forced = server.chat(logit_bias={str(token): 100}, max_tokens=4)["choices"][0]["message"]["content"]
     assert forced == "AAAA"
-    banned = server.chat(logit_bias={str(token): -100}, temperature=1, max_tokens=40)
-    assert "A" not in banned["choices"][0]["message"]["content"].replace(" A", "").replace("An", "")
+    (choice,) = server.post("/v1/completions", prompt="A", max_tokens=1, temperature=0, logprobs=2).json()["choices"]
+    first, second = choice["logprobs"]["top_logprobs"][0]
+    (token,) = small[1](first, add_special_tokens=False)["input_ids"]
+    banned = {"prompt": "A", "max_tokens": 1, "temperature": 0, "logprobs": 0, "logit_bias": {str(token): -100}}
+    (choice,) = server.post("/v1/completions", **banned).json()["choices"]
+    assert choice["logprobs"]["tokens"] == [second] != [first]
 
 
 def test_log_probabilities_are_those_of_the_model(server: Served, small: tuple[Any, Any]) -> None:
