@@ -146,8 +146,16 @@ BAD_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "stop_on_answer": ("some", "", None, True, ["any"]),
         "finisher_prompt": _BAD_TEXT,
         "finisher_tokens": (-1, 1.5, "x", None, True),
-        "collaboration_prompt": (*_BAD_TEXT, "{", "{who}", "{names.x}", "{names[who]}", "{count:>100000000000}"),
-        "task_prompt": (*_BAD_TEXT, "{", "{who}", "Task:"),
+        "collaboration_prompt": (
+            *_BAD_TEXT,
+            "{",
+            "{who}",
+            "{names.x}",
+            "{count.real}",
+            "{names[who]}",
+            "{count:>100000000000}",
+        ),
+        "task_prompt": (*_BAD_TEXT, "{", "{who}", "{task.__class__}{task}", "Task:"),
     },
 }
 """Values for which each setting must raise."""

@@ -37,6 +37,7 @@ from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
 from hf_parallel.engine.server.grammar import JSONProcessor  # noqa: E402
 from hf_parallel.engine.server.stops import StopFilter  # noqa: E402
+from hf_parallel.generation import MODES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -367,6 +368,22 @@ def test_a_mode_streams_its_answer_with_names_of_rows(server: Served, mode: str)
     assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == whole["message"]["content"]
     assert {chunk["row"] for chunk in chunks if "row_content" in chunk["delta"] or mode == "shared_prefix"}
     assert "mode_output" in whole
+
+
+def test_each_row_of_a_mode_of_ones_own_is_a_choice(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = pages.ROOT / "docs" / "new_mode.md"
+    monkeypatch.delitem(MODES, "openings", raising=False)
+    pages.run(pages.blocks(page, "python")[:1], "new_mode.md")
+    try:
+        settings = {"generation_mode": "openings", "openings": ["A", "Oslo"], "max_tokens": 8}
+        choices = server.chat(**settings)["choices"]
+        assert [choice["message"]["content"][0] for choice in choices] == ["A", "O"]
+        chunks = [chunk["choices"][0] for chunk in stream(server, messages=CHAT, **settings)[:-1]]
+        for choice in choices:
+            content = [chunk["delta"].get("content", "") for chunk in chunks if chunk["index"] == choice["index"]]
+            assert "".join(content) == choice["message"]["content"]
+    finally:
+        MODES.pop("openings", None)
 
 
 def test_settings_of_the_mode_are_checked_by_the_mode(server: Served) -> None:

@@ -69,9 +69,9 @@ class Answers:
                 if delta is not None:
                     yield delta
         elif self.submission.config.streams_text:
-            async for row, text, event in self.handle.texts_async():
+            async for row, text, _ in self.handle.texts_async():
                 if text:
-                    yield self._row_delta(row, text, event)
+                    yield self._row_delta(row, text)
         for delta in self._ends(await self.handle.result_async()):
             yield delta
 
@@ -103,27 +103,26 @@ class Answers:
 
     def _token_delta(self, row: int, token: int) -> Delta | None:
         text, logged = self._texts[row].add(token)
-        name = self.submission.config.row_name(row) if self.submission.has_mode else None
+        name = self.submission.row_name(row) if self.submission.has_mode else None
         return Delta(self.first + row, text, name, logged=logged) if text or logged else None
 
-    def _row_delta(self, row: int, text: str, event: str) -> Delta:
-        config = self.submission.config
-        place = config.place(row, self.submission.choices)
-        return Delta(self.first + place.prompt, row=config.row_name(place.index), row_text=text)
+    def _row_delta(self, row: int, text: str) -> Delta:
+        index = self.first + self.submission.choice(row)
+        return Delta(index, row=self.submission.row_name(row), row_text=text)
 
     def _ends(self, output: Any) -> Iterator[Delta]:
         submission, record = self.submission, output.record
         records: list[Any] = [None] * submission.choices
         if submission.has_mode:
             records = [{n: v for n, v in found.items() if n != "stats"} for found in output.to_records()]
-        cut = {submission.config.place(row, submission.choices).prompt for row in record.truncated}
+        cut = set(map(submission.choice, record.truncated))
         for index in range(submission.choices):
             reason = "length" if index in cut else "stop"
             delta = Delta(self.first + index, finish_reason=reason)
             if submission.config.rows_continue_prompts:
                 delta.text, delta.logged = self._texts[index].flush()
                 reason = "stop" if self._texts[index].stopped else reason
-                delta.row = submission.config.row_name(index) if submission.has_mode else None
+                delta.row = submission.row_name(index) if submission.has_mode else None
             else:
                 delta.text = self._cut(self._answer(output, index))
             delta.finish_reason = reason

@@ -164,11 +164,11 @@ class _Server:
         found: list[Delta] = []
         for one in answers:
             best = await one.final()
-            if choices < len(best):
+            if choices < one.submission.prompts:
                 means = one.mean_log_probs(one.handle.result())
                 order = sorted(range(len(best)), key=means.__getitem__, reverse=True)
-                best = [best[index] for index in order]
-            found += best[:choices]
+                best = [best[index] for index in order[:choices]]
+            found += best
         for index, choice in enumerate(found):
             choice.index = index
         return json_response(writer.whole(found, usage_of(answers)))

@@ -66,7 +66,8 @@ class Submission:
     config: ParallelConfig
     prompt: Mapping[str, torch.Tensor]
     arguments: dict[str, Any]
-    choices: int
+    prompts: int
+    """Copies of the prompt: answers of the mode."""
     stops: list[str] = field(default_factory=list)
     log_probs: LogProbs | None = None
     has_mode: bool = False
@@ -75,6 +76,27 @@ class Submission:
     def prompt_tokens(self) -> int:
         """Number of tokens of the prompt."""
         return int(self.prompt["input_ids"].shape[1])
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Number of choices of each answer of the mode."""
+        return 1 if self.config.merges_rows else self.config.rows_per_prompt
+
+    @property
+    def choices(self) -> int:
+        """Number of choices: one per row, or per prompt whose rows are merged."""
+        return self.prompts * self.rows_per_prompt
+
+    def choice(self, row: int) -> int:
+        """Return the index of the choice that a row belongs to."""
+        place = self.config.place(row, self.prompts)
+        return place.prompt * self.rows_per_prompt + (place.index if self.rows_per_prompt > 1 else 0)
+
+    def row_name(self, row: int) -> str:
+        """Return the name of a row."""
+        if self.config.rows_continue_prompts and self.rows_per_prompt == 1:
+            return self.config.row_name(row)
+        return self.config.row_name(self.config.place(row, self.prompts).index)
 
     def submit(self, submitter: Any) -> RequestHandle:
         """Submit it to the engine."""
