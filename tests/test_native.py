@@ -94,6 +94,16 @@ def test_kernel_is_exact_for_flat_and_for_peaked_scores(size: float) -> None:
 
 
 @compiled
+@pytest.mark.parametrize("blocks", [1, 3])  # lanes of rows, lanes of dimensions
+def test_a_key_that_is_not_a_number_is_not_ignored(blocks: int) -> None:
+    q, k, v = torch.randn(blocks, 2, 16), torch.randn(blocks, 1, 70, 16), torch.randn(blocks, 1, 70, 16)
+    k[-1, 0, 66] = torch.nan
+    out, _ = attend(q, (k, v), scale=0.25)
+    assert out[-1].isnan().all()
+    assert out[:-1].isfinite().all()
+
+
+@compiled
 @pytest.mark.parametrize("num_keys", [1, 7, 130])
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 def test_kernel_merges_the_results_of_several_calls(num_keys: int, tokens: int) -> None:

@@ -42,11 +42,11 @@ INLINE vec larger(vec a, vec b) {
     return (vec)(((ivec)a & a_wins) | ((ivec)b & ~a_wins));
 }
 
-/* exp for x <= 0, to about one unit in the last position; flushes to zero below -87. */
+/* exp for x <= 0, to about one unit in the last position; flushes to zero below -87, and keeps NaN. */
 INLINE vec exp_nonpositive(vec x) {
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    ivec alive = x > splat(-87.0f);
-    x = larger(x, splat(-87.0f));
+    ivec alive = ~(x <= splat(-87.0f)); /* comparisons with NaN are false */
+    x = larger(splat(-87.0f), x);
     vec n = (x * splat(1.44269504f) + magic) - magic;
     vec r = x - n * splat(0.693359375f);
     r = r + n * splat(2.12194440e-4f);
