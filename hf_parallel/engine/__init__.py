@@ -1,7 +1,9 @@
 """Many concurrent callers on one model: continuous batching of all modes over one KV cache with a budget."""
 
-from hf_parallel.engine.engine import Engine, EngineStats, QueueFullError
+from hf_parallel.engine.engine import Engine
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
+from hf_parallel.engine.scheduler import QueueFullError
+from hf_parallel.engine.stats import EngineStats
 from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, LeastRecentlyUsed, WeightsChangedError
 
 __all__ = [

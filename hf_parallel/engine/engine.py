@@ -20,10 +20,10 @@ from hf_parallel.engine.arguments import split_arguments
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
 from hf_parallel.engine.passes import PendingPass, join_passes, new_lengths
 from hf_parallel.engine.request import NonFiniteLogitsError, Request
-from hf_parallel.engine.scheduler import Scheduler
+from hf_parallel.engine.scheduler import QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, Work, engine_stats
 from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, KVStorage, WeightsChangedError
-from hf_parallel.generation.claim import Claim
+from hf_parallel.generation.claim import ENGINE_OPEN, Claim
 from hf_parallel.generation.joint_sampling import sample_jointly
 from hf_parallel.generation.mixin import cpu_as_default, enable, unwrap
 from hf_parallel.generation.runner import CachedModel
@@ -31,14 +31,9 @@ from hf_parallel.generation.validation import check_int, is_int
 from hf_parallel.kernels.linear import linear_layers
 from hf_parallel.models.attention import gradient_checkpointing_disabled
 
-_BUSY = "an open Engine holds this model: submit to it, or close it; with enable(model, wait=True) other threads wait for that"
 BATCH_TOKENS = {"cpu": 512}
 """Maximum number of tokens of a step, by device type; others: 4096."""
 IDLE_SECONDS = 0.001
-
-
-class QueueFullError(RuntimeError):
-    """Raised at submission if `max_waiting` requests wait already."""
 
 
 class Engine:
@@ -95,8 +90,9 @@ class Engine:
         self.tokenizer = tokenizer or self.model._parallel_tokenizer.tokenizer
         self.max_waiting = max_waiting
         device = execution_device(self.model)
-        rotary = self.model._parallel_capabilities.rotary
-        self._storage = KVStorage(rotary, device, max_kv_bytes, policy, self._make_room)
+        self._storage = KVStorage(
+            self.model._parallel_capabilities.rotary, device, max_kv_bytes, policy, self._make_room
+        )
         self._scheduler = Scheduler(self._storage, max_rows, max_batch_tokens or BATCH_TOKENS.get(device.type, 4096))
         self._current: Request | None = None  # whose code is running
         self._changed = threading.Condition()
@@ -107,8 +103,6 @@ class Engine:
         self._closing = self._draining = False
         self._error: BaseException | None = None
         self._work = Work()
-
-    # Life
 
     def __enter__(self) -> Self:
         """Start the engine. Raises `RuntimeError` if another call uses the model."""
@@ -249,10 +243,8 @@ class Engine:
             request.cancelled = True
             self._changed.notify_all()
 
-    # The thread of the engine
-
     def _main(self, started: threading.Event, opener: threading.Thread) -> None:
-        claim = Claim(_BUSY, opener)
+        claim = Claim(ENGINE_OPEN, opener)
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())

@@ -13,6 +13,10 @@ EXPECTED_TOKENS = 32
 """New tokens per row that must fit into the budget before a request is admitted, unless its maximum is less."""
 
 
+class QueueFullError(RuntimeError):
+    """Raised at submission if `max_waiting` requests wait already."""
+
+
 class Scheduler:
     """Admits requests, chooses the passes of a step, and preempts.
 

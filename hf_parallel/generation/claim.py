@@ -11,6 +11,11 @@ BUSY = (
     "thread; enable(model, wait=True) lets threads wait for each other"
 )
 """Error of a thread that finds the model in use."""
+ENGINE_OPEN = (
+    "an open Engine holds this model: submit requests to it, or close it first; enable(model, wait=True) lets other "
+    "threads wait for that"
+)
+"""The same where an engine uses it."""
 
 
 class Claim:
