@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import threading
 import time
@@ -21,6 +22,8 @@ import hf_parallel
 pytest.importorskip("greenlet")
 
 from hf_parallel.engine import Engine, KVBudgetError, RequestCancelledError, RequestHandle
+from hf_parallel.engine.request import Request
+from hf_parallel.engine.storage import RequestCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -134,6 +137,35 @@ def test_a_request_that_is_preempted_at_every_step_gets_the_probabilities_of_gen
         assert_idle(engine)
     assert output.sequences.tolist() == expected.sequences.tolist()
     np.testing.assert_allclose(output.record.sampled_log_probs(), expected.record.sampled_log_probs(), atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["hogwild", "pdos", "shared_prefix"])
+def test_a_request_that_is_preempted_after_a_pass_continues_with_its_logits(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, rng = enabled("llama", torch.float64), random.Random(4)
+    prefixes = random_prefixes(rng, 2, 30)
+    case = next(case for case in iter(lambda: random_case(rng, prefixes), None) if case.mode == mode)
+    expected = case.alone(model)
+    resume, is_computed_by_other = Request.resume, RequestCache.is_computed_by_other
+    seldom = itertools.cycle([True, False, False, False, False])
+
+    def preempt_first(request: Request, value: Any = None, computed: Any = None) -> None:
+        if computed is not None and request.has_started and request._rebuilding is None:
+            request.preempt()
+            for node in request._storage.pinned(request):  # as if its prompt were evicted
+                if node.block is not None:
+                    request._storage.release(node.block)
+        resume(request, value, computed)
+
+    def wait_first(cache: Any, node: Any) -> bool:
+        return next(seldom) or is_computed_by_other(cache, node)
+
+    monkeypatch.setattr(Request, "resume", preempt_first)
+    monkeypatch.setattr(RequestCache, "is_computed_by_other", wait_first)
+    with Engine(model, TOKENIZER) as engine:
+        assert engine.submit(case.prompt, mode, **case.arguments).result(60).sequences.tolist() == expected
+        assert_idle(engine)
 
 
 def test_prefixes_of_earlier_and_of_running_requests_are_computed_once() -> None:

@@ -172,7 +172,7 @@ class Request:
             if computed is self._suspended[0]:  # else it was a pass of a rebuild, which starts again
                 self._suspended, self._delayed = (None, True), value
             return
-        if value is None:
+        if value is None and self._rebuilding is None:  # a rebuild that has waited gets nothing
             value, self._delayed = self._delayed, None
         self.is_waiting = False
         self._running.switch(value)
