@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import torch
 from rich.console import Console
 from rich.table import Table

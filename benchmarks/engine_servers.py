@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2 as httpx
 import psutil  # type: ignore[import-untyped]
 
 from hf_parallel.engine import Engine, QueueFullError
