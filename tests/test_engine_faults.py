@@ -23,6 +23,7 @@ from engine_requests import TOKENIZER, Case, assert_nothing_is_held, random_case
 from mode_cases import small_call
 
 import hf_parallel
+from hf_parallel.cache.arena import Arena
 from hf_parallel.engine import Engine
 from hf_parallel.generation import MODES
 from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig, SharedPrefixRun
@@ -296,6 +297,28 @@ def test_an_engine_goes_on_after_running_out_of_memory(model: Any, others: Any, 
             assert handle.result(30).sequences.tolist() == tokens
         assert_nothing_is_held(engine)
     assert next(large) > 0
+
+
+def test_an_engine_goes_on_where_the_cache_cannot_grow(
+    model: Any, others: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grow, attempts = Arena.grow, itertools.count()
+
+    def fail_sometimes(arena: Arena) -> None:
+        if next(attempts) % 3 == 2:
+            raise torch.OutOfMemoryError("injected")
+        grow(arena)
+
+    monkeypatch.setattr(Arena, "grow", fail_sometimes)
+    with Engine(model, TOKENIZER) as engine:
+        handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case, _ in others]
+        for handle, (_, tokens) in zip(handles, others, strict=True):
+            try:
+                assert handle.result(30).sequences.tolist() == tokens
+            except torch.OutOfMemoryError:  # alone with the engine, it has nobody who could give up memory
+                continue
+        assert_nothing_is_held(engine)
+    assert next(attempts) > 3
 
 
 def test_requests_too_large_for_memory_together_run_one_after_another(

@@ -545,6 +545,7 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     **{f"top_k={value!r}": {"top_k": value} for value in (-1, 1.5, "5", 10**30, [1])},
     **{f"min_p={value!r}": {"min_p": value} for value in (-1, 2, "a")},
     **{f"repetition_penalty={value!r}": {"repetition_penalty": value} for value in (0, -1, 1e300, "a", [])},
+    "a text setting that is too long": {"generation_mode": "hogwild", "separator": "x" * 5000},
     "JSON without repeated tokens": {"response_format": {"type": "json_object"}, "no_repeat_ngram_size": 1},
 }
 

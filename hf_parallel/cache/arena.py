@@ -47,12 +47,12 @@ class Arena:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token over all layers written so far."""
-        return sum(layer.bytes_per_token for layer in self.layers.values())
+        return sum(layer.bytes_per_token for layer in list(self.layers.values()))  # another thread may add one
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of storage held, used or not."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in list(self.layers.values()))
 
     def allocate(self, capacity: int, count: int = 1) -> list[Extent]:
         """Allocate `count` extents of `capacity` slots each, adjacent in memory."""

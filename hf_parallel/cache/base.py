@@ -131,8 +131,10 @@ class BlockCache(Cache):
     def _copy_of(self, block: Block, kept: Sequence[tuple[int, int]], extra_capacity: int = 0) -> Block:
         """Copy the tokens `start <= j < stop` of each `(start, stop)` into a new block, rotated to their positions."""
         self._check_owned(block)
-        copy = self.new_block(sum(stop - start for start, stop in kept) + extra_capacity, block.base)
+        length = sum(stop - start for start, stop in kept)
+        copy = self.new_block(length + extra_capacity, block.base)
         try:
+            self.reserve([(copy, length)])  # blocks of a shared storage begin without memory
             for start, stop in kept:
                 source = block.extent.range(block.first + start, stop - start)
                 target = copy.extent.range(copy.length, stop - start)

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from hf_parallel.cli.generate import check_model_options, load
 from hf_parallel.models.embedded import MODEL_NAME
@@ -32,7 +33,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     words = f"key that requests need; may be repeated (default: the variable {KEY_VARIABLE}, else none is needed)"
     add("--api-key", action="append", default=[], metavar="KEY", help=words)
     add = parser.add_argument_group("limits").add_argument
-    add("--max-kv-bytes", type=parse_bytes, metavar="N", help="memory for keys and values, such as 2G (no limit)")
+    add(
+        "--max-kv-bytes",
+        type=parse_bytes,
+        metavar="N",
+        help="memory for keys and values, such as 2G (half of what is free)",
+    )
     add("--max-rows", type=int, default=64, metavar="N", help="rows that generate at the same time (64)")
     add("--max-waiting", type=int, default=256, metavar="N", help="requests in the queue; beyond: status 429 (256)")
     add("--max-batch-tokens", type=int, metavar="N", help="tokens of a forward pass (512 on a CPU, else 4096)")
@@ -50,6 +56,14 @@ def parse_bytes(text: str) -> int:
     if not number.isdigit() or unit not in _UNITS or not int(number):
         raise argparse.ArgumentTypeError(f"must be a number of bytes such as 1000000, 512M or 2G, got {text!r}")
     return int(number) * _UNITS[unit]
+
+
+def free_memory(device: Any) -> int:
+    """Return the free bytes of a GPU or of the host."""
+    import psutil  # type: ignore[import-untyped]
+    import torch
+
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -77,17 +91,18 @@ def serve(options: argparse.Namespace) -> int:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listening:
         model, tokenizer = load(options)
+        max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // 2
         engine = Engine(
             model,
             tokenizer,
-            options.max_kv_bytes,
+            max_kv_bytes,
             max_rows=options.max_rows,
             max_waiting=options.max_waiting,
             max_batch_tokens=options.max_batch_tokens,
         )
         with engine:
             hosts = LOCAL_HOSTS if is_local and not keys else ()
-            app = create_app(engine, name, limits, keys, options.max_kv_bytes, hosts)
+            app = create_app(engine, name, limits, keys, max_kv_bytes, hosts)
             config = uvicorn.Config(
                 app, log_level="warning", timeout_graceful_shutdown=options.drain_seconds, server_header=False
             )

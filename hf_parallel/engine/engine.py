@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from hf_parallel.cache import Segment
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.engine.arguments import split_arguments
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
@@ -258,6 +258,8 @@ class Engine:
                 self._run()
         except BaseException as error:
             self._error = error
+            if started.is_set():
+                logging.getLogger(__name__).error("the engine has stopped", exc_info=error)
         finally:
             claim.active = False
             started.set()
@@ -270,12 +272,7 @@ class Engine:
         storage.device = execution_device(self.model)
         self._cached_model = CachedModel(self.model, self.model._parallel_capabilities, storage, cuda_graph=True)
         storage.claim(self.model)
-        block = storage.new_block(1)
-        forward = storage.prepare([Segment([block], 1)])
-        self._cached_model.logits(forward, torch.zeros(1, dtype=torch.int64, device=storage.device), None)
-        storage.commit()
-        storage.free(block)
-        storage.set_token_size(storage.arena.bytes_per_token)
+        storage.set_token_size(self._cached_model.token_bytes())
 
     def _run(self) -> None:
         while True:
@@ -299,13 +296,16 @@ class Engine:
         with self._changed:
             self._closing = True
             requests = [*self._scheduler.waiting, *self._scheduler.running, *self._submitted]
-        for request in requests:
-            if not request.is_done:
-                error: BaseException = RequestCancelledError("the engine was closed")
-                if self._error is not None:
-                    error = RuntimeError("the engine has stopped")
-                    error.__cause__ = self._error
+        stopped = self._error is not None
+        for request in [request for request in requests if not request.is_done]:
+            error = (
+                RuntimeError("the engine has stopped") if stopped else RequestCancelledError("the engine was closed")
+            )
+            error.__cause__ = self._error
+            try:
                 request.fail(error)
+            except Exception:  # the state that the error has left
+                request.handle.end(error=error)
         self._storage.reset()
 
     def _step(self) -> None:
@@ -377,8 +377,8 @@ class Engine:
             try:
                 self._storage.reserve(new_lengths(pending))
                 return pending
-            except KVBudgetError as error:
-                victim = self._scheduler.victim()
+            except RuntimeError as error:  # no budget, or no memory
+                victim = self._scheduler.victim_of(batch)
                 if victim is not None:
                     self._scheduler.preempt(victim)
                 elif len(batch) > 1:

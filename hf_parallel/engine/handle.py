@@ -1,4 +1,4 @@
-"""RequestHandle: what the submitter of a request holds. Tokens, text and the result, from threads and from asyncio."""
+"""RequestHandle: tokens, text and result of a submitted request, from threads and from asyncio."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Request:
 
     @stats.setter
     def stats(self, stats: GenerationStats) -> None:
-        """Set what `stats` returns."""
+        """Set the cost."""
         self.handle.stats = stats
 
     # Estimates

@@ -109,6 +109,13 @@ class Scheduler:
         candidates = [request for request in running if request is not but]
         return max(candidates, key=self._age) if candidates and len(running) > 1 else None
 
+    def victim_of(self, batch: list[Request]) -> Request | None:
+        """Return the request to preempt so that the passes of a batch fit into memory; None: there is none."""
+        victim = self.victim()
+        if batch == [victim] and not any(other.pending for other in self.running if other is not victim):
+            return self.victim(but=victim)  # one that waits for it: else it would be resumed and preempted for ever
+        return victim
+
     def preempt(self, request: Request) -> None:
         """Take the memory of a request. One that has generated no token starts again."""
         self.preemptions += 1

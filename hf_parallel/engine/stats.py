@@ -43,7 +43,7 @@ class EngineStats:
 
 @dataclass
 class Work:
-    """What an engine has done: counts of requests that have ended, and seconds of its steps."""
+    """Counts of requests that have ended, and seconds of the steps of an engine."""
 
     steps: int = 0
     finished: int = 0

@@ -111,7 +111,10 @@ class _Batch:
     def sample(self) -> list[Sampled]:
         logits = torch.cat([task.logits for task in self.tasks])
         is_recorded = any(task.sampler.logits is not None for task in self.tasks)
-        scores = self._process(logits.to(torch.float32, copy=is_recorded))
+        try:
+            scores = self._process(logits.to(torch.float32, copy=is_recorded))
+        except Exception as error:  # such as out of memory, for all rows together
+            raise _CannotDrawError from error
         sampled = [i for i, (sampler, _) in enumerate(self.rows) if sampler.do_sample]
         greedy = [i for i, (sampler, _) in enumerate(self.rows) if not sampler.do_sample]
         tokens = torch.empty(len(self.rows), dtype=torch.int64, device=self.device)

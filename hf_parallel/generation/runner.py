@@ -42,6 +42,15 @@ class CachedModel:
             return self.graphs.logits(self._forward, forward, ids)
         return self._forward(ids, forward.position_ids, None if keep is None else to_device(keep, self.device))
 
+    def token_bytes(self) -> int:
+        """Compute one token; return the bytes of its keys and values."""
+        block = self.cache.new_block(1)
+        forward = self.cache.prepare([Segment([block], 1)])
+        self.logits(forward, torch.zeros(1, dtype=torch.int64, device=self.device), None)
+        self.cache.commit()
+        self.cache.free(block)
+        return self.cache.arena.bytes_per_token
+
     def _forward(self, ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
         kwargs = dict(self._kwargs, input_ids=ids[None], position_ids=position_ids[None], past_key_values=self.cache)
         if keep is not None and self._has_logits_to_keep:

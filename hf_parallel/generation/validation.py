@@ -59,6 +59,10 @@ def check_texts(name: str, value: Any) -> None:
         check_text(name, text)
 
 
+MAX_REPEATS = 8
+"""Number of times that a template may insert a value; more of a long one would exhaust the memory."""
+
+
 def check_template(name: str, template: Any, /, **values: Any) -> None:
     """Raise `ValueError` unless `template` is a string that `str.format` can fill with `values`.
 
@@ -68,6 +72,8 @@ def check_template(name: str, template: Any, /, **values: Any) -> None:
     check_text(name, template)
     try:
         named = [found for _, found, _, _ in Formatter().parse(template) if found is not None]
+        if many := [found for found in named if named.count(found) > MAX_REPEATS]:
+            raise ValueError(f"a field may occur at most {MAX_REPEATS} times, got more of {many[0]!r}")
         if attributes := [found for found in named if "." in found]:
             raise KeyError(attributes[0])  # a server accepts templates of others
         specs = [spec for _, _, spec, _ in Formatter().parse(template) if spec]

@@ -30,7 +30,7 @@ class LoggedToken:
 
 @dataclass
 class Delta:
-    """What is new in a choice."""
+    """New text and tokens of a choice."""
 
     index: int
     text: str = ""

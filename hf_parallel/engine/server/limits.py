@@ -19,7 +19,7 @@ OPEN_PATHS = ("/health",)
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may request.
+    """Limits of the requests of one client.
 
     The number of waiting requests is limited by the engine (`max_waiting`).
     """

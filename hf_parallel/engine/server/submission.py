@@ -52,6 +52,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields of OpenAI that are not supported, with the values that are accepted."""
 GREEDY_BELOW = 1e-5
 """Temperatures below are 0: logits divided by them are not finite."""
+MAX_TEXT = 4096
+"""Characters of a setting that is text: the modes encode and format them for each prompt."""
 BANNING = ("no_repeat_ngram_size", "min_new_tokens")
 """Settings that may ban all tokens with which an answer in JSON can go on."""
 COMMON = ("seed", "cuda_graph")
@@ -183,6 +185,8 @@ class Translator:
                 raise APIError(400, f"{name} may be at most {self.max_tokens}, got {item}", name)
             if isinstance(item, dict):
                 raise APIError(400, f"{name} must not be an object", name)
+            if isinstance(item, str) and len(item) > MAX_TEXT:
+                raise APIError(400, f"{name} may have at most {MAX_TEXT} characters, got {len(item)}", name)
         return value
 
     def _bias(self, biases: Mapping[str, float]) -> list[list[Any]]:
