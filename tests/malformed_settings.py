@@ -136,7 +136,7 @@ BAD_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
             "{name:>100000000000}",
             "{step:1000}",
             "{name:{step}}",
-            "{name}" * 9,
+            "{name}" * 33,
         ),
         "separator": (*_BAD_TEXT, ""),
         "sentence_ends": (*_BAD_TEXTS, None),

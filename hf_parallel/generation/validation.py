@@ -59,7 +59,7 @@ def check_texts(name: str, value: Any) -> None:
         check_text(name, text)
 
 
-MAX_REPEATS = 8
+MAX_REPEATS = 32
 """Number of times that a template may insert a value; more of a long one would exhaust the memory."""
 
 
