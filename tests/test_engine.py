@@ -27,7 +27,7 @@ from hf_parallel.engine.storage import RequestCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ARCHITECTURES = ["llama", "gemma3_text", "qwen3", "phi3", "gpt_neox", "olmo2"]
+ARCHITECTURES = ["llama", "gemma3_text", "gpt_neox"]
 
 
 def enabled(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -84,7 +84,7 @@ def peak_tokens(model: PreTrainedModel, cases: list[Case]) -> tuple[int, int]:
 def test_random_requests_get_their_tokens_within_a_budget(name: str) -> None:
     rng, model = random.Random(name), enabled(name)
     prefixes = random_prefixes(rng, 4, 40)
-    cases = [random_case(rng, prefixes) for _ in range(32)]
+    cases = [random_case(rng, prefixes) for _ in range(24)]
     peak, size = peak_tokens(model, cases[:16])
     budget = peak * size * 3 // 10
     with Engine(model, TOKENIZER, max_kv_bytes=budget, max_batch_tokens=64) as engine:
