@@ -453,7 +453,11 @@ def test_close_without_draining_cancels() -> None:
 
 def test_two_engines_of_one_model_raise() -> None:
     model = twin()
-    with Engine(model, TOKENIZER), pytest.raises(RuntimeError, match="an open Engine holds this model"), Engine(model, TOKENIZER):
+    with (
+        Engine(model, TOKENIZER),
+        pytest.raises(RuntimeError, match="an open Engine holds this model"),
+        Engine(model, TOKENIZER),
+    ):
         pass
 
 
