@@ -33,6 +33,7 @@ LAYERS: dict[str, set[str]] = {
     "generation": {"kernels", "cache", "models", "transcript"},
     "generation.resampling": {"kernels", "cache", "models", "transcript", "generation"},
     "generation.modes": {"kernels", "cache", "models", "transcript", "generation", "generation.resampling"},
+    "engine": {"kernels", "cache", "models", "generation", "generation.modes"},
 }
 """Layers that each layer may import besides itself and the ground; layers that are not listed may import any.
 
@@ -40,8 +41,8 @@ LAYERS: dict[str, set[str]] = {
 """
 
 OPTIONAL = [
-    *("accelerate", "datasets", "evaluate", "flash_attn", "gguf", "hypothesis", "matplotlib", "peft"),
-    *("psutil", "pytest", "ray", "rich", "triton", "trl"),
+    *("accelerate", "datasets", "evaluate", "fastapi", "flash_attn", "gguf", "greenlet", "hypothesis", "llguidance"),
+    *("matplotlib", "peft", "prometheus_client", "psutil", "pytest", "ray", "rich", "triton", "trl", "uvicorn"),
 ]
 """Packages that the core does not need."""
 
