@@ -343,7 +343,7 @@ def test_a_mode_that_catches_every_error_is_ended(model: Any, others: Any) -> No
         next(iter(stubborn))
         for handle in (stubborn, failing):
             handle.cancel()
-            with pytest.raises(CancelledError):
+            with pytest.raises((CancelledError, InjectedError)):  # it may fail before it is cancelled
                 handle.result(30)
         for handle, (_, tokens) in zip(handles, others, strict=True):
             assert handle.result(30).sequences.tolist() == tokens
