@@ -37,7 +37,7 @@ class Arrival:
 
 @dataclass
 class Answer:
-    """What became of a request: `ok`, `rejected`, or an error. Times in seconds after its planned arrival."""
+    """Outcome of a request: `ok`, `rejected`, or an error. Times in seconds after its planned arrival."""
 
     arrival: Arrival
     status: str = "ok"

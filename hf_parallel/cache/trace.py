@@ -28,7 +28,7 @@ class _Passes:
 
 
 @dataclass(frozen=True)
-class _Copy:
+class BlockCopy:
     """Tokens `start <= j < stop` of a block, which are from now on also in another one, from index `at` on."""
 
     source: Block
@@ -63,7 +63,7 @@ class CompiledTrace:
 class Trace:
     """Forward passes and copies of blocks in order, and the tokens that were sampled."""
 
-    _events: list[_Passes | _Copy] = field(default_factory=list)
+    _events: list[_Passes | BlockCopy] = field(default_factory=list)
     _samples: list[_Sample] = field(default_factory=list)
 
     def add_pass(self, passes: Sequence[Sequence[Segment]], forward: ForwardPass, ids: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class Trace:
     def add_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:
         """Record that tokens of a block were copied, or moved, to another block."""
         if stop > start:
-            self._events.append(_Copy(source, start, stop, target, at))
+            self._events.append(BlockCopy(source, start, stop, target, at))
 
     def add_sample(self, row: int, token: int, segment: Segment | None, view: View) -> None:
         """Record a token that a row sampled after the last token of `segment`, or of `view` if it has none yet."""
@@ -117,9 +117,9 @@ class _Compiler:
         self.segments: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
         self.last_tokens: dict[int, int] = {}  # by id of a given segment
 
-    def compile(self, events: Sequence[_Passes | _Copy], samples: Sequence[_Sample]) -> CompiledTrace:
+    def compile(self, events: Sequence[_Passes | BlockCopy], samples: Sequence[_Sample]) -> CompiledTrace:
         for event in events:
-            if isinstance(event, _Copy):
+            if isinstance(event, BlockCopy):
                 source = self.contents[self.current[event.source]]
                 self._write(event.target, event.at, source[event.start : event.stop])
             else:

@@ -14,6 +14,7 @@ import torch
 
 from hf_parallel.cache import Segment
 from hf_parallel.cache.layout import Block, View
+from hf_parallel.cache.trace import BlockCopy
 
 RunPasses = Callable[[list[list[Segment]], torch.Tensor], None]
 """Runs consecutive passes over packed tokens `int64 [T]` as one."""
@@ -26,20 +27,11 @@ class _Pass:
     ids: torch.Tensor  # int64 [T]
 
 
-@dataclass(frozen=True)
-class _Copy:
-    source: Block
-    start: int
-    stop: int
-    target: Block
-    at: int
-
-
 class Journal:
     """Takes the place of a `Trace`: records passes and copies, and reports sampled tokens to `on_sample`."""
 
     def __init__(self, on_sample: Callable[[int, int], None]) -> None:
-        self._events: list[_Pass | _Copy] = []
+        self._events: list[_Pass | BlockCopy] = []
         self._on_sample = on_sample
 
     def record(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor) -> None:
@@ -63,7 +55,7 @@ class Journal:
     def add_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:
         """See `Trace.add_copy`."""
         if stop > start:
-            self._events.append(_Copy(source, start, stop, target, at))
+            self._events.append(BlockCopy(source, start, stop, target, at))
 
     def add_sample(self, row: int, token: int, segment: Segment | None, view: View) -> None:
         """See `Trace.add_sample`."""
@@ -73,7 +65,7 @@ class Journal:
         """Return all blocks that tokens were written to."""
         blocks = set()
         for event in self._events:
-            if isinstance(event, _Copy):
+            if isinstance(event, BlockCopy):
                 blocks.add(event.target)
             else:
                 blocks |= {view[-1] for view, _, write in event.segments if write}
@@ -88,7 +80,7 @@ class Journal:
         own: Collection[Block],
         chunk_size: int,
         run: RunPasses,
-        copy: Callable[[_Copy], None],
+        copy: Callable[[BlockCopy], None],
     ) -> None:
         """Compute the tokens of the blocks `own` again, which are empty; all others are cached.
 
@@ -96,7 +88,7 @@ class Journal:
         """
         batch = _Batch(run)
         for event in self._events:
-            if isinstance(event, _Copy):
+            if isinstance(event, BlockCopy):
                 if event.target in own:
                     batch.flush()
                     event.target.length = event.at
