@@ -95,6 +95,7 @@ BAD_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "shared_prefix": {
         "seed": ("x", 1.5, True, [1, "x"], [None], {1: 2}),
         "cuda_graph": ("yes", 1, None),
+        "compile": ("yes", 1),
         "levels": ("text", 5, {"root": [1]}, torch.tensor([1, 2])),
         "keep_completions": ("yes", 1, None),
         "logits_cache": ("logits.safetensors", {}, 5),

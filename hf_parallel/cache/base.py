@@ -286,8 +286,11 @@ class BlockCache(Cache):
 
         They are `[1, kv_heads, T, head_dim]`, or under stock attention `[rows, kv_heads, n, head_dim]`. Returns them
         unchanged, or under stock attention each row's whole view, left-padded with zeros to the longest:
-        `[rows, kv_heads, L, head_dim]`. Under autocast, keys and values get its dtype.
+        `[rows, kv_heads, L, head_dim]`. Under autocast, keys and values get its dtype. In a compiled layer, the
+        attention operation stores them.
         """
+        if torch.compiler.is_compiling():
+            return key_states, value_states
         device = key_states.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)

@@ -62,6 +62,7 @@ class GenerationCall:
     tokenizer: Any = None
     past_key_values: BlockCache | None = None
     cuda_graph: bool = True
+    compile: bool | None = None
     record: Record = field(default_factory=Record)
     prepared: Any = None
     claim: Any = None

@@ -72,6 +72,11 @@ class ParallelConfig:
         row. Default: PyTorch's global generator, used as `generate` uses it.
     cuda_graph : bool
         Whether decode steps on a GPU are captured as CUDA graphs. Costs memory, saves the time between kernels.
+    compile : bool, optional
+        Whether decode steps run decoder layers compiled by `torch.compile`, which fuses their small kernels. The first
+        call that does takes several seconds more. Logits differ in rounding. Default: on a GPU, if this and earlier
+        calls have so many steps that it is likely to save time. A model that cannot be compiled runs as it is, and the
+        reason is logged.
     """
 
     mode: ClassVar[str] = ""
@@ -103,6 +108,7 @@ class ParallelConfig:
 
     seed: Any = None
     cuda_graph: bool = True
+    compile: bool | None = None
     _given: set[str] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
@@ -125,6 +131,8 @@ class ParallelConfig:
         if not all(isinstance(seed, torch.Generator) or is_int(seed) for seed in seeds):
             raise ValueError(f"seed must be an int, a torch.Generator or a list of them, got {self.seed!r}")
         check_bool("cuda_graph", self.cuda_graph)
+        if self.compile is not None:
+            check_bool("compile", self.compile)
 
     def prepare(self, kwargs: dict[str, Any]) -> Any:
         """Check and modify `kwargs`, the arguments of `generate`, in place. Return the value of `call.prepared`."""

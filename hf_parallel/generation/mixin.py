@@ -217,6 +217,7 @@ class ParallelGenerationMixin:
             generation_config=generation_config,
             streamer=streamer,
             cuda_graph=config.cuda_graph,
+            compile=config.compile,
             claim=claim,
         )
 
@@ -332,8 +333,7 @@ def enable(
     Parameters
     ----------
     model : PreTrainedModel
-        A decoder-only model with a language modelling head, or a wrapper of one by PEFT or `torch.compile`, whose model
-        is enabled. Modes do not run the compiled graph.
+        A decoder-only model with a language modelling head, or a wrapper of one by PEFT or `torch.compile`.
     known : Capabilities, optional
         Result of an earlier probe of this model, which is not probed then.
     wait : bool or float, optional

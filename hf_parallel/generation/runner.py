@@ -18,6 +18,7 @@ from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import to_device
 from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.capabilities import Capabilities
+from hf_parallel.models.compiled import CompiledLayers, compiled_layers
 from hf_parallel.models.cuda_graph import DecodeGraphs
 
 PREFILL_CHUNK = 4096
@@ -25,12 +26,20 @@ PREFILL_CHUNK = 4096
 
 
 class CachedModel:
-    """A model with the cache over which its forward passes run."""
+    """A model with the cache over which its forward passes run. Decode steps run `compiled` layers (None: as is)."""
 
-    def __init__(self, model: Any, capabilities: Capabilities, cache: BlockCache, cuda_graph: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        capabilities: Capabilities,
+        cache: BlockCache,
+        cuda_graph: bool,
+        compiled: CompiledLayers | None = None,
+    ) -> None:
         self.model, self.cache, self.device = model, cache, execution_device(model)
         self._kwargs: dict[str, Any] = {"block_cache": cache} if capabilities.keyword else {}
         self.graphs = DecodeGraphs(cache) if cuda_graph and DecodeGraphs.supports(model, self.device) else None
+        self._layers = compiled
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def logits(self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None) -> torch.Tensor:
@@ -38,9 +47,16 @@ class CachedModel:
 
         Return the logits `[len(keep), vocabulary]` after the tokens with these indices (None: after all tokens).
         """
-        if self.graphs is not None and keep is None and forward.is_decode_step:
-            return self.graphs.logits(self._forward, forward, ids)
+        if keep is None and forward.is_decode_step:
+            if self.graphs is not None:
+                return self.graphs.logits(self._decode, forward, ids)
+            return self._decode(ids, forward.position_ids)
         return self._forward(ids, forward.position_ids, None if keep is None else to_device(keep, self.device))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether decode steps run compiled layers."""
+        return self._layers is not None and not self._layers.failed
 
     def token_bytes(self) -> int:
         """Compute one token; return the bytes of its keys and values."""
@@ -50,6 +66,11 @@ class CachedModel:
         self.cache.commit()
         self.cache.free(block)
         return self.cache.arena.bytes_per_token
+
+    def _decode(self, ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        if self._layers is None:
+            return self._forward(ids, position_ids)
+        return self._layers.run(lambda: self._forward(ids, position_ids))
 
     def _forward(self, ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
         kwargs = dict(self._kwargs, input_ids=ids[None], position_ids=position_ids[None], past_key_values=self.cache)
@@ -76,7 +97,8 @@ class ModelRunner:
         self.chunk_size = call.generation_config.prefill_chunk_size or PREFILL_CHUNK
         self.model: CachedModel | None = None  # in an engine: None
         if call.executor is None:
-            self.model = CachedModel(call.model, call.capabilities, cache, call.cuda_graph)
+            compiled = compiled_layers(call.model, call.compile, call.max_new_tokens)
+            self.model = CachedModel(call.model, call.capabilities, cache, call.cuda_graph, compiled)
         else:
             call.executor.stats = stats
             self.chunk_size = min(self.chunk_size, call.executor.chunk_size)
@@ -148,6 +170,7 @@ class ModelRunner:
             keep = None if ends is None or len(ends) == len(ids) else [forward.last_tokens[end] for end in ends]
             self.stats.plan_seconds += time.perf_counter() - began
             logits = model.logits(forward, ids, keep)
+            self.stats.compiled_passes += keep is None and forward.is_decode_step and model.is_compiled
         except BaseException:
             self.cache.rollback()
             raise

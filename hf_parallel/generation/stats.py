@@ -12,6 +12,8 @@ class GenerationStats:
 
     forward_passes: int = 0
     """Forward passes of the model, prefill included."""
+    compiled_passes: int = 0
+    """Decode steps that ran compiled layers (`compile`)."""
     prefilled_tokens: int = 0
     """Tokens computed other than in decode steps: prompts, headers, inserted texts, replayed and reencoded tokens."""
     reused_tokens: int = 0

@@ -89,6 +89,10 @@ def block_attention_forward(
     `query` is `[1, heads, T, head_dim]`, packed. `key` and `value`, `[1, kv_heads, T, head_dim]`, are already in the
     cache. Returns `[1, T, heads, head_dim]`.
     """
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if torch.compiler.is_compiling() and not dropout:
+        layer: Any = module.layer_idx
+        return _attend(query, key, value, layer, scale, sliding_window, softcap, s_aux), None
     active = active_attention.get()
     cache = block_cache if block_cache is not None or active is None else active.cache
     if isinstance(cache, AttentionRecorder):
@@ -104,7 +108,7 @@ def block_attention_forward(
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     params = AttentionParams(
         num_kv_heads=key.shape[1],
-        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        scale=scale,
         rotary=None if cache.rotary is None else cache.rotary.get(layer_idx),
         softcap=softcap,
         sinks=s_aux,
@@ -112,12 +116,48 @@ def block_attention_forward(
     )
     if not isinstance(cache, BlockCache):
         return cache.attend(query, key, value, params), None
+    return _attend_blocks(cache, query, layer_idx, params), None
+
+
+def _attend_blocks(cache: BlockCache, query: torch.Tensor, layer_idx: int, params: AttentionParams) -> torch.Tensor:
     layer = cache.storage(layer_idx)
     mixed = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
         packed = query[0].transpose(0, 1).to(layer.keys.dtype)
-        out = block_attention(packed, layer.keys, layer.values, cache.plan, params)
-    return out.unsqueeze(0), None
+        return block_attention(packed, layer.keys, layer.values, cache.plan, params).unsqueeze(0)
+
+
+@torch.library.custom_op(
+    "hf_parallel::attend",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, SymInt layer_idx, float scale, SymInt? window, float? softcap, "
+    "Tensor? sinks) -> Tensor",
+)
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer_idx: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """A layer's `BlockCache.update` and its attention, as one operation of a compiled layer (`compiled.py`)."""
+    active = active_attention.get()
+    assert active is not None, "compiled layers run within block_attention_enabled"
+    cache: BlockCache = active.cache
+    cache.update(key, value, layer_idx)
+    rotary = None if cache.rotary is None else cache.rotary.get(layer_idx)
+    params = AttentionParams(key.shape[1], scale, rotary, softcap, sinks, window)
+    return _attend_blocks(cache, query, layer_idx, params)
+
+
+@_attend.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_idx: int, scale: float, *more: Any
+) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
@@ -181,6 +221,8 @@ def _context_dependent(plain: Any) -> Any:
     own: property = plain._attn_implementation  # type: ignore[attr-defined]
 
     def implementation(config: Any) -> str | None:
+        if torch.compiler.is_compiling():  # Dynamo cannot trace context variables
+            return IMPLEMENTATION if _is_active() else own.fget(config)  # type: ignore[misc]
         active = active_attention.get()
         chosen = active is not None and any(config is one for one in active.configs)
         return IMPLEMENTATION if chosen else own.fget(config)  # type: ignore[misc]
@@ -194,6 +236,11 @@ def _context_dependent(plain: Any) -> Any:
         "__hash__": plain.__hash__,
     }
     return type(plain.__name__, (plain,), names)
+
+
+@torch.compiler.assume_constant_result
+def _is_active() -> bool:
+    return active_attention.get() is not None
 
 
 def _reduce_as_plain(config: Any, protocol: Any) -> Any:

@@ -142,7 +142,8 @@ def capture_graph(function: Callable[[], torch.Tensor], device: torch.device, po
     with _capturing, torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
         function()
         if pool is None:
-            with NoSyncMode():
+            # Not compiled: Dynamo would mark all code that it meets under a dispatch mode as not to be compiled.
+            with torch.compiler.set_stance("force_eager"), NoSyncMode():
                 function()
         torch.cuda.empty_cache()  # a capture does this too, which would distort the difference below
         before = torch.cuda.memory_reserved(device)

@@ -1,0 +1,158 @@
+"""Compiled decoder layers generate the tokens of the layers as they are, and are compiled once for all layers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from workers import SETTINGS
+
+import hf_parallel
+from hf_parallel.models import compiled
+from hf_parallel.models.compiled import CompiledLayers, compiled_layers
+from hf_parallel.models.cuda_graph import NoSyncMode
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+(PROMPT,) = tiny.make_prompts([9], seed=8)
+ARCHITECTURES = ["llama", "qwen3", "gemma2", "gpt_oss", "mixtral", "gpt2"]
+
+
+@pytest.fixture(autouse=True)
+def without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Dynamo alone: one test runs Inductor, which takes ten times as long."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    yield
+    torch.compiler.reset()
+
+
+def enabled(name: str = "llama") -> PreTrainedModel:
+    return hf_parallel.enable(copy.deepcopy(tiny.build(name)))
+
+
+def generate(model: PreTrainedModel, rows: int = 3, **settings: Any) -> Any:
+    defaults: dict[str, Any] = {"generation_mode": "shared_prefix", "do_sample": True, "seed": 3, "pad_token_id": 0}
+    defaults |= {"num_return_sequences": rows, "max_new_tokens": 5, "return_dict_in_generate": True}
+    return model.generate(PROMPT[None], **(defaults | settings))  # type: ignore[operator]
+
+
+def num_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_compiled_layers_generate_the_same_tokens(name: str) -> None:
+    model = enabled(name)
+    for rows in (1, 3, 4):
+        expected = generate(model, rows, compile=False)
+        out = generate(model, rows, compile=True)
+        assert torch.equal(out.sequences, expected.sequences)
+        assert (out.stats.compiled_passes, expected.stats.compiled_passes) == (4, 0)
+
+
+def test_inductor_generates_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    model = enabled()
+    assert torch.equal(generate(model, compile=True).sequences, generate(model, compile=False).sequences)
+
+
+def test_all_layers_share_a_graph_for_several_rows_and_one_for_a_single_row() -> None:
+    model = enabled()
+    before = num_graphs()
+    for rows in (4, 3, 2, 4):
+        generate(model, rows, compile=True)
+    assert num_graphs() == before + 1
+    generate(model, 1, compile=True)
+    assert num_graphs() == before + 2
+
+
+def test_workers_run_compiled_layers() -> None:
+    model = enabled()
+    settings = {**SETTINGS, "generation_mode": "hogwild", "max_new_tokens": 8, "return_dict_in_generate": True}
+    out = model.generate(PROMPT[None], compile=True, **settings)  # type: ignore[operator]
+    expected = model.generate(PROMPT[None], compile=False, **settings)  # type: ignore[operator]
+    assert torch.equal(out.sequences, expected.sequences)
+    assert out.stats.compiled_passes > 0
+
+
+def test_a_model_that_cannot_be_compiled_runs_as_it_is_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Uncompilable(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return self.inner(x)
+
+    model = enabled()
+    expected = generate(model, compile=False).sequences
+    model.model.layers[1].mlp = Uncompilable(model.model.layers[1].mlp)  # type: ignore[union-attr,index]
+    with caplog.at_level(logging.WARNING):
+        outs = [generate(model, compile=True) for _ in range(2)]
+    assert all(torch.equal(out.sequences, expected) for out in outs)
+    assert [out.stats.compiled_passes for out in outs] == [0, 0]
+    assert [r.message for r in caplog.records if "without compiled layers" in r.message][1:] == []
+    assert "without compiled layers" in caplog.text
+
+
+def test_the_default_compiles_on_a_gpu_only_and_if_the_steps_pay_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enabled()
+    assert compiled_layers(model, None) is None  # on a CPU
+    monkeypatch.setattr(compiled, "execution_device", lambda model: torch.device("cuda"))
+    enough = compiled.COMPILE_SECONDS / compiled.SECONDS_SAVED / len(compiled.decoder_layers(model))
+    assert compiled_layers(model, None, 0.6 * enough) is None
+    assert compiled_layers(model, None, 0.6 * enough) is not None  # with the steps of the call before
+    assert compiled_layers(model, False) is None
+
+
+def test_other_threads_run_the_layers_as_they_are_meanwhile() -> None:
+    model = enabled()
+    layers = CompiledLayers(model)
+    before, results = num_graphs(), []
+
+    def plain() -> None:
+        results.append(model(PROMPT[None]).logits)
+
+    def meanwhile() -> torch.Tensor:
+        thread = threading.Thread(target=plain)
+        thread.start()
+        thread.join()
+        return torch.zeros(0)
+
+    layers.run(meanwhile)
+    assert num_graphs() == before
+    assert torch.equal(results[0], model(PROMPT[None]).logits)
+    assert all("_compiled_call_impl" not in vars(layer) for layer in layers.layers)
+
+
+def test_the_check_of_a_capture_does_not_undo_compilation() -> None:
+    model = enabled()
+    layers = CompiledLayers(model)
+    hidden = torch.zeros(1, 3, model.config.hidden_size)
+    positions = model.model.rotary_emb(hidden, torch.arange(3)[None])  # type: ignore[union-attr,operator]
+
+    def forward() -> torch.Tensor:
+        return layers.layers[0](hidden, position_embeddings=positions)
+
+    before = num_graphs()
+    with torch.no_grad():
+        with torch.compiler.set_stance("force_eager"), NoSyncMode():
+            layers.run(forward)
+        assert num_graphs() == before
+        layers.run(forward)
+    assert num_graphs() == before + 1
+
+
+def test_a_copy_of_a_model_is_compiled_by_itself() -> None:
+    model = enabled()
+    expected = generate(model, compile=True).sequences
+    assert torch.equal(generate(copy.deepcopy(model), compile=True).sequences, expected)
