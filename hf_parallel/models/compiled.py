@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -35,6 +35,9 @@ MAX_GRAPHS = 64
 """Graphs per model: one for each kind of layer (sliding window, no rotary embedding), another for passes of one row,
 which Dynamo compiles separately."""
 
+_LAYER_INDEX = r".*layer_idx.*"
+"""Source of the only number of a module that is dynamic: others, such as sizes of heads, are constants of a graph."""
+
 _in_use: ContextVar[bool] = ContextVar("hf_parallel_compiled_layers", default=False)
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ class CompiledLayers:
         self._is_compiled = False
         # A function of its own, as Dynamo keeps graphs, and counts them, by the function's code.
         own = FunctionType(_call_layer.__code__.replace(), _call_layer.__globals__)
-        self._compiled: Callable[..., Any] = torch.compile(own, dynamic=True, fullgraph=True, backend=BACKEND)
+        self._compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, backend=BACKEND)
 
     def pays_off(self, steps: float) -> bool:
         """Return whether `steps` more decode steps are likely to save more time than compilation takes."""
@@ -82,7 +85,10 @@ class CompiledLayers:
         try:
             for layer in self.layers:
                 vars(layer)["_compiled_call_impl"] = partial(self._call, layer)
-            with dynamo_config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MAX_GRAPHS):
+            with (
+                dynamo_config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MAX_GRAPHS),
+                torch.compiler.config.patch(dynamic_sources=_LAYER_INDEX),
+            ):
                 yield
         finally:
             for layer in self.layers:
@@ -90,7 +96,12 @@ class CompiledLayers:
             _in_use.reset(token)
 
     def _call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (self._compiled if _in_use.get() else _call_layer)(layer, args, kwargs)
+        if not _in_use.get():
+            return _call_layer(layer, args, kwargs)
+        for tensor in _tensors((*args, *kwargs.values())):
+            if tensor.ndim > 1 and tensor.shape[0] == 1:  # packed
+                torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        return self._compiled(layer, args, kwargs)
 
 
 _of_model: WeakKeyDictionary[nn.Module, CompiledLayers] = WeakKeyDictionary()
@@ -125,6 +136,14 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 def _has_attention(layer: nn.Module) -> bool:
     return any(hasattr(module, "layer_idx") for module in layer.modules())
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
 
 
 def _call_layer(layer: nn.Module, args: Any, kwargs: Any) -> Any:
