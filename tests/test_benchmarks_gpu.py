@@ -64,7 +64,7 @@ def test_report_describes_machine_and_settings(result: dict[str, Any]) -> None:
 
 
 def test_every_case_of_every_stage_is_measured(result: dict[str, Any]) -> None:
-    sizes = {"correctness": 6, "graphs": 3, "attention": 2, "hogwild": 2, "model": 12}
+    sizes = {"correctness": 6, "graphs": 3, "attention": 2, "hogwild": 2, "model": 13, "prefill": 1, "start": 2}
     for name, stage in result["stages"].items():
         assert len(stage["cases"]) == sizes[name], name
         assert not [case for case in stage["cases"] if "error" in case or "not_measured" in case], name
@@ -94,11 +94,17 @@ def test_figures_follow_from_what_was_timed(result: dict[str, Any]) -> None:
         assert case["tokens_per_second"] == pytest.approx(case["rows"] / case["step_seconds"])
         assert case["steps"] == 3
         assert ("by_floor" in case) == (case["way"] == "shared_prefix")
+        if case["way"] != "generate_batch":
+            assert 0 < case["first_token_seconds"] < case["call_seconds"]
+    (prefill,) = result["stages"]["prefill"]["cases"]
+    assert prefill["by_plain"] == pytest.approx(prefill["seconds"] / prefill["plain_seconds"])
+    for case in result["stages"]["start"]["cases"]:
+        assert case["start_seconds"] == pytest.approx(case["first_seconds"] - case["again_seconds"])
 
 
 def test_acceptance_lists_every_target_with_its_figure(result: dict[str, Any]) -> None:
     lines = {line["what"]: line for line in result["acceptance"]}
-    assert len(lines) == 14
+    assert len(lines) == 20
     assert lines["attention: time relative to FlashInfer's cascade"]["status"] == "not measured"
     measured = [line for line in lines.values() if line["status"] != "not measured"]
     for line in measured:
@@ -331,15 +337,26 @@ def ideal(sizes: run.Sizes, figures: dict[str, Any]) -> dict[str, Any]:
         "attention": sizes.attention.cases(Timer(CPU), CEILINGS),
         "hogwild": sizes.hogwild.cases(Timer(CPU), CEILINGS),
         "model": sizes.model.cases(models.Models(CPU, torch.float32), CEILINGS, Deadline(60)),
+        "prefill": sizes.prefill.cases(models.Models(CPU, torch.float32), Deadline(60)),
+        "start": sizes.start.cases(CPU, torch.float32, Deadline(60)),
     }
     stages = {name: {"cases": [case.settings | figures for case in made]} for name, made in cases.items()}
     for case in stages["model"]["cases"]:
         if "not_measured" not in figures:
-            case["tokens_per_second"] = 1000.0 * (case["rows"] if case["way"] == "hogwild" else 1)
+            case["tokens_per_second"] = 33_000.0 * (case["rows"] if case["way"] == "hogwild" else 1)
+            case["tokens_per_second"] *= 0.5 if case["way"] == "static_cache" else 1
     return stages
 
 
-GOOD: dict[str, Any] = dict.fromkeys(("error_by_flash", "of_limit", "by_flash", "by_flashinfer", "by_floor"), 1.0)
+COUNTED = {
+    "hogwild": {"workers": 2},
+    "model": {"way": "shared_prefix", "rows": 1, "prefix": 8},
+    "start": {"process": "second"},
+}
+"""Settings of toy cases that count for a target."""
+GOOD: dict[str, Any] = dict.fromkeys(
+    ("error_by_flash", "of_limit", "by_flash", "by_flashinfer", "by_floor", "by_plain", "start_seconds"), 1.0
+)
 GOOD |= {"max_error": 1e-6, "set_up_seconds": 4e-5, "flash": {"difference": 1e-3}, "rows_checked": {"difference": 1e-3}}
 
 
@@ -347,10 +364,12 @@ def test_full_sizes_cover_all_targets() -> None:
     stages = ideal(run.Sizes(), GOOD)
     large = sum(case["kv_bytes"] >= 256e6 for case in stages["attention"]["cases"])
     counts = [len(stage["cases"]) for stage in stages.values()]
-    assert counts == [195, 6, 120, 16, 2 * (6 + 4 + 8 + 18 + 3 + 12 + 12)]
+    uncompiled = 6 * ways.HAS_COMPILE
+    assert counts == [195, 6, 120, 16, 2 * (4 + 6 + 1 + 8 + 17) + uncompiled + 1 + 3 + 12 + 12, 4, 2]
     lines = run.Sizes().acceptance.table(stages)
     assert {line["status"] for line in lines} == {"met"}, lines
-    assert [line["of"] for line in lines] == [130, 65, 195, 6, 120, large, 120, 120, 2, 16, 2, 6, 4, 8]
+    of = [130, 65, 195, 6, 120, large, large, 120, 120, 2, 16, 2, 2, 4, 8, 1, 1, 1, 4, 1]
+    assert [line["of"] for line in lines] == of
     assert {line["status"] for line in run.Sizes().acceptance.table({})} == {"not measured"}
 
 
@@ -373,19 +392,24 @@ def test_a_target_without_figures_is_neither_met_nor_missed() -> None:
         ("graphs", {"error": "RuntimeError: no decode step was captured"}),
         ("attention", {"flash": {"difference": 0.3}}),
         ("attention", {"rows_checked": {"difference": 0.3}}),
-        ("attention", {"of_limit": 0.8}),
+        ("attention", {"of_limit": 0.8, "bound": "memory"}),
+        ("attention", {"of_limit": 0.65, "bound": "compute"}),
         ("attention", {"by_flash": 1.1}),
         ("attention", {"by_flashinfer": 1.1}),
         ("hogwild", {"by_flash": 1.2}),
         ("hogwild", {"set_up_seconds": 6e-5}),
-        ("model", {"by_floor": 1.4}),
+        ("model", {"by_floor": 1.5}),
+        ("model", {"way": "no_attention", "rows": 2, "prefix": 16, "tokens_per_second": 40_000.0}),
+        ("model", {"way": "static_cache", "tokens_per_second": 30_000.0}),
+        ("prefill", {"by_plain": 1.1}),
+        ("start", {"start_seconds": 6.0}),
     ],
 )
 def test_one_bad_figure_misses_one_target(stage: str, bad: dict[str, Any]) -> None:
     stages = ideal(run.TOY, GOOD)
     assert {line["status"] for line in run.TOY.acceptance.table(stages)} == {"met"}
-    chosen = {"correctness": 0, "graphs": 0, "attention": 0, "hogwild": 1, "model": 4}[stage]  # 2 workers; a single row
-    case = stages[stage]["cases"][chosen]
+    wanted = {name: bad.get(name, value) for name, value in COUNTED.get(stage, {}).items()}
+    case = next(case for case in stages[stage]["cases"] if wanted.items() <= case.items())
     case |= bad
     missed = [line["what"] for line in run.TOY.acceptance.table(stages) if line["status"] == "missed"]
     assert len(missed) == 1, missed

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu_parts import hogwild, layer
 from benchmarks.gpu_parts.layer import Features, Layer
-from benchmarks.gpu_parts.timing import Timer
+from benchmarks.gpu_parts.timing import PeakMemory, Timer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,3 +57,15 @@ def test_set_up_excludes_the_layers(gpu_timer: Timer, monkeypatch: pytest.Monkey
     monkeypatch.setattr(made.cache, "prepare", lambda segments: (tick(2), prepare(segments))[1])
     monkeypatch.setattr(Layer, "attend", lambda made, layer_idx: tick(next(costs)))
     assert hogwild.step_times(gpu_timer, made, segments, hogwild.GpuClock) == pytest.approx(2e-3 + 9e-3 - 5e-3)
+
+
+def test_peak_memory_excludes_what_was_allocated_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"now": 100, "peak": 900}
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: sizes["now"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: sizes.update(peak=sizes["now"]))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: sizes["peak"])
+    memory = PeakMemory(torch.device("cuda"))
+    assert memory.figures() == {"peak_bytes": 0}
+    sizes["peak"] = 350
+    assert memory.figures() == {"peak_bytes": 250}
+    assert PeakMemory(torch.device("cpu")).figures() == {}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from .attention import AttentionStage
 from .graphs import TOLERANCE
-from .hogwild import HogwildStage
 from .model import ModelStage
 
 DIFFERENCE = 0.02
@@ -70,8 +69,8 @@ class Acceptance:
 
     Parameters
     ----------
-    attention, hogwild, model
-        Stages, whose sizes appear in the targets.
+    model : ModelStage
+        Stage whose sizes appear in the targets.
     large_kv_bytes : int
         Minimum size of the unique keys and values for the target of attention.
     long_tokens : int
@@ -80,8 +79,6 @@ class Acceptance:
         Number of workers in the targets.
     """
 
-    attention: AttentionStage
-    hogwild: HogwildStage
     model: ModelStage
     large_kv_bytes: int
     long_tokens: int
@@ -92,15 +89,24 @@ class Acceptance:
         return [line.judge(stages) for line in self._lines()]
 
     def _lines(self) -> list[Line]:
-        w, rows, prefixes = self.workers, max(self.model.rows), self.model.prefixes
+        w, rows, prefixes = self.workers, max(self.model.rows), sorted(self.model.prefixes)
+        short, long, name = prefixes[0], prefixes[-1], self.model.models[0]
+        few, compared = self.model.few_rows, max(self.model.compared_rows)
         return [
             Line("kernels, bf16 and fp16: largest error", "correctness", _errors("bfloat16", "float16"), 2e-2),
             Line("kernels, fp32: largest error", "correctness", _errors("float32"), 1e-5),
             Line("kernels: error relative to FlashAttention's", "correctness", _figure("error_by_flash"), 1.5),
             Line("replayed decode steps: largest error of a logit", "graphs", _graph_errors, TOLERANCE),
             Line("attention: difference from FlashAttention's output", "attention", _difference, DIFFERENCE),
-            Line(
-                "attention: fraction of the hardware limit, large KV", "attention", self._large_kv, 0.85, at_least=True
+            *(
+                Line(
+                    f"attention, bound by {bound}: fraction of the hardware limit, large KV",
+                    "attention",
+                    partial(self._large_kv, bound),
+                    limit,
+                    at_least=True,
+                )
+                for bound, limit in (("memory", 0.85), ("compute", 0.70))
             ),
             Line("attention: time relative to FlashAttention", "attention", _versus("flash"), 1.0),
             Line("attention: time relative to FlashInfer's cascade", "attention", _versus("flashinfer"), 1.0),
@@ -108,17 +114,12 @@ class Acceptance:
                 f"hogwild, {w} workers: attention relative to FlashAttention", "hogwild", self._hogwild_attention, 1.15
             ),
             Line("hogwild: set-up of a step, us", "hogwild", _set_up, 50.0),
+            Line(f"model, {rows} rows: throughput lost from prefix {short} to {long}", "model", self._loss, 0.15),
             Line(
-                f"model, {rows} rows: throughput lost from prefix {min(prefixes)} to {max(prefixes)}",
-                "model",
-                self._loss,
-                0.05,
-            ),
-            Line(
-                f"model, {rows} rows: throughput relative to no attention",
+                f"model, {rows} rows over {self._middle}: throughput relative to no attention",
                 "model",
                 self._by_no_attention,
-                0.9,
+                0.85,
                 at_least=True,
             ),
             Line(
@@ -128,18 +129,41 @@ class Acceptance:
                 0.95 * w,
                 at_least=True,
             ),
+            Line(f"model, {min(few)} to {max(few)} rows: step relative to weight reads", "model", self._few_rows, 1.4),
             Line(
-                f"model, {min(self.model.few_rows)} to {max(self.model.few_rows)} rows: step relative to weight reads",
+                f"{name}, {compared} rows over {short}: step, ms",
                 "model",
-                self._few_rows,
-                1.3,
+                lambda cases: iter([_step(cases, name, "shared_prefix", compared, short)] if cases else []),
+                7.0,
             ),
+            Line(
+                f"{name}, {rows} rows over {short}: tokens/s",
+                "model",
+                lambda cases: iter([_rate(cases, name, "shared_prefix", rows, short)] if cases else []),
+                32_000,
+                at_least=True,
+            ),
+            Line(
+                f"{name}, {few[0]} row: speed relative to generate with a compiled static cache",
+                "model",
+                self._by_static_cache,
+                1.5,
+                at_least=True,
+            ),
+            Line("prefill: time relative to one forward pass", "prefill", _figure("by_plain"), 1.02),
+            Line("compiled decode: start of a second process, s", "start", _second_start, 5.0),
         ]
 
-    def _large_kv(self, cases: Cases) -> Values:
+    def _large_kv(self, bound: str, cases: Cases) -> Values:
+        """Yield fractions of the limit; a case that was not measured counts for both limits."""
         for case in cases:
-            if case["kv_bytes"] >= self.large_kv_bytes:
+            if case["kv_bytes"] >= self.large_kv_bytes and case.get("bound", bound) == bound:
                 yield case.get("of_limit")
+
+    @property
+    def _middle(self) -> int:
+        """Length of the prefix between the shortest and the longest one; the longest of two."""
+        return sorted(self.model.prefixes)[len(self.model.prefixes) // 2]
 
     def _hogwild_attention(self, cases: Cases) -> Values:
         for case in cases:
@@ -156,11 +180,16 @@ class Acceptance:
 
     def _by_no_attention(self, cases: Cases) -> Values:
         for name in self._names(cases):
-            for prefix in self.model.prefixes:
-                ours, most = (
-                    _rate(cases, name, way, max(self.model.rows), prefix) for way in ("shared_prefix", "no_attention")
-                )
-                yield None if ours is None or most is None else ours / most
+            ours, most = (
+                _rate(cases, name, way, max(self.model.rows), self._middle) for way in ("shared_prefix", "no_attention")
+            )
+            yield None if ours is None or most is None else ours / most
+
+    def _by_static_cache(self, cases: Cases) -> Values:
+        for name in self._names(cases)[:1]:
+            sizes = self.model.few_rows[0], self.model.prefixes[0]
+            ours, other = (_rate(cases, name, way, *sizes) for way in ("shared_prefix", "static_cache"))
+            yield None if ours is None or other is None else ours / other
 
     def _scaling(self, cases: Cases) -> Values:
         for name in self._names(cases):
@@ -223,6 +252,19 @@ def _difference(cases: Cases) -> Values:
 def _set_up(cases: Cases) -> Values:
     """Yield the set-up in microseconds."""
     return (case["set_up_seconds"] * 1e6 if "set_up_seconds" in case else None for case in cases)
+
+
+def _second_start(cases: Cases) -> Values:
+    """Yield the seconds by which the first call of a second process is longer, where decode steps are compiled."""
+    return (
+        case.get("start_seconds") for case in cases if case["process"] == "second" and case.get("compile") is not False
+    )
+
+
+def _step(cases: Cases, model: str, way: str, rows: int, prefix: int) -> float | None:
+    """Return the milliseconds of a decode step of one case."""
+    rate = _rate(cases, model, way, rows, prefix)
+    return None if rate is None else 1e3 * rows / rate
 
 
 def _rate(cases: Cases, model: str, way: str, rows: int, prefix: int) -> float | None:

@@ -1,4 +1,4 @@
-"""Stage 2: decode steps replayed as CUDA graphs compute the same logits as eager ones.
+"""Decode steps replayed as CUDA graphs compute the same logits as eager ones.
 
 Small models in float32, many steps, rows that end and steps that move: if a graph uses a stale value, the logits of a
 later step differ.

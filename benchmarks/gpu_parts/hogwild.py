@@ -1,4 +1,4 @@
-"""Stage 4: attention and set-up of a step of Hogwild! workers (Hogwild! Inference, section 4.4, table 2).
+"""Attention and set-up of a step of Hogwild! workers (Hogwild! Inference, section 4.4, table 2).
 
 The baseline is FlashAttention of one row over the same total number of tokens.
 """

@@ -26,9 +26,19 @@ from .hogwild import HogwildStage
 from .machine import describe
 from .model import ModelStage
 from .models import Models
+from .prefill import PrefillStage
+from .start import StartStage
 from .timing import Deadline, Timer, measure_ceilings
 
-SHARES = {"correctness": 0.22, "graphs": 0.07, "attention": 0.25, "hogwild": 0.06, "model": 0.40}
+SHARES = {
+    "model": 0.42,
+    "prefill": 0.06,
+    "start": 0.13,
+    "hogwild": 0.03,
+    "attention": 0.14,
+    "graphs": 0.06,
+    "correctness": 0.16,
+}
 """Fraction of the time per stage; unused time goes to the following stages."""
 WRITTEN_EVERY = 5.0
 """Seconds between two writes of the report during a stage."""
@@ -43,6 +53,8 @@ class Sizes:
     attention: AttentionStage = AttentionStage()
     hogwild: HogwildStage = HogwildStage()
     model: ModelStage = ModelStage()
+    prefill: PrefillStage = PrefillStage()
+    start: StartStage = StartStage()
     copied_bytes: int = 4 << 30
     matrix_size: int = 8192
     dtype: str = "bfloat16"
@@ -54,7 +66,7 @@ class Sizes:
     @property
     def acceptance(self) -> Acceptance:
         """Targets for these sizes."""
-        return Acceptance(self.attention, self.hogwild, self.model, self.large_kv_bytes, self.long_tokens, self.workers)
+        return Acceptance(self.model, self.large_kv_bytes, self.long_tokens, self.workers)
 
 
 QUICK = Sizes(
@@ -63,6 +75,7 @@ QUICK = Sizes(
     AttentionStage(heads=((32, 8, 128),), rows=(1, 64, 1024), prefixes=(1024, 16384), suffixes=(128,)),
     HogwildStage(workers=(1, 4), tokens=(1024, 16384), steps=10),
     ModelStage(models=("Qwen3-8B",), rows=(128, 32), prefixes=(1024, 4096), workers=(1, 4), hogwild_prefixes=(4096,)),
+    PrefillStage(lengths=(4096, 32768)),
     repeats=10,
 )
 """Few sizes, for a check and a first impression within two minutes."""
@@ -74,7 +87,18 @@ TOY = Sizes(
     GraphStage(("toy",), rows=2, workers=2, prefix=4, steps=4),
     AttentionStage(heads=((2, 1, 16),), rows=(1, 3), prefixes=(64,), suffixes=(16,), dtype=_TOY_TYPE),
     HogwildStage(workers=(1, 2), tokens=(32,), heads=(2, 1, 16), dtype=_TOY_TYPE, layers=2, steps=1),
-    ModelStage(("toy",), (2,), prefixes=(8, 16), few_rows=(1,), workers=(1, 2), hogwild_prefixes=(8,), steps=4),
+    ModelStage(
+        ("toy",),
+        (2,),
+        prefixes=(8, 16),
+        few_rows=(1,),
+        compared_rows=(2,),
+        workers=(1, 2),
+        hogwild_prefixes=(8,),
+        steps=4,
+    ),
+    PrefillStage(("toy",), lengths=(16,), repeats=1),
+    StartStage("toy", prefix=8, steps=4),
     copied_bytes=1 << 20,
     matrix_size=128,
     dtype=_TOY_TYPE,
@@ -154,6 +178,8 @@ class Run:
             "attention": lambda: sizes.attention.cases(self.timer, ceilings),
             "hogwild": lambda: sizes.hogwild.cases(self.timer, ceilings),
             "model": lambda: sizes.model.cases(self.models, ceilings, deadline),
+            "prefill": lambda: sizes.prefill.cases(self.models, deadline),
+            "start": lambda: sizes.start.cases(self.device, self.models.dtype, deadline),
         }
         return makers[name]()
 

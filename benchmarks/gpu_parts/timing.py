@@ -38,6 +38,22 @@ class Deadline:
             raise OutOfTimeError
 
 
+class PeakMemory:
+    """Measures the memory that a GPU allocates at most from now on, beyond what is allocated now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, 0
+        if device.type == "cuda":
+            self._before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def figures(self) -> dict[str, int]:
+        """Return `peak_bytes`; nothing on other devices."""
+        if self._device.type != "cuda":
+            return {}
+        return {"peak_bytes": torch.cuda.max_memory_allocated(self._device) - self._before}
+
+
 @dataclass(frozen=True, eq=False)
 class Timer:
     """Measures the time of calls on a device.

@@ -10,24 +10,40 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
+import hf_parallel
 from hf_parallel.cli.measure import StepClock
 
 from .cases import OUT_OF_MEMORY, fits
 from .models import PAD, attention_skipped, draw_prompt, hogwild_settings, kv_bytes_per_token
-from .timing import Deadline, OutOfTimeError
+from .timing import Deadline, OutOfTimeError, PeakMemory
 
 FIRST_STEPS = 3
 """Number of initial steps that compile, capture and warm up, and are not measured."""
 FEWEST_STEPS = 4
 """Minimum number of steps for a median."""
 
+HAS_COMPILE = "compile" in hf_parallel.SharedPrefixConfig.fields()
+"""Whether modes have the setting `compile`."""
+
 Way = Callable[[Any, int, int, int, Deadline], dict[str, Any]]
 """Measures (model, rows, prefix, steps, deadline)."""
 
 
 def shared_prefix(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
-    """Measure rows over one prompt with `steps` tokens each."""
-    return _timed(model, draw_prompt(model, rows, prefix), rows, steps, deadline, generation_mode="shared_prefix")
+    """Measure rows over one prompt with `steps` tokens each, with compiled decode where the package has it."""
+    return _shared_prefix(model, rows, prefix, steps, deadline, compiles=True)
+
+
+def uncompiled(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
+    """Measure `shared_prefix` without compiled decode."""
+    return _shared_prefix(model, rows, prefix, steps, deadline, compiles=False)
+
+
+def _shared_prefix(
+    model: Any, rows: int, prefix: int, steps: int, deadline: Deadline, compiles: bool
+) -> dict[str, Any]:
+    settings = {"generation_mode": "shared_prefix", **compile_setting(compiles)}
+    return _timed(model, draw_prompt(model, rows, prefix), rows, steps, deadline, **settings)
 
 
 def no_attention(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
@@ -42,7 +58,7 @@ def no_attention(model: Any, rows: int, prefix: int, steps: int, deadline: Deadl
 def hogwild(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
     """Measure `rows` workers over one prompt."""
     prompt = draw_prompt(model, 1, prefix)
-    return _timed(model, prompt, rows, steps, deadline, **hogwild_settings(model, rows))
+    return _timed(model, prompt, rows, steps, deadline, **hogwild_settings(model, rows), **compile_setting(True))
 
 
 def generate(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
@@ -56,6 +72,12 @@ def generate(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline)
         states = torch.randn(shape, dtype=model.dtype, device=model.device)
         cache.update(states, states.clone(), layer_idx)
     return _timed(model, draw_prompt(model, rows, prefix), rows, steps, deadline, past_key_values=cache)
+
+
+def static_cache(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
+    """Measure `generate` with a static cache, for which transformers compiles decode steps on a GPU."""
+    prompt = draw_prompt(model, rows, prefix)
+    return _timed(model, prompt, rows, steps, deadline, cache_implementation="static")
 
 
 def generate_batch(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
@@ -91,8 +113,16 @@ def generate_batch(model: Any, rows: int, prefix: int, steps: int, deadline: Dea
     return _figures(rows, [after - before for before, after in zip(ticks, ticks[1:], strict=False)])
 
 
-WAYS: dict[str, Way] = {way.__name__: way for way in (shared_prefix, no_attention, hogwild, generate, generate_batch)}
+WAYS: dict[str, Way] = {
+    way.__name__: way
+    for way in (shared_prefix, uncompiled, no_attention, hogwild, generate, static_cache, generate_batch)
+}
 """Methods by name."""
+
+
+def compile_setting(compiles: bool) -> dict[str, bool]:
+    """Return the setting `compile` of a mode; nothing if modes do not have it."""
+    return {"compile": compiles} if HAS_COMPILE else {}
 
 
 def _timed(
@@ -100,6 +130,7 @@ def _timed(
 ) -> dict[str, Any]:
     """Measure one call of `generate`, cut short at the deadline if there are enough steps."""
     clock, more = StepClock(on_step=deadline.check), {}
+    memory = PeakMemory(model.device)
     began = time.perf_counter()
     try:
         output = model.generate(
@@ -115,10 +146,12 @@ def _timed(
     except OutOfTimeError:
         if len(clock.times) < 2 + FIRST_STEPS + FEWEST_STEPS:
             raise
-    return _figures(rows, clock.step_seconds) | {"call_seconds": time.perf_counter() - began} | more
+    more |= {"call_seconds": time.perf_counter() - began, "first_token_seconds": clock.times[1] - began}
+    return _figures(rows, clock.step_seconds) | memory.figures() | more
 
 
 def _figures(rows: int, steps: Sequence[float]) -> dict[str, Any]:
-    """Return the median step without the first ones, and tokens per second."""
+    """Return the median step without the first ones, tokens per second, and the extra time of the first steps."""
     step = statistics.median(steps[FIRST_STEPS:] or steps)
-    return {"step_seconds": step, "tokens_per_second": rows / step, "steps": len(steps)}
+    extra = sum(steps[:FIRST_STEPS]) - step * len(steps[:FIRST_STEPS])
+    return {"step_seconds": step, "tokens_per_second": rows / step, "steps": len(steps), "warm_up_seconds": extra}
