@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scenes import Features, Scene, rotate_to, scenes
+from torch.overrides import TorchFunctionMode
 
 from hf_parallel.cache import Block, BlockCache, Segment
 from hf_parallel.kernels import (
@@ -35,6 +37,7 @@ from hf_parallel.kernels import (
     select_backend,
 )
 from hf_parallel.kernels import torch_attention as torch_backend
+from hf_parallel.kernels.dense import dense_attention, matmul_attention
 from hf_parallel.kernels.schedule import make_schedule
 
 EXACT = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
@@ -312,11 +315,11 @@ def test_rotations_add_up_and_leave_other_dimensions_unchanged(
 
 def test_backend_variable_selects_and_an_unknown_name_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
-    assert select_backend() == "torch"
+    assert select_backend("cpu") == "torch"
     monkeypatch.setenv(BACKEND_VARIABLE, "")
-    assert select_backend() == "torch"
+    assert select_backend("cpu") == "torch"
     monkeypatch.setenv(BACKEND_VARIABLE, "reference")
-    assert select_backend() == "reference"
+    assert select_backend() == select_backend("cpu") == "reference"
     monkeypatch.setenv(BACKEND_VARIABLE, "cudnn")
     with pytest.raises(ValueError, match=r"HF_PARALLEL_BACKEND must be one of .*reference.*torch.*'cudnn'"):
         select_backend()
@@ -332,3 +335,40 @@ def test_layers_of_different_windows_share_one_plan(monkeypatch: pytest.MonkeyPa
         params = AttentionParams(1, 8**-0.5, window=window)
         out = block_attention(scene.queries, layer.keys, layer.values, plan, params)
         torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-12)
+
+
+# PyTorch's kernels on a GPU
+
+
+class EfficientAttention(TorchFunctionMode):
+    """Computes PyTorch's memory-efficient attention on the CPU, with its conditions, for tensors that seem on a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__self__", None) is torch.Tensor.device:
+            return torch.device("cuda")
+        if getattr(func, "__self__", None) is torch.Tensor.is_cuda:
+            return True
+        if func is not torch.ops.aten._scaled_dot_product_efficient_attention:
+            return func(*args, **kwargs)
+        q, k, v, mask = args
+        for name, tensor in zip(("query", "key", "value"), (q, k, v), strict=True):
+            if any(stride * tensor.element_size() % 16 for stride in tensor.stride()[:-1]):
+                raise RuntimeError(f"{name} is not correctly aligned (strideM)")
+        return matmul_attention(q, k, v, mask, kwargs["is_causal"], kwargs["scale"], None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [(torch.float16, 12), (torch.bfloat16, 100), (torch.float16, 64), (torch.float32, 10)],
+    ids=str,
+)
+def test_fused_kernels_of_a_gpu_get_aligned_heads(dtype: torch.dtype, head_dim: int) -> None:
+    q, k, v = (torch.randn(2, heads, 16, head_dim).to(dtype) for heads in (4, 2, 2))
+    mask = torch.zeros(2, 1, 16, 16, dtype=dtype)
+    mask[..., 9:] = -math.inf
+    with EfficientAttention():
+        out, lse = dense_attention(q, k, v, mask, False, 0.3, None)
+    expected, expected_lse = matmul_attention(q, k, v, mask, False, 0.3, None)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)

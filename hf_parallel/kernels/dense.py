@@ -11,9 +11,12 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+ALIGNED_BYTES = 16
+"""Alignment of heads that PyTorch's fused kernels require on a GPU: head dimensions of 8 in half precision."""
 
 
 def dense_attention(
@@ -30,6 +33,11 @@ def dense_attention(
             return ops._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, dropout_p=0.0, is_causal=causal, attn_mask=mask, scale=scale
             )
+        if q.is_cuda and (missing := -q.shape[-1] * q.element_size() % ALIGNED_BYTES // q.element_size()):
+            dim = v.shape[-1]
+            q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))  # zeros change neither scores nor the other outputs
+            out, lse = dense_attention(q, k, v, mask, causal, scale, softcap)
+            return out[..., :dim], lse
         if mask is None and flash_supports(q):
             return _flash(q, k, v, causal, scale)
         if q.device.type == "cuda" and q.dtype in (torch.float32, torch.bfloat16, torch.float16):
