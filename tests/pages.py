@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import re
 import sys
 from collections import Counter
@@ -14,11 +15,14 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import small_tokenizers
+import torch
 import transformers
 
 import hf_parallel
 from hf_parallel.generation import MODES, ParallelGenerationMixin, mixin
 from hf_parallel.generation.resampling.policies import POLICIES
+from hf_parallel.models.embedded import PRESET, PRESET_MARK
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -35,6 +39,11 @@ NEW_TOKENS = 4
 """Maximum number of new tokens after an opening."""
 FALSE_WARNINGS = ("error:nothing was generated in parallel:UserWarning", "error:no text of the workers:UserWarning")
 """Filters for tests that run such code: it does not warn. Votes may, as few tokens hold no answer."""
+CHAT = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+"""A chat template."""
 READ_TOKENS = 20
 """The same where a test reads the text."""
 
@@ -52,6 +61,13 @@ def blocks(page: Path, *languages: str) -> list[str]:
 def blocks_of(text: str, *languages: str) -> list[str]:
     """Return the fenced blocks of a text in the given languages."""
     return [block for language, block in FENCED.findall(text) if language in languages]
+
+
+WITH_CODE = [page for page in PAGES if blocks(page, "python") and page not in (OTHER_TOOLS, REPLICAS, SERVE)]
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem in OWN_MODES]
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+EXECUTABLE = [*WITH_CODE, *EXAMPLES, *NOTEBOOKS]
+"""Pages, examples and notebooks whose code runs on a small model."""
 
 
 @contextmanager
@@ -98,6 +114,45 @@ def stand_in(embedded: tuple[Any, Any]) -> tuple[Any, Any]:
     small = type(model)(config).eval()
     small.generation_config = copy.deepcopy(model.generation_config)
     return small, tokenizer
+
+
+def random_stand_in(folder: Path, device: torch.device | str = "cpu") -> tuple[Any, Any]:
+    """Return a small random model, saved to a folder, and a tokenizer, without the embedded model."""
+    tokenizer = copy.deepcopy(small_tokenizers.make("byte_level"))
+    tokenizer.chat_template, tokenizer.padding_side = CHAT, "left"
+    tokenizer.init_kwargs[PRESET_MARK] = PRESET
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 8192}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends)
+    model = transformers.LlamaForCausalLM(config).eval()
+    setattr(model.generation_config, PRESET_MARK, PRESET)
+    model.save_pretrained(folder)
+    model.name_or_path = model.config._name_or_path = str(folder)  # adapters name it
+    return model.to(device), tokenizer  # type: ignore[arg-type]
+
+
+def run_on(path: Path, pair: tuple[Any, Any]) -> None:
+    """Run the code of a page, example or notebook on a model, whose text is unchecked; `IPython` is replaced."""
+    modules = {name: ModuleType(name) for name in ("IPython", "IPython.display")}
+    modules["IPython.display"].HTML = str  # type: ignore[attr-defined]
+    sys.modules |= modules
+    try:
+        with small_scale(pair, 2 * NEW_TOKENS):
+            run(code_of(path), name_of(path))
+    finally:
+        for name in modules:
+            del sys.modules[name]
+
+
+def code_of(path: Path) -> list[str]:
+    """Return the blocks of code of a page, an example or a notebook."""
+    if path.suffix == ".md":
+        return blocks(path, "python")
+    if path.suffix == ".ipynb":
+        cells = json.loads(path.read_text())["cells"]
+        return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return [path.read_text()]
 
 
 _probe_once = functools.cache(mixin.probe_capabilities)

@@ -20,13 +20,11 @@ import yaml
 from pages import (
     FALSE_WARNINGS,
     NEW_TOKENS,
-    OTHER_TOOLS,
     OWN_MODES,
     PAGES,
     READ_TOKENS,
-    REPLICAS,
     ROOT,
-    SERVE,
+    WITH_CODE,
     blocks,
     garbled,
     name_of,
@@ -42,7 +40,6 @@ from hf_parallel.cli.settings import read_settings
 from hf_parallel.generation import MODES
 
 DOCS = ROOT / "docs"
-WITH_CODE = [page for page in PAGES if blocks(page, "python") and page not in (OTHER_TOOLS, REPLICAS, SERVE)]
 SHOWN = {
     "README.md": r"\[\['Mars', 'Venus', 'Jupiter'\]\]",
     "docs/index.md": r"(?m)^Alice: \w(.|\n)*^Bob: \w|^Bob: \w(.|\n)*^Alice: \w",

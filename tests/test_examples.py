@@ -11,12 +11,22 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from pages import FALSE_WARNINGS, NEW_TOKENS, OWN_MODES, READ_TOKENS, ROOT, garbled, run, small_scale, stand_in
+from pages import (
+    EXAMPLES,
+    FALSE_WARNINGS,
+    NEW_TOKENS,
+    NOTEBOOKS,
+    OWN_MODES,
+    READ_TOKENS,
+    ROOT,
+    garbled,
+    run,
+    small_scale,
+    stand_in,
+)
 
-EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem in OWN_MODES]
 RECIPES = sorted({*(ROOT / "examples").glob("*.py")} - {*EXAMPLES})
 """Scripts that train, see test_recipes.py and test_grpo.py."""
-NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
 @pytest.mark.filterwarnings(*FALSE_WARNINGS)

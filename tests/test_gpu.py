@@ -10,6 +10,7 @@ import copy
 import os
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,8 @@ import pytest
 import tiny
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
+from pages import EXECUTABLE, random_stand_in, run_on
+from pages import name_of as name_of_path
 from scenes import Scene, scenes
 from small_tokenizers import make
 from test_hogwild import StepsEnd
@@ -205,6 +208,17 @@ def test_a_seeded_sample_on_a_gpu_equals_that_on_the_cpu(cuda_graph: bool) -> No
     out = shared(on_device("llama"), ids.to(DEVICE), **sampled, cuda_graph=cuda_graph)
     assert len({tuple(row) for row in expected.tolist()}) == len(expected)
     assert torch.equal(out.sequences.cpu(), expected)
+
+
+# Code of the pages
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", EXECUTABLE, ids=name_of_path)
+def test_code_of_pages_and_examples_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    monkeypatch.chdir(tmp_path)
+    run_on(path, random_stand_in(folder, DEVICE))
 
 
 # Training
