@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.gpu_parts import baselines, correctness, layer, models, report, run, ways
+from benchmarks.gpu_parts import baselines, correctness, layer, model, models, report, run, ways
 from benchmarks.gpu_parts.cases import Case, attempt, run_cases
 from benchmarks.gpu_parts.layer import Features, Layer
 from benchmarks.gpu_parts.timing import Ceilings, Deadline, OutOfTimeError, Timer
@@ -269,6 +269,21 @@ def test_hogwild_blocks_hold_the_given_number_of_unique_tokens(count: int, token
     assert sum(block.length for block in seen) == tokens
     assert len(segments) == count
     assert made.cache.prepare(segments).plan.rotates
+
+
+def test_decoding_is_compared_with_and_without_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(ways, "_timed", lambda *_, **settings: given.append(settings) or {})
+    toy = models.Models(CPU, torch.float32).get("toy")
+    for has_compile in (False, True):
+        for module in (ways, model):
+            monkeypatch.setattr(module, "HAS_COMPILE", has_compile)
+        for way in ("shared_prefix", "uncompiled", "hogwild"):
+            ways.WAYS[way](toy, 2, 8, 4, Deadline(60))
+        cases = list(run.TOY.model.cases(models.Models(CPU, torch.float32), CEILINGS, Deadline(60)))
+        compared = [case.settings["rows"] for case in cases if case.settings["way"] == "uncompiled"]
+        assert compared == ([1, 2] if has_compile else [])
+    assert [settings.get("compile") for settings in given] == [None] * 3 + [True, False, True]
 
 
 def test_attention_is_skipped_and_restored() -> None:
