@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.gpu_parts import baselines, correctness, layer, model, models, report, run, ways
 from benchmarks.gpu_parts.cases import Case, attempt, run_cases
@@ -24,7 +23,7 @@ from benchmarks.gpu_parts.layer import Features, Layer
 from benchmarks.gpu_parts.timing import Ceilings, Deadline, OutOfTimeError, Timer
 from hf_parallel.cache import Arena
 from hf_parallel.kernels import BACKEND_VARIABLE
-from hf_parallel.models.attention import IMPLEMENTATION
+from hf_parallel.models import attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,7 +63,15 @@ def test_report_describes_machine_and_settings(result: dict[str, Any]) -> None:
 
 
 def test_every_case_of_every_stage_is_measured(result: dict[str, Any]) -> None:
-    sizes = {"correctness": 6, "graphs": 3, "attention": 2, "hogwild": 2, "model": 13, "prefill": 1, "start": 2}
+    sizes = {
+        "correctness": 6,
+        "graphs": 3,
+        "attention": 2,
+        "hogwild": 2,
+        "model": 13 + 2 * ways.HAS_COMPILE,
+        "prefill": 1,
+        "start": 2,
+    }
     for name, stage in result["stages"].items():
         assert len(stage["cases"]) == sizes[name], name
         assert not [case for case in stage["cases"] if "error" in case or "not_measured" in case], name
@@ -93,7 +100,7 @@ def test_figures_follow_from_what_was_timed(result: dict[str, Any]) -> None:
     for case in result["stages"]["model"]["cases"]:
         assert case["tokens_per_second"] == pytest.approx(case["rows"] / case["step_seconds"])
         assert case["steps"] == 3
-        assert ("by_floor" in case) == (case["way"] == "shared_prefix")
+        assert ("by_floor" in case) == (case["way"] in ("shared_prefix", "uncompiled"))
         if case["way"] != "generate_batch":
             assert 0 < case["first_token_seconds"] < case["call_seconds"]
     (prefill,) = result["stages"]["prefill"]["cases"]
@@ -287,13 +294,13 @@ def test_decoding_is_compared_with_and_without_compilation(monkeypatch: pytest.M
 
 
 def test_attention_is_skipped_and_restored() -> None:
-    toy, usual = models.Models(CPU, torch.float32).get("toy"), ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+    toy, usual = models.Models(CPU, torch.float32).get("toy"), attention.block_attention
     with models.attention_skipped() as asked:
-        assert ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] is not usual
+        assert attention.block_attention is not usual
         ways.shared_prefix(toy, rows=2, prefix=8, steps=6, deadline=Deadline(60))
-    assert set(asked) == {0}
+    assert set(asked) == {8, 2}, "new tokens of the prefill and of decode steps"
     assert models.draw_prompt(toy, 1, 4096).min() > models.PAD  # `generate` would mask it
-    assert ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] is usual
+    assert attention.block_attention is usual
 
 
 # Every case is reported

@@ -87,7 +87,7 @@ def main() -> int:
     rows, prefix, steps = (settings[name] for name in ("rows", "prefix", "steps"))
     first, again = (shared_prefix(model, rows, prefix, steps, Deadline(3600)) for _ in range(2))
     figures = {
-        "compile": HAS_COMPILE,
+        "compile": HAS_COMPILE and first["stats"]["compiled_passes"] > 0,
         "build_seconds": built - began,
         "first_seconds": first["call_seconds"],
         "again_seconds": again["call_seconds"],

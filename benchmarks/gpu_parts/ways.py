@@ -51,7 +51,7 @@ def no_attention(model: Any, rows: int, prefix: int, steps: int, deadline: Deadl
     with attention_skipped() as calls:
         figures = shared_prefix(model, rows, prefix, steps, deadline)
     if not calls:
-        raise RuntimeError("attention was not skipped: no layer calls for it by its registered name")
+        raise RuntimeError("attention was not skipped: no layer calls it by its name in hf_parallel.models.attention")
     return figures
 
 
