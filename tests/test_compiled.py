@@ -6,12 +6,14 @@ import copy
 import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from transformers import PreTrainedModel
 from workers import SETTINGS
 
@@ -156,3 +158,73 @@ def test_a_copy_of_a_model_is_compiled_by_itself() -> None:
     model = enabled()
     expected = generate(model, compile=True).sequences
     assert torch.equal(generate(copy.deepcopy(model), compile=True).sequences, expected)
+
+
+@pytest.fixture
+def fusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "FUSING_DEVICES", ("cpu",))
+
+
+def num_storages(model: PreTrainedModel) -> int:
+    return len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()})
+
+
+@pytest.mark.usefixtures("fusing")
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "gpt2"])
+def test_fused_projections_generate_the_same_tokens_without_a_second_copy(name: str) -> None:
+    model = enabled(name)
+    expected, state, before = generate(model, compile=False).sequences, weights(model), num_storages(model)
+    assert torch.equal(generate(model, compile=True).sequences, expected)
+    assert (num_storages(model) < before) == name.startswith("qwen")
+    assert_equal(weights(model), state)
+    hf_parallel.disable(model)
+    assert num_storages(model) == before
+    assert_equal(weights(model), state)
+
+
+@pytest.mark.usefixtures("fusing")
+def test_inductor_computes_fused_projections_as_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    model = enabled("qwen2")  # with biases
+    expected = generate(model, compile=False).sequences
+    tokens, sources = run_and_get_code(lambda: generate(model, compile=True).sequences)
+    assert torch.equal(tokens, expected)
+    products = ("extern_kernels.addmm(", "extern_kernels.mm(")
+    assert sum(sources[0].count(product) for product in products) == 4  # q, k, v; o; gate, up; down
+
+
+@pytest.mark.usefixtures("fusing")
+def test_fused_projections_follow_weights_that_are_replaced_or_changed() -> None:
+    model = enabled("qwen2")
+    generate(model, compile=True)
+    for change in ("in place", "replaced", "converted"):
+        projection = model.model.layers[0].self_attn.k_proj  # type: ignore[union-attr,index]
+        if change == "in place":
+            nn.init.normal_(projection.weight)
+        elif change == "replaced":
+            projection.weight = nn.Parameter(torch.randn_like(projection.weight))
+        else:
+            model.double()
+        out = generate(model, compile=True)
+        assert torch.equal(out.sequences, generate(model, compile=False).sequences), change
+
+
+@pytest.mark.usefixtures("fusing")
+def test_a_model_with_fused_projections_is_copied_and_saved_as_others(tmp_path: Path) -> None:
+    model = enabled("qwen2")
+    expected, state = generate(model, compile=True).sequences, weights(model)
+    other = copy.deepcopy(model)
+    model.save_pretrained(tmp_path)
+    assert_equal(weights(type(model).from_pretrained(tmp_path)), state)
+    nn.init.zeros_(model.model.layers[0].self_attn.k_proj.weight)  # type: ignore[union-attr,index]
+    assert_equal(weights(other), state)
+    assert torch.equal(generate(other, compile=True).sequences, expected)
+
+
+def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)

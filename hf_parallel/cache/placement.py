@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -21,3 +24,8 @@ def execution_device(model: nn.Module) -> torch.device:
         if device is not None:
             return torch.device(device)
     raise ValueError(f"{type(model).__name__} is on the meta device: load its weights first")
+
+
+def cpu_as_default() -> AbstractContextManager[Any]:
+    """Create tensors without a device on the CPU, whatever default device the caller has set."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from hf_parallel.cache.placement import execution_device
+from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.engine.arguments import split_arguments
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
 from hf_parallel.engine.passes import PendingPass, join_passes, new_lengths
@@ -25,7 +25,7 @@ from hf_parallel.engine.stats import EngineStats, Work, engine_stats
 from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, KVStorage, WeightsChangedError
 from hf_parallel.generation.claim import ENGINE_OPEN, Claim
 from hf_parallel.generation.joint_sampling import sample_jointly
-from hf_parallel.generation.mixin import cpu_as_default, enable, unwrap
+from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.runner import CachedModel
 from hf_parallel.generation.validation import check_int, is_int
 from hf_parallel.kernels.linear import linear_layers

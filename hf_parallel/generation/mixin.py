@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from numbers import Real
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import logging
 
-from hf_parallel.cache.placement import execution_device
+from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import GenerationCall, make_call, vocabulary_size
@@ -39,6 +39,7 @@ from hf_parallel.generation.config import (
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.streaming import report_errors
 from hf_parallel.models.capabilities import Capabilities, probe_capabilities
+from hf_parallel.models.compiled import forget
 from hf_parallel.transcript.record import Record
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -405,6 +406,7 @@ def disable(model: _Model) -> _Model:
         if (claim := inner._active_claim()) is not None:
             raise RuntimeError(claim.busy)
         inner.__class__ = _plain_class(type(inner))
+        forget(inner)
         del inner._parallel_capabilities, inner._parallel_claim, inner._parallel_wait, inner._parallel_tokenizer
     return model
 
@@ -427,11 +429,6 @@ def _wait_seconds(wait: Any) -> float:
     if not isinstance(wait, Real) or not float(wait) >= 0:
         raise ValueError(f"wait must be True, False or a number of seconds of at least 0, got {wait!r}")
     return float(wait)
-
-
-def cpu_as_default() -> AbstractContextManager[Any]:
-    """Create tensors without a device on the CPU, whatever default device the caller has set."""
-    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 @cache

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from hf_parallel.cache.placement import execution_device
+from hf_parallel.models.fused import MERGE, FusedLinear, fuse
 
 BACKEND = "inductor"
 COMPILE_SECONDS = 10.0
@@ -31,6 +32,8 @@ SECONDS_SAVED = 60e-6
 
 Measured with Qwen3-8B on an H200: 5 to 14 s, and 2.2 ms of a step of 36 layers.
 """
+FUSING_DEVICES = ("cuda",)
+"""Device types on which projections are fused. A CPU has a kernel of its own for them (`kernels/linear.py`)."""
 MAX_GRAPHS = 64
 """Graphs per model: one for each kind of layer (sliding window, no rotary embedding), another for passes of one row,
 which Dynamo compiles separately."""
@@ -50,9 +53,12 @@ class CompiledLayers:
         self.num_steps = 0  # decode steps that could have used them
         self.failed = not self.layers
         self._is_compiled = False
+        self._model = ref(model)
+        self._fused: list[FusedLinear] | None = None  # until the first use
         # A function of its own, as Dynamo keeps graphs, and counts them, by the function's code.
         own = FunctionType(_call_layer.__code__.replace(), _call_layer.__globals__)
-        self._compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, backend=BACKEND)
+        options: Any = {"post_grad_custom_pre_pass": MERGE} if BACKEND == "inductor" else None
+        self._compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, backend=BACKEND, options=options)
 
     def pays_off(self, steps: float) -> bool:
         """Return whether `steps` more decode steps are likely to save more time than compilation takes."""
@@ -78,6 +84,23 @@ class CompiledLayers:
             _logger.debug("traceback of the failed compilation", exc_info=error)
         return function()
 
+    def separate(self) -> None:
+        """Undo the fusion of projections."""
+        for group in self._fused or ():
+            if group.is_intact():
+                group.separate()
+        self._fused = None
+
+    def _intact(self) -> list[FusedLinear]:
+        """Return the fused projections; fuse them at the first use."""
+        model = self._model()
+        if self._fused is None and model is not None and execution_device(model).type in FUSING_DEVICES:
+            self._fused, reason = fuse(model, self.layers)
+            if reason:
+                _logger.info("projections that are not fused: %s", reason)
+        self._fused = [group for group in self._fused or () if group.is_intact()]
+        return self._fused
+
     @contextmanager
     def _installed(self) -> Iterator[None]:
         """Let calls of the layers in this thread run compiled; other threads run them as they are."""
@@ -86,9 +109,12 @@ class CompiledLayers:
             for layer in self.layers:
                 vars(layer)["_compiled_call_impl"] = partial(self._call, layer)
             with (
+                ExitStack() as stack,
                 dynamo_config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MAX_GRAPHS),
                 torch.compiler.config.patch(dynamic_sources=_LAYER_INDEX),
             ):
+                for group in self._intact():
+                    stack.enter_context(group.installed())
                 yield
         finally:
             for layer in self.layers:
@@ -125,6 +151,12 @@ def compiled_layers(model: nn.Module, compile: bool | None, steps: float = math.
         layers.num_steps += 0 if math.isinf(steps) else int(steps)
         return None
     return None if layers.failed else layers
+
+
+def forget(model: nn.Module) -> None:
+    """Undo the fusion of a model's projections, and forget its compiled layers."""
+    if (layers := _of_model.pop(model, None)) is not None:
+        layers.separate()
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

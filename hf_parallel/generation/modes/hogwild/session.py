@@ -18,13 +18,14 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, TextStreamer
 
 from hf_parallel.cache.fingerprint import fingerprint
+from hf_parallel.cache.placement import cpu_as_default
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.files import warn_on_other_version
 from hf_parallel.generation.arguments import check_objects, encode
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.claim import Claim
 from hf_parallel.generation.config import make_config
-from hf_parallel.generation.mixin import POLL_SECONDS, ParallelGenerationMixin, cpu_as_default, enable, unwrap
+from hf_parallel.generation.mixin import POLL_SECONDS, ParallelGenerationMixin, enable, unwrap
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, default_name
 from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, Step
