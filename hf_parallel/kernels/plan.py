@@ -28,7 +28,7 @@ class AttentionParams:
     num_kv_heads: int
     """Must divide the number of query heads (grouped-query attention)."""
     scale: float
-    """Factor of the scores, usually `head_dim ** -0.5`."""
+    """Factor of the scores, usually `head_dim ** -0.5`; positive."""
     rotary: RotarySpec | None = None
     """Rotary embedding of the layer. None: the layer has no RoPE, and its queries are not rotated."""
     softcap: float | None = None

@@ -118,20 +118,19 @@ def _fold_tile(
         k = tl.load(k_at, mask=(d < DIM)[None, :], other=0.0)
         v = tl.load(v_at, mask=(d_v < DIM_V)[None, :], other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    factor = scale * LOG2E  # positive; applied with the subtraction of the maximum, in one instruction per score
     if SOFTCAP:
         scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E * scale / softcap))))
-        scores = scores * LOG2E
-    else:
-        scores = scores * (scale * LOG2E)
+        factor = LOG2E
     if MASKED:
         seen = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None])
         scores = tl.where(seen & (n < end)[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
+        new_best = tl.maximum(best, tl.max(scores, 1) * factor)
         anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
     else:
-        new_best = tl.maximum(best, tl.max(scores, 1))
+        new_best = tl.maximum(best, tl.max(scores, 1) * factor)
         anchor = new_best
-    weights = tl.exp2(scores - anchor[:, None])
+    weights = tl.exp2(scores * factor - anchor[:, None])
     decay = tl.exp2(best - anchor)
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
     total = total * decay + tl.sum(weights, 1)
