@@ -138,6 +138,26 @@ def test_the_keys_of_a_block_are_split_among_programs(monkeypatch: pytest.Monkey
     assert parts > triton_backend.PARTS_PER_STEP
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("heads", [1, 8, 11])
+def test_many_queries_are_merged_several_heads_per_program(
+    monkeypatch: pytest.MonkeyPatch, heads: int, sinks: bool
+) -> None:
+    """With the same results, for more partial results than are loaded together, and zeros for padded queries."""
+    tape: list[Callable[[], None]] = []
+    merge = Captured(triton_backend.merge_heads_kernel, tape)
+    monkeypatch.setattr(triton_backend, "merge_heads_kernel", merge)
+    monkeypatch.setattr(triton_backend, "MERGED_BY_HEAD", 5 * heads)
+    scene = workers(Features(groups=heads, value_dim=13, sinks=sinks), 6, 1)
+    check(scene)
+    assert len(tape) == 1
+    assert merge.grids == [(6, -(-heads // 8))]
+    padded = scene.attend(lambda q, *args: triton_backend.block_attention(torch.cat((q, q)), *args), torch.float32)
+    assert not padded[6:].any()
+    check(workers(Features(groups=heads), 5, 1))
+    assert len(tape) == 2, "few queries are merged one head per program"
+
+
 def test_a_query_without_visible_keys_raises() -> None:
     scene = workers(Features(), 2, 2)
     scene.forward.plan.pair_hi[:] = 0
@@ -243,8 +263,11 @@ class Captured:
 
     def __init__(self, kernel: Any, tape: list[Callable[[], None]]) -> None:
         self.kernel, self.tape = kernel, tape
+        self.grids: list[tuple[int, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.grids.append(grid)
+
         def launch(*args: object, **kwargs: object) -> None:
             self.tape.append(lambda: self.kernel[grid](*args, **kwargs))
             self.tape[-1]()

@@ -122,7 +122,7 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     """Recorders that replace all kernels, by name."""
     found = {}
-    kernels = {triton_attention: ("attend", "merge", "append", "move"), launch: ("advance",)}
+    kernels = {triton_attention: ("attend", "merge", "merge_heads", "append", "move"), launch: ("advance",)}
     for module, names in kernels.items():
         for name in names:
             found[name] = Recorder(getattr(module, f"{name}_kernel"))
@@ -178,13 +178,17 @@ def test_attention_compiles_without_spills_and_fits_a_processor(
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", ["merge", "append", "move", "advance"])
-def test_other_kernels_compile(name: str, capability: int, recorders: dict[str, Recorder], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["merge", "merge_heads", "append", "move", "advance"])
+def test_other_kernels_compile(
+    name: str, capability: int, recorders: dict[str, Recorder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if name == "merge_heads":
+        monkeypatch.setattr(triton_attention, "MERGED_BY_HEAD", 0)
     attend(Case(torch.bfloat16, 128))
     made = recorders[name].compiled(capability)
     used = resources(made.asm["cubin"], tmp_path)
     assert made.metadata.shared <= 48 << 10
-    if name in ("merge", "append"):  # the others compute sines in float64, which need a stack
+    if name in ("merge", "merge_heads", "append"):  # the others compute sines in float64, which need a stack
         assert used["STACK"] == used["LOCAL"] == 0
 
 

@@ -13,7 +13,13 @@ from triton import knobs
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import RotarySpec
 from hf_parallel.kernels.storage import LayerStorage, TokenRange, storage_row
-from hf_parallel.kernels.triton.kernels import append_kernel, attend_kernel, merge_kernel, move_kernel
+from hf_parallel.kernels.triton.kernels import (
+    append_kernel,
+    attend_kernel,
+    merge_heads_kernel,
+    merge_kernel,
+    move_kernel,
+)
 from hf_parallel.kernels.triton.launch import (
     AttendLaunch,
     LayerShape,
@@ -30,6 +36,8 @@ MAX_DIM = 256  # with larger heads a tile would not fit into registers
 _NO_WINDOW = 1 << 30
 _TOKENS_PER_PROGRAM = 16  # stored or moved
 PARTS_PER_STEP = 16  # partial results merged at once
+MERGED_BY_HEAD = 8192  # results up to which a program merges one head of a query; two waves of programs on a large GPU
+_HEADS_PER_MERGE = 8  # by one program otherwise
 
 
 def unsupported_reason(keys: Tensor, values: Tensor) -> str:
@@ -61,12 +69,19 @@ def block_attention(
                 query, keys, values, *tensors, *query.stride()[:2], *scalars,
                 SOFTCAP=params.softcap is not None, **constants,
             )  # fmt: skip
-        merge_kernel[(tokens, heads)](
-            launch.part_out, launch.part_lse, launch.buffers["merge_start"], launch.buffers["merge_slot"],
-            launch.part_lse if params.sinks is None else params.sinks, out, heads,
-            DIM_V=shape.value_dim, BLOCK_V=block_size(shape.value_dim), BLOCK_S=PARTS_PER_STEP,
-            SINKS=params.sinks is not None, num_warps=2,
-        )  # fmt: skip
+        partial = launch.part_out, launch.part_lse, launch.buffers["merge_start"], launch.buffers["merge_slot"]
+        sinks = launch.part_lse if params.sinks is None else params.sinks
+        constants = {
+            "DIM_V": shape.value_dim,
+            "BLOCK_V": block_size(shape.value_dim),
+            "SINKS": params.sinks is not None,
+        }
+        if tokens * heads <= MERGED_BY_HEAD:
+            merge_kernel[(tokens, heads)](*partial, sinks, out, heads, **constants, BLOCK_S=PARTS_PER_STEP, num_warps=2)
+        else:
+            merge_heads_kernel[(tokens, -(-heads // _HEADS_PER_MERGE))](
+                *partial, sinks, out, heads, **constants, BLOCK_H=_HEADS_PER_MERGE, num_warps=4
+            )
     return out
 
 

@@ -269,6 +269,53 @@ def merge_kernel(
     tl.store(out + at, merged.to(out.dtype.element_ty), mask=d < DIM_V)
 
 
+@triton.jit
+def merge_heads_kernel(
+    part_out,  # float32 [S, heads, DIM_V]
+    part_lse,  # float32 [S, heads]
+    merge_start,  # int32 [T + 1]
+    merge_slot,  # int32 [S]
+    sinks,  # [heads]
+    out,  # [T, heads, DIM_V]
+    heads,
+    DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """`merge_kernel` for many queries, with few partial results each: `BLOCK_H` heads per program.
+
+    Two partial results are loaded together, which is all of them if a query sees a prefix and a suffix.
+    """
+    token = tl.program_id(0)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    d = tl.arange(0, BLOCK_V)[None, :]
+    start = tl.load(merge_start + token)
+    stop = tl.load(merge_start + token + 1)
+    best = tl.full([BLOCK_H, 1], float("-inf"), tl.float32)
+    total = tl.full([BLOCK_H, 1], 0.0, tl.float32)
+    if SINKS:
+        best = tl.load(sinks + head, mask=head < heads, other=0.0).to(tl.float32)
+        total += 1.0
+    acc = tl.full([BLOCK_H, BLOCK_V], 0.0, tl.float32)
+    for first in range(start, stop, 2):
+        has_second = (head < heads) & (tl.full([BLOCK_H, 1], first + 1, tl.int32) < stop)
+        row_a = tl.load(merge_slot + first).to(tl.int64) * heads + head
+        row_b = tl.load(merge_slot + tl.minimum(first + 1, stop - 1)).to(tl.int64) * heads + head
+        lse_a = tl.load(part_lse + row_a, mask=head < heads, other=float("-inf"))
+        lse_b = tl.load(part_lse + row_b, mask=has_second, other=float("-inf"))
+        part_a = tl.load(part_out + row_a * DIM_V + d, mask=(head < heads) & (d < DIM_V), other=0.0)
+        part_b = tl.load(part_out + row_b * DIM_V + d, mask=has_second & (d < DIM_V), other=0.0)
+        new_best = tl.maximum(best, tl.maximum(lse_a, lse_b))
+        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
+        decay = tl.exp(best - anchor)
+        weight_a = tl.exp(lse_a - anchor)
+        weight_b = tl.exp(lse_b - anchor)
+        acc = acc * decay + part_a * weight_a + part_b * weight_b
+        total = total * decay + weight_a + weight_b
+        best = new_best
+    merged = acc / tl.where(total == 0.0, 1.0, total)
+    at = (token.to(tl.int64) * heads + head) * DIM_V + d
+    tl.store(out + at, merged.to(out.dtype.element_ty), mask=(head < heads) & (d < DIM_V))
+
+
 @triton.jit(do_not_specialize=["now"])
 def advance_kernel(
     pair_delta,  # int32 [P]
