@@ -27,6 +27,7 @@ from hf_parallel.models.capabilities import probe_capabilities
 EVERY_SETTING: dict[str, Any] = {
     "seed": [1, 2, 3],
     "cuda_graph": False,
+    "compile": False,
     "replay": "hotspot",
     "prefetch": False,
     "num_workers": 3,

@@ -25,6 +25,7 @@ from hf_parallel.models.capabilities import probe_capabilities
 EVERY_SETTING: dict[str, Any] = {
     "seed": 7,
     "cuda_graph": False,
+    "compile": False,
     "branch_marker": "@@",
     "title_end": "=",
     "ellipsis": "...",

@@ -32,6 +32,7 @@ from hf_parallel.models.capabilities import probe_capabilities
 EVERY_SETTING: dict[str, Any] = {
     "seed": [1, 2, 3],
     "cuda_graph": False,
+    "compile": False,
     "replay": "hotspot",
     "prefetch": True,
     "num_answers": 3,

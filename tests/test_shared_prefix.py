@@ -23,6 +23,7 @@ from hf_parallel.generation.prefill import SUFFIX_CAPACITY
 EVERY_SETTING: dict[str, Any] = {
     "seed": 5,
     "cuda_graph": False,
+    "compile": False,
     "keep_completions": False,
     "replay": "hotspot",
     "prefetch": True,

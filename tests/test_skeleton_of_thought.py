@@ -18,6 +18,7 @@ from hf_parallel import SkeletonOfThoughtConfig, SkeletonOfThoughtOutput
 EVERY_SETTING: dict[str, Any] = {
     "seed": [1, 2, 3],
     "cuda_graph": False,
+    "compile": False,
     "replay": "hotspot",
     "prefetch": True,
     "outline_prompt": "Outline:\n",

@@ -111,7 +111,7 @@ class CompiledLayers:
             with (
                 ExitStack() as stack,
                 dynamo_config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MAX_GRAPHS),
-                torch.compiler.config.patch(dynamic_sources=_LAYER_INDEX),
+                torch.compiler.config.patch(dynamic_sources=_LAYER_INDEX),  # type: ignore[attr-defined]
             ):
                 for group in self._intact():
                     stack.enter_context(group.installed())
