@@ -53,7 +53,7 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("cpu.model", CachedModel, "logits"),
     ("cpu.requests", Engine, "_call"),
     ("cpu.append_token", DecodeLoop, "append"),
-    ("cpu.detokenize", Request, "_on_sample"),
+    ("cpu.stream_token", Request, "_on_sample"),
     ("cpu.sample", engine_module, "sample_jointly"),
     ("cpu.process_logits", joint_sampling._Batch, "_process"),
     ("cpu.finish_sampling", joint_sampling._Batch, "_finish"),

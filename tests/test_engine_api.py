@@ -231,6 +231,19 @@ def test_texts_yields_the_text_of_the_tokens(engine: Engine) -> None:
     assert "".join(piece for _, piece, _ in handle.texts()) == asyncio.run(read()) == text
 
 
+def test_text_that_nobody_reads_is_not_decoded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    decode = AsciiTokenizer.decode
+    monkeypatch.setattr(
+        AsciiTokenizer, "decode", lambda *given, **named: calls.append(given) or decode(*given, **named)
+    )
+    handle = engine.submit(PROMPT, max_new_tokens=NEW)
+    handle.result(20)
+    assert not calls
+    assert list(handle.texts())
+    assert calls
+
+
 @pytest.mark.parametrize("mode", BUILT_IN)
 def test_texts_yields_text_in_every_mode(engine: Engine, mode: str) -> None:
     settings = {name: value for name, value in small_call(mode).items() if name != "generation_mode"}

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -17,12 +17,12 @@ from typing_extensions import Self
 
 from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.engine.arguments import split_arguments
-from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
+from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
 from hf_parallel.engine.passes import PendingPass, join_passes, new_lengths
 from hf_parallel.engine.request import NonFiniteLogitsError, Request
 from hf_parallel.engine.scheduler import QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, Work, engine_stats
-from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, KVStorage, WeightsChangedError
+from hf_parallel.engine.storage import EvictionPolicy, KVStorage, WeightsChangedError
 from hf_parallel.generation.claim import ENGINE_OPEN, Claim
 from hf_parallel.generation.joint_sampling import sample_jointly
 from hf_parallel.generation.mixin import enable, unwrap
@@ -97,6 +97,7 @@ class Engine:
         self._current: Request | None = None  # whose code is running
         self._changed = threading.Condition()
         self._submitted: deque[Request] = deque()
+        self._cancelled: list[Request] = []
         self._claim: Claim | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -189,15 +190,10 @@ class Engine:
         config, arguments = split_arguments(self.model, self.tokenizer, prompt, generation_mode, settings)
         assert self._claim is not None
         call = self.model.prepare_call(config, arguments, self._claim)
-        handle = RequestHandle(lambda: self._cancel(request), self._check_wait)
+        decoder = None if config.streams_text else TokenDecoder(call.tokenizer, call.eos_token_ids)
+        handle = RequestHandle(lambda: self._cancel(request), self._check_wait, decoder)
         request = Request(config, call, handle, priority, submitter)
-        limit = self._storage.max_tokens
-        if limit is not None and request.max_tokens > limit:
-            raise KVBudgetError(
-                f"max_kv_bytes={self._storage.max_bytes} holds {limit} tokens, but this request may need "
-                f"{request.max_tokens}: {request.prompt_tokens} of the prompt, and {request.num_rows} x "
-                f"{call.max_new_tokens} new tokens"
-            )
+        self._scheduler.check_budget(request)
         with self._changed:
             self._check_open()
             if len(self._submitted) + len(self._scheduler.waiting) >= self.max_waiting:
@@ -240,7 +236,7 @@ class Engine:
 
     def _cancel(self, request: Request) -> None:
         with self._changed:
-            request.cancelled = True
+            self._cancelled.append(request)
             self._changed.notify_all()
 
     def _main(self, started: threading.Event, opener: threading.Thread) -> None:
@@ -284,8 +280,12 @@ class Engine:
                 closing = self._closing and not self._draining
                 while self._submitted:
                     self._scheduler.add(self._submitted.popleft())
+                cancelled, self._cancelled = self._cancelled, []
             if closing:
                 return
+            for request in cancelled:
+                if not request.is_done:
+                    self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
             self._step()
 
     def _is_busy(self) -> bool:
@@ -296,12 +296,11 @@ class Engine:
         with self._changed:
             self._closing = True
             requests = [*self._scheduler.waiting, *self._scheduler.running, *self._submitted]
-        stopped = self._error is not None
         for request in [request for request in requests if not request.is_done]:
-            error = (
-                RuntimeError("the engine has stopped") if stopped else RequestCancelledError("the engine was closed")
-            )
-            error.__cause__ = self._error
+            error: BaseException = RequestCancelledError("the engine was closed")
+            if self._error is not None:
+                error = RuntimeError("the engine has stopped")
+                error.__cause__ = self._error
             try:
                 request.fail(error)
             except Exception:  # the state that the error has left
@@ -313,9 +312,6 @@ class Engine:
         began = time.perf_counter()
         scheduler = self._scheduler
         self._storage.clock += 1
-        for request in [*scheduler.waiting, *scheduler.running]:
-            if request.cancelled:
-                self._call(request, partial(request.fail, RequestCancelledError("the request was cancelled")))
         for request in list(scheduler.running):
             if request.is_waiting and not request.preempted:
                 self._call(request, request.resume)
@@ -326,7 +322,7 @@ class Engine:
         for request in admitted:
             if request not in scheduler.running:  # preempted by one before it
                 continue
-            self._call(request, partial(request.start, self._storage, scheduler.max_batch_tokens))
+            self._call(request, request.start, self._storage, scheduler.max_batch_tokens)
         self._sample()
         batch = scheduler.next_batch()
         if batch:
@@ -342,19 +338,20 @@ class Engine:
             self._storage.check_weights(self.model)
         except WeightsChangedError as error:
             for request in [request for request in self._scheduler.running if request not in new]:
-                self._call(request, partial(request.fail, WeightsChangedError(*error.args)))
+                self._call(request, request.fail, WeightsChangedError(*error.args))
             self._open_storage()
 
-    def _call(self, request: Request, function: Any) -> None:
+    def _call(self, request: Request, function: Callable[..., None], *arguments: Any) -> None:
         """Run a part of a request's code, until its next pass or its end."""
         began, before = time.perf_counter(), request.num_tokens
         self._current = request
         try:
-            function()
+            function(*arguments)
         finally:
             self._current = None
             self._work.request_seconds += time.perf_counter() - began
-        self._scheduler.charge(request, request.num_tokens - before)
+        if request.num_tokens > before:
+            self._scheduler.charge(request, request.num_tokens - before)
         if request.is_done:
             self._work.add(request.stats, request.handle.error)
             self._scheduler.remove(request)
@@ -384,7 +381,7 @@ class Engine:
                 elif len(batch) > 1:
                     victim = batch[-1]
                 else:
-                    self._call(batch[0], partial(batch[0].fail, error))
+                    self._call(batch[0], batch[0].fail, error)
                     victim = batch[0]
                 if victim in batch:
                     batch.remove(victim)
@@ -397,9 +394,9 @@ class Engine:
         if not pending:
             return
         began = time.perf_counter()
-        logits, error = None, None
+        logits, step, error = None, None, None
         try:
-            logits = self._forward(pending)
+            logits, step = self._forward(pending)
         except Exception as raised:
             self._storage.rollback()
             if isinstance(raised, NonFiniteLogitsError):
@@ -407,7 +404,7 @@ class Engine:
             error = raised if len(batch) == 1 else None  # its traceback refers to the requests of the batch
         self._work.model_seconds += time.perf_counter() - began
         if error is not None:
-            self._call(batch[0], partial(batch[0].fail, error))
+            self._call(batch[0], batch[0].fail, error)
             return
         if logits is None:
             middle = len(batch) // 2  # find the request that fails
@@ -415,10 +412,10 @@ class Engine:
             self._compute([request for request in batch[middle:] if request.pending is not None])
             return
         for request, one in zip(batch, pending, strict=True):
-            request.record(one)
+            request.record(one, step)
         for request, one, part in zip(batch, pending, logits, strict=True):
             if request.pending is one or request.preempted:  # else it was restarted by one before it
-                self._call(request, partial(request.resume, one.wanted(part), one))
+                self._call(request, request.resume, one.wanted(part), one)
 
     def _sample(self) -> None:
         """Sample the next tokens of all requests that wait for them, and continue each with its tokens."""
@@ -431,12 +428,15 @@ class Engine:
                     continue  # it was restarted by one before it
                 request.sampling = None
                 if isinstance(result, BaseException):
-                    self._call(request, partial(request.fail, result))
+                    self._call(request, request.fail, result)
                 else:
-                    self._call(request, partial(request.resume, result))
+                    self._call(request, request.resume, result)
 
-    def _forward(self, pending: Sequence[PendingPass]) -> Sequence[torch.Tensor]:
-        """Run the passes of several requests as one. Return the logits that each wants; raise an error for NaN."""
+    def _forward(self, pending: Sequence[PendingPass]) -> tuple[Sequence[torch.Tensor], object]:
+        """Run the passes of several requests as one. Return the logits that each wants; raise an error for NaN.
+
+        Also return an object that is the same in consecutive decode steps of the same rows, else None.
+        """
         joined = join_passes(pending)
         storage = self._storage
         forward = storage.prepare_run(joined.passes) if len(joined.passes) > 1 else storage.prepare(joined.passes[0])
@@ -447,4 +447,4 @@ class Engine:
         storage.commit()
         if self._cached_model.graphs is not None:
             logits = logits.clone()  # a graph reuses its output buffer
-        return logits.split(joined.counts)
+        return logits.split(joined.counts), forward.segments if forward.is_decode_step else None

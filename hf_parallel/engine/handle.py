@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
 
+from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.streaming import RowText
 
@@ -38,18 +40,41 @@ class RequestTimes:
     ended: float | None = None
 
 
+@dataclass(frozen=True)
+class TokenDecoder:
+    """Decodes streamed tokens to text, except end tokens; to none without a tokenizer."""
+
+    tokenizer: Any
+    end_tokens: Collection[int]
+
+    def texts(self) -> Callable[[StreamedToken], RowText]:
+        """Return a function that decodes the next token of any row."""
+        rows: defaultdict[int, IncrementalDetokenizer] = defaultdict(lambda: IncrementalDetokenizer(self.tokenizer))
+
+        def decode(token: StreamedToken) -> RowText:
+            shown = self.tokenizer is not None and token not in self.end_tokens
+            return RowText(token.row, rows[token.row].add([int(token)]) if shown else "", "token")
+
+        return decode
+
+
 class RequestHandle:
     """A submitted request.
 
     Iterate over it for its tokens (`for`, `async for`), over `texts()` for its text. Several threads may read one
     handle; each iteration starts with the first token. An error of the request is raised where it is read. `stats` is
-    its cost so far.
+    its cost so far. Text is decoded where it is read, by `decoder`; without one, the mode writes it.
     """
 
-    def __init__(self, on_cancel: Callable[[], None], check_wait: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        on_cancel: Callable[[], None],
+        check_wait: Callable[[], None] = lambda: None,
+        decoder: TokenDecoder | None = None,
+    ) -> None:
         self.times = RequestTimes(time.perf_counter())
         self.stats = GenerationStats()
-        self._on_cancel, self._check_wait = on_cancel, check_wait
+        self._on_cancel, self._check_wait, self._decoder = on_cancel, check_wait, decoder
         self._changed = threading.Condition()
         self._tokens: list[StreamedToken] = []
         self._texts: list[RowText] = []
@@ -104,11 +129,15 @@ class RequestHandle:
 
     def texts(self) -> Iterator[RowText]:
         """Yield text as it is generated, with its row and event; see `ParallelStreamer.write_row`."""
-        return self._read(self._texts)
+        return self._read(self._texts) if self._decoder is None else map(self._decoder.texts(), self)
 
     def texts_async(self) -> AsyncIterator[RowText]:
         """Yield text in asyncio; see `texts`."""
-        return self._read_async(self._texts)
+        return self._read_async(self._texts) if self._decoder is None else self._decode_async(self._decoder.texts())
+
+    async def _decode_async(self, decode: Callable[[StreamedToken], RowText]) -> AsyncIterator[RowText]:
+        async for token in self:
+            yield decode(token)
 
     def _read(self, items: list[Any]) -> Iterator[Any]:
         for index in count():
@@ -174,6 +203,8 @@ class RequestHandle:
         """Wake those that wait for tokens or text."""
         with self._changed:
             self._changed.notify_all()
+            if not self._waiters:
+                return
             waiters, self._waiters = self._waiters, []
         for wake in waiters:
             try:

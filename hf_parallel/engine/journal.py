@@ -22,9 +22,20 @@ RunPasses = Callable[[list[list[Segment]], torch.Tensor], None]
 
 @dataclass(frozen=True, eq=False)
 class _Pass:
+    """A pass, or consecutive decode steps of the same rows."""
+
     segments: list[tuple[tuple[Block, ...], int, bool]]  # view, number of tokens, whether they are stored
-    lengths: dict[Block, int]  # of all blocks of the views, before the pass
-    ids: torch.Tensor  # int64 [T]
+    lengths: dict[Block, int]  # of all blocks of the views, before the first step
+    ids: list[torch.Tensor]  # int64 [T], of each step
+    step: object  # identifies the decode steps
+
+    def steps(self) -> Iterator[tuple[dict[Block, int], torch.Tensor]]:
+        """Yield the lengths before each step, and its tokens."""
+        lengths = dict(self.lengths)
+        for ids in self.ids:
+            yield lengths, ids
+            for view, count, write in self.segments:
+                lengths[view[-1]] += count if write else 0
 
 
 class Journal:
@@ -34,8 +45,15 @@ class Journal:
         self._events: list[_Pass | BlockCopy] = []
         self._on_sample = on_sample
 
-    def record(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor) -> None:
-        """Record passes that have been computed."""
+    def record(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, step: object = None) -> None:
+        """Record passes that have been computed.
+
+        `step` is the same object in consecutive decode steps of the same rows, which become one event.
+        """
+        last = self._events[-1] if self._events else None
+        if step is not None and isinstance(last, _Pass) and last.step is step:
+            last.ids.append(ids)
+            return
         appended: dict[Block, int] = {}
         for segments in passes:
             for segment in segments:
@@ -48,7 +66,7 @@ class Journal:
         for segments in passes:
             begin, end = end, end + sum(segment.num_tokens for segment in segments)
             entries = [(tuple(segment.view), segment.num_tokens, segment.write) for segment in segments]
-            self._events.append(_Pass(entries, dict(lengths), ids[begin:end]))
+            self._events.append(_Pass(entries, dict(lengths), [ids[begin:end]], step))
             for view, count, write in entries:
                 lengths[view[-1]] += count if write else 0
 
@@ -94,18 +112,19 @@ class Journal:
                     event.target.length = event.at
                     copy(event)
                 continue
-            lengths = {block: length for block, length in event.lengths.items() if block in own}
-            if any(batch.length(block) != length for block, length in lengths.items()):
-                batch.flush()
-                for block, length in lengths.items():
-                    if block.length < length:
-                        raise RuntimeError(f"{block!r} cannot be rebuilt: {length} tokens are needed")
-                    block.length = length
-            segments, ids = _own_part(event, own)
-            if segments:
-                if batch.num_tokens + len(ids) > chunk_size:
+            for before, packed in event.steps():
+                lengths = {block: length for block, length in before.items() if block in own}
+                if any(batch.length(block) != length for block, length in lengths.items()):
                     batch.flush()
-                batch.add(segments, ids)
+                    for block, length in lengths.items():
+                        if block.length < length:
+                            raise RuntimeError(f"{block!r} cannot be rebuilt: {length} tokens are needed")
+                        block.length = length
+                segments, ids = _own_part(event, packed, own)
+                if segments:
+                    if batch.num_tokens + len(ids) > chunk_size:
+                        batch.flush()
+                    batch.add(segments, ids)
         batch.flush()
 
 
@@ -141,18 +160,12 @@ class _Batch:
             self._run(passes, ids)
 
 
-def _own_part(event: _Pass, own: Collection[Block]) -> tuple[list[Segment], Any]:
+def _own_part(event: _Pass, ids: torch.Tensor, own: Collection[Block]) -> tuple[list[Segment], Any]:
     """Return the segments that wrote to the request's own blocks, and their tokens."""
-    kept, ids = [], []
-    for (view, count, write), tokens in zip(event.segments, _split(event), strict=True):
+    kept, tokens = [], []
+    parts = ids.split([count for _, count, _ in event.segments])
+    for (view, count, write), part in zip(event.segments, parts, strict=True):
         if write and view[-1] in own:
             kept.append(Segment(view, count))
-            ids.append(tokens)
-    return kept, torch.cat(ids) if ids else event.ids[:0]
-
-
-def _split(event: _Pass) -> Iterator[torch.Tensor]:
-    begin = 0
-    for _, count, _ in event.segments:
-        yield event.ids[begin : begin + count]
-        begin += count
+            tokens.append(part)
+    return kept, torch.cat(tokens) if tokens else ids[:0]

@@ -3,22 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
 
 from hf_parallel.cache import Block, Segment
+from hf_parallel.engine.storage import parts_of
+
+MAX_DECODED = 4
+"""Most new tokens of a row in a decode pass, such as draft tokens; passes with more are prefills."""
 
 
 @dataclass(frozen=True, eq=False)
 class PendingPass:
     """A forward pass that a request waits for: consecutive passes over packed tokens `ids`, `int64 [T]`."""
 
-    passes: list[list[Segment]]
+    original: Sequence[Sequence[Segment]]  # with the views that the mode made
     ids: torch.Tensor
     ends: Sequence[int] | None  # see `ModelRunner.forward`
-    original: Sequence[Sequence[Segment]]  # with the views that the mode made
+    passes: Sequence[Sequence[Segment]]  # with the parts of blocks that were split
+
+    def expand_views(self) -> PendingPass:
+        """Return the pass with blocks that were split replaced by their parts."""
+        segments = chain.from_iterable(self.original)
+        if all(block.parts is None for segment in segments for block in segment.view):
+            return self
+        passes = [
+            [Segment([*parts_of(segment.view)], segment.num_tokens, segment.write) for segment in segments]
+            for segments in self.original
+        ]
+        return replace(self, passes=passes)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.ids)
+
+    @cached_property
+    def num_segments(self) -> int:
+        """Number of segments of the last pass."""
+        return len(self.original[-1])
+
+    @cached_property
+    def is_prefill(self) -> bool:
+        """Whether it may wait for another step: a row has many new tokens, or passes that were missed are computed."""
+        if self.num_tokens <= MAX_DECODED:
+            return False
+        return len(self.original) > 1 or any(segment.num_tokens > MAX_DECODED for segment in self.original[0])
+
+    @cached_property
+    def keeps_all(self) -> bool:
+        """Whether the logits of all tokens of a single pass are wanted, in their order."""
+        return len(self.original) == 1 and (self.ends is None or len(self.ends) == self.num_tokens)
 
     @property
     def kept_tokens(self) -> np.ndarray:
@@ -43,7 +82,7 @@ class JoinedPasses:
     `keep` are the indices of the tokens whose logits are computed (None: all), `counts` how many of them each wants.
     """
 
-    passes: list[list[Segment]]
+    passes: Sequence[Sequence[Segment]]
     ids: torch.Tensor
     keep: list[int] | None
     counts: list[int]
@@ -51,6 +90,11 @@ class JoinedPasses:
 
 def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
     """Join the passes of several requests. The last pass of each becomes the last one of all."""
+    if all(one.keeps_all for one in pending):  # such as decode steps
+        segments = [segment for one in pending for segment in one.passes[0]]
+        return JoinedPasses(
+            [segments], _packed([one.ids for one in pending]), None, [one.num_tokens for one in pending]
+        )
     depth = max(len(one.passes) for one in pending)
     passes: list[list[Segment]] = [[] for _ in range(depth)]
     ids: list[torch.Tensor] = []
@@ -61,7 +105,7 @@ def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
             own = level - depth + len(one.passes)
             if own < 0:
                 continue
-            joined += one.passes[own]
+            joined.extend(one.passes[own])
             count = sum(segment.num_tokens for segment in one.passes[own])
             ids.append(one.ids[taken[index] : taken[index] + count])
             places[index].append(np.arange(total, total + count))
@@ -71,7 +115,11 @@ def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
     keep = np.concatenate(kept)
     is_all = len(keep) == total and bool((np.diff(keep) == 1).all())
     counts = [len(one) for one in kept]
-    return JoinedPasses(passes, ids[0] if len(ids) == 1 else torch.cat(ids), None if is_all else keep.tolist(), counts)
+    return JoinedPasses(passes, _packed(ids), None if is_all else keep.tolist(), counts)
+
+
+def _packed(ids: list[torch.Tensor]) -> torch.Tensor:
+    return ids[0] if len(ids) == 1 else torch.cat(ids)
 
 
 def new_lengths(pending: Sequence[PendingPass]) -> list[tuple[Block, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import greenlet
@@ -18,7 +19,6 @@ import torch
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.layout import Block
 from hf_parallel.cache.shared_prefix import Node
-from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.engine.handle import RequestHandle
 from hf_parallel.engine.journal import Journal
 from hf_parallel.engine.passes import PendingPass
@@ -58,7 +58,7 @@ class Request:
         self.num_tokens = 0  # tokens generated
         self.pending: PendingPass | None = None
         self.sampling: SamplingTask | None = None
-        self.preempted = self.cancelled = self.is_waiting = False
+        self.preempted = self.is_waiting = False
         self._suspended: tuple[PendingPass | None, bool] = None, False  # `pending` and `is_waiting` while preempted
         self.open_nodes: dict[Node, int] = {}  # nodes that it was computing when it was preempted, with their lengths
         self._delayed: Any = None  # logits or tokens that it waited for when it was preempted
@@ -68,7 +68,6 @@ class Request:
         self._lengths: dict[Block, int] = {}  # of the blocks that it had when it was preempted
         self._coroutine: greenlet.greenlet | None = None
         self._rebuilding: greenlet.greenlet | None = None
-        self._detokenizers: dict[int, IncrementalDetokenizer] = {}
         self.journal = Journal(self._on_sample)
 
     @property
@@ -85,10 +84,15 @@ class Request:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that generate."""
+        """Number of rows that generate: as declared, or in the pass that it waits for if that has more."""
+        return max(self.min_rows, 0 if self.pending is None else self.pending.num_segments)
+
+    @cached_property
+    def min_rows(self) -> int:
+        """Number of rows that generate in every call with its settings."""
         return self.call.num_rows * self.config.rows_per_prompt
 
-    @property
+    @cached_property
     def prompt_tokens(self) -> int:
         """Number of distinct prompt tokens: prefixes that the prompts share count once."""
         prompts = sorted(prompt.tolist() for prompt in self.call.prompts)
@@ -98,7 +102,7 @@ class Request:
     @property
     def max_tokens(self) -> int:
         """Tokens whose keys and values it may hold: prompts, and all rows at their maximum length."""
-        return self.prompt_tokens + self.num_rows * self.call.max_new_tokens
+        return self.prompt_tokens + self.min_rows * self.call.max_new_tokens
 
     @property
     def has_started(self) -> bool:
@@ -132,7 +136,7 @@ class Request:
         self._hub.switch()
 
     def _submit(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> Any:
-        self.pending = PendingPass([], ids, ends, passes)
+        self.pending = PendingPass(passes, ids, ends, passes)
         try:
             return self._hub.switch()
         finally:
@@ -142,17 +146,13 @@ class Request:
         """Return the pending pass, with blocks that were split replaced by their parts."""
         pending = self.pending
         assert pending is not None
-        passes = [
-            [Segment([*parts_of(segment.view)], segment.num_tokens, segment.write) for segment in segments]
-            for segments in pending.original
-        ]
-        self.pending = replace(pending, passes=passes)
+        self.pending = pending.expand_views()
         return self.pending
 
-    def record(self, computed: PendingPass) -> None:
-        """Note that a pass has been computed."""
+    def record(self, computed: PendingPass, step: object = None) -> None:
+        """Note that a pass has been computed; see `Journal.record`."""
         if self._rebuilding is None:
-            self.journal.record(computed.original, computed.ids)
+            self.journal.record(computed.original, computed.ids, step)
 
     # Life, driven by the engine
 
@@ -239,7 +239,7 @@ class Request:
         coroutine, self._coroutine = self._coroutine, None
         if coroutine is not None:
             _throw(coroutine, greenlet.GreenletExit())
-        self.is_waiting, self._detokenizers = False, {}
+        self.is_waiting = False
         self.journal = Journal(self._on_sample)
 
     def preempt(self) -> None:
@@ -340,12 +340,6 @@ class Request:
     def _on_sample(self, row: int, token: int) -> None:
         self.num_tokens += 1
         self.handle.add_token(row, token)
-        if self.config.streams_text or self.call.tokenizer is None:
-            return
-        if row not in self._detokenizers:
-            self._detokenizers[row] = IncrementalDetokenizer(self.call.tokenizer)
-        if token not in self.call.eos_token_ids:
-            self.handle.add_text(row, self._detokenizers[row].add([token]), "token")
 
 
 class _Streamer:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from hf_parallel.engine.request import Request
-from hf_parallel.engine.storage import KVStorage
+from hf_parallel.engine.storage import KVBudgetError, KVStorage
 
 EXPECTED_TOKENS = 32
 """New tokens per row that must fit into the budget before a request is admitted, unless its maximum is less."""
@@ -33,6 +34,16 @@ class Scheduler:
         self._requests: Counter[Any] = Counter()  # waiting and running ones, by submitter
         self.preemptions = 0
         self._submitted = 0
+
+    def check_budget(self, request: Request) -> None:
+        """Raise `KVBudgetError` if a request alone does not fit into memory."""
+        limit = self.storage.max_tokens
+        if limit is not None and request.max_tokens > limit:
+            raise KVBudgetError(
+                f"max_kv_bytes={self.storage.max_bytes} holds {limit} tokens, but this request may need "
+                f"{request.max_tokens}: {request.prompt_tokens} of the prompt, and {request.min_rows} x "
+                f"{request.call.max_new_tokens} new tokens"
+            )
 
     def add(self, request: Request) -> None:
         """Append a request to the queue."""
@@ -63,6 +74,8 @@ class Scheduler:
     def resumable(self) -> list[Request]:
         """Return the preempted requests whose keys and values fit into memory again, the oldest first."""
         preempted = sorted((request for request in self.running if request.preempted), key=self._age)
+        if not preempted:
+            return []
         is_busy = any(request.pending is not None for request in self.running)
         resumed: list[Request] = []
         needed = 0
@@ -76,11 +89,11 @@ class Scheduler:
 
     def admit(self) -> list[Request]:
         """Move waiting requests to `running`, as far as memory suffices, and return them. Preempted ones go first."""
-        if any(request.preempted for request in self.running):
+        if not self.waiting or any(request.preempted for request in self.running):
             return []
         admitted: list[Request] = []
         rows = sum(request.num_rows for request in self.running)
-        while self.waiting:
+        while self.waiting and (rows < self.max_rows or not self.running):
             request = min(self.waiting, key=self._order)
             if self.running and (rows + request.num_rows > self.max_rows or not self._fits([*admitted, request])):
                 break
@@ -93,15 +106,15 @@ class Scheduler:
 
     def next_batch(self) -> list[Request]:
         """Return the requests whose passes are computed in the next step."""
-        ready = [request for request in self.running if request.pending is not None]
-        batch = [request for request in ready if not self._is_prefill(request)]
-        free = self.max_batch_tokens - sum(self._num_tokens(request) for request in batch)
-        prefills = sorted((request for request in ready if request not in batch), key=self._age)
-        for index, request in enumerate(prefills):
-            if index == 0 or self._num_tokens(request) <= free:
-                batch.append(request)
-                free -= self._num_tokens(request)
-        return sorted(batch, key=lambda request: request.number)
+        ready = [(request, request.pending) for request in self.running if request.pending is not None]
+        batch = [(request, one) for request, one in ready if not one.is_prefill]
+        free = self.max_batch_tokens - sum(one.num_tokens for _, one in batch)
+        prefills = sorted((pair for pair in ready if pair[1].is_prefill), key=lambda pair: self._age(pair[0]))
+        for index, (request, one) in enumerate(prefills):
+            if index == 0 or one.num_tokens <= free:
+                batch.append((request, one))
+                free -= one.num_tokens
+        return sorted((request for request, _ in batch), key=attrgetter("number"))
 
     def victim(self, but: Request | None = None) -> Request | None:
         """Return the request to preempt: the youngest of the least priority, unless it is the only one that runs."""
@@ -125,13 +138,6 @@ class Scheduler:
             request.restart()
             self.running.remove(request)
             self.waiting.append(request)
-
-    @staticmethod
-    def _num_tokens(request: Request) -> int:
-        return 0 if request.pending is None else len(request.pending.ids)
-
-    def _is_prefill(self, request: Request) -> bool:
-        return self._num_tokens(request) > 4 * request.num_rows
 
     def _order(self, request: Request) -> tuple[Any, ...]:
         return -request.priority, self.served[request.submitter], request.number
