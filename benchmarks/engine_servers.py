@@ -79,10 +79,10 @@ class InProcess:
     def usage(self) -> dict[str, float]:
         """See `Server.usage`."""
         storage = self.engine._storage
-        kv = self.engine.stats.kv_bytes
+        own = sum(request.own_tokens for request in list(self.engine._scheduler.running))
         return {
-            "kv": kv,
-            "used": kv - storage.evictable_tokens() * storage.arena.bytes_per_token,
+            "kv": self.engine.stats.kv_bytes,
+            "used": (own + storage.used_tokens()) * storage.arena.bytes_per_token,
             "rss": self._process.memory_info().rss,
         }
 

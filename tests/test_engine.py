@@ -23,7 +23,7 @@ pytest.importorskip("greenlet")
 
 from hf_parallel.engine import Engine, KVBudgetError, RequestCancelledError, RequestHandle
 from hf_parallel.engine.request import Request
-from hf_parallel.engine.storage import RequestCache
+from hf_parallel.engine.request_cache import RequestCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -166,6 +166,17 @@ def test_a_request_that_is_preempted_after_a_pass_continues_with_its_logits(
     with Engine(model, TOKENIZER) as engine:
         assert engine.submit(case.prompt, mode, **case.arguments).result(60).sequences.tolist() == expected
         assert_idle(engine)
+
+
+def test_equal_completions_are_kept_once() -> None:
+    model, prompt = enabled("llama"), torch.arange(40, 60)[None]
+    with Engine(model, TOKENIZER) as engine:
+        held = []
+        for _ in range(3):
+            engine.submit(prompt, do_sample=False, max_new_tokens=8).result(60)
+            assert_idle(engine)
+            held.append(engine.stats.kv_bytes)
+    assert held[0] == held[1] == held[2]
 
 
 def test_prefixes_of_earlier_and_of_running_requests_are_computed_once() -> None:

@@ -22,7 +22,8 @@ from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.engine.handle import RequestHandle
 from hf_parallel.engine.journal import Journal
 from hf_parallel.engine.passes import PendingPass
-from hf_parallel.engine.storage import KVStorage, RequestCache, parts_of, request_cache_class
+from hf_parallel.engine.request_cache import RequestCache, request_cache_class
+from hf_parallel.engine.storage import KVStorage, parts_of
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.joint_sampling import SamplingTask
@@ -257,6 +258,11 @@ class Request:
             for block in cache.blocks:
                 self._storage.release(block)
         self.preempted, self.is_waiting, self.pending = True, False, None
+
+    @property
+    def own_tokens(self) -> int:
+        """Number of tokens whose keys and values it holds, apart from those in the tree."""
+        return sum(block.length for cache in self._caches for block in cache.blocks)
 
     @property
     def needed_tokens(self) -> int:

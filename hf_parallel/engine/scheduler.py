@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 from operator import attrgetter
 from typing import Any
 
@@ -101,7 +101,8 @@ class Scheduler:
             self.running.append(request)
             admitted.append(request)
             rows += request.num_rows
-            self.charge(request, request.prompt_tokens)
+            if request.handle.times.started is None:  # else it starts again
+                self.charge(request, request.prompt_tokens)
         return admitted
 
     def next_batch(self) -> list[Request]:
@@ -146,17 +147,17 @@ class Scheduler:
     def _age(request: Request) -> tuple[int, int]:
         return -request.priority, request.number
 
-    def _available_slots(self, resumed: Sequence[Request] = ()) -> int | None:
+    def _available_slots(self, resumed: Collection[Request] = ()) -> int | None:
         """Return the number of slots that are free or can be freed by evicting, with these requests resumed."""
         limit = self.storage.max_tokens
         if limit is None:
             return None
-        held = sum(block.length for block in self.storage.blocks)
-        return limit - held + self.storage.evictable_tokens(resumed)
+        held = sum(request.own_tokens for request in self.running)
+        return limit - held - self.storage.used_tokens(resumed)
 
     def _fits(self, requests: list[Request]) -> bool:
         slots = self._available_slots()
-        return slots is None or sum(map(_least_tokens, requests)) <= slots
+        return slots is None or sum(map(_least_tokens, requests)) <= slots - self.storage.uncached_tokens
 
 
 def _least_tokens(request: Request) -> int:

@@ -1,23 +1,21 @@
 """KVStorage: keys and values of all requests of an engine in one arena with a budget, and the tree of their prefixes.
 
-Nodes of the tree that no running request uses are evicted when the budget is full. A request uses the storage through a
-`RequestCache`, in the place of the cache that its mode creates.
+Nodes of the tree that no running request uses are evicted when the budget is full.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
 from hf_parallel.cache.arena import Arena, Extent
 from hf_parallel.cache.layout import Block
 from hf_parallel.cache.shared_prefix import Node, SharedPrefixCache
-from hf_parallel.engine.journal import Journal
 from hf_parallel.kernels import RotarySpec
 
 MIN_CAPACITY = 16
@@ -104,13 +102,14 @@ class KVStorage(SharedPrefixCache):
         self.clock = 0  # number of steps of the engine
         self.evicted_tokens = 0
         self.pins: dict[Node, set[Any]] = {}  # requests that use a node, by node
+        self._leaves: dict[Any, list[Node]] = {}  # nodes at which the rows of a request begin or end, by request
         self.computing: dict[Node, Any] = {}  # the request that computes the uncached tokens of a node
 
     def reset(self) -> None:
         """Delete everything and release all memory."""
         super().reset()
         self.arena = BoundedArena()
-        self.pins, self.computing = {}, {}
+        self.pins, self.computing, self._leaves = {}, {}, {}
 
     def check_weights(self, model: nn.Module) -> None:
         """Raise `WeightsChangedError` if the keys and values were computed with other weights of the model."""
@@ -186,16 +185,18 @@ class KVStorage(SharedPrefixCache):
 
     def evict(self, slots: int) -> bool:
         """Evict unused nodes, leaves first, until `slots` more are free. Return whether a node was evicted."""
-        target, evicted = self._bounded.free_slots + slots, False
-        while self._bounded.free_slots < target:
-            children_first = [node for node in [*self.nodes()][::-1] if self._is_evictable(node)]
-            if not children_first:
-                break
-            for node in sorted(children_first, key=self.policy.priority):
-                if self._bounded.free_slots < target:
-                    self._drop(node)
-                    evicted = True
-        return evicted
+        target, count = self._bounded.free_slots + slots, itertools.count()
+        queue = [(self.policy.priority(node), next(count), node) for node in self.nodes() if self._is_evictable(node)]
+        if not queue:
+            return False
+        heapq.heapify(queue)
+        while queue and self._bounded.free_slots < target:
+            _, _, node = heapq.heappop(queue)
+            self._drop(node)
+            parent = node.parent
+            if parent is not None and self._is_evictable(parent):
+                heapq.heappush(queue, (self.policy.priority(parent), next(count), parent))
+        return True
 
     def _is_evictable(self, node: Node) -> bool:
         return _is_cached(node) and not self.is_used(node) and not any(map(_is_cached, node.all_children()))
@@ -207,11 +208,18 @@ class KVStorage(SharedPrefixCache):
         """Return whether a request that is not preempted uses a node."""
         return any(not request.preempted for request in self.pins.get(node, ()))
 
-    def evictable_tokens(self, resumed: Collection[Any] = ()) -> int:
-        """Return the number of cached tokens that no running request uses, and no preempted one of `resumed`."""
-        nodes = [node for node in self.nodes() if _is_cached(node) and not self.is_used(node)]
-        kept = [node for node in nodes if any(request in self.pins.get(node, ()) for request in resumed)]
-        return sum(map(_cached_length, nodes)) - sum(map(_cached_length, kept))
+    def used_tokens(self, resumed: Collection[Any] = ()) -> int:
+        """Return the number of cached tokens of the tree that running requests use, or preempted ones of `resumed`."""
+        return sum(
+            cached_length(node)
+            for node, requests in self.pins.items()
+            if any(not request.preempted or request in resumed for request in requests)
+        )
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Number of tokens of the tree whose keys and values will be computed."""
+        return sum(len(node.uncached) for node in self.pins)
 
     def _drop(self, node: Node) -> None:
         """Delete the keys and values of a node; the node itself too, unless a preempted request will need it again."""
@@ -233,6 +241,7 @@ class KVStorage(SharedPrefixCache):
 
     def pin(self, node: Node, request: Any) -> None:
         """Note that a request uses a node and those before it."""
+        self._leaves.setdefault(request, []).append(node)
         for one in node.path:
             self.pins.setdefault(one, set()).add(request)
             one.last_used = self.clock
@@ -240,7 +249,8 @@ class KVStorage(SharedPrefixCache):
     def unpin(self, request: Any, keep: bool = True) -> None:
         """Note that a request has ended. Remove its uncomputed tokens, and unless `keep`, all that it alone used."""
         self.stop_computing(request)
-        nodes = [node for node, requests in self.pins.items() if request in requests]
+        nodes = list(self.pinned(request))
+        self._leaves.pop(request, None)
         for node in nodes:
             self.pins[node].discard(request)
             if not self.pins[node]:
@@ -271,7 +281,8 @@ class KVStorage(SharedPrefixCache):
 
     def pinned(self, request: Any) -> Iterator[Node]:
         """Yield the nodes that a request uses, parents before children."""
-        yield from (node for node in self.nodes() if request in self.pins.get(node, ()))
+        paths = dict.fromkeys(node for leaf in self._leaves.get(request, ()) for node in leaf.path)
+        yield from (node for node in paths if request in self.pins.get(node, ()))
 
     def _split(self, node: Node, at: int) -> Node:
         head = super()._split(node, at)
@@ -296,137 +307,13 @@ class KVStorage(SharedPrefixCache):
         return head, tail
 
 
-class RequestCache(SharedPrefixCache):
-    """Mixed into the class of a mode's cache: blocks of one request in the storage of an engine.
-
-    `blocks` are those of the request alone. Prompts become nodes of the storage's tree.
-    """
-
-    storage_of_all: KVStorage
-    request: Any
-
-    def attach(self, storage: KVStorage, request: Any, journal: Journal) -> None:
-        """Use the storage of an engine."""
-        self.storage_of_all, self.request, self.trace = storage, request, journal  # type: ignore[assignment]
-        self.arena, self.root = storage.arena, storage.root
-
-    def reset(self) -> None:
-        """Free the request's own blocks."""
-        if not hasattr(self, "storage_of_all"):
-            super().reset()
-            return
-        for block in list(self.blocks):
-            self.free(block)
-
-    def claim(self, model: Any, user: Any = None, kept: bool = True) -> None:
-        """Do nothing: the engine holds the model, and checks its weights."""
-
-    def new_blocks(self, count: int, capacity: int = 0, base: int = 0) -> list[Block]:
-        """Return empty blocks; their memory is allocated when tokens are appended."""
-        blocks = self.storage_of_all.new_blocks(count, 0, base)
-        self.blocks.update(blocks)
-        return blocks
-
-    def free(self, block: Block) -> None:
-        """See `BlockCache.free`."""
-        self._check_owned(block)
-        self.blocks.discard(block)
-        self.storage_of_all.free(block)
-
-    def reserve(self, wanted: Sequence[tuple[Block, int]]) -> None:
-        """See `KVStorage.reserve`."""
-        self.storage_of_all.reserve(wanted)
-
-    def _check_owned(self, block: Block) -> None:
-        if block not in self.blocks:
-            self.storage_of_all._check_owned(block)
-
-    def insert(self, tokens: np.ndarray, root: Node | None = None) -> Node:
-        """See `SharedPrefixCache.insert`. Waits while another request computes a part of the prefix.
-
-        Before that, it computes its own nodes: else two requests could wait for each other.
-        """
-        is_own = False
-        while any(map(self.is_computed_by_other, self._matching(tokens, root or self.root))):
-            if is_own:
-                self.request.wait()
-            else:
-                self.request.fill(self)
-                is_own = True
-        node = self.storage_of_all.insert(tokens, root)
-        self.storage_of_all.pin(node, self.request)
-        self.storage_of_all.start_computing([one for one in node.path if len(one.uncached)], self.request)
-        return node
-
-    def _matching(self, tokens: np.ndarray, node: Node) -> list[Node]:
-        """Return the nodes that share tokens with a sequence, the last one perhaps only in part."""
-        path = []
-        while len(tokens):
-            child, shared = self._best_child(node, tokens)
-            if child is None:
-                break
-            path.append(child)
-            if shared < len(child.tokens):
-                break
-            node, tokens = child, tokens[shared:]
-        return path
-
-    def is_computed_by_other(self, node: Node) -> bool:
-        """Return whether another request computes a node, or will continue to, once it is resumed."""
-        return len(node.uncached) > 0 and self.storage_of_all.computing.get(node, self.request) is not self.request
-
-    def add(self, parent: Node, tokens: np.ndarray, block: Block | None = None) -> Node:
-        """See `SharedPrefixCache.add`. The block becomes one of the tree."""
-        node = self.storage_of_all.add(parent, tokens, block)
-        if block is not None:
-            self.blocks.discard(block)
-        self.storage_of_all.pin(node, self.request)
-        return node
-
-    def nodes_to_prefill(self) -> list[Node]:
-        """See `SharedPrefixCache.nodes_to_prefill`; only nodes of this request."""
-        storage = self.storage_of_all
-        nodes = [node for node in storage.pinned(self.request) if len(node.uncached)]
-        for node in nodes:
-            if node.block is None:
-                node.block = storage.new_block(base=node.start)
-        return nodes
-
-    def discard_uncached(self) -> None:
-        """Remove tokens that the request was to compute."""
-        storage = self.storage_of_all
-        for node in [*storage.pinned(self.request)][::-1]:
-            if len(node.uncached) and storage.pins[node] == {self.request}:
-                del storage.pins[node]
-                storage.computing.pop(node, None)
-                storage.trim(node)
-
-    def discard_nonfinite(self) -> None:
-        """Do nothing: the engine checks the logits."""
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the keys and values that the request uses."""
-        nodes = [node.block.length for node in self.storage_of_all.pinned(self.request) if node.block is not None]
-        return (sum(nodes) + sum(block.length for block in self.blocks)) * self.arena.bytes_per_token
-
-    def nodes(self) -> Iterator[Node]:
-        """Yield all nodes of the tree."""
-        return self.storage_of_all.nodes()
-
-
-@lru_cache
-def request_cache_class(cls: Any) -> Any:
-    """Return a mode's cache class, over the storage of an engine."""
-    return type(cls.__name__, (RequestCache, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-
-
-def _cached_length(node: Node) -> int:
+def cached_length(node: Node) -> int:
+    """Return the number of a node's tokens whose keys and values are in memory."""
     return 0 if node.block is None else node.block.length
 
 
 def _is_cached(node: Node) -> bool:
-    return _cached_length(node) > 0
+    return cached_length(node) > 0
 
 
 def parts_of(view: Iterable[Block]) -> Iterator[Block]:
