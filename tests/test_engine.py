@@ -24,6 +24,7 @@ pytest.importorskip("greenlet")
 from hf_parallel.engine import Engine, KVBudgetError, RequestCancelledError, RequestHandle
 from hf_parallel.engine.request import Request
 from hf_parallel.engine.request_cache import RequestCache
+from hf_parallel.engine.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -166,6 +167,35 @@ def test_a_request_that_is_preempted_after_a_pass_continues_with_its_logits(
     with Engine(model, TOKENIZER) as engine:
         assert engine.submit(case.prompt, mode, **case.arguments).result(60).sequences.tolist() == expected
         assert_idle(engine)
+
+
+def test_texts_of_a_request_that_is_preempted_before_its_first_token_are_streamed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, rng = enabled("llama"), random.Random(3)
+    prefixes = random_prefixes(rng, 2, 30)
+    case = next(case for case in iter(lambda: random_case(rng, prefixes), None) if case.mode == "hogwild")
+    with Engine(model, TOKENIZER) as engine:
+        handle = engine.submit(case.prompt, "hogwild", **case.arguments)
+        expected, record = handle.result(60), list(handle.texts())
+    next_batch, preempted = Scheduler.next_batch, []
+
+    def preempt_first(scheduler: Scheduler) -> list[Request]:
+        for request in list(scheduler.running):
+            if not request.num_tokens and request.pending is not None and len(preempted) < 2:
+                preempted.append(request)
+                scheduler.preempt(request)
+        return next_batch(scheduler)
+
+    monkeypatch.setattr(Scheduler, "next_batch", preempt_first)
+    with Engine(model, TOKENIZER) as engine:
+        handle = engine.submit(case.prompt, "hogwild", **case.arguments)
+        output = handle.result(60)
+        assert list(handle.texts()) == record
+        assert_idle(engine)
+    assert len(preempted) == 2
+    assert output.record.events == expected.record.events
+    assert output.sequences.tolist() == expected.sequences.tolist()
 
 
 def test_equal_completions_are_kept_once() -> None:

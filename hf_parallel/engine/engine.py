@@ -423,9 +423,9 @@ class Engine:
             began = time.perf_counter()
             sampled = sample_jointly(list(waiting.values()))
             self._work.request_seconds += time.perf_counter() - began
-            for (request, task), result in zip(waiting.items(), sampled, strict=True):
-                if request.sampling is not task:
-                    continue  # it was restarted by one before it
+            for request in waiting:
+                request.has_started = True  # its generators have advanced
+            for request, result in zip(waiting, sampled, strict=True):
                 request.sampling = None
                 if isinstance(result, BaseException):
                     self._call(request, request.fail, result)

@@ -52,11 +52,12 @@ class Request:
         self, config: ParallelConfig, call: GenerationCall, handle: RequestHandle, priority: int, submitter: Any
     ) -> None:
         self.config, self.handle, self.priority, self.submitter = config, handle, priority, submitter
-        self.streamer = _Streamer(call.streamer, handle)
+        self.streamer = _Streamer(call.streamer, self._on_text)
         self.call = replace(call, executor=self, streamer=self.streamer)
         self.chunk_size = 0
         self.number = -1  # in the order of submission
         self.num_tokens = 0  # tokens generated
+        self.has_started = False  # whether it has sampled or shown something, so that it cannot start again
         self.pending: PendingPass | None = None
         self.sampling: SamplingTask | None = None
         self.preempted = self.is_waiting = False
@@ -104,11 +105,6 @@ class Request:
     def max_tokens(self) -> int:
         """Tokens whose keys and values it may hold: prompts, and all rows at their maximum length."""
         return self.prompt_tokens + self.min_rows * self.call.max_new_tokens
-
-    @property
-    def has_started(self) -> bool:
-        """Whether it has generated a token."""
-        return self.num_tokens > 0
 
     # The executor of its call
 
@@ -236,7 +232,7 @@ class Request:
     # Preemption
 
     def restart(self) -> None:
-        """Forget everything, to start again: it has not generated a token yet."""
+        """Forget everything, to start again: it has neither sampled nor shown anything yet."""
         coroutine, self._coroutine = self._coroutine, None
         if coroutine is not None:
             _throw(coroutine, greenlet.GreenletExit())
@@ -345,20 +341,25 @@ class Request:
 
     def _on_sample(self, row: int, token: int) -> None:
         self.num_tokens += 1
+        self.has_started = True
         self.handle.add_token(row, token)
+
+    def _on_text(self, row: int, text: str, event: str) -> None:
+        self.has_started = True
+        self.handle.add_text(row, text, event)
 
 
 class _Streamer:
     """Streams text to the handle, and everything to the streamer that the caller gave, if any."""
 
-    def __init__(self, given: Any, handle: RequestHandle) -> None:
-        self.given, self._handle = given, handle
+    def __init__(self, given: Any, on_text: Callable[[int, str, str], None]) -> None:
+        self.given, self._on_text = given, on_text
         if hasattr(given, "put"):
             self.put: Callable[[Any], None] = given.put
 
     def write_row(self, row: int, text: str, event: str) -> None:
         """See `ParallelStreamer.write_row`."""
-        self._handle.add_text(row, text, event)
+        self._on_text(row, text, event)
         write = getattr(self.given, "write_row", None)
         if write is not None:
             write(row, text, event)

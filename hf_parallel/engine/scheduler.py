@@ -131,7 +131,7 @@ class Scheduler:
         return victim
 
     def preempt(self, request: Request) -> None:
-        """Take the memory of a request. One that has generated no token starts again."""
+        """Take the memory of a request. One that has not started to generate starts again."""
         self.preemptions += 1
         if request.has_started:
             request.preempt()
