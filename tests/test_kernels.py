@@ -372,3 +372,17 @@ def test_fused_kernels_of_a_gpu_get_aligned_heads(dtype: torch.dtype, head_dim: 
     expected, expected_lse = matmul_attention(q, k, v, mask, False, 0.3, None)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
+
+
+def test_a_rotary_embedding_is_hashed_once() -> None:
+    """Every layer of every pass looks up what is made for its embedding."""
+    hashed = []
+
+    class Frequency(float):
+        def __hash__(self) -> int:
+            hashed.append(self)
+            return super().__hash__()
+
+    spec = RotarySpec((Frequency(1.0), Frequency(0.5)))
+    assert hash(spec) == hash(spec) == hash(RotarySpec((1.0, 0.5)))
+    assert len(hashed) == len(spec.inv_freq)

@@ -6,8 +6,9 @@ last one. A token's position in a view follows from the block lengths: it is nev
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -94,8 +95,9 @@ class ForwardPass:
 
     def next_step(self) -> ForwardPass:
         """Return the pass of the next decode step. The block lengths must already include its new tokens."""
-        plan, position_ids = self.plan.next_step(), self.position_ids + 1
-        return replace(self, plan=plan, position_ids=position_ids, states=_states(self.blocks))
+        step = copy.copy(self)  # faster than `dataclasses.replace`
+        vars(step).update(plan=self.plan.next_step(), position_ids=self.position_ids + 1, states=_states(self.blocks))
+        return step
 
 
 def _states(blocks: Iterable[Block]) -> list[tuple[int, int, int, Extent]]:

@@ -6,6 +6,7 @@ extents are addressed in token slots, and each layer multiplies by its own numbe
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
@@ -143,8 +144,8 @@ class AttentionPlan:
         step = self.increments
         assert step is not None, "only a decode step has a next step"
         assert step.lo is None, "take the next step of the plan without a window, then call windowed()"
-        plan = replace(
-            self,
+        plan = copy.copy(self)  # faster than `dataclasses.replace`
+        vars(plan).update(
             pair_delta=self.pair_delta + step.delta,
             pair_position=self.pair_position + step.position,
             pair_hi=self.pair_hi + step.hi,

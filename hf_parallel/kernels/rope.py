@@ -8,7 +8,7 @@ and is not applied again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -29,6 +29,13 @@ class RotarySpec:
 
     inv_freq: tuple[float, ...]
     interleaved: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash  # every layer looks up what is made for its rotary embedding
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.inv_freq, self.interleaved))
 
     @property
     def rotary_dim(self) -> int:
