@@ -249,6 +249,20 @@ class BlockCache(Cache):
             block.length = length
         self._undo, self._pass = [], None
 
+    def take_back(self) -> ForwardPass:
+        """Remove the tokens of the last pass, a committed decode step, and return it; see `put_back`."""
+        step = self._last
+        if step is None:
+            raise RuntimeError("the last pass was not a decode step, or a block was freed after it")
+        for segment in step.segments:
+            self.truncate(segment.view[-1], segment.view[-1].length - 1)
+        return step
+
+    def put_back(self, step: ForwardPass, rows: Sequence[int]) -> None:
+        """Append the tokens of some segments of a pass again, to whose blocks nothing was written since `take_back`."""
+        for row in rows:
+            step.segments[row].view[-1].length += 1
+
     def _check(self, passes: Sequence[Sequence[Segment]]) -> Counter[Block]:
         """Validate the segments of consecutive passes; returns the number of new tokens per block."""
         new_tokens: Counter[Block] = Counter()

@@ -27,9 +27,30 @@ class Row:
         if self.output_row < 0:
             self.output_row = self.index
 
+    def current_view(self) -> View:
+        """Return the blocks that the row attends to now, of which it appends to the last."""
+        return self.view
+
+    @property
+    def writes(self) -> PendingWrites | None:
+        """KV writes pending besides the row's own, which it may share with other rows."""
+        return None
+
     def segments(self) -> PassInputs:
         """Return the row's inputs of the next pass; its next token follows the last of them."""
-        return [(Segment(self.view, len(self.pending)), self.pending)]
+        own = Segment(self.current_view(), len(self.pending)), self.pending
+        return [own] if self.writes is None else [*self.writes.take(), own]
+
+    def continues(self, segment: Segment, token: int) -> bool:
+        """Whether the row's inputs of the next pass are `token` in `segment` and nothing else."""
+        if self.pending != [token] or (self.writes is not None and self.writes.num_tokens):
+            return False
+        view = self.current_view()
+        return view is segment.view or view == segment.view
+
+    def tokens_left(self) -> int | None:
+        """Maximum number of tokens that the row may still generate; None: as many as `max_length` allows."""
+        return None
 
     def is_active(self) -> bool:
         """Whether the row generates further tokens; checked once all rows of a pass have their tokens."""
@@ -53,9 +74,13 @@ def collect_inputs(rows: Iterable[Row]) -> tuple[PassInputs, list[int]]:
 
 
 class PendingWrites:
-    """KV writes pending for the next forward pass, besides the rows' own; the first row that calls `take` adds them."""
+    """KV writes pending for the next forward pass, besides the rows' own; the first row that calls `take` adds them.
 
-    def __init__(self) -> None:
+    `view_of` returns the view of a block at the time of that pass.
+    """
+
+    def __init__(self, view_of: Callable[[Block], View]) -> None:
+        self._view_of = view_of
         self._writes: list[tuple[Block, list[int]]] = []
 
     def add(self, block: Block, tokens: Sequence[int]) -> None:
@@ -67,10 +92,10 @@ class PendingWrites:
         """Drop the pending tokens of a block."""
         self._writes = [(other, tokens) for other, tokens in self._writes if other is not block]
 
-    def take(self, view_of: Callable[[Block], View]) -> PassInputs:
+    def take(self) -> PassInputs:
         """Return the pending segments, each with the view of its block, and clear them."""
         writes, self._writes = self._writes, []
-        return [(Segment(view_of(block), len(tokens)), tokens) for block, tokens in writes]
+        return [(Segment(self._view_of(block), len(tokens)), tokens) for block, tokens in writes]
 
     def __contains__(self, block: object) -> bool:
         return any(other is block for other, _ in self._writes)

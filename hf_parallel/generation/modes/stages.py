@@ -92,6 +92,10 @@ class CompletionRow(Row):
         self.pending, self.recompute_last = [token], False
         return added, not (complete or self.truncated)
 
+    def tokens_left(self) -> int:
+        """See `Row.tokens_left`."""
+        return self.max_new_tokens - len(self.tokens)
+
     def segments(self) -> PassInputs:
         """Return the tokens of the next pass; see `Row.segments`."""
         if not self.recompute_last:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import MaxTimeCriteria
 from transformers.utils import logging
 
-from hf_parallel.cache import Block, Segment
+from hf_parallel.cache import Block, Segment, View
 from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
@@ -38,7 +38,7 @@ class WorkerGroup(RowGroup):
         self.headers = [self.encode(text) for text in texts]
         lengths = [len(tokens) for tokens in self.headers]
         self.space = cache.new_workspace(config.layout, cache.view(leaf), config.num_workers, lengths)
-        self.writes = PendingWrites()  # of headers and ended steps
+        self.writes = PendingWrites(self.space.view_of)  # of headers and ended steps
         self.history: list[Step] = []
         self.answer: str | None = None
         self._search = AnswerSearch(config.answer_pattern)
@@ -68,10 +68,6 @@ class WorkerGroup(RowGroup):
     def describe(self, inputs: PassInputs) -> tuple[list[str], object]:
         """Return the blocks' names, which do not depend on their positions, and the authors of ended steps."""
         return [self.space.block_name(segment.view[-1]) for segment, _ in inputs], self.space.step_workers
-
-    def pending_segments(self) -> PassInputs:
-        """Return the pending writes for the next forward pass, and clear them."""
-        return self.writes.take(self.space.view_of)
 
     def move_ended_steps(self) -> None:
         """Move ended steps without pending writes into the history block."""
@@ -175,10 +171,18 @@ class Finisher(Row):
         """The workers whose steps it reads."""
         return self._group
 
-    def segments(self) -> PassInputs:
-        """Return the group's pending writes and the finisher's own tokens."""
-        own = Segment([*self.group.space.full_view(), self._block], len(self.pending))
-        return [*self.group.pending_segments(), (own, self.pending)]
+    @property
+    def writes(self) -> PendingWrites:
+        """Pending writes of the group."""
+        return self.group.writes
+
+    def current_view(self) -> View:
+        """See `Row.current_view`."""
+        return [*self.group.space.full_view(), self._block]
+
+    def tokens_left(self) -> int:
+        """See `Row.tokens_left`."""
+        return self.group.config.finisher_tokens - len(self._text.tokens)
 
     def advance(self, token: int, ended: bool) -> bool:
         """Append a generated token; `ended`: a stopping criterion is met. Return whether to generate another one."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_parallel.cache import Segment
+from hf_parallel.cache import View
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.modes.hogwild.group import WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import Step
-from hf_parallel.generation.rows import PassInputs, Row
+from hf_parallel.generation.rows import PendingWrites, Row
 
 
 class Worker(Row):
@@ -30,10 +30,18 @@ class Worker(Row):
         """Workers of the same prompt."""
         return self._group
 
-    def segments(self) -> PassInputs:
-        """Return the worker's own tokens, after the group's pending writes if no other row has collected them."""
-        own = Segment(self.group.space.view(self.number), len(self.pending))
-        return [*self.group.pending_segments(), (own, self.pending)]
+    @property
+    def writes(self) -> PendingWrites:
+        """Pending writes of the group."""
+        return self.group.writes
+
+    def current_view(self) -> View:
+        """See `Row.current_view`."""
+        return self.group.space.view(self.number)
+
+    def tokens_left(self) -> int:
+        """Return the number of decode passes left."""
+        return self.group.call.max_new_tokens - self.passes
 
     def is_active(self) -> bool:
         """Return whether the worker continues; an answer of another worker in the same pass may stop it."""

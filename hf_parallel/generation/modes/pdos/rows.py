@@ -5,12 +5,12 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from hf_parallel.cache import Block
+from hf_parallel.cache import Block, View
 from hf_parallel.cache.tree_branch import Tree
 from hf_parallel.generation.modes.pdos.output import BRANCHES, SKELETON, ParallelBlock
 from hf_parallel.generation.modes.pdos.parser import BlockFormat, SkeletonParser
 from hf_parallel.generation.modes.pdos.token_text import WHITESPACE, Token, ids
-from hf_parallel.generation.rows import PassInputs, PendingWrites, Row
+from hf_parallel.generation.rows import PendingWrites, Row
 
 
 class TrunkRow(Row):
@@ -31,18 +31,17 @@ class TrunkRow(Row):
         self.fallback: str | None = None  # why decoding has become sequential
         self.finished = False
         self.stage = SKELETON
-        self.pending_writes = PendingWrites()
+        self.pending_writes = PendingWrites(lambda block: tree.view if block is tree.trunk else tree.branch_view(block))
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def segments(self) -> PassInputs:
-        """Return pending writes of joined branches and the trunk's own tokens; see `Row.segments`."""
-        self.view = self.tree.view
-        return [*self.take_pending_writes(), *super().segments()]
+    @property
+    def writes(self) -> PendingWrites:
+        """Pending writes of all blocks of the answer."""
+        return self.pending_writes
 
-    def take_pending_writes(self) -> PassInputs:
-        """Return the pending writes of all blocks of the answer, and clear them."""
-        tree = self.tree
-        return self.pending_writes.take(lambda block: tree.view if block is tree.trunk else tree.branch_view(block))
+    def current_view(self) -> View:
+        """See `Row.current_view`."""
+        return self.tree.view
 
 
 class BranchRow(Row):
@@ -86,6 +85,7 @@ class BranchRow(Row):
                 found.append((start + kept, cause))
         return min(found, default=(None, ""))
 
-    def segments(self) -> PassInputs:
-        """Return pending writes of the trunk and the branch's own tokens; see `Row.segments`."""
-        return [*self.trunk.take_pending_writes(), *super().segments()]
+    @property
+    def writes(self) -> PendingWrites:
+        """Pending writes of all blocks of the answer."""
+        return self.trunk.pending_writes

@@ -380,7 +380,7 @@ class PDOSRun:
         size = self.loop.runner.chunk_size
         while len(trunk.pending) > size:
             chunk, trunk.pending = trunk.pending[:size], trunk.pending[size:]
-            inputs = [*trunk.take_pending_writes(), (Segment(trunk.tree.view, size), chunk)]
+            inputs = [*trunk.pending_writes.take(), (Segment(trunk.tree.view, size), chunk)]
             self.loop.runner.forward(inputs, ends=[len(inputs) - 1])
             self.stages[CONTINUATION].forward_passes += 1
 

@@ -1,0 +1,59 @@
+"""PassAhead: the next decode pass, queued before the sampled tokens are read on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_parallel.cache import Segment
+from hf_parallel.generation.rows import Row
+from hf_parallel.generation.runner import ModelRunner
+from hf_parallel.kernels import to_device
+
+
+class PassAhead:
+    """A decode pass that appends one token to each row, `ids`, `int64 [rows]` on the device, and nothing else.
+
+    The cache does not hold its tokens until `keep` confirms that these are the inputs of the next pass: a token may
+    have ended a row, or changed what rows attend to. `tokens` are set once they have been read.
+    """
+
+    def __init__(self, runner: ModelRunner, rows: Sequence[Row], ids: torch.Tensor) -> None:
+        self.tokens: Sequence[int] = ()
+        self._rows, self._ids, self._cache = rows, ids, runner.cache
+        self._segments = [Segment(row.current_view(), 1) for row in rows]
+        trace = self._cache.trace
+        recorded = None if trace is None else trace.state
+        self._logits = runner.run([self._segments], ids, range(len(rows)))
+        self._step = self._cache.take_back()
+        if trace is not None and recorded is not None:
+            trace.restore(recorded)
+
+    def keep(self, rows: Sequence[Row]) -> torch.Tensor | None:
+        """Return the logits `[len(rows), vocabulary]` if this is the next pass of `rows`; else None: it is void.
+
+        Rows may have ended, provided that no other row attends to their tokens, and that the pass is not traced: a
+        trace holds all tokens of a pass.
+        """
+        places = {row: place for place, row in enumerate(self._rows)}
+        kept = [places.get(row, -1) for row in rows]
+        if not kept or not all(place >= 0 and self._holds(place) for place in kept):
+            return None
+        if len(kept) < len(self._rows):
+            dropped = {self._segments[place].view[-1] for place in set(places.values()) - set(kept)}
+            if self._cache.trace is not None or any(
+                block in dropped for place in kept for block in self._segments[place].view
+            ):
+                return None
+        self._cache.put_back(self._step, kept)
+        for place in kept:
+            self._rows[place].last_segment = self._segments[place]
+        if self._cache.trace is not None:
+            self._cache.trace.add_pass([self._segments], self._step, self._ids)
+        if len(kept) == len(self._rows):
+            return self._logits
+        return self._logits.index_select(0, to_device(kept, self._logits.device))
+
+    def _holds(self, place: int) -> bool:
+        return self._rows[place].continues(self._segments[place], self.tokens[place])

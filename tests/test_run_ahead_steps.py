@@ -1,0 +1,147 @@
+"""Modes whose tokens change what rows attend to: passes that are queued before the tokens are read may be void."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from mode_cases import BUILT_IN, small_call
+from test_hogwild_run import BLANKS, EOS, STOP_BLANK, WORDY
+from workers import SETTINGS, TOKENIZER, Recording, small_model, write
+
+import hf_parallel
+from hf_parallel.generation import decode
+from hf_parallel.generation.sampling import Sampler
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS, MASK = tiny.left_pad(tiny.make_prompts([23, 11]))
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that calls another one without and with passes that are queued ahead, however many are void."""
+    monkeypatch.setattr(decode, "VOID_COST", 0)
+
+    def both(function: Any) -> tuple[Any, Any]:
+        results = []
+        for devices in ((), ("cpu",)):
+            monkeypatch.setattr(decode, "ASYNC_DEVICES", devices)
+            results.append(function())
+        return results[0], results[1]
+
+    return both
+
+
+class Texts:
+    """A streamer that keeps all that it receives."""
+
+    def __init__(self) -> None:
+        self.received: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.received.append(value.tolist())
+
+    def write_row(self, row: int, text: str, event: str) -> None:
+        self.received.append((row, text, event))
+
+    def end(self) -> None:
+        self.received.append("end")
+
+
+def check_equal(expected: Any, actual: Any) -> None:
+    assert torch.equal(actual.sequences, expected.sequences)
+    for name in ("history", "texts", "answers", "conclusions", "blocks", "transcripts"):
+        assert getattr(actual, name, None) == getattr(expected, name, None)
+    for name in ("scores", "logits"):
+        for ours, theirs in zip(getattr(actual, name) or (), getattr(expected, name) or (), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert actual.record.events == expected.record.events
+    assert actual.record.truncated == expected.record.truncated
+    ours, theirs = (out.record.sampled_log_probs() for out in (actual, expected))
+    assert np.array_equal(ours[0], theirs[0])
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=0, atol=1e-4)
+    assert actual.stats.kv_bytes == expected.stats.kv_bytes
+    assert actual.stats.decoded_tokens == expected.stats.decoded_tokens
+    assert actual.stats.prefilled_tokens == expected.stats.prefilled_tokens
+    if expected.record.trace is not None:
+        ours, theirs = (out.record.trace.compile() for out in (actual, expected))
+        assert np.array_equal(ours.input_ids, theirs.input_ids)
+        assert np.array_equal(ours.position_ids, theirs.position_ids)
+        assert ours.segments == theirs.segments
+        assert ours.samples == theirs.samples
+
+
+@pytest.mark.parametrize("layout", ["combined", "interleaved", "contiguous"])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("sampling", ["greedy", "seed", "global"])
+def test_workers_write_the_same_where_steps_end_often(both: Any, layout: str, workers: int, sampling: str) -> None:
+    settings: dict[str, Any] = {"num_workers": workers, "layout": layout, "finisher_tokens": 4, "max_new_tokens": 40}
+    settings |= {"do_sample": sampling != "greedy", "seed": 3 if sampling == "seed" else None}
+    settings |= {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    streamers: list[Texts] = []
+
+    def generate() -> Any:
+        torch.manual_seed(0)
+        streamers.append(Texts())
+        given = SETTINGS | WORDY | settings | {"streamer": streamers[-1], "attention_mask": MASK}
+        return small_model().generate(PROMPTS, generation_mode="hogwild", **given)
+
+    expected, actual = both(generate)
+    assert sum(step.forward_pass is not None for steps in expected.history for step in steps) > 3
+    check_equal(expected, actual)
+    assert streamers[0].received == streamers[1].received
+
+
+def test_each_worker_that_stops_or_ends_a_step_makes_one_pass_void(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = [["a", STOP_BLANK, "bb.\n\nc"], ["dddddddd.", BLANKS, "e"], ["fffff", EOS]]
+    seen: list[list[list[str]]] = []
+
+    def run() -> Any:
+        recording = Recording()
+        out = write(*scripts, finisher="3}")
+        seen.append([one.seen for one in recording.passes])
+        return out
+
+    monkeypatch.setattr(Sampler, "stays_on_device", True)  # despite the processor of the scripts
+    expected, actual = both(run)
+    check_equal(expected, actual)
+    ends = {step.forward_pass for step in expected.history[0] if step.forward_pass}
+    assert actual.stats.forward_passes == expected.stats.forward_passes + len(ends)
+    later = iter(seen[1])
+    assert all(views in later for views in seen[0]), "the passes without the void ones differ"
+
+
+def test_no_pass_is_queued_ahead_of_the_last_tokens(both: Any) -> None:
+    settings = SETTINGS | {"finisher_tokens": 0, "max_new_tokens": 5, "return_dict_in_generate": True}
+    expected, actual = both(lambda: small_model().generate(PROMPTS[:1], generation_mode="hogwild", **settings))
+    check_equal(expected, actual)
+    assert actual.stats.forward_passes == expected.stats.forward_passes
+
+
+def test_passes_are_rarely_queued_ahead_while_many_are_void(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "VOID_COST", 8)
+    monkeypatch.setattr(Sampler, "stays_on_device", True)
+    expected, actual = both(lambda: write("a.\n\nb.\n\n" * 40, "c.\n\n" * 80))
+    check_equal(expected, actual)
+    ends = {step.forward_pass for step in expected.history[0] if step.forward_pass}
+    assert len(ends) > 10
+    assert 2 <= actual.stats.forward_passes - expected.stats.forward_passes <= 3 + len(ends) // 8
+
+
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_every_mode_generates_the_same(both: Any, mode: str) -> None:
+    model = hf_parallel.enable(tiny.build("llama"))
+
+    def generate() -> Any:
+        settings = {"tokenizer": TOKENIZER, "do_sample": True, "seed": 5, "return_dict_in_generate": True}
+        return model.generate(PROMPTS, attention_mask=MASK, **(settings | small_call(mode)))  # type: ignore[operator]
+
+    try:
+        expected, actual = both(generate)
+    finally:
+        hf_parallel.disable(model)
+    check_equal(expected, actual)
