@@ -124,7 +124,10 @@ def test_finished_rows_lead_to_smaller_graphs(
     assert len(graphs.captures) < graphs.replays
 
 
-def test_steps_moved_into_the_history_need_no_new_capture(graphs: Graphs, model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_steps_moved_into_the_history_need_no_new_capture(
+    graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
     settings: dict[str, Any] = {**SETTINGS, "max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     settings |= {
         "generation_mode": "hogwild",
@@ -140,7 +143,9 @@ def test_steps_moved_into_the_history_need_no_new_capture(graphs: Graphs, model:
     settings["separator"] = written[2]  # its second token ends a step
     without = model.generate(ids, cuda_graph=False, **settings)  # type: ignore[operator]
     assert graphs.replays == 0  # `cuda_graph=False` disables them
+    monkeypatch.setattr(decode, "ASYNC_DEVICES", ("cpu",) if ahead else ())
     with_graphs = model.generate(ids, **settings)  # type: ignore[operator]
+    assert (with_graphs.stats.forward_passes > without.stats.forward_passes) == ahead  # void ones
     assert with_graphs.history == without.history
     assert any(step.forward_pass for step in with_graphs.history[0])
     assert graphs.replays > len(graphs.captures)
