@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,12 +109,12 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is_and_says_why_once(caplog:
 
 def test_the_default_compiles_on_a_gpu_only_and_if_the_steps_pay_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = enabled()
-    assert compiled_layers(model, None) is None  # on a CPU
+    assert compiled_layers(model, None, math.inf) is None  # on a CPU
     monkeypatch.setattr(compiled, "execution_device", lambda model: torch.device("cuda"))
     enough = compiled.COMPILE_SECONDS / compiled.SECONDS_SAVED / len(compiled.decoder_layers(model))
     assert compiled_layers(model, None, 0.6 * enough) is None
     assert compiled_layers(model, None, 0.6 * enough) is not None  # with the steps of the call before
-    assert compiled_layers(model, False) is None
+    assert compiled_layers(model, False, math.inf) is None
 
 
 def test_other_threads_run_the_layers_as_they_are_meanwhile() -> None:

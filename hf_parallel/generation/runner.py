@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Sequence
 from contextvars import copy_context
@@ -18,7 +19,7 @@ from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import to_device
 from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.capabilities import Capabilities
-from hf_parallel.models.compiled import CompiledLayers, compiled_layers
+from hf_parallel.models.compiled import compiled_layers
 from hf_parallel.models.cuda_graph import DecodeGraphs
 
 PREFILL_CHUNK = 4096
@@ -26,7 +27,10 @@ PREFILL_CHUNK = 4096
 
 
 class CachedModel:
-    """A model with the cache over which its forward passes run. Decode steps run `compiled` layers (None: as is)."""
+    """A model with the cache over which its forward passes run.
+
+    `cuda_graph` and `compile` are as in `ParallelConfig`; at most `steps` decode steps will run.
+    """
 
     def __init__(
         self,
@@ -34,12 +38,13 @@ class CachedModel:
         capabilities: Capabilities,
         cache: BlockCache,
         cuda_graph: bool,
-        compiled: CompiledLayers | None = None,
+        compile: bool | None = None,  # noqa: A002 (the name of the setting)
+        steps: float = math.inf,
     ) -> None:
         self.model, self.cache, self.device = model, cache, execution_device(model)
         self._kwargs: dict[str, Any] = {"block_cache": cache} if capabilities.keyword else {}
         self.graphs = DecodeGraphs(cache) if cuda_graph and DecodeGraphs.supports(model, self.device) else None
-        self._layers = compiled
+        self._layers = compiled_layers(model, compile, steps)
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def logits(self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None) -> torch.Tensor:
@@ -97,8 +102,8 @@ class ModelRunner:
         self.chunk_size = call.generation_config.prefill_chunk_size or PREFILL_CHUNK
         self.model: CachedModel | None = None  # in an engine: None
         if call.executor is None:
-            compiled = compiled_layers(call.model, call.compile, call.max_new_tokens)
-            self.model = CachedModel(call.model, call.capabilities, cache, call.cuda_graph, compiled)
+            settings = call.cuda_graph, call.compile, call.max_new_tokens
+            self.model = CachedModel(call.model, call.capabilities, cache, *settings)
         else:
             call.executor.stats = stats
             self.chunk_size = min(self.chunk_size, call.executor.chunk_size)

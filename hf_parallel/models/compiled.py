@@ -133,7 +133,7 @@ class CompiledLayers:
 _of_model: WeakKeyDictionary[nn.Module, CompiledLayers] = WeakKeyDictionary()
 
 
-def compiled_layers(model: nn.Module, compile: bool | None, steps: float = math.inf) -> CompiledLayers | None:  # noqa: A002 (the name of the setting)
+def compiled_layers(model: nn.Module, compile: bool | None, steps: float) -> CompiledLayers | None:  # noqa: A002 (the name of the setting)
     """Return the compiled layers for a call of up to `steps` decode steps, or None if it runs the layers as they are.
 
     `compile` is the setting: None compiles on a GPU if the steps are likely to pay for it. Models whose weights are
