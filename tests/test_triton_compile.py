@@ -31,6 +31,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from hf_parallel.kernels.triton import attention as triton_attention  # noqa: E402
 from hf_parallel.kernels.triton import launch  # noqa: E402
+from hf_parallel.kernels.triton import sampling as triton_sampling  # noqa: E402
 from hf_parallel.kernels.triton.launch import Tiling, select_tilings  # noqa: E402
 
 SHARED_PER_PROGRAM = {80: 99 << 10, 90: 227 << 10}
@@ -45,6 +46,7 @@ TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
     torch.int32: "i32",
+    torch.int64: "i64",
 }
 STYLES: dict[str, Callable[[int], RotarySpec | None]] = {
     "none": lambda dim: None,
@@ -192,8 +194,28 @@ def test_other_kernels_compile(
         assert used["STACK"] == used["LOCAL"] == 0
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("seeded", [True, False], ids=["seeded", "noise"])
+def test_sampling_compiles_without_spills(
+    seeded: bool, dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = ("race", "winner", "group", "choose")
+    made = {name: Recorder(getattr(triton_sampling, f"{name}_kernel")) for name in names}
+    for name in names:
+        monkeypatch.setattr(triton_sampling, f"{name}_kernel", made[name])
+    scores = torch.zeros(2, 151_936, dtype=dtype)
+    keys, noise = (torch.zeros(2, dtype=torch.int64), None) if seeded else (None, scores.float())
+    triton_sampling.sample(scores, torch.zeros(2, 4), keys, noise, True, True)
+    for name in names:
+        kernel = made[name].compiled(capability)
+        used = resources(kernel.asm["cubin"], tmp_path)
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert kernel.metadata.shared <= 48 << 10
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_triton.py", "test_graph.py"])
+@pytest.mark.parametrize("name", ["test_triton.py", "test_graph.py", "test_triton_sampling.py"])
 def test_kernels_equal_the_oracle_in_the_interpreter(name: str) -> None:
     """Run a file in a process that selects the interpreter before torch imports Triton."""
     tests = Path(__file__).with_name(name)

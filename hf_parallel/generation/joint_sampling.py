@@ -23,9 +23,11 @@ from transformers import (
 )
 
 from hf_parallel.generation.processors import MinLengthProcessor
-from hf_parallel.generation.rng import RowRNG, draw
+from hf_parallel.generation.rng import RowRNG, check_drawn, draw, next_keys
 from hf_parallel.generation.sampling import RowPenaltyProcessor, Sampled, Sampler
+from hf_parallel.generation.warpers import is_plain, split_warpers
 from hf_parallel.kernels import HostCopy, to_device
+from hf_parallel.kernels.sampling import Warpers, can_sample, sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +94,7 @@ def _is_plain(processor: Any) -> bool:
     if type(processor) is RepetitionPenaltyLogitsProcessor:
         return processor.prompt_ignore_length is None
     if type(processor) in (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper):
-        return processor.min_tokens_to_keep == 1 and processor.filter_value == -torch.inf
+        return is_plain(processor)
     return True
 
 
@@ -107,36 +109,59 @@ class _Batch:
             ends.append(ends[-1] + len(task.rows))
         self.parts = [slice(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
         self.device = tasks[0].logits.device
+        self.warpers: dict[Sampler, Warpers] = {}  # of the tasks that draw, if one operation applies them
 
     def sample(self) -> list[Sampled]:
         logits = torch.cat([task.logits for task in self.tasks])
         is_recorded = any(task.sampler.logits is not None for task in self.tasks)
+        one_operation = self._can_sample()
         try:
-            scores = self._process(logits.to(torch.float32, copy=is_recorded))
+            scores = self._process(logits, is_recorded, one_operation)
         except Exception as error:  # such as out of memory, for all rows together
             raise _CannotDrawError from error
         sampled = [i for i, (sampler, _) in enumerate(self.rows) if sampler.do_sample]
         greedy = [i for i, (sampler, _) in enumerate(self.rows) if not sampler.do_sample]
-        tokens = torch.empty(len(self.rows), dtype=torch.int64, device=self.device)
+        drawn = torch.zeros(2, len(self.rows), dtype=torch.int64, device=self.device)  # as `sample` returns it
         log_probs = torch.empty(len(self.rows), device=self.device)
         if greedy:
             of, index = self._select(scores, greedy)
-            tokens[index] = drawn = of.argmax(dim=-1)
+            tokens = of.argmax(dim=-1)
+            drawn[0, index] = tokens
             if any(task.with_log_probs for task in self.tasks):
-                log_probs[index] = of.gather(1, drawn[:, None]).squeeze(1) - of.logsumexp(-1)
+                log_probs[index] = of.gather(1, tokens[:, None]).squeeze(1).float() - of.float().logsumexp(-1)
         if sampled:
             of, index = self._select(scores, sampled)
-            probs = of.softmax(dim=-1, dtype=torch.float32)
-            best = probs.amax(dim=-1)
-            if self.device.type == "cpu" and not bool(((best > 0) & best.isfinite()).all()):
-                raise _CannotDrawError
-            tokens[index] = drawn = draw(probs, [self._rng(i) for i in sampled])
-            log_probs[index] = probs.gather(1, drawn[:, None]).squeeze(1).log()
-        host = _SharedCopy(tokens)
+            drawn[:, index], probs = self._draw(of, sampled, one_operation)
+            log_probs[index] = probs.log()
+        host = _SharedCopy(drawn)
         return [
-            self._finish(task, part, logits, scores, tokens, log_probs, host)
+            self._finish(task, part, logits, scores, drawn[0], log_probs, host)
             for task, part in zip(self.tasks, self.parts, strict=True)
         ]
+
+    def _can_sample(self) -> bool:
+        """Whether one operation applies the warpers and draws; scores that are returned need each warper."""
+        drawing = [task for task in self.tasks if task.sampler.do_sample]
+        if any(task.sampler.scores is not None for task in self.tasks):
+            return False
+        if not all(task.sampler.has_own_rngs for task in drawing):
+            return False
+        self.warpers = {task.sampler: split_warpers(task.sampler.processors)[1] for task in drawing}
+        return can_sample(self.device, self.warpers.values(), sum(len(task.rows) for task in drawing))
+
+    def _draw(
+        self, scores: torch.Tensor, indices: Sequence[int], one_operation: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample one token of some of the rows; see `sample`."""
+        rngs = [self._rng(i) for i in indices]
+        if one_operation:
+            return sample(scores, [self.warpers[self.rows[i][0]] for i in indices], next_keys(rngs, self.device))
+        probs = scores.softmax(dim=-1, dtype=torch.float32)
+        best = probs.amax(dim=-1)
+        if self.device.type == "cpu" and not bool(((best > 0) & best.isfinite()).all()):
+            raise _CannotDrawError
+        tokens = draw(probs, rngs)
+        return torch.stack((tokens, torch.zeros_like(tokens))), probs.gather(1, tokens[:, None]).squeeze(1)
 
     def _rng(self, index: int) -> RowRNG:
         sampler, row = self.rows[index]
@@ -164,8 +189,9 @@ class _Batch:
         ends = sampler.end_tokens
 
         def read() -> tuple[list[int], list[bool]]:
-            drawn = host.values[part]
-            return drawn, [token in ends or full for token, full in zip(drawn, is_full, strict=True)]
+            drawn, flags = host.values
+            check_drawn(flags[part])
+            return drawn[part], [token in ends or full for token, full in zip(drawn[part], is_full, strict=True)]
 
         return Sampled(tokens[part], log_probs[part] if task.with_log_probs else None, read)
 
@@ -176,12 +202,19 @@ class _Batch:
         index = to_device(indices, self.device)
         return values[index], index
 
-    def _process(self, scores: torch.Tensor) -> torch.Tensor:
-        """Apply the processors of all tasks, stage by stage. Writes to `scores`."""
+    def _process(self, logits: torch.Tensor, copy: bool, one_operation: bool) -> torch.Tensor:
+        """Apply the processors of all tasks, stage by stage, except the warpers that one operation applies.
+
+        The scores are float32, or the logits if there are no stages left. Writes to `logits` unless `copy` is set.
+        """
         stages: dict[int, list[tuple[int, Any]]] = {}
         for task, part in zip(self.tasks, self.parts, strict=True):
             for number, processor in _stages(task.sampler) or ():
-                stages.setdefault(number, []).extend((i, processor) for i in range(part.start, part.stop))
+                if not (one_operation and task.sampler.do_sample and number >= _WARPERS):
+                    stages.setdefault(number, []).extend((i, processor) for i in range(part.start, part.stop))
+        if not stages and one_operation:
+            return logits
+        scores = logits.to(torch.float32, copy=copy)
         for number in sorted(stages):
             indices, processors = [i for i, _ in stages[number]], [processor for _, processor in stages[number]]
             if number == 1:
@@ -276,14 +309,16 @@ _STAGE_OF: dict[type, int] = {
     MinPLogitsWarper: 5,
 }
 """Stages in the order in which `generate` applies the processors."""
+_WARPERS = 2
+"""First stage of the warpers."""
 
 
 class _SharedCopy:
-    """Tokens of all tasks, copied to the host once."""
+    """What `sample` has drawn for all tasks, copied to the host once."""
 
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self._copy = HostCopy(tokens)
+    def __init__(self, drawn: torch.Tensor) -> None:
+        self._copy = HostCopy(drawn)
 
     @cached_property
-    def values(self) -> list[int]:
+    def values(self) -> list[list[int]]:
         return self._copy.tolist()

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from hf_parallel.kernels import to_device
+from hf_parallel.kernels.sampling import can_race, race
 
 _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SPLITMIX_INT64 = tuple(bits - 2**64 for bits in _SPLITMIX)
 _MAX_NOISE = 23.0  # -log of half a step of a 32-bit number, rounded up
 _MIN_NOISE = 2.0**-33
+_INVALID = 2  # mark of a row that cannot be drawn
 _NEGLIGIBLE = _MIN_NOISE / _MAX_NOISE / 2  # a token with this fraction of the highest probability cannot win the race
 
 
@@ -76,6 +78,18 @@ def make_rngs(seed: Any, num_rows: int) -> list[RowRNG] | None:
     ]
 
 
+def next_keys(rngs: Sequence[RowRNG], device: torch.device) -> torch.Tensor:
+    """Return the RNG keys `int64 [rows]` of the next tokens of rows that have their own RNGs, and advance these."""
+    return to_device([key for key in (rng.next() for rng in rngs) if isinstance(key, int)], device)
+
+
+def check_drawn(flags: Sequence[int]) -> None:
+    """Raise a `RuntimeError` if `hf_parallel.kernels.sampling.sample` has marked a row."""
+    if any(flag >= _INVALID for flag in flags):
+        rows = [row for row, flag in enumerate(flags) if flag >= _INVALID]
+        raise RuntimeError(f"cannot draw: the probabilities of rows {rows} are not finite, or all are zero")
+
+
 def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
     """Sample one token for each row, `int64 [rows]`, from `probs`, `float32 [rows, vocabulary]`."""
     sources = [rng.next() for rng in rngs]
@@ -93,6 +107,8 @@ def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
 
 def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Return the winners `int64 [rows]` of the races over `probs [rows, vocabulary]`."""
+    if can_race(probs.device):
+        return race(probs, keys)
     if probs.device.type != "cpu":
         return (probs / exponential_noise(keys[:, None], _arange(probs.shape[1], probs.device))).argmax(dim=-1)
     # In NumPy, row by row: waking a second thread for a row takes longer than the work.

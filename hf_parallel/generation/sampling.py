@@ -18,9 +18,11 @@ from transformers import (
 
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.processors import MinLengthProcessor, check_signature, is_stateful, needs_batch
-from hf_parallel.generation.rng import draw, make_rngs
+from hf_parallel.generation.rng import check_drawn, draw, make_rngs, next_keys
 from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.generation.warpers import split_warpers
 from hf_parallel.kernels import HostCopy
+from hf_parallel.kernels.sampling import Warpers, can_sample, sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +105,31 @@ class Sampler:
 
     def sample(self, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:
         """Sample one token for each row, given their logits `[len(rows), vocabulary]`, and append it to the table."""
-        distribution = self.distribution(rows, logits)
+        if self.do_sample and self.scores is None and (self.rngs is None or all(self.rngs[row].is_own for row in rows)):
+            head, warpers = split_warpers(self.processors)
+            if can_sample(self.table.ids.device, [warpers], len(rows)):
+                return self._sample_from_scores(rows, logits, head, warpers, with_log_probs)
+        if self.do_sample or self.processors or self.scores is not None or with_log_probs:
+            distribution = self.distribution(rows, logits)
+        else:  # without a copy
+            distribution = logits.to(self.table.ids.device)
+            self._record(self.logits, rows, logits)
         tokens, ended = self.draw(rows, distribution)
         log_probs = self.log_probs(distribution, tokens) if with_log_probs else None
         return Sampled(tokens, log_probs, partial(self.read, self.fetch(tokens, ended)))
+
+    def _sample_from_scores(
+        self, rows: Sequence[int], logits: torch.Tensor, head: Sequence[Any], warpers: Warpers, with_log_probs: bool
+    ) -> Sampled:
+        """Apply the processors before the last warpers; one operation applies these and draws."""
+        self.rows = rows
+        scores = self._process(rows, self._copy(logits), head) if head else logits.to(self.table.ids.device)
+        self._record(self.logits, rows, logits)
+        keys = None if self.rngs is None else next_keys([self.rngs[row] for row in rows], scores.device)
+        drawn, probs = sample(scores, warpers, keys)
+        self.append_drawn(rows, drawn[0])
+        drawn[1] += self.ended(rows)
+        return Sampled(drawn[0], probs.log() if with_log_probs else None, partial(self.read, HostCopy(drawn)))
 
     def distribution(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Return probabilities `float32 [len(rows), vocabulary]`, or scores under greedy decoding, from logits of rows
@@ -120,7 +143,7 @@ class Sampler:
         """Return the probabilities `[vocabulary]` for a row of `length` tokens, given logits `[vocabulary]`.
         Requires processors that do not depend on the tokens. Thread-safe."""
         ids = self.table.ids.new_zeros(1, 1).expand(1, length)
-        return self._apply(ids, self._copy(logits[None]))[0].softmax(dim=-1, dtype=torch.float32)
+        return self._apply(ids, self._copy(logits[None]), self.processors)[0].softmax(dim=-1, dtype=torch.float32)
 
     def draw(self, rows: Sequence[int], distribution: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample one token for each row and append it to the table.
@@ -161,8 +184,15 @@ class Sampler:
 
     @staticmethod
     def read(fetched: HostCopy) -> tuple[list[int], list[bool]]:
-        """Return tokens and ended flags. The only point at which a decode step waits for the device."""
+        """Return tokens and ended flags. The only point at which a decode step waits for the device.
+
+        Raises
+        ------
+        RuntimeError
+            If `sample` has marked a row.
+        """
         tokens, flags = fetched.tolist()
+        check_drawn(flags)
         return tokens, [flag != 0 for flag in flags]
 
     def append(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
@@ -182,25 +212,28 @@ class Sampler:
     def _copy(self, logits: torch.Tensor) -> torch.Tensor:  # as processors may write to their input
         return logits.to(copy=True, dtype=torch.float32, device=self.table.ids.device)
 
-    def _process(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        if not self.processors:
+    def _process(
+        self, rows: Sequence[int], logits: torch.Tensor, processors: Sequence[Any] | None = None
+    ) -> torch.Tensor:
+        processors = self.processors if processors is None else processors
+        if not processors:
             return logits
         if not self._processors_need_batch:
             lengths = [self.table.lengths[row] for row in rows]
             if lengths.count(lengths[0]) == len(lengths):
-                return self._apply(self.table.left_padded(rows), logits)
+                return self._apply(self.table.left_padded(rows), logits, processors)
             out = torch.empty_like(logits)
             for same in _groups(lengths):
                 self.rows = [rows[i] for i in same]
-                out[same] = self._apply(self.table.left_padded(self.rows), logits[same]).to(out.dtype)
+                out[same] = self._apply(self.table.left_padded(self.rows), logits[same], processors).to(out.dtype)
             self.rows = rows
             return out
         if len(rows) == self.num_rows:
-            return self._apply(self.table.left_padded(rows), logits)
+            return self._apply(self.table.left_padded(rows), logits, processors)
         index = self.table.index(rows)
         batch = logits.new_zeros(self.num_rows, logits.shape[-1])
         batch[index] = logits
-        return self._apply(self._whole_batch(rows), batch)[index]
+        return self._apply(self._whole_batch(rows), batch, processors)[index]
 
     def _whole_batch(self, rows: Sequence[int]) -> torch.Tensor:
         """Return the whole batch, padded on the right if `rows` are the longest of it, else on the left."""
@@ -209,9 +242,10 @@ class Sampler:
             return self.table.ids[:, :longest]
         return self.table.left_padded(range(self.num_rows))
 
-    def _apply(self, ids: Any, scores: Any) -> torch.Tensor:
+    @staticmethod
+    def _apply(ids: Any, scores: Any, processors: Sequence[Any]) -> torch.Tensor:
         processed = scores
-        for processor in self.processors:  # `LogitsProcessorList` would inspect each signature at every step
+        for processor in processors:  # `LogitsProcessorList` would inspect each signature at every step
             processed = processor(ids, processed)
         if not isinstance(processed, torch.Tensor) or processed.shape != scores.shape:
             got = list(processed.shape) if isinstance(processed, torch.Tensor) else type(processed).__name__

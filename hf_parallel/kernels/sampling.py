@@ -1,0 +1,106 @@
+"""Sampling from scores as one operation: temperature, top-k, top-p and min-p filters, softmax and the draw.
+
+It keeps the tokens that the warpers of Transformers keep, without sorting the vocabulary. The Triton backend computes
+it; without it, callers use PyTorch's operations.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_parallel.kernels.dispatch import select_backend
+from hf_parallel.kernels.transfer import to_device
+
+MANY_ROWS = 32  # from which the processors of a GPU are busy although one program searches a row
+_SMALL_TOP_K = 128  # up to which a program reads a small part of its row more than once
+
+
+@dataclass(frozen=True)
+class Warpers:
+    """Settings of the warpers of a row, in the order in which they are applied; the defaults change nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def is_filter(self) -> bool:
+        """Whether tokens may be removed."""
+        return bool(self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether no program reads a whole row more than once, unless many scores are equal."""
+        return not self.is_filter or 0 < self.top_k <= _SMALL_TOP_K
+
+    def numbers(self, vocabulary: int) -> tuple[float, float, float, float]:
+        """Return what the kernels read. PyTorch divides by a number on CUDA by multiplying with its inverse."""
+        inverse = np.float32(1) / np.float32(self.temperature)
+        return float(inverse), min(self.top_k, vocabulary), 1 - self.top_p, self.min_p
+
+
+def can_race(device: torch.device) -> bool:
+    """Whether `race` is available on a device."""
+    return select_backend(device) == "triton"
+
+
+def can_sample(device: torch.device, warpers: Iterable[Warpers], rows: int) -> bool:
+    """Whether `sample` is available on a device, and not slower for these rows than PyTorch's operations."""
+    return select_backend(device) == "triton" and (rows >= MANY_ROWS or all(one.is_quick for one in warpers))
+
+
+def sample(scores: Tensor, warpers: Warpers | Sequence[Warpers], keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sample one token of each row.
+
+    Parameters
+    ----------
+    scores : [rows, vocabulary]
+        Scores of any float dtype.
+    warpers : Warpers or sequence of Warpers
+        Settings of all rows, or of each.
+    keys : int64 [rows], optional
+        RNG keys; None: PyTorch's global generator, which returns the same tokens as `torch.multinomial`.
+
+    Returns
+    -------
+    drawn : int64 [2, rows]
+        Tokens, and 2 for each row whose probabilities are not finite (its token is 0), else 0.
+    probs : float32 [rows]
+        Probabilities of the tokens.
+    """
+    if isinstance(warpers, Warpers):
+        settings, several = _uniform(warpers, scores.shape[1], scores.device), [warpers]
+    else:
+        several = list(warpers)
+        numbers = [number for one in several for number in one.numbers(scores.shape[1])]
+        settings = to_device(numbers, scores.device, torch.float32).view(-1, 4)
+    noise = None
+    if keys is None:
+        noise = torch.empty(scores.shape, dtype=torch.float32, device=scores.device).exponential_()
+    filtered = [one.is_filter for one in several]
+    return _backend().sample(scores, settings, keys, noise, any(filtered), not all(filtered))  # type: ignore[no-any-return]
+
+
+def race(probs: Tensor, keys: Tensor) -> Tensor:
+    """Return the winners `int64 [rows]` of the races over `probs`, `float32 [rows, vocabulary]`."""
+    return _backend().race(probs, _uniform(Warpers(), 1, probs.device), keys)  # type: ignore[no-any-return]
+
+
+def _backend() -> Any:
+    return importlib.import_module(".triton.sampling", __package__)
+
+
+@lru_cache(maxsize=64)
+def _uniform(warpers: Warpers, vocabulary: int, device: torch.device) -> Tensor:
+    """Settings of all rows, copied once."""
+    with torch.inference_mode(False):
+        return torch.tensor([warpers.numbers(vocabulary)], dtype=torch.float32, device=device)

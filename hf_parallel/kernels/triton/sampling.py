@@ -1,0 +1,94 @@
+"""Triton backend of sampling; see `hf_parallel.kernels.sampling`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from hf_parallel.kernels.triton.launch import on_device
+from hf_parallel.kernels.triton.sampling_kernels import choose_kernel, group_kernel, race_kernel, winner_kernel
+
+_GROUP = 128  # as in the kernels
+_GROUPS_PER_PROGRAM = 32
+_BLOCK = 1024  # tokens that a program searches at once
+_WARPS = 8  # of a program that searches
+_CHUNK = 4096  # tokens among which a program races
+_SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+"""Lowest bits of a float32 that a score of each dtype does not have."""
+
+
+def sample(
+    scores: Tensor, settings: Tensor, keys: Tensor | None, noise: Tensor | None, filtered: bool, unfiltered: bool
+) -> tuple[Tensor, Tensor]:
+    """Return drawn tokens and their probabilities.
+
+    `settings`, float32 `[rows or 1, 4]`, are the `Warpers.numbers` of each row or of all. `filtered` and `unfiltered`
+    say whether there are rows with and without filters. Random numbers come from `keys`, or are given as `noise`.
+    """
+    scores = scores if scores.dtype in _SHIFTS else scores.float()
+    call = _Call(scores, settings, keys, noise)
+    if unfiltered:
+        call.race(False)
+    if filtered:
+        call.choose()
+    return call.drawn, call.probs
+
+
+def race(probs: Tensor, settings: Tensor, keys: Tensor) -> Tensor:
+    """Return the winners of races over probabilities."""
+    call = _Call(probs, settings, keys, None)
+    call.race(True)
+    return call.drawn[0]
+
+
+class _Call:
+    """Arguments that the kernels share, and their outputs."""
+
+    def __init__(self, scores: Tensor, settings: Tensor, keys: Tensor | None, noise: Tensor | None) -> None:
+        rows, self.vocabulary = scores.shape
+        self.scores = scores if scores.stride(1) == 1 else scores.contiguous()
+        self.drawn = torch.empty(2, rows, dtype=torch.int64, device=scores.device)
+        self.probs = torch.empty(rows, dtype=torch.float32, device=scores.device)
+        self.settings = settings, settings.stride(0) if len(settings) > 1 else 0
+        # The kernels do not read the source that they are not compiled for.
+        self.sources = self.drawn if keys is None else keys, self.probs if noise is None else noise
+        self.constants: dict[str, Any] = {"SEEDED": keys is not None, "LIBDEVICE": not knobs.runtime.interpret}
+        self.constants["enable_fp_fusion"] = False  # a fused product and difference would not be that of PyTorch
+
+    def race(self, is_probs: bool) -> None:
+        """Race among all tokens of the rows without filters."""
+        rows, chunks = len(self.scores), -(-self.vocabulary // _CHUNK)
+        parts, winners = self.probs.new_empty(rows, chunks, 4), self._integers(rows, chunks)
+        with on_device(self.scores.device):
+            race_kernel[(rows, chunks)](
+                self.scores, self.scores.stride(0), self.vocabulary, *self.settings, *self.sources, parts, winners,
+                PROBS=is_probs, BLOCK=_CHUNK, num_warps=8, **self.constants,
+            )  # fmt: skip
+            winner_kernel[(rows,)](
+                *self.settings, parts, winners, chunks, self.drawn, self.probs, BLOCK_C=_power(chunks), num_warps=1
+            )
+
+    def choose(self) -> None:
+        """Race among the tokens that filters keep, of the rows with filters."""
+        rows, num_groups = len(self.scores), -(-self.vocabulary // _GROUP)
+        maxima, sums = (self.probs.new_empty(rows, num_groups) for _ in range(2))
+        inputs = self.scores, self.scores.stride(0), self.vocabulary, *self.settings
+        with on_device(self.scores.device):
+            group_kernel[(rows, -(-num_groups // _GROUPS_PER_PROGRAM))](
+                *inputs, maxima, sums, num_groups, BLOCK_G=_GROUPS_PER_PROGRAM, num_warps=8, enable_fp_fusion=False
+            )
+            choose_kernel[(rows,)](
+                *inputs, *self.sources, maxima, sums, self._integers(rows, num_groups), num_groups,
+                self.drawn, self.probs, SHIFT=_SHIFTS[self.scores.dtype],
+                BLOCK_G=_power(num_groups), BLOCK=_BLOCK, num_warps=_WARPS, **self.constants,
+            )  # fmt: skip
+
+    def _integers(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=self.scores.device)
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
