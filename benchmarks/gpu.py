@@ -1,8 +1,8 @@
 """Checks and measures everything on a GPU: `python -m benchmarks.gpu --help`.
 
-Stages: whole models, prefill, the start of a process, Hogwild! attention and its set-up, attention alone, correctness
-of replayed CUDA graphs and of kernels, and a comparison with the targets. The first ones matter most if time runs out.
-The report is written after each case, so an interrupted run keeps its results.
+Stages: whole models, prefill, the start of a process, sampling, Hogwild! attention and its set-up, attention alone,
+correctness of replayed CUDA graphs and of kernels, and a comparison with the targets. The first ones matter most if
+time runs out. The report is written after each case, so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-STAGES = ("model", "prefill", "start", "hogwild", "attention", "graphs", "correctness")
+STAGES = ("model", "prefill", "start", "sampling", "hogwild", "attention", "graphs", "correctness")
 RESULTS = Path(__file__).parent / "results"
 
 

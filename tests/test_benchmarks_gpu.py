@@ -71,6 +71,7 @@ def test_every_case_of_every_stage_is_measured(result: dict[str, Any]) -> None:
         "model": 13 + 2 * ways.HAS_COMPILE,
         "prefill": 1,
         "start": 2,
+        "sampling": 12,
     }
     for name, stage in result["stages"].items():
         assert len(stage["cases"]) == sizes[name], name
@@ -111,7 +112,7 @@ def test_figures_follow_from_what_was_timed(result: dict[str, Any]) -> None:
 
 def test_acceptance_lists_every_target_with_its_figure(result: dict[str, Any]) -> None:
     lines = {line["what"]: line for line in result["acceptance"]}
-    assert len(lines) == 20
+    assert len(lines) == 21
     assert lines["attention: time relative to FlashInfer's cascade"]["status"] == "not measured"
     measured = [line for line in lines.values() if line["status"] != "not measured"]
     for line in measured:
@@ -361,6 +362,7 @@ def ideal(sizes: run.Sizes, figures: dict[str, Any]) -> dict[str, Any]:
         "model": sizes.model.cases(models.Models(CPU, torch.float32), CEILINGS, Deadline(60)),
         "prefill": sizes.prefill.cases(models.Models(CPU, torch.float32), Deadline(60)),
         "start": sizes.start.cases(CPU, torch.float32, Deadline(60)),
+        "sampling": sizes.sampling.cases(Timer(CPU)),
     }
     stages = {name: {"cases": [case.settings | figures for case in made]} for name, made in cases.items()}
     for case in stages["model"]["cases"]:
@@ -379,7 +381,13 @@ COUNTED = {
 GOOD: dict[str, Any] = dict.fromkeys(
     ("error_by_flash", "of_limit", "by_flash", "by_flashinfer", "by_floor", "by_plain", "start_seconds"), 1.0
 )
-GOOD |= {"max_error": 1e-6, "set_up_seconds": 4e-5, "flash": {"difference": 1e-3}, "rows_checked": {"difference": 1e-3}}
+GOOD |= {
+    "ms_over_greedy": 1.0,
+    "max_error": 1e-6,
+    "set_up_seconds": 4e-5,
+    "flash": {"difference": 1e-3},
+    "rows_checked": {"difference": 1e-3},
+}
 
 
 def test_full_sizes_cover_all_targets() -> None:
@@ -387,10 +395,10 @@ def test_full_sizes_cover_all_targets() -> None:
     large = sum(case["kv_bytes"] >= 256e6 for case in stages["attention"]["cases"])
     counts = [len(stage["cases"]) for stage in stages.values()]
     uncompiled = 6 * ways.HAS_COMPILE
-    assert counts == [195, 6, 120, 16, 2 * (4 + 6 + 1 + 8 + 17) + uncompiled + 1 + 3 + 12 + 12, 4, 2]
+    assert counts == [195, 6, 120, 16, 2 * (4 + 6 + 1 + 8 + 17) + uncompiled + 1 + 3 + 12 + 12, 4, 2, 48]
     lines = run.Sizes().acceptance.table(stages)
     assert {line["status"] for line in lines} == {"met"}, lines
-    of = [130, 65, 195, 6, 120, large, large, 120, 120, 2, 16, 2, 2, 4, 8, 1, 1, 1, 4, 1]
+    of = [130, 65, 195, 6, 120, large, large, 120, 120, 2, 16, 2, 2, 4, 8, 1, 1, 1, 4, 1, 48]
     assert [line["of"] for line in lines] == of
     assert {line["status"] for line in run.Sizes().acceptance.table({})} == {"not measured"}
 
@@ -425,6 +433,7 @@ def test_a_target_without_figures_is_neither_met_nor_missed() -> None:
         ("model", {"way": "static_cache", "tokens_per_second": 30_000.0}),
         ("prefill", {"by_plain": 1.1}),
         ("start", {"start_seconds": 6.0}),
+        ("sampling", {"ms_over_greedy": 3.0}),
     ],
 )
 def test_one_bad_figure_misses_one_target(stage: str, bad: dict[str, Any]) -> None:

@@ -24,7 +24,13 @@ from scenes import Scene, scenes
 from small_tokenizers import make
 from test_hogwild import StepsEnd
 from test_shared_prefix import CLEAR, clear_batch, plainly, shared
-from transformers import PreTrainedModel
+from transformers import (
+    MinPLogitsWarper,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from workers import SETTINGS
 
 import hf_parallel
@@ -34,7 +40,9 @@ from benchmarks.gpu_parts.correctness import TOLERANCE, CorrectnessStage, poison
 from benchmarks.gpu_parts.layer import Features, Layer, shared_prefix
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.rng import RowRNG, draw, exponential_noise
+from hf_parallel.generation.warpers import split_warpers
 from hf_parallel.kernels import BACKEND_VARIABLE, AttentionParams, AttentionPlan, backends, block_attention, reference
+from hf_parallel.kernels.sampling import race, sample
 from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model, tree_logprobs
 from hf_parallel.training.attention import LayoutBatch
 
@@ -198,6 +206,55 @@ def test_equal_probabilities_give_equal_tokens_on_a_gpu_and_on_the_cpu() -> None
     shares = (2 * torch.randn(500, 5000)).softmax(dim=-1)
     host, device = (draw(shares.to(at), [RowRNG(seed) for seed in range(500)]) for at in ("cpu", DEVICE))
     assert torch.equal(device.cpu(), host)
+
+
+FILTERS = {
+    "none": [],
+    "temperature": [TemperatureLogitsWarper(0.7)],
+    "top_k, top_p": [TopKLogitsWarper(20), TopPLogitsWarper(0.95)],
+    "top_p": [TopPLogitsWarper(0.9)],
+    "all": [TemperatureLogitsWarper(1.5), TopKLogitsWarper(500), TopPLogitsWarper(0.8), MinPLogitsWarper(0.01)],
+}
+LARGE_VOCABULARY = 151_936
+
+
+@pytest.mark.parametrize("spread", [1.3, 4.0], ids=["uncertain", "certain"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", FILTERS)
+def test_sampling_draws_what_transformers_warpers_and_multinomial_draw(name: str, dtype: str, spread: float) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    logits = torch.randn(64, LARGE_VOCABULARY, device=DEVICE, generator=generator).mul_(spread)
+    logits = logits.to(getattr(torch, dtype))
+    scores = logits.float()
+    for warper in FILTERS[name]:
+        scores = warper(None, scores)
+    probs, settings = scores.softmax(dim=-1), split_warpers(FILTERS[name])[1]
+    keys = torch.arange(64, device=DEVICE) * 2**40
+    seeded = (probs / exponential_noise(keys[:, None], torch.arange(LARGE_VOCABULARY, device=DEVICE))).argmax(dim=-1)
+    torch.manual_seed(2)
+    unseeded = torch.multinomial(probs, num_samples=1).squeeze(1)
+    after = torch.cuda.get_rng_state()
+    torch.cuda.synchronize()
+    sample(logits, settings, keys)  # copies the settings
+    torch.manual_seed(2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours, by_generator = (sample(logits, settings, source) for source in (keys, None))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(torch.cuda.get_rng_state(), after)
+    for (drawn, found), expected in ((ours, seeded), (by_generator, unseeded)):
+        assert not drawn[1].any()
+        assert float((drawn[0] == expected).float().mean()) > 0.98, "rounding may decide between two equal ratios"
+        same = drawn[0] == expected
+        torch.testing.assert_close(found[same], probs.gather(1, expected[:, None])[same, 0], rtol=1e-4, atol=0)
+
+
+def test_races_on_a_gpu_have_the_bits_of_pytorch() -> None:
+    probs = (2 * torch.randn(500, 5000, device=DEVICE)).softmax(dim=-1)
+    keys = torch.arange(500, device=DEVICE) * 2**40
+    expected = (probs / exponential_noise(keys[:, None], torch.arange(5000, device=DEVICE))).argmax(dim=-1)
+    assert torch.equal(race(probs, keys), expected)
 
 
 @GRAPHS

@@ -99,7 +99,9 @@ def choose(scores: torch.Tensor, warpers: Warpers, noise: torch.Tensor) -> torch
 
 
 CASES = [
-    *((name, dtype, VOCABULARY) for name in SETTINGS for dtype in (torch.float32, torch.float16, torch.bfloat16)),
+    *((name, torch.float32, VOCABULARY) for name in SETTINGS),
+    *((name, torch.bfloat16, VOCABULARY) for name in ("top_k", "top_p", "small top_p", "min_p", "all")),
+    ("all", torch.float16, VOCABULARY),
     *((name, torch.bfloat16, SEVERAL_CHUNKS) for name in ("temperature", "top_p", "all")),
 ]
 

@@ -152,6 +152,7 @@ class Acceptance:
             ),
             Line("prefill: time relative to one forward pass", "prefill", _figure("by_plain"), 1.02),
             Line("compiled decode: start of a second process, s", "start", _second_start, 5.0),
+            Line("sampling, most rows: ms more than greedy", "sampling", _figure("ms_over_greedy"), 2.8),
         ]
 
     def _large_kv(self, bound: str, cases: Cases) -> Values:

@@ -170,6 +170,16 @@ COLUMNS: dict[str, Sequence[Column]] = {
         ("peak, MB", _number("peak_bytes", 1e-6, ".0f")),
         ("forward pass, MB", _number("plain_peak_bytes", 1e-6, ".0f")),
     ),
+    "sampling": (
+        ("way", _text("way")),
+        ("rows", _text("rows")),
+        ("spread", _text("spread")),
+        ("us", _number("seconds", 1e6, ".1f")),
+        ("PyTorch, us", _number("torch_seconds", 1e6, ".1f")),
+        ("by it", _number("by_torch")),
+        ("over greedy, ms", _number("ms_over_greedy")),
+        ("same tokens", _number("same_tokens", form=".3f")),
+    ),
     "start": (
         ("model", _text("model")),
         ("process", _text("process")),

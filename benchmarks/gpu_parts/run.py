@@ -27,13 +27,15 @@ from .machine import describe
 from .model import ModelStage
 from .models import Models
 from .prefill import PrefillStage
+from .sampling import SamplingStage
 from .start import StartStage
 from .timing import Deadline, Timer, measure_ceilings
 
 SHARES = {
-    "model": 0.42,
+    "model": 0.38,
     "prefill": 0.06,
     "start": 0.13,
+    "sampling": 0.04,
     "hogwild": 0.03,
     "attention": 0.14,
     "graphs": 0.06,
@@ -55,6 +57,7 @@ class Sizes:
     model: ModelStage = ModelStage()
     prefill: PrefillStage = PrefillStage()
     start: StartStage = StartStage()
+    sampling: SamplingStage = SamplingStage()
     copied_bytes: int = 4 << 30
     matrix_size: int = 8192
     dtype: str = "bfloat16"
@@ -76,6 +79,7 @@ QUICK = Sizes(
     HogwildStage(workers=(1, 4), tokens=(1024, 16384), steps=10),
     ModelStage(models=("Qwen3-8B",), rows=(128, 32), prefixes=(1024, 4096), workers=(1, 4), hogwild_prefixes=(4096,)),
     PrefillStage(lengths=(4096, 32768)),
+    sampling=SamplingStage(rows=(1, 1024), spreads=(1.3,)),
     repeats=10,
 )
 """Few sizes, for a check and a first impression within two minutes."""
@@ -99,6 +103,7 @@ TOY = Sizes(
     ),
     PrefillStage(("toy",), lengths=(16,), repeats=1),
     StartStage("toy", prefix=8, steps=4),
+    SamplingStage((1, 3), vocabulary=300, spreads=(4.0,), dtype=_TOY_TYPE),
     copied_bytes=1 << 20,
     matrix_size=128,
     dtype=_TOY_TYPE,
@@ -180,6 +185,7 @@ class Run:
             "model": lambda: sizes.model.cases(self.models, ceilings, deadline),
             "prefill": lambda: sizes.prefill.cases(self.models, deadline),
             "start": lambda: sizes.start.cases(self.device, self.models.dtype, deadline),
+            "sampling": lambda: sizes.sampling.cases(self.timer),
         }
         return makers[name]()
 

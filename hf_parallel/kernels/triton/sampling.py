@@ -14,7 +14,7 @@ from hf_parallel.kernels.triton.sampling_kernels import choose_kernel, group_ker
 _GROUP = 128  # as in the kernels
 _GROUPS_PER_PROGRAM = 32
 _BLOCK = 1024  # tokens that a program searches at once
-_WARPS = 8  # of a program that searches
+_WARPS = 16  # of a program that searches
 _CHUNK = 4096  # tokens among which a program races
 _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Lowest bits of a float32 that a score of each dtype does not have."""

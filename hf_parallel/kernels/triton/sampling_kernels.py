@@ -16,6 +16,7 @@ GROUP = tl.constexpr(128)
 WAYS = tl.constexpr(16)  # keys that one pass compares with
 PARTS = tl.constexpr(4)  # of a chunk: ratio and weight of its winner, highest score, sum of weights
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+LOWEST_KEY = tl.constexpr(-2139095041)  # of minus infinity
 MAX_NOISE = tl.constexpr(23.0)
 NO_TOKEN = tl.constexpr((1 << 31) - 1)
 BISECTIONS = tl.constexpr(14)
@@ -309,7 +310,7 @@ def choose_kernel(
             tl.debug_barrier()
             high = _key_of(best_score, SHIFT).to(tl.int64) + 1
             # Scores are rounded when they are scaled: a few keys below the bound may belong to it.
-            low = tl.maximum(_key_of(bound / inverse, SHIFT), _key_of(-float("inf"), SHIFT) + 4).to(tl.int64) - 4
+            low = tl.maximum(_key_of(bound / inverse, SHIFT), (LOWEST_KEY >> SHIFT) + 4).to(tl.int64) - 4
             least = low
             if top_k > 0:
                 least, _, _, _ = _search(
@@ -320,7 +321,7 @@ def choose_kernel(
                 inactive = 0.0
             first_ties = 0.0  # tokens with the lowest kept score that are removed
             if removed > 0:
-                counted = tl.where(top_k > 0, least, _key_of(-float("inf"), SHIFT).to(tl.int64)).to(tl.int32)
+                counted = tl.where(top_k > 0, least, LOWEST_KEY >> SHIFT).to(tl.int32)
                 least, below, below_next, whole = _search(
                     scores, groups, num_active, vocabulary, low, high, counted, inverse, highest, inactive, removed,
                     WEIGHTED=True, SHIFT=SHIFT, BLOCK=BLOCK,
