@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,8 +34,9 @@ httpx = pytest.importorskip("httpx2")
 from serving import MODEL, Served, served, small_model  # noqa: E402
 
 from hf_parallel.cli import top  # noqa: E402
-from hf_parallel.engine import Engine  # noqa: E402
+from hf_parallel.engine import Engine, KVBudgetError  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
+from hf_parallel.engine.server.answers import Answers  # noqa: E402
 from hf_parallel.engine.server.grammar import JSONProcessor  # noqa: E402
 from hf_parallel.engine.server.stops import StopFilter  # noqa: E402
 from hf_parallel.generation import MODES  # noqa: E402
@@ -693,6 +695,31 @@ def test_a_request_that_does_not_fit_the_memory_is_rejected(another: tuple[Any, 
         error = check_error(running.post("/v1/chat/completions", messages=CHAT, max_tokens=LONG), 400)
         assert error["code"] == "context_length_exceeded"
         assert running.chat()["choices"]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_memory_that_is_short_in_the_middle_of_an_answer_is_not_the_clients_fault(
+    streaming: bool, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(self: Any) -> Any:
+        raise KVBudgetError("no 3 contiguous slots are free")
+        yield
+
+    monkeypatch.setattr(Answers, "deltas", fails)
+    monkeypatch.setattr(Answers, "final", lambda self: anext(fails(self)))
+    response = server.post("/v1/chat/completions", messages=CHAT, stream=streaming)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "out_of_memory")
+
+
+def test_an_engine_that_has_stopped_says_so(another: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(*another)
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(ZeroDivisionError))
+        running = stack.enter_context(served(stack.enter_context(engine)))
+        monkeypatch.setattr(engine._scheduler, "next_batch", lambda *given: 1 / 0)
+        for _ in range(2):
+            response = running.post("/v1/chat/completions", messages=CHAT)
+            assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_stopped")
 
 
 # Clients that leave, are slow or fail

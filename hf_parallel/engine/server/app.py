@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from hf_parallel.engine import Engine
+from hf_parallel.engine import Engine, KVBudgetError
 from hf_parallel.engine.server.answers import Answers, Delta
 from hf_parallel.engine.server.errors import APIError, api_error, json_response, to_json
 from hf_parallel.engine.server.limits import Gate, Limits
@@ -23,6 +24,8 @@ from hf_parallel.engine.server.metrics import Metrics
 from hf_parallel.engine.server.responses import Writer, usage_of
 from hf_parallel.engine.server.schema import Body, ChatBody, CompletionBody
 from hf_parallel.engine.server.submission import Translator
+
+_logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -127,15 +130,20 @@ class _Server:
             cause = name if len(prompts) > 1 else "n"
             raise APIError(400, f"a request may have at most {self.limits.rows} answers", cause)
         submitter = request.scope.get("submitter")
-        loop = asyncio.get_running_loop()
-        answers = await loop.run_in_executor(self.executor, self._submit, body, prompts, name, submitter)
+        submission = self.executor.submit(self._submit, body, prompts, name, submitter)
+        try:
+            answers = await asyncio.shield(asyncio.wrap_future(submission))
+        except asyncio.CancelledError:
+            if not submission.cancel():  # it runs already
+                submission.add_done_callback(_cancel_submitted)
+            raise
         writer = Writer(self.model, isinstance(body, ChatBody), self.engine.tokenizer)
         try:
             if body.stream:
                 return await self._stream(body, request, answers, writer)
             return await _unless_disconnected(request, self._whole(answers, writer, choices))
         except Exception as error:
-            raise self._translated(error, body) from error
+            raise self._translated(error, body, answers) from error
         finally:
             if not body.stream:
                 self._close(answers)
@@ -154,7 +162,12 @@ class _Server:
             raise self._translated(error, body) from error
         return answers
 
-    def _translated(self, error: Exception, body: Body) -> Exception:
+    def _translated(self, error: Exception, body: Body, answers: Sequence[Answers] = ()) -> Exception:
+        """Return the error that a client receives; `answers` are those that were being generated."""
+        if self.engine.error is not None:
+            return APIError(500, "the engine has stopped after an error", code="engine_stopped")
+        if answers and isinstance(error, KVBudgetError):
+            return APIError(503, f"the answer needed more memory than there is: {error}", code="out_of_memory")
         if self.engine.is_closing:
             return APIError(503, "the server is shutting down", code="shutting_down")
         fields = [*type(body).model_fields, *body.others]
@@ -199,7 +212,9 @@ class _Server:
                     yield _event(writer.usage_chunk(usage_of(answers)))
                 yield "data: [DONE]\n\n"
             except Exception as error:
-                known = self._translated(error, body)
+                known = self._translated(error, body, answers)
+                if not isinstance(known, APIError) or known.status == 500:  # no handler sees it: the status is sent
+                    _logger.error("a request failed while its answer was sent", exc_info=error)
                 yield _event((known if isinstance(known, APIError) else APIError(500, "the request failed")).to_dict())
 
         return _EventStream(events(), close)
@@ -219,6 +234,12 @@ class _Server:
         elif not isinstance(error, APIError):
             error = APIError(500, "the server failed to answer this request", code="internal_error")
         return error.response()
+
+
+def _cancel_submitted(submission: Future[list[Answers]]) -> None:
+    if not submission.cancelled() and submission.exception() is None:
+        for one in submission.result():
+            one.handle.cancel()
 
 
 class _EventStream(StreamingResponse):
