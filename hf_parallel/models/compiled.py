@@ -41,6 +41,8 @@ which Dynamo compiles separately."""
 _LAYER_INDEX = r".*layer_idx.*"
 """Source of the only number of a module that is dynamic: others, such as sizes of heads, are constants of a graph."""
 
+_COMPILER_ERRORS = TorchDynamoException, FailOnRecompileLimitHit
+
 _in_use: ContextVar[bool] = ContextVar("hf_parallel_compiled_layers", default=False)
 _logger = logging.getLogger(__name__)
 
@@ -77,12 +79,17 @@ class CompiledLayers:
                 result = function()
             self._is_compiled = True
             return result
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if self._is_compiled and not isinstance(error, _COMPILER_ERRORS):
+                raise
+            result = function()  # raises again what is not the compiler's fault
             self.failed = True
             reason = str(error).strip().partition("\n")[0]
             _logger.warning("decode steps run without compiled layers: %s: %s", type(error).__name__, reason)
             _logger.debug("traceback of the failed compilation", exc_info=error)
-        return function()
+            return result
 
     def separate(self) -> None:
         """Undo the fusion of projections."""
@@ -160,7 +167,7 @@ def forget(model: nn.Module) -> None:
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """Return the decoder layers of a model: the longest list of modules that its config counts; empty if none."""
+    """Return the decoder layers of a model: the list of as many modules as its config has layers; empty if none."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
     return next((list(layers) for layers in lists if all(_has_attention(layer) for layer in layers)), [])
