@@ -39,6 +39,7 @@ from hf_parallel.generation.sampling import Sampler
 from .__main__ import about, add_model_options, finish, new_path, set_up
 from .engine_load import LoadBenchmark, SoakBenchmark, load_targets, show_load
 from .engine_servers import check_url
+from .rounds import compare, targets_table
 from .shared_prefix import PAGE
 
 TARGETS = (
@@ -299,16 +300,6 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, result
 
 
-def targets(ratios: dict[str, float]) -> list[dict[str, Any]]:
-    """Compare the ratios with their limits."""
-    found = []
-    for name, direction, limit, words in TARGETS:
-        if name in ratios:
-            met = ratios[name] >= limit if direction == "at least" else ratios[name] <= limit
-            found.append({"what": words, "value": ratios[name], direction.replace(" ", "_"): limit, "met": met})
-    return found
-
-
 def show(console: Console, report: dict[str, Any]) -> None:
     """Print the tables."""
     if "throughput" in report:
@@ -327,11 +318,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
         console.print(table)
     if "load" in report or "soak" in report:
         show_load(console, report)
-    table = Table("", "", "limit", "", title="targets", title_justify="left")
-    for target in report["targets"]:
-        limit = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
-        table.add_row(target["what"], f"{target['value']:.3f}", limit, "met" if target["met"] else "MISSED")
-    console.print(table)
+    console.print(targets_table(report["targets"]))
     if report["quick"]:
         console.print("(--quick: the figures are meaningless)")
 
@@ -363,7 +350,7 @@ def main() -> int:
         soak = SoakBenchmark(options.soak, load=replace(load, checked=50))
         report["soak"] = soak.run(model, tokenizer, prompt, console.print, options.url, options.pid)
         kind = "engine-soak"
-    report["targets"] = targets(report.get("ratios", {})) + load_targets(report)
+    report["targets"] = compare(report.get("ratios", {}), TARGETS) + load_targets(report)
     finish(console, report, options.output or new_path(kind, options.quick), show)
     return 0
 

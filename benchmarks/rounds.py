@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 from transformers import DynamicCache
 
 from hf_parallel.cli.measure import StepClock
@@ -112,3 +113,22 @@ class Bar:
         self._count += 1
         if self._bar.disable:
             self._console.print(f"{self._count}/{self._calls} {what}", markup=False)
+
+
+def compare(ratios: Mapping[str, float], limits: Iterable[tuple[str, str, float, str]]) -> list[dict[str, Any]]:
+    """Compare ratios with their limits: name, "at least" or "at most", limit, and description of each."""
+    found = []
+    for name, direction, limit, words in limits:
+        if name in ratios:
+            met = ratios[name] >= limit if direction == "at least" else ratios[name] <= limit
+            found.append({"what": words, "value": ratios[name], direction.replace(" ", "_"): limit, "met": met})
+    return found
+
+
+def targets_table(targets: Iterable[Mapping[str, Any]]) -> Table:
+    """Return a table of the results of `compare`."""
+    table = Table("", "", "limit", "", title="targets", title_justify="left")
+    for target in targets:
+        limit = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
+        table.add_row(target["what"], f"{target['value']:.3f}", limit, "met" if target["met"] else "MISSED")
+    return table

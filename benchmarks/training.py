@@ -38,6 +38,7 @@ from hf_parallel.training import ParallelExample, SharedPrefixGRPOTrainer, tree_
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
 from .__main__ import about, finish, new_path, set_up
+from .rounds import compare, targets_table
 from .shared_prefix import PAGE
 
 TARGETS = (
@@ -287,16 +288,6 @@ def in_new_process(function: Callable[..., Any], *given: Any) -> Any:
         return pool.apply(function, given)
 
 
-def targets(ratios: dict[str, float]) -> list[dict[str, Any]]:
-    """Compare the ratios with their limits."""
-    found = []
-    for name, direction, limit, words in TARGETS:
-        if name in ratios:
-            met = ratios[name] >= limit if direction == "at least" else ratios[name] <= limit
-            found.append({"what": words, "value": ratios[name], direction.replace(" ", "_"): limit, "met": met})
-    return found
-
-
 def show(console: Console, report: dict[str, Any]) -> None:
     """Print the tables."""
     for title, unit, factor in (("loss", "s", 1), ("memory", "MB", 1e-6), ("rollouts", "s", 1), ("step", "s", 1)):
@@ -305,11 +296,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
             shown = f"{value * factor:.2f}" if isinstance(value, int | float) else str(value)
             table.add_row(name, shown)
         console.print(table)
-    table = Table("ratio", "", "limit", "", title="ratios", title_justify="left")
-    for target in report["targets"]:
-        limit = f"at least {target['at_least']}" if "at_least" in target else f"at most {target['at_most']}"
-        table.add_row(target["what"], f"{target['value']:.3f}", limit, "met" if target["met"] else "MISSED")
-    console.print(table)
+    console.print(targets_table(report["targets"]))
     if report["quick"]:
         console.print("(--quick: the figures are meaningless)")
 
@@ -332,7 +319,7 @@ def main() -> int:
     in_process = partial(in_new_process, peak_memory, benchmark, options.model, torch.get_num_threads())
     report = about(model, options) | {"quick": options.quick}
     report |= benchmark.run(model, tokenizer, console.print, in_process)
-    report["targets"] = targets(report["ratios"])
+    report["targets"] = compare(report["ratios"], TARGETS)
     finish(console, report, options.output or new_path("training", options.quick), show)
     return 0
 
