@@ -37,7 +37,10 @@ class Row:
         return None
 
     def segments(self) -> PassInputs:
-        """Return the row's inputs of the next pass; its next token follows the last of them."""
+        """Return the row's inputs of the next pass; its next token follows the last of them.
+
+        A class that overrides it overrides `continues` to match.
+        """
         own = Segment(self.current_view(), len(self.pending)), self.pending
         return [own] if self.writes is None else [*self.writes.take(), own]
 
