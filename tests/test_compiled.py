@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -19,9 +20,11 @@ from transformers import PreTrainedModel
 from workers import SETTINGS
 
 import hf_parallel
+from hf_parallel.cache import BlockCache
+from hf_parallel.generation.runner import CachedModel
 from hf_parallel.models import compiled
 from hf_parallel.models.compiled import CompiledLayers, compiled_layers
-from hf_parallel.models.cuda_graph import NoSyncMode
+from hf_parallel.models.cuda_graph import DecodeGraphs, NoSyncMode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -238,6 +241,22 @@ def test_a_model_with_fused_projections_is_copied_and_saved_as_others(tmp_path: 
     nn.init.zeros_(model.model.layers[0].self_attn.k_proj.weight)  # type: ignore[union-attr,index]
     assert_equal(weights(other), state)
     assert torch.equal(generate(other, compile=True).sequences, expected)
+
+
+@pytest.mark.usefixtures("fusing")
+def test_graphs_that_read_the_weights_before_their_fusion_are_dropped() -> None:
+    model = enabled("qwen2")
+    cached = CachedModel(model, model._parallel_capabilities, BlockCache(), cuda_graph=True, compile=False)
+    graphs = mock.create_autospec(DecodeGraphs, instance=True)
+    graphs.logits.side_effect = lambda forward, step, ids: forward(ids, step.position_ids)
+    cached.graphs = graphs
+    calls = []
+    for change in (lambda: None, lambda: generate(model, compile=True), lambda: None, lambda: compiled.forget(model)):
+        change()
+        with torch.no_grad():
+            cached.token_bytes()
+        calls.append(graphs.clear.call_count)
+    assert calls == [0, 1, 1, 2]
 
 
 def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import to_device
 from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.capabilities import Capabilities
-from hf_parallel.models.compiled import compiled_layers
+from hf_parallel.models.compiled import compiled_layers, num_moves
 from hf_parallel.models.cuda_graph import DecodeGraphs
 
 PREFILL_CHUNK = 4096
@@ -45,6 +45,7 @@ class CachedModel:
         self._kwargs: dict[str, Any] = {"block_cache": cache} if capabilities.keyword else {}
         self.graphs = DecodeGraphs(cache) if cuda_graph and DecodeGraphs.supports(model, self.device) else None
         self._layers = compiled_layers(model, compile, steps)
+        self._num_moves = num_moves(model)
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def logits(self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None) -> torch.Tensor:
@@ -54,6 +55,9 @@ class CachedModel:
         """
         if keep is None and forward.is_decode_step:
             if self.graphs is not None:
+                if self._num_moves != num_moves(self.model):  # by another call, while a session kept its graphs
+                    self.graphs.clear()
+                    self._num_moves = num_moves(self.model)
                 return self.graphs.logits(self._decode, forward, ids)
             return self._decode(ids, forward.position_ids)
         return self._forward(ids, forward.position_ids, None if keep is None else to_device(keep, self.device))

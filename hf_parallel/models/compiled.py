@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from functools import partial
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -55,8 +55,8 @@ class CompiledLayers:
         self.num_steps = 0  # decode steps that could have used them
         self.failed = not self.layers
         self._is_compiled = False
-        self._model = ref(model)
-        self._fused: list[FusedLinear] | None = None  # until the first use
+        self._fused: list[FusedLinear] = []
+        self._num_fused: int | None = None  # None: not tried yet
         # A function of its own, as Dynamo keeps graphs, and counts them, by the function's code.
         own = FunctionType(_call_layer.__code__.replace(), _call_layer.__globals__)
         options: Any = {"post_grad_custom_pre_pass": MERGE} if BACKEND == "inductor" else None
@@ -91,22 +91,28 @@ class CompiledLayers:
             _logger.debug("traceback of the failed compilation", exc_info=error)
             return result
 
-    def separate(self) -> None:
+    def fuse(self, model: nn.Module) -> None:
+        """Fuse projections on devices where that saves time; again after weights were replaced."""
+        intact = self._intact()
+        if execution_device(model).type not in FUSING_DEVICES or len(intact) == self._num_fused:
+            return
+        fused, reason = fuse(model, self.layers)
+        if fused:
+            _num_moves[model] = num_moves(model) + 1
+        if reason and self._num_fused is None:
+            _logger.info("projections that are not fused: %s", reason)
+        self._fused = [*intact, *fused]
+        self._num_fused = len(self._fused)
+
+    def separate(self, model: nn.Module) -> None:
         """Undo the fusion of projections."""
-        for group in self._fused or ():
-            if group.is_intact():
-                group.separate()
-        self._fused = None
+        for group in self._intact():
+            group.separate()
+            _num_moves[model] = num_moves(model) + 1
+        self._fused = []
 
     def _intact(self) -> list[FusedLinear]:
-        """Return the fused projections; fuse them at the first use."""
-        model = self._model()
-        if self._fused is None and model is not None and execution_device(model).type in FUSING_DEVICES:
-            self._fused, reason = fuse(model, self.layers)
-            if reason:
-                _logger.info("projections that are not fused: %s", reason)
-        self._fused = [group for group in self._fused or () if group.is_intact()]
-        return self._fused
+        return [group for group in self._fused if group.is_intact()]
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -138,6 +144,7 @@ class CompiledLayers:
 
 
 _of_model: WeakKeyDictionary[nn.Module, CompiledLayers] = WeakKeyDictionary()
+_num_moves: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def compiled_layers(model: nn.Module, compile: bool | None, steps: float) -> CompiledLayers | None:  # noqa: A002 (the name of the setting)
@@ -157,13 +164,21 @@ def compiled_layers(model: nn.Module, compile: bool | None, steps: float) -> Com
     if compile is None and (execution_device(model).type != "cuda" or not layers.pays_off(steps)):
         layers.num_steps += 0 if math.isinf(steps) else int(steps)
         return None
-    return None if layers.failed else layers
+    if layers.failed:
+        return None
+    layers.fuse(model)
+    return layers
+
+
+def num_moves(model: nn.Module) -> int:
+    """Return how often weights of a model have moved in memory because projections were fused or separated."""
+    return _num_moves.get(model, 0)
 
 
 def forget(model: nn.Module) -> None:
     """Undo the fusion of a model's projections, and forget its compiled layers."""
     if (layers := _of_model.pop(model, None)) is not None:
-        layers.separate()
+        layers.separate(model)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

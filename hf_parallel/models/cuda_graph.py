@@ -74,6 +74,10 @@ class DecodeGraphs:
         offloaded = any(parameter.is_meta for parameter in model.parameters())
         return device.type == "cuda" and not (distributed or offloaded) and select_backend(device) == "triton"
 
+    def clear(self) -> None:
+        """Drop the captured steps, as they read weights at addresses that no longer hold them."""
+        self._steps, self._pool, self.num_bytes = {}, None, 0
+
     def logits(self, forward: Forward, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor:
         """Compute the logits `[T, vocabulary]` of the prepared decode step for `ids`, `int64 [T]`.
 
