@@ -189,7 +189,7 @@ class BrokenConfig(SharedPrefixConfig):
 
 
 class StubbornRun(SharedPrefixRun):
-    """Catches every error and goes on."""
+    """Catches every error and continues."""
 
     def generate(self) -> Any:
         while True:
@@ -200,7 +200,7 @@ class StubbornRun(SharedPrefixRun):
 
 
 class StubbornConfig(SharedPrefixConfig):
-    """A mode that catches every error and goes on."""
+    """A mode that catches every error and continues."""
 
     mode: ClassVar[str] = "stubborn"
 
@@ -315,7 +315,7 @@ def test_an_engine_goes_on_where_the_cache_cannot_grow(
         for handle, (_, tokens) in zip(handles, others, strict=True):
             try:
                 assert handle.result(30).sequences.tolist() == tokens
-            except torch.OutOfMemoryError:  # alone with the engine, it has nobody who could give up memory
+            except torch.OutOfMemoryError:  # alone with the engine, there is no other request to preempt
                 continue
         assert_nothing_is_held(engine)
     assert next(attempts) > 3

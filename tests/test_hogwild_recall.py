@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from transformers import StoppingCriteria
-from workers import SETTINGS, Recording, slow_model, small_model
+from workers import SETTINGS, Listener, Recording, slow_model, small_model
 
 import hf_parallel
 from hf_parallel import Hotspot, LogitsCache
@@ -310,20 +310,6 @@ def test_a_failing_pass_after_a_replay_leaves_model_and_cache_usable() -> None:
     out = write(logits_cache=cache)
     assert out.stats.replayed_tokens > 0
     assert_same(out, plain())
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.received: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.received.append(value.tolist())
-
-    def write_row(self, row: int, text: str, event: str) -> None:
-        self.received.append((row, text, event))
-
-    def end(self) -> None:
-        self.received.append("end")
 
 
 def test_a_streamer_receives_the_same_from_a_replay() -> None:

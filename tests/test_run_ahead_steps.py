@@ -10,7 +10,7 @@ import tiny
 import torch
 from mode_cases import BUILT_IN, small_call
 from test_hogwild_run import BLANKS, EOS, STOP_BLANK, WORDY
-from workers import SETTINGS, TOKENIZER, Recording, small_model, write
+from workers import SETTINGS, TOKENIZER, Listener, Recording, small_model, write
 
 import hf_parallel
 from hf_parallel.generation import decode
@@ -34,22 +34,6 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Any:
         return results[0], results[1]
 
     return both
-
-
-class Texts:
-    """A streamer that keeps all that it receives."""
-
-    def __init__(self) -> None:
-        self.received: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.received.append(value.tolist())
-
-    def write_row(self, row: int, text: str, event: str) -> None:
-        self.received.append((row, text, event))
-
-    def end(self) -> None:
-        self.received.append("end")
 
 
 def check_equal(expected: Any, actual: Any) -> None:
@@ -82,11 +66,11 @@ def test_workers_write_the_same_where_steps_end_often(both: Any, layout: str, wo
     settings: dict[str, Any] = {"num_workers": workers, "layout": layout, "finisher_tokens": 4, "max_new_tokens": 40}
     settings |= {"do_sample": sampling != "greedy", "seed": 3 if sampling == "seed" else None}
     settings |= {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
-    streamers: list[Texts] = []
+    streamers: list[Listener] = []
 
     def generate() -> Any:
         torch.manual_seed(0)
-        streamers.append(Texts())
+        streamers.append(Listener())
         given = SETTINGS | WORDY | settings | {"streamer": streamers[-1], "attention_mask": MASK}
         return small_model().generate(PROMPTS, generation_mode="hogwild", **given)
 

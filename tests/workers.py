@@ -205,3 +205,19 @@ def check_against(oracle: DenseOracle, passes: Sequence[Pass]) -> float:
         largest = max(largest, ((one.logits - expected).abs().max() / expected.std()).item())
         assert one.logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
     return largest
+
+
+class Listener:
+    """A streamer that keeps all that it receives."""
+
+    def __init__(self) -> None:
+        self.received: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.received.append(value.tolist())
+
+    def write_row(self, row: int, text: str, event: str) -> None:
+        self.received.append((row, text, event))
+
+    def end(self) -> None:
+        self.received.append("end")

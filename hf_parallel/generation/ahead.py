@@ -41,7 +41,7 @@ class PassAhead:
         if not kept or not all(place >= 0 and self._holds(place) for place in kept):
             return None
         if len(kept) < len(self._rows):
-            dropped = {self._segments[place].view[-1] for place in set(places.values()) - set(kept)}
+            dropped = {self._segments[place].view[-1] for place in set(range(len(self._rows))) - set(kept)}
             if self._cache.trace is not None or any(
                 block in dropped for place in kept for block in self._segments[place].view
             ):

@@ -27,7 +27,7 @@ from hf_parallel.generation.rng import RowRNG, check_drawn, draw, next_keys
 from hf_parallel.generation.sampling import RowPenaltyProcessor, Sampled, Sampler
 from hf_parallel.generation.warpers import is_plain, split_warpers
 from hf_parallel.kernels import HostCopy, to_device
-from hf_parallel.kernels.sampling import Warpers, can_sample, sample
+from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +141,8 @@ class _Batch:
 
     def _can_sample(self) -> bool:
         """Whether one operation applies the warpers and draws; scores that are returned need each warper."""
+        if not can_race(self.device):
+            return False
         drawing = [task for task in self.tasks if task.sampler.do_sample]
         if any(task.sampler.scores is not None for task in self.tasks):
             return False
@@ -314,7 +316,7 @@ _WARPERS = 2
 
 
 class _SharedCopy:
-    """What `sample` has drawn for all tasks, copied to the host once."""
+    """Results of `sample` for all tasks, copied to the host once."""
 
     def __init__(self, drawn: torch.Tensor) -> None:
         self._copy = HostCopy(drawn)

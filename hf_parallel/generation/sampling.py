@@ -22,7 +22,7 @@ from hf_parallel.generation.rng import check_drawn, draw, make_rngs, next_keys
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.warpers import split_warpers
 from hf_parallel.kernels import HostCopy
-from hf_parallel.kernels.sampling import Warpers, can_sample, sample
+from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +105,16 @@ class Sampler:
 
     def sample(self, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:
         """Sample one token for each row, given their logits `[len(rows), vocabulary]`, and append it to the table."""
-        if self.do_sample and self.scores is None and (self.rngs is None or all(self.rngs[row].is_own for row in rows)):
+        device = self.table.ids.device
+        may_fuse = self.do_sample and self.scores is None and can_race(device)
+        if may_fuse and (self.rngs is None or all(self.rngs[row].is_own for row in rows)):
             head, warpers = split_warpers(self.processors)
-            if can_sample(self.table.ids.device, [warpers], len(rows)):
+            if can_sample(device, [warpers], len(rows)):
                 return self._sample_from_scores(rows, logits, head, warpers, with_log_probs)
         if self.do_sample or self.processors or self.scores is not None or with_log_probs:
             distribution = self.distribution(rows, logits)
         else:  # without a copy
-            distribution = logits.to(self.table.ids.device)
+            distribution = logits.to(device)
             self._record(self.logits, rows, logits)
         tokens, ended = self.draw(rows, distribution)
         log_probs = self.log_probs(distribution, tokens) if with_log_probs else None

@@ -49,13 +49,13 @@ class Warpers:
 
 
 def can_race(device: torch.device) -> bool:
-    """Whether `race` is available on a device."""
+    """Whether `race` is available on a device, and with it `sample`."""
     return select_backend(device) == "triton"
 
 
 def can_sample(device: torch.device, warpers: Iterable[Warpers], rows: int) -> bool:
     """Whether `sample` is available on a device, and not slower for these rows than PyTorch's operations."""
-    return select_backend(device) == "triton" and (rows >= MANY_ROWS or all(one.is_quick for one in warpers))
+    return can_race(device) and (rows >= MANY_ROWS or all(one.is_quick for one in warpers))
 
 
 def sample(scores: Tensor, warpers: Warpers | Sequence[Warpers], keys: Tensor | None) -> tuple[Tensor, Tensor]:
