@@ -350,12 +350,12 @@ class Engine:
         finally:
             self._current = None
             self._work.request_seconds += time.perf_counter() - began
-        if request.num_tokens > before:
-            self._scheduler.charge(request, request.num_tokens - before)
-        if request.is_done:
+        if tokens := request.num_tokens - before:
+            self._scheduler.charge(request, tokens)
+        if request.handle.done:
             self._work.add(request.stats, request.handle.error)
             self._scheduler.remove(request)
-        elif request.num_tokens > before:
+        elif tokens:
             request.handle.notify()
 
     def _make_room(self) -> bool:

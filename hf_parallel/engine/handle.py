@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -58,6 +59,14 @@ class TokenDecoder:
         return decode
 
 
+@dataclass(frozen=True, eq=False)
+class _Waiter:
+    """One that waits for a handle: `wake` is called once `condition` holds."""
+
+    condition: Callable[[], bool]
+    wake: Callable[[], Any]
+
+
 class RequestHandle:
     """A submitted request.
 
@@ -75,12 +84,12 @@ class RequestHandle:
         self.times = RequestTimes(time.perf_counter())
         self.stats = GenerationStats()
         self._on_cancel, self._check_wait, self._decoder = on_cancel, check_wait, decoder
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiters: list[_Waiter] = []
         self._tokens: list[StreamedToken] = []
         self._texts: list[RowText] = []
         self._output: Any = None
         self._error: BaseException | None = None
-        self._waiters: list[Callable[[], None]] = []
 
     # Reading
 
@@ -91,17 +100,14 @@ class RequestHandle:
         the error that ended it if it failed, and `RuntimeError` where waiting would never end: in code of another
         request of the engine, and in a fork of its process.
         """
-        if not self.done:
-            self._check_wait()
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"the request has not ended after {timeout} seconds")
+        if not self.done and not self._wait(lambda: self.done, timeout):
+            raise TimeoutError(f"the request has not ended after {timeout} seconds")
         return self._finished()
 
     async def result_async(self) -> Any:
         """Wait for the end in asyncio; see `result`."""
-        while not self.done:
-            await self._change(lambda: self.done)
+        if not self.done:
+            await self._wait_async(lambda: self.done)
         return self._finished()
 
     @property
@@ -142,9 +148,7 @@ class RequestHandle:
     def _read(self, items: list[Any]) -> Iterator[Any]:
         for index in count():
             if not self._has(items, index):
-                self._check_wait()
-            with self._changed:
-                self._changed.wait_for(partial(self._has, items, index))
+                self._wait(partial(self._has, items, index))
             if index == len(items):
                 self._finished()
                 return
@@ -152,8 +156,8 @@ class RequestHandle:
 
     async def _read_async(self, items: list[Any]) -> AsyncIterator[Any]:
         for index in count():
-            while not self._has(items, index):
-                await self._change(partial(self._has, items, index))
+            if not self._has(items, index):
+                await self._wait_async(partial(self._has, items, index))
             if index == len(items):
                 self._finished()
                 return
@@ -163,24 +167,32 @@ class RequestHandle:
         """Return whether there is an item with this index, or will never be one."""
         return self.done or len(items) > index
 
-    async def _change(self, condition: Callable[[], bool]) -> None:
-        """Wait until something has changed, unless the condition holds already."""
+    def _wait(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until a condition holds, which stays true from then on; return whether it was in time."""
+        event = threading.Event()
+        with self._waiter(condition, event.set):
+            return condition() or event.wait(timeout)
+
+    async def _wait_async(self, condition: Callable[[], bool]) -> None:
+        """Wait in asyncio; see `_wait`."""
+        event = asyncio.Event()
+        with self._waiter(condition, partial(asyncio.get_running_loop().call_soon_threadsafe, event.set)):
+            if not condition():
+                await event.wait()
+
+    @contextmanager
+    def _waiter(self, condition: Callable[[], bool], wake: Callable[[], Any]) -> Iterator[None]:
+        """Within the context, the engine calls `wake` once the condition holds."""
         self._check_wait()
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(event.set)
-
-        with self._changed:
-            if condition():
-                return
-            self._waiters.append(wake)
+        waiter = _Waiter(condition, wake)
+        with self._lock:
+            self._waiters.append(waiter)
         try:
-            await event.wait()
+            yield
         finally:
-            with self._changed:
-                if wake in self._waiters:
-                    self._waiters.remove(wake)
+            with self._lock:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
 
     def _finished(self) -> Any:
         if self._error is not None:
@@ -200,15 +212,15 @@ class RequestHandle:
         self._texts.append(RowText(row, text, event))
 
     def notify(self) -> None:
-        """Wake those that wait for tokens or text."""
-        with self._changed:
-            self._changed.notify_all()
-            if not self._waiters:
-                return
-            waiters, self._waiters = self._waiters, []
-        for wake in waiters:
+        """Wake those whose conditions hold."""
+        if not self._waiters:  # one that waits from now on checks its condition first
+            return
+        with self._lock:
+            ready = [waiter for waiter in self._waiters if waiter.condition()]
+            self._waiters = [waiter for waiter in self._waiters if waiter not in ready]
+        for waiter in ready:
             try:
-                wake()
+                waiter.wake()
             except RuntimeError:  # its event loop is closed
                 continue
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
 
 import numpy as np
 import torch
@@ -28,8 +26,7 @@ class PendingPass:
 
     def expand_views(self) -> PendingPass:
         """Return the pass with blocks that were split replaced by their parts."""
-        segments = chain.from_iterable(self.original)
-        if all(block.parts is None for segment in segments for block in segment.view):
+        if not self._has_split():
             return self
         passes = [
             [Segment([*parts_of(segment.view)], segment.num_tokens, segment.write) for segment in segments]
@@ -37,24 +34,32 @@ class PendingPass:
         ]
         return replace(self, passes=passes)
 
-    @cached_property
+    def _has_split(self) -> bool:
+        for segments in self.original:
+            for segment in segments:
+                for block in segment.view:  # a generator takes twice as long, in every step
+                    if block.parts is not None:
+                        return True
+        return False
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens."""
         return len(self.ids)
 
-    @cached_property
+    @property
     def num_segments(self) -> int:
         """Number of segments of the last pass."""
         return len(self.original[-1])
 
-    @cached_property
+    @property
     def is_prefill(self) -> bool:
         """Whether it may wait for another step: a row has many new tokens, or passes that were missed are computed."""
         if self.num_tokens <= MAX_DECODED:
             return False
         return len(self.original) > 1 or any(segment.num_tokens > MAX_DECODED for segment in self.original[0])
 
-    @cached_property
+    @property
     def keeps_all(self) -> bool:
         """Whether the logits of all tokens of a single pass are wanted, in their order."""
         return len(self.original) == 1 and (self.ends is None or len(self.ends) == self.num_tokens)
@@ -72,7 +77,7 @@ class PendingPass:
 
     def wanted(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the wanted ones of the logits of `kept_tokens`."""
-        return logits if self.ends is None else logits[: len(self.ends)]
+        return logits if self.ends is None or len(self.ends) == len(logits) else logits[: len(self.ends)]
 
 
 @dataclass(frozen=True, eq=False)

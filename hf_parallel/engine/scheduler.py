@@ -107,15 +107,19 @@ class Scheduler:
 
     def next_batch(self) -> list[Request]:
         """Return the requests whose passes are computed in the next step."""
-        ready = [(request, request.pending) for request in self.running if request.pending is not None]
-        batch = [(request, one) for request, one in ready if not one.is_prefill]
-        free = self.max_batch_tokens - sum(one.num_tokens for _, one in batch)
-        prefills = sorted((pair for pair in ready if pair[1].is_prefill), key=lambda pair: self._age(pair[0]))
-        for index, (request, one) in enumerate(prefills):
-            if index == 0 or one.num_tokens <= free:
-                batch.append((request, one))
-                free -= one.num_tokens
-        return sorted((request for request, _ in batch), key=attrgetter("number"))
+        batch: list[Request] = []
+        prefills: list[Request] = []
+        for request in self.running:
+            if request.pending is not None:
+                (prefills if request.pending.is_prefill else batch).append(request)
+        if prefills:
+            tokens = {request: request.pending.num_tokens for request in (*batch, *prefills) if request.pending}
+            free = self.max_batch_tokens - sum(tokens[request] for request in batch)
+            for index, request in enumerate(sorted(prefills, key=self._age)):
+                if index == 0 or tokens[request] <= free:
+                    batch.append(request)
+                    free -= tokens[request]
+        return sorted(batch, key=attrgetter("number"))
 
     def victim(self, but: Request | None = None) -> Request | None:
         """Return the request to preempt: the youngest of the least priority, unless it is the only one that runs."""
