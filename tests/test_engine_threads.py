@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from mode_cases import small_call
 
 import hf_parallel
 from hf_parallel.engine import Engine, RequestCancelledError, WeightsChangedError
+from hf_parallel.kernels import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -304,3 +307,22 @@ def test_requests_during_which_the_weights_change_raise(model: Any) -> None:
             running.result(30)
         assert new.result(30).sequences.tolist() == after
         assert_nothing_is_held(engine)
+
+
+@pytest.mark.skipif(bool(native.unavailable_reason()), reason="needs the compiled kernels")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
+def test_an_engine_that_opens_ends_the_idle_threads_of_its_opener() -> None:
+    """While the opener keeps threads for parallel operations, those of the engine take longer to wake."""
+
+    def count_threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        torch.ones(1 << 20).add(1)
+        before = count_threads()
+        with Engine(tiny.build("llama"), TOKENIZER):
+            assert count_threads() <= before + 1  # its own thread, and as many as the opener had
+    finally:
+        torch.set_num_threads(threads)

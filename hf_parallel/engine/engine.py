@@ -29,6 +29,7 @@ from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.runner import CachedModel
 from hf_parallel.generation.validation import check_int, is_int
 from hf_parallel.kernels.linear import linear_layers
+from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.attention import gradient_checkpointing_disabled
 
 BATCH_TOKENS = {"cpu": 512}
@@ -109,6 +110,7 @@ class Engine:
         """Start the engine. Raises `RuntimeError` if another call uses the model."""
         if self._thread is not None:
             raise RuntimeError("an Engine can be entered only once: make a new one")
+        release_threads()
         started = threading.Event()
         main = partial(self._main, started, threading.current_thread())
         self._thread = threading.Thread(target=main, name="hf_parallel-engine", daemon=True)

@@ -27,6 +27,7 @@ NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
 MAX_ROWS = 1024  # query rows per KV head up to which the attention kernel was measured to be faster than PyTorch
 MAX_TOKENS = 16  # tokens up to which the kernel of linear layers was measured to be faster than oneDNN (docs/cpu.md)
 
+_OMP_PAUSE_SOFT = 1
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.c", "cpu_linear.c"))
 _logger = logging.get_logger(__name__)
@@ -115,6 +116,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     pointers = (x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
     library.linear(*pointers, x.numel() // inputs, inputs, outputs, torch.get_num_threads())
     return out
+
+
+def release_threads() -> None:
+    """End the idle OpenMP threads of the calling thread; its next parallel operation starts new ones.
+
+    While two threads of a process have such threads, GCC's OpenMP lets idle ones sleep at once, and waking them takes
+    longer than most operations of a decode step.
+    """
+    pause = getattr(_library(), "omp_pause_resource_all", None)  # OpenMP 5.0
+    if pause is not None:
+        pause(_OMP_PAUSE_SOFT)
 
 
 def unavailable_reason() -> str:
