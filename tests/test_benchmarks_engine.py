@@ -17,6 +17,7 @@ import tiny
 pytest.importorskip("greenlet")
 
 from benchmarks import engine as benchmark  # noqa: E402
+from benchmarks import engine_figure  # noqa: E402
 from benchmarks import engine_load as load  # noqa: E402
 from benchmarks import engine_servers as servers  # noqa: E402
 
@@ -66,6 +67,22 @@ def test_load_and_soak_report_latencies_and_check_answers(run: Run) -> None:
         assert entry["answered"] + entry["rejected"] == entry["offered"]
     assert report["load"]["check"]["wrong"] == report["soak"]["check"]["wrong"] == 0
     assert report["soak"]["memory"]["idle_after"]["used"] == 0
+    rates = [entry["rate"] for entry in report["load"]["rates"]]
+    lines = {**engine_figure.latencies(report, "first_token"), "rejected": engine_figure.rejected(report)}
+    assert [[rate for rate, _ in line] for line in lines.values()] == [rates] * 3
+    for (_, median), (_, highest) in zip(lines["p50"], lines["p99"], strict=True):
+        assert 0 < median <= highest
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib").use("Agg")
+    times = {"p50": 0.1, "p99": 0.2}
+    entry = {"rate": 1.0, "offered": 4, "rejected": 1, "first_token": times, "between_tokens": times}
+    none = {"rate": 2.0, "offered": 4, "rejected": 4, "first_token": {}, "between_tokens": {}}
+    report = {"load": {"requests_per_second": 1.5, "rates": [entry, none]}}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert engine_figure.main([str(tmp_path / "report.json"), str(tmp_path / "engine.png")]) == 0
+    assert (tmp_path / "engine.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_arrivals_are_those_of_the_seed_at_the_rate() -> None:
