@@ -94,3 +94,13 @@ def served(engine: Engine, limits: Limits | None = None, **settings: Any) -> Ite
     finally:
         server.should_exit = True
         thread.join(20)
+
+
+def check_error(response: Any, *statuses: int) -> dict[str, Any]:
+    """Check that a response is an error of the client in OpenAI's form, and return it."""
+    assert 400 <= response.status_code < 500, response.text
+    assert not statuses or response.status_code in statuses, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from reprlib import repr as _shortened
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -19,6 +20,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from hf_parallel.engine import Engine, KVBudgetError
 from hf_parallel.engine.server.answers import Answers, Delta
 from hf_parallel.engine.server.errors import APIError, api_error, json_response, to_json
+from hf_parallel.engine.server.json_body import JSONRoute
 from hf_parallel.engine.server.limits import Gate, Limits
 from hf_parallel.engine.server.metrics import Metrics
 from hf_parallel.engine.server.responses import Writer, usage_of
@@ -67,6 +69,7 @@ def create_app(
     app = FastAPI(title="hf_parallel", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.metrics = server.metrics
     app.add_middleware(Gate, limits=limits, api_keys=api_keys, hosts=hosts, on_response=server.metrics.add_response)
+    app.router.route_class = JSONRoute
     for kind in (APIError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, server.error_response)
 
@@ -127,7 +130,7 @@ class _Server:
         if body.stream and body.candidates > choices:
             raise APIError(400, "best_of cannot be streamed: it selects answers when all are complete", "best_of")
         if body.candidates * len(prompts) > self.limits.rows:
-            cause = name if len(prompts) > 1 else "n"
+            cause = name if len(prompts) > 1 else "best_of" if body.candidates > choices else "n"
             raise APIError(400, f"a request may have at most {self.limits.rows} answers", cause)
         submitter = request.scope.get("submitter")
         submission = self.executor.submit(self._submit, body, prompts, name, submitter)
@@ -300,7 +303,10 @@ def _event(data: dict[str, Any]) -> str:
 
 def _validation_error(error: RequestValidationError) -> APIError:
     found = error.errors()[0]
-    places = [str(place) for place in found["loc"][1:]]
+    places = [str(place) for place in found["loc"][1:] if str(place).isidentifier() or isinstance(place, int)]
     name = next((place for place in places if place.isidentifier()), None)
     where = ".".join(places)
-    return APIError(400, f"{where}: {found['msg']}" if where else str(found["msg"]), name)
+    message = f"{where}: {found['msg']}" if where else str(found["msg"])
+    return APIError(
+        400, message if found["type"] == "missing" else f"{message}, got {_shortened(found['input'])}", name
+    )

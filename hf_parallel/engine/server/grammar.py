@@ -51,7 +51,10 @@ class JSONProcessor(LogitsProcessor):
         if len(text) > MAX_SCHEMA:
             raise ValueError(f"response_format may hold a schema of at most {MAX_SCHEMA} characters, got {len(text)}")
         self.begin = begin
-        grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+        except ValueError as error:
+            raise ValueError(f"response_format holds a schema that is not supported: {error}") from error
         self._first = LLMatcher(_grammar_tokenizer(tokenizer, vocabulary, tuple(eos_token_ids)), grammar)
         if self._first.is_error():
             raise ValueError(f"response_format holds a schema that is not supported: {self._first.get_error()}")

@@ -106,14 +106,13 @@ class Gate:
         limit = self.limits.body_bytes
         if length.isdigit() and int(length[:20]) > limit:
             raise APIError(413, f"the body has {length.decode()[:20]} bytes; at most {limit} are accepted")
-        body, messages = bytearray(), []
+        body = bytearray()
         try:
             with anyio.fail_after(self.limits.body_seconds):
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
-                        messages.append(message)
-                        break
+                        raise APIError(499, "the client has disconnected")
                     body += message.get("body", b"")
                     if len(body) > limit:
                         raise APIError(413, f"the body has more than {limit} bytes")
@@ -121,7 +120,7 @@ class Gate:
                         break
         except TimeoutError as error:
             raise APIError(408, f"the body did not arrive within {self.limits.body_seconds} seconds") from error
-        messages.insert(0, {"type": "http.request", "body": bytes(body), "more_body": False})
+        messages = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Any:
             return messages.pop(0) if messages else await receive()

@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import Self
 
+T = TypeVar("T")
+# Errors about each item of a long list would take seconds, in which the server answers nobody.
+Items = Annotated[list[T], Field(fail_fast=True, min_length=1)]
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(strict=True, ge=1, le=2**31)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
-Stop = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
+MAX_STOP_BYTES = 128
+"""Bytes of a stop text. At each step, as many tokens of each row are decoded."""
+MAX_NGRAM = 32
+"""Maximum of `no_repeat_ngram_size`: the work of each step grows with it times the length of a row."""
 
 
-class TextPart(BaseModel):
+def _check_stop(text: str) -> str:
+    if (size := len(text.encode(errors="surrogatepass"))) > MAX_STOP_BYTES:
+        raise ValueError(f"a stop text may have at most {MAX_STOP_BYTES} bytes, this one has {size}")
+    return text
+
+
+Stop = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_check_stop)]
+
+
+class Part(BaseModel):
+    """An object in a body. Names that it does not define may have no value: null or an empty list."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="after")
+    def _check_others(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and value != []:
+                raise ValueError(f"{name} is not supported")
+        return self
+
+
+class TextPart(Part):
     """Part of a message's content. Only text is supported."""
 
     type: Literal["text"]
     text: Text
 
 
-class Message(BaseModel):
+class Message(Part):
     """Message of a chat."""
 
     role: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
-    content: Text | list[TextPart]
+    content: Text | Items[TextPart]
+    name: Text | None = None
+    """Of the participant; not used."""
 
     def to_chat(self) -> dict[str, str]:
         """Return the message as a chat template receives it."""
@@ -34,20 +65,24 @@ class Message(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Part):
     """Options of a streamed response."""
 
     include_usage: Flag = False
+    include_obfuscation: Flag | None = None
+    """Not used: the server adds no obfuscation."""
 
 
-class JSONSchema(BaseModel):
+class JSONSchema(Part):
     """A JSON schema, whose answer is to match it."""
 
-    model_config = ConfigDict(populate_by_name=True)
     definition: dict[str, Any] = Field(alias="schema")
+    name: Text | None = None
+    description: Text | None = None
+    strict: Flag | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     """Format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -60,12 +95,12 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: Text
-    generation_mode: Text | None = None
+    generation_mode: Annotated[Text, Field(max_length=200)] | None = None
     max_tokens: Count | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     n: Count | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
     seed: Int | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
@@ -79,8 +114,16 @@ class Body(BaseModel):
     epsilon_cutoff: Annotated[Number, Field(ge=0, lt=1)] | None = None
     eta_cutoff: Annotated[Number, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
-    no_repeat_ngram_size: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
+    no_repeat_ngram_size: Annotated[int, Field(strict=True, ge=0, le=MAX_NGRAM)] | None = None
     min_new_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
+    # Fields of OpenAI that do not change an answer
+    user: Text | None = None
+    metadata: dict[str, Text] | None = None
+    store: Flag | None = None
+    service_tier: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -90,7 +133,7 @@ class Body(BaseModel):
     @property
     def others(self) -> dict[str, Any]:
         """Fields that the schema does not name."""
-        return self.__pydantic_extra__ or {}
+        return self.model_extra or {}
 
     @property
     def budget(self) -> int | None:
@@ -111,7 +154,7 @@ class Body(BaseModel):
 class ChatBody(Body):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Items[Message]
     max_completion_tokens: Count | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
@@ -123,19 +166,16 @@ class ChatBody(Body):
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """See `Body.top_logprobs_wanted`."""
+        """See `Body.top_logprobs_wanted`. Raises `ValueError` for `top_logprobs` without `logprobs`."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(Body):
     """Body of `/v1/completions`."""
 
-    prompt: (
-        Text
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
-    )
+    prompt: Text | Items[Token] | Items[Text] | Items[Items[Token]]
     best_of: Count | None = None
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
 

@@ -29,11 +29,6 @@ SAMPLING = (
     *("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"),
 )
 """Fields of a body that are settings of `generate`, with the same names."""
-IGNORED = (
-    *("user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention"),
-)
-"""Fields of OpenAI that do not change an answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "echo": (None, False),
@@ -54,6 +49,8 @@ GREEDY_BELOW = 1e-5
 """Temperatures below are 0: logits divided by them are not finite."""
 MAX_TEXT = 4096
 """Characters of a setting that is text: the modes encode and format them for each prompt."""
+MAX_ITEMS = 64
+"""Items of a setting that is a list."""
 BANNING = ("no_repeat_ngram_size", "min_new_tokens")
 """Settings that may ban all tokens with which an answer in JSON can go on."""
 COMMON = ("seed", "cuda_graph")
@@ -144,17 +141,19 @@ class Translator:
         given = {}
         for key, value in body.others.items():
             if key in NEUTRAL:
-                if value not in NEUTRAL[key]:
+                if not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL[key]):
                     raise APIError(400, f"{key} is not supported", key)
             elif key in allowed:
                 if value is not None:
                     given[key] = self._plain(key, value)
-            elif key not in IGNORED:
+            else:
                 hint = suggestion(key, (*allowed, *type(body).model_fields))
                 raise APIError(400, f"{key} is no field of this request{hint}", key)
         for key in ("frequency_penalty", "presence_penalty"):
             if getattr(body, key):
                 raise APIError(400, f"{key} is not supported; use repetition_penalty", key)
+        if body.stream_options is not None and not body.stream:
+            raise APIError(400, "stream_options needs stream=true", "stream_options")
         settings = given
         settings["seed"] = secrets.randbits(62) if body.seed is None else body.seed
         arguments = {"generation_mode": cls.mode if name is None else name, **settings}
@@ -179,8 +178,11 @@ class Translator:
         return config, sampling
 
     def _plain(self, name: str, value: Any) -> Any:
-        """Return a setting, if it holds no numbers that would exhaust time or memory."""
-        for item in value if isinstance(value, list) else [value]:
+        """Return a setting, if it holds nothing that would exhaust time or memory."""
+        items = value if isinstance(value, list) else [value]
+        if len(items) > MAX_ITEMS:
+            raise APIError(400, f"{name} may have at most {MAX_ITEMS} items, got {len(items)}", name)
+        for item in items:
             if isinstance(item, int) and not isinstance(item, bool) and abs(item) > self.max_tokens:
                 raise APIError(400, f"{name} may be at most {self.max_tokens}, got {item}", name)
             if isinstance(item, dict):
@@ -192,7 +194,8 @@ class Translator:
     def _bias(self, biases: Mapping[str, float]) -> list[list[Any]]:
         size = vocabulary_size(self.engine.model)
         for token in biases:
-            if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < size):
+            known = token.isdecimal() and len(token) < 10 and int(token) < size and str(int(token)) == token
+            if not known:
                 raise APIError(
                     400, f"logit_bias must map token ids below {size} to numbers, got {token!r}", "logit_bias"
                 )

@@ -1,0 +1,167 @@
+"""The server rejects malformed requests with an error of the client, and serves others as before."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+pytest.importorskip("greenlet")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("httpx2")
+pytest.importorskip("llguidance")
+
+from malformed_bodies import (  # noqa: E402
+    VALID,
+    Malformed,
+    large_bodies,
+    malformed_fields,
+    malformed_http,
+    malformed_values,
+)
+from pydantic import ValidationError  # noqa: E402
+from serving import MODEL, Served, served, small_model  # noqa: E402
+
+from hf_parallel.engine import Engine  # noqa: E402
+from hf_parallel.engine.server import Limits  # noqa: E402
+from hf_parallel.engine.server.schema import ChatBody, CompletionBody  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LIMIT = 1 << 18
+"""Bytes of a body."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    torch.set_num_threads(1)
+    with Engine(*small_model()) as engine, served(engine, Limits(body_bytes=LIMIT)) as running:
+        yield running
+
+
+@pytest.fixture
+def unaffected(server: Served) -> Iterator[None]:
+    """Before and after the test, a valid request gets the same tokens, and as many bytes of the cache are in use."""
+    answer, before = server.chat()["choices"], server.engine.stats
+    yield
+    after = server.engine.stats
+    assert (after.decoded_tokens, after.failed, after.cancelled, after.kv_bytes) == (
+        before.decoded_tokens,
+        before.failed,
+        before.cancelled,
+        before.kv_bytes,
+    )
+    assert server.chat()["choices"] == answer
+
+
+def send(server: Served, requests: Iterable[Malformed]) -> dict[str, str]:
+    """Send requests. Return what is wrong with the responses, by request."""
+    address = urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    wrong = {}
+    for request in requests:
+        connection.request(request.method, request.path, request.content, dict(request.headers))
+        response = connection.getresponse()
+        text = response.read()
+        try:
+            check(request, response.status, json.loads(text)["error"])
+        except (AssertionError, LookupError, ValueError) as error:
+            wrong[request.name] = f"{error}: {response.status} {text[:200]!r}"
+    connection.close()
+    return wrong
+
+
+def check(request: Malformed, status: int, error: dict[str, Any]) -> None:
+    assert status == request.status
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert 0 < len(error["message"]) <= 1000
+    assert error["param"] in request.fields
+
+
+KINDS: dict[str, Callable[[], Iterable[Malformed]]] = {
+    "values": malformed_values,
+    "fields": malformed_fields,
+    "http": malformed_http,
+    "large": lambda: large_bodies(LIMIT - 1000),
+}
+
+
+@pytest.mark.usefixtures("unaffected")
+@pytest.mark.parametrize("kinds", KINDS)
+def test_a_malformed_request_is_an_error_of_the_client_that_names_its_field(server: Served, kinds: str) -> None:
+    assert not send(server, KINDS[kinds]())
+
+
+def test_more_than_3000_kinds_of_malformed_requests_are_distinct() -> None:
+    requests = [request for make in KINDS.values() for request in make()]
+    sent = {(r.method, r.path, r.content, tuple(r.headers.items())) for r in requests}
+    assert len({request.name for request in requests}) == len(requests)
+    assert len(sent) > 3000
+
+
+@pytest.mark.parametrize("item", [None, [], {}, 1.5])
+def test_of_a_long_list_of_errors_only_the_first_is_reported(item: Any) -> None:
+    """All of them would take seconds, in which the server answers nobody."""
+    items = [item] * 1000
+    chat = {"model": MODEL, "messages": items}
+    parts = {"model": MODEL, "messages": [{"role": "user", "content": items}]}
+    for kind, body in ((ChatBody, chat), (ChatBody, parts), (CompletionBody, {"model": MODEL, "prompt": items})):
+        with pytest.raises(ValidationError) as raised:
+            kind.model_validate(body)
+        assert raised.value.error_count() < 10
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+SENT: dict[str, bytes] = {
+    "no HTTP": b"hello\r\n\r\n",
+    "null bytes": b"\0" * 100 + b"\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "no version": b"GET /health\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "two hosts": b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+    "a long path": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a long header": b"GET /v1/x HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+    "many headers": b"GET /v1/x HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * 20_000 + b"\r\n",
+    "a header without colon": b"GET /health HTTP/1.1\r\nHost: x\r\nabc\r\n\r\n",
+    "a space before a colon": b"GET /health HTTP/1.1\r\nHost: x\r\nX : a\r\n\r\n",
+    "a null byte in a header": b"GET /health HTTP/1.1\r\nHost: x\r\nX: \0\r\n\r\n",
+    "a folded header at first": b"GET /health HTTP/1.1\r\n X: a\r\nHost: x\r\n\r\n",
+    "a space in the path": b"GET /a b c HTTP/1.1\r\nHost: x\r\n\r\n",
+    **{
+        f"a length of {length}": HEAD + b"Content-Length: %b\r\n\r\n{}" % length.encode()
+        for length in ("abc", "-1", "1.5", "", "0x10", "+2", "9" * 30, str(LIMIT + 1))
+    },
+    "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    "an unknown encoding": HEAD + b"Transfer-Encoding: gzip\r\n\r\n{}",
+    "a chunk without length": CHUNKED + b"{}\r\n0\r\n\r\n",
+    "a negative chunk": CHUNKED + b"-2\r\n{}\r\n0\r\n\r\n",
+    "a chunk that is too long": CHUNKED + b"1\r\n{}\r\n0\r\n\r\n",
+    "a chunk of many digits": CHUNKED + b"f" * 100 + b"\r\n{}\r\n0\r\n\r\n",
+    "a body that ends early": HEAD + b"Content-Length: 1000\r\n\r\n" + VALID.encode(),
+    "chunks that end early": CHUNKED + b"%x\r\n%b\r\n" % (len(VALID.encode()), VALID.encode()),
+}
+"""What a client sends before it closes its side of the connection."""
+
+
+@pytest.mark.usefixtures("unaffected")
+@pytest.mark.parametrize("kind", SENT)
+def test_what_is_no_http_is_rejected_or_closes_the_connection(server: Served, kind: str) -> None:
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+        try:
+            connection.sendall(SENT[kind])
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(1 << 16)
+        except ConnectionError:  # closed before all was sent
+            answer = b""
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4"), answer[:200]
