@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -663,16 +664,26 @@ def folder(small: tuple[Any, Any], tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-@pytest.mark.slow
-def test_sigterm_lets_running_requests_finish(folder: Path) -> None:
-    command = [sys.executable, "-m", "hf_parallel_command", "serve", "--model", str(folder), "--port", "0"]
+@contextmanager
+def command(folder: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run the command. Yield its process and the URL at which it serves."""
+    arguments = [sys.executable, "-m", "hf_parallel_command", "serve", "--model", str(folder), "--port", str(port)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_PARALLEL_API_KEY": "secret"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
         url = next(line.split()[-1] for line in lines if line.startswith("Serving tiny at http://127.0.0.1:"))
         threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_sigterm_lets_running_requests_finish(folder: Path) -> None:
+    with command(folder) as (process, url):
         client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
         arguments = {"model": "tiny", "messages": CHAT, "max_tokens": 200, "logit_bias": {"2": -100}}
         running = iter(client.chat.completions.create(**arguments, stream=True))
@@ -684,8 +695,26 @@ def test_sigterm_lets_running_requests_finish(folder: Path) -> None:
         *_, last = running
         assert last.choices[0].finish_reason == "length"
         assert process.wait(30) == 0
-    finally:
-        process.kill()
+
+
+@pytest.mark.slow
+def test_a_server_that_was_killed_starts_again_on_its_port(folder: Path, small: tuple[Any, Any]) -> None:
+    """The stream of the client breaks off; the new server answers with the right tokens."""
+    headers = {"Authorization": "Bearer secret"}
+    chat = {"model": "tiny", "messages": CHAT, "temperature": 0}
+    with command(folder) as (process, url):
+        body = {**chat, "max_tokens": LONG, "stream": True, "logit_bias": {"2": -100}}
+        with httpx.stream("POST", f"{url}/chat/completions", json=body, headers=headers, timeout=30) as response:
+            lines = response.iter_lines()
+            assert "assistant" in next(lines)
+            process.send_signal(signal.SIGKILL)
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+        assert process.wait(30) == -signal.SIGKILL
+    with command(folder, urlsplit(url).port or 0) as (_, again):
+        assert again == url
+        answer = httpx.post(f"{url}/chat/completions", json={**chat, "max_tokens": 24}, headers=headers, timeout=30)
+        assert answer.json()["choices"][0]["message"]["content"] == generated(small, "Hello", 24)
 
 
 def test_serve_names_a_port_that_is_taken_and_a_folder_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
