@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
@@ -48,15 +47,30 @@ class TokenDecoder:
     tokenizer: Any
     end_tokens: Collection[int]
 
-    def texts(self) -> Callable[[StreamedToken], RowText]:
-        """Return a function that decodes the next token of any row."""
-        rows: defaultdict[int, IncrementalDetokenizer] = defaultdict(lambda: IncrementalDetokenizer(self.tokenizer))
+    def rows(self) -> _RowDecoder:
+        """Return a decoder of the tokens of one iteration."""
+        return _RowDecoder(self)
 
-        def decode(token: StreamedToken) -> RowText:
-            shown = self.tokenizer is not None and token not in self.end_tokens
-            return RowText(token.row, rows[token.row].add([int(token)]) if shown else "", "token")
 
-        return decode
+class _RowDecoder:
+    """Text of rows that grow token by token."""
+
+    def __init__(self, decoder: TokenDecoder) -> None:
+        self._decoder = decoder
+        self._rows: dict[int, IncrementalDetokenizer] = {}
+
+    def add(self, token: StreamedToken) -> RowText:
+        """Return the text that a token adds to its row."""
+        text, tokenizer = "", self._decoder.tokenizer
+        if tokenizer is not None and token not in self._decoder.end_tokens:
+            text = self._rows.setdefault(token.row, IncrementalDetokenizer(tokenizer)).add([int(token)])
+        return RowText(token.row, text, "token")
+
+    def flush(self) -> Iterator[RowText]:
+        """Yield the text of incomplete characters at the ends of rows, as no tokens follow."""
+        for row, detokenizer in self._rows.items():
+            if text := detokenizer.flush():
+                yield RowText(row, text, "token")
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,15 +149,22 @@ class RequestHandle:
 
     def texts(self) -> Iterator[RowText]:
         """Yield text as it is generated, with its row and event; see `ParallelStreamer.write_row`."""
-        return self._read(self._texts) if self._decoder is None else map(self._decoder.texts(), self)
+        return self._read(self._texts) if self._decoder is None else self._decode(self._decoder.rows())
 
     def texts_async(self) -> AsyncIterator[RowText]:
         """Yield text in asyncio; see `texts`."""
-        return self._read_async(self._texts) if self._decoder is None else self._decode_async(self._decoder.texts())
+        return self._read_async(self._texts) if self._decoder is None else self._decode_async(self._decoder.rows())
 
-    async def _decode_async(self, decode: Callable[[StreamedToken], RowText]) -> AsyncIterator[RowText]:
+    def _decode(self, rows: _RowDecoder) -> Iterator[RowText]:
+        for token in self:
+            yield rows.add(token)
+        yield from rows.flush()
+
+    async def _decode_async(self, rows: _RowDecoder) -> AsyncIterator[RowText]:
         async for token in self:
-            yield decode(token)
+            yield rows.add(token)
+        for text in rows.flush():
+            yield text
 
     def _read(self, items: list[Any]) -> Iterator[Any]:
         for index in count():
