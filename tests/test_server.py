@@ -290,6 +290,50 @@ def test_log_probabilities_are_streamed_with_their_tokens(server: Served) -> Non
     assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in whole)  # greedy
 
 
+@pytest.mark.parametrize("stop", [None, "€"])
+def test_text_offsets_are_the_characters_before_each_token(server: Served, stop: str | None) -> None:
+    """Also of tokens that end inside a character, in streams, and before a stop text."""
+    pytest.importorskip("llguidance")
+    written = '"aé1 😀€2b€ç"'
+    settings = {"prompt": "Hello", "max_tokens": 40, "logprobs": 0, "stop": stop, "temperature": 1, "seed": 1}
+    settings["response_format"] = response_format({"enum": [json.loads(written)]})
+    (choice,) = server.post("/v1/completions", **settings).json()["choices"]
+    assert choice["text"] == (written if stop is None else written[: written.index(stop)])
+    found = choice["logprobs"]
+    pairs = list(zip(found["text_offset"], found["tokens"], strict=True))
+    assert "\ufffd" in "".join(found["tokens"])  # the bytes of é are two tokens
+    for offset, token in pairs:
+        shown = token.replace("</s>", "")
+        assert written.startswith(shown, offset) or ("\ufffd" in token and written[offset] in "é😀€ç"), pairs
+    assert [offset for offset, _ in pairs] == sorted(found["text_offset"])
+    assert {offset for offset, _ in pairs} >= set(range(4))
+    chunks = [chunk["choices"][0] for chunk in stream(server, "/v1/completions", **settings)[:-1]]
+    streamed = [offset for chunk in chunks if chunk["logprobs"] for offset in chunk["logprobs"]["text_offset"]]
+    assert streamed == found["text_offset"]
+
+
+def test_a_text_that_ends_inside_a_character_is_that_of_decode(server: Served, small: tuple[Any, Any]) -> None:
+    """In a response, a stream and an engine's handle."""
+    tokenizer = small[1]
+    token = tokenizer("€", add_special_tokens=False)["input_ids"][0]  # the first byte of three
+    settings = {"prompt": "Hello", "logit_bias": {str(token): 100}}
+    for count in range(1, 6):
+        expected = tokenizer.decode([token] * count)
+        assert expected == "\ufffd" * count
+        body = {"temperature": 0, "max_tokens": count, **settings}
+        assert server.post("/v1/completions", **body).json()["choices"][0]["text"] == expected
+        chunks = stream(server, "/v1/completions", **body)[:-1]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+        bias = [[[token], 100.0]]
+        handle = server.engine.submit("Hello", max_new_tokens=count, do_sample=False, sequence_bias=bias)
+        assert "".join(text for _, text, _ in handle.texts()) == expected
+
+        async def read(handle: Any) -> str:
+            return "".join([text async for _, text, _ in handle.texts_async()])
+
+        assert asyncio.run(read(handle)) == expected
+
+
 def test_a_prompt_that_was_seen_before_counts_as_cached(server: Served) -> None:
     text = "A prompt of its own."
     first, second = (server.chat(text)["usage"] for _ in range(2))

@@ -24,7 +24,8 @@ class LoggedToken:
     """A generated token of a response with log-probabilities."""
 
     token: int
-    text: str
+    begin: int
+    """Number of characters before it in the text of its choice."""
     found: TokenLogProbs
 
 
@@ -154,7 +155,7 @@ class _ChoiceText:
         self._tokens: list[int] = submission.prompt["input_ids"][0].tolist() if self._log_probs else []
         self._length = 0  # of the text, including what is held back
         self._shown = 0
-        self._waiting: list[tuple[int, LoggedToken]] = []  # with the index in the text at which they begin
+        self._waiting: list[LoggedToken] = []
 
     @property
     def stopped(self) -> bool:
@@ -168,7 +169,7 @@ class _ChoiceText:
             self._tokens.append(token)
             found = self._log_probs.get(torch.tensor(self._tokens))
             if found is not None:
-                self._waiting.append((self._length, LoggedToken(token, text, found)))
+                self._waiting.append(LoggedToken(token, self._length, found))
         self._length += len(text)
         return self._show(self._stops.add(text))
 
@@ -181,6 +182,6 @@ class _ChoiceText:
 
     def _show(self, text: str, everything: bool = False) -> tuple[str, list[LoggedToken]]:
         self._shown += len(text)
-        ready = [token for begin, token in self._waiting if begin < self._shown or everything]
+        ready = [logged for logged in self._waiting if logged.begin < self._shown or everything]
         self._waiting = self._waiting[len(ready) :]
         return text, ready

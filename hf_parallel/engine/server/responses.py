@@ -68,7 +68,7 @@ class Writer:
             "tokens": [self._text(logged.token) for logged in delta.logged],
             "token_logprobs": [_finite(logged.found.log_prob) for logged in delta.logged],
             "top_logprobs": [{text: _finite(value) for text, value in top.items()} for top in tops],
-            "text_offset": [],
+            "text_offset": [logged.begin for logged in delta.logged],
         }
 
     def _logged(self, logged: LoggedToken) -> dict[str, Any]:
