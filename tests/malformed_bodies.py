@@ -263,6 +263,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     **{f"top_logprobs={value!r}": {"logprobs": True, "top_logprobs": value} for value in (-1, 21, 1.5, "2")},
     "alternatives without log-probabilities": {"top_logprobs": 2},
     "options of a stream that is none": {"stream": False, "stream_options": {"include_usage": True}},
+    "more new tokens than at most": {"min_new_tokens": 5},
+    "a long answer without a token twice": {"no_repeat_ngram_size": 1, "max_tokens": 900},
     "a long n-gram": {"no_repeat_ngram_size": 33},
     "a stop text of 132 bytes": {"stop": ["a", "ß" * 66]},
     "many texts that end a sentence": {"generation_mode": "hogwild", "sentence_ends": [".", "!"] * 40},

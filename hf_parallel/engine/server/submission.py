@@ -235,6 +235,14 @@ class Translator:
                 name if begin >= self.max_tokens else "max_tokens",
                 "context_length_exceeded",
             )
+        least, size = body.min_new_tokens or 0, vocabulary_size(self.engine.model)
+        if least > wanted:
+            raise APIError(
+                400, f"min_new_tokens must be at most the {wanted} new tokens, got {least}", "min_new_tokens"
+            )
+        if body.no_repeat_ngram_size == 1 and begin + wanted > size:
+            message = f"no_repeat_ngram_size=1 needs a vocabulary of {begin + wanted} tokens, this one has {size}"
+            raise APIError(400, message, "no_repeat_ngram_size")
         return wanted
 
     def _add_processors(self, submission: Submission, body: Body) -> None:
