@@ -441,6 +441,13 @@ def test_settings_of_the_mode_are_checked_by_the_mode(server: Served) -> None:
     assert "num_workers must be" in error["message"]
 
 
+def test_a_mode_that_needs_sampling_names_the_temperature(server: Served) -> None:
+    settings = {"generation_mode": "self_consistency", "temperature": 0}
+    error = check_error(server.post("/v1/chat/completions", messages=CHAT, **settings), 400)
+    assert error["param"] == "temperature"
+    assert "give a temperature above 0" in error["message"]
+
+
 # JSON schemas
 
 SCHEMA = {

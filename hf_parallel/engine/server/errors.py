@@ -68,7 +68,7 @@ def api_error(error: BaseException, fields: Iterable[str] = ()) -> APIError | No
     if isinstance(error, TemplateError):
         return APIError(400, f"the chat template does not accept these messages: {error}", "messages")
     if isinstance(error, ValueError | TypeError | UnsupportedModelError):
-        message = str(error)
+        message = str(error).replace("do_sample=True", "a temperature above 0")  # the field that sets it
         found = [name for name in fields if re.search(rf"\b{re.escape(name)}\b", message)]
         return APIError(400, message, min(found, key=message.index, default=None))
     return None
