@@ -312,3 +312,37 @@ def test_requests_that_compute_prefixes_for_each_other_end(model: Any) -> None:
             for name, handle in handles.items():
                 assert handle.result(20).sequences.tolist() == expected[name]
             assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("priorities", [(0, 0), (1, 0)])
+def test_memory_for_moving_a_step_is_not_taken_from_an_older_request(
+    model: Any, token_bytes: int, priorities: tuple[int, int]
+) -> None:
+    """A request whose own code needs memory, beyond its passes, waits for those that are older or more important."""
+    steps: dict[str, Any] = {"generation_mode": "hogwild", "num_workers": 2, "stop_on_answer": "never"}
+    text = [*map(ord, "x" * 36), 4]  # a step, which is copied to the history when it ends
+    calls, preempted, waited = itertools.count(), set[int](), set[int]()
+
+    def write(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, text[next(calls) % len(text)]] = 0
+        return forced
+
+    with Engine(model, TOKENIZER, max_kv_bytes=token_bytes * 416) as engine:
+
+        def note(module: Any, args: Any) -> None:
+            for request in engine._scheduler.running:
+                (preempted if request.preempted else waited if request.is_waiting else set()).add(request.number)
+
+        gate = Gate(engine)
+        old = engine.submit(prompt(1, 60), max_new_tokens=120, priority=priorities[0])
+        young = engine.submit(
+            prompt(2, 60), max_new_tokens=110, priority=priorities[1], logits_processor=[write], **steps
+        )
+        model.register_forward_pre_hook(note)
+        gate.open()
+        old.result(60)
+        young.result(60)
+        assert_nothing_is_held(engine)
+    assert waited == {2}
+    assert 1 not in preempted

@@ -361,11 +361,15 @@ class Engine:
             request.handle.notify()
 
     def _make_room(self) -> bool:
-        """Preempt a request for the one whose code is running. Return whether there was one."""
-        if self._current is None:
-            return False
-        victim = self._scheduler.victim(but=self._current)
-        if victim is not None:
+        """Free memory for the request whose code is running. Return False if it runs alone.
+
+        The order is that of passes. A request that would preempt itself waits until others end or preempt it.
+        """
+        asking = self._current
+        victim = None if asking is None else self._scheduler.victim_of([asking])
+        if asking is not None and victim is asking:
+            asking.wait()
+        elif victim is not None:
             self._scheduler.preempt(victim)
         return victim is not None
 
@@ -383,8 +387,8 @@ class Engine:
                 elif len(batch) > 1:
                     victim = batch[-1]
                 else:
-                    self._call(batch[0], batch[0].fail, error)
                     victim = batch[0]
+                    self._call(victim, victim.fail, error)
                 if victim in batch:
                     batch.remove(victim)
                 if not batch:

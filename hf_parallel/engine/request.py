@@ -82,6 +82,11 @@ class Request:
         """Set the cost."""
         self.handle.stats = stats
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it waits for a forward pass or for sampling, and for no other request."""
+        return self.pending is not None or self.sampling is not None
+
     # Estimates
 
     @property

@@ -128,9 +128,9 @@ class Scheduler:
         return max(candidates, key=self._age) if candidates and len(running) > 1 else None
 
     def victim_of(self, batch: list[Request]) -> Request | None:
-        """Return the request to preempt so that the passes of a batch fit into memory; None: there is none."""
+        """Return the request to preempt so that the requests of a batch can continue; None: there is none."""
         victim = self.victim()
-        if batch == [victim] and not any(other.pending for other in self.running if other is not victim):
+        if batch == [victim] and not any(other.is_ready for other in self.running if other is not victim):
             return self.victim(but=victim)  # one that waits for it: else it would be resumed and preempted for ever
         return victim
 
