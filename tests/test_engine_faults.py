@@ -620,3 +620,46 @@ def test_random_faults_leave_the_tokens_of_other_requests_right(model: Any) -> N
     assert faults.outcomes["RuntimeError"] + faults.outcomes["OutOfMemoryError"] >= 5
     assert faults.outcomes["RequestCancelledError"] >= 3
     assert faults.outcomes["preempted"]
+
+
+class Incomparable:
+    """A submitter that raises where it is compared with another one."""
+
+    def __hash__(self) -> int:
+        return hash("other")
+
+    def __eq__(self, other: object) -> bool:
+        raise InjectedError("injected")
+
+
+def test_a_submitter_that_raises_fails_its_request_only(model: Any) -> None:
+    prompt = torch.randint(32, 126, (9,), generator=torch.Generator().manual_seed(1))
+    with Engine(model) as engine:
+        other = engine.submit(prompt, max_new_tokens=40, submitter="other")
+        failing = engine.submit(prompt, max_new_tokens=40, submitter=Incomparable())
+        with pytest.raises(InjectedError):
+            failing.result(20)
+        assert other.result(20).sequences.shape[1] > len(prompt)
+        assert engine.submit(prompt, max_new_tokens=2, submitter="other").result(20)
+        assert_nothing_is_held(engine)
+        assert engine.stats.failed == 1
+
+
+class ChangedHash:
+    """A submitter whose hash changes after the submission."""
+
+    value = 1
+
+    def __hash__(self) -> int:
+        return self.value
+
+
+def test_a_submitter_whose_hash_changes_is_served(model: Any) -> None:
+    submitter = ChangedHash()
+    with Engine(model) as engine:
+        handle = engine.submit(torch.arange(40, 50), max_new_tokens=30, submitter=submitter)
+        next(iter(handle))
+        submitter.value = 2
+        assert handle.result(20).sequences.shape[1] > 10
+        assert_nothing_is_held(engine)
+        assert engine.error is None

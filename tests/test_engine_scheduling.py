@@ -143,7 +143,7 @@ def test_new_submitters_do_not_starve_one_that_was_served_much(model: Any) -> No
         for handle in handles:
             handle.result(60)
         wait_until_idle(engine)
-        assert not engine._scheduler.served
+        assert not engine._scheduler.submitters
     assert gate.order.index("idle") > max(i for i, name in enumerate(gate.order) if name == "old")
     assert max(i for i, name in enumerate(gate.order) if name == "old") < 60
 

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import Self
 
 from hf_parallel.cache.placement import cpu_as_default, execution_device
-from hf_parallel.engine.arguments import split_arguments
+from hf_parallel.engine.arguments import check_limits, check_place, split_arguments
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
 from hf_parallel.engine.passes import PendingPass, join_passes, new_lengths
 from hf_parallel.engine.request import NonFiniteLogitsError, Request
@@ -27,7 +27,6 @@ from hf_parallel.generation.claim import ENGINE_OPEN, Claim
 from hf_parallel.generation.joint_sampling import sample_jointly
 from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.runner import CachedModel
-from hf_parallel.generation.validation import check_int, is_int
 from hf_parallel.kernels.linear import linear_layers
 from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.attention import gradient_checkpointing_disabled
@@ -78,12 +77,8 @@ class Engine:
         max_batch_tokens: int | None = None,
         policy: EvictionPolicy | None = None,
     ) -> None:
-        check_int("max_rows", max_rows, at_least=1)
-        check_int("max_waiting", max_waiting, at_least=1)
-        if max_kv_bytes is not None:
-            check_int("max_kv_bytes", max_kv_bytes, at_least=1)
-        if max_batch_tokens is not None:
-            check_int("max_batch_tokens", max_batch_tokens, at_least=1)
+        check_limits(max_rows=max_rows, max_waiting=max_waiting)
+        check_limits(True, max_kv_bytes=max_kv_bytes, max_batch_tokens=max_batch_tokens)
         self.model = unwrap(enable(model, tokenizer=tokenizer))
         if (ranks := getattr(self.model, "tp_size", None) or 1) > 1:
             # requests arrive at each rank at another time, so that the ranks would compute different batches
@@ -180,15 +175,10 @@ class Engine:
         RuntimeError
             If the engine is not open.
         """
-        self._check_open()
+        self.check_open()
         if "past_key_values" in settings:
             raise ValueError("an engine has a cache of its own: past_key_values cannot be given")
-        if not is_int(priority):
-            raise ValueError(f"priority must be an int, got {priority!r}")
-        try:
-            hash(submitter)
-        except TypeError as error:
-            raise ValueError(f"submitter must be hashable, such as a string, got {submitter!r}") from error
+        check_place(priority, submitter)
         config, arguments = split_arguments(self.model, self.tokenizer, prompt, generation_mode, settings)
         assert self._claim is not None
         call = self.model.prepare_call(config, arguments, self._claim)
@@ -197,12 +187,20 @@ class Engine:
         request = Request(config, call, handle, priority, submitter)
         self._scheduler.check_budget(request)
         with self._changed:
-            self._check_open()
+            self.check_open()
             if len(self._submitted) + len(self._scheduler.waiting) >= self.max_waiting:
                 raise QueueFullError(f"{self.max_waiting} requests wait already (max_waiting)")
             self._submitted.append(request)
             self._changed.notify_all()
         return handle
+
+    def check_open(self) -> None:
+        """Raise `RuntimeError` if the engine accepts no requests."""
+        if self._error is not None:
+            raise RuntimeError("the engine has stopped") from self._error
+        if self._thread is None or self._closing:
+            raise RuntimeError("the engine is not open: use it as `with Engine(...) as engine:`")
+        self._check_process()
 
     @property
     def stats(self) -> EngineStats:
@@ -218,13 +216,6 @@ class Engine:
     def is_closing(self) -> bool:
         """Whether the engine accepts no more requests."""
         return self._closing
-
-    def _check_open(self) -> None:
-        if self._error is not None:
-            raise RuntimeError("the engine has stopped") from self._error
-        if self._thread is None or self._closing:
-            raise RuntimeError("the engine is not open: use it as `with Engine(...) as engine:`")
-        self._check_process()
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
@@ -275,13 +266,13 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._submitted and not self._is_busy():
+                while not self._submitted and not self._scheduler.is_busy:
                     if self._closing:
                         return
                     self._changed.wait()
                 closing = self._closing and not self._draining
                 while self._submitted:
-                    self._scheduler.add(self._submitted.popleft())
+                    self._add(self._submitted.popleft())
                 cancelled, self._cancelled = self._cancelled, []
             if closing:
                 return
@@ -290,8 +281,12 @@ class Engine:
                     self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
             self._step()
 
-    def _is_busy(self) -> bool:
-        return bool(self._scheduler.waiting or self._scheduler.running)
+    def _add(self, request: Request) -> None:
+        try:
+            self._scheduler.add(request)
+        except Exception as error:  # in code of its submitter
+            request.handle.end(error=error)
+            self._work.add(request.stats, error)
 
     def _abandon(self) -> None:
         """End all requests, as the engine ends."""
@@ -330,7 +325,7 @@ class Engine:
         if batch:
             self._compute(batch)
             self._sample()
-        elif self._is_busy():
+        elif self._scheduler.is_busy:
             time.sleep(IDLE_SECONDS)  # requests wait for each other
         self._work.step_seconds += time.perf_counter() - began
 

@@ -53,7 +53,7 @@ class EngineReplica:
 
     def check_health(self) -> None:
         """Raise `RuntimeError` if the engine has stopped. Ray then restarts the replica."""
-        self.engine._check_open()
+        self.engine.check_open()
 
     def __del__(self) -> None:
         if hasattr(self, "engine"):

@@ -56,6 +56,7 @@ class Request:
         self.call = replace(call, executor=self, streamer=self.streamer)
         self.chunk_size = 0
         self.number = -1  # in the order of submission
+        self.account: Any = None  # its submitter's, see `Scheduler`
         self.num_tokens = 0  # tokens generated
         self.has_started = False  # whether it has sampled or shown something, so that it cannot start again
         self.pending: PendingPass | None = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +18,14 @@ class QueueFullError(RuntimeError):
     """Raised at submission if `max_waiting` requests wait already."""
 
 
+@dataclass
+class Account:
+    """What a submitter was served, and its requests that wait or run."""
+
+    served: float = 0.0  # tokens
+    num_requests: int = 0
+
+
 class Scheduler:
     """Admits requests, chooses the passes of a step, and preempts.
 
@@ -29,11 +37,16 @@ class Scheduler:
         self.storage, self.max_rows, self.max_batch_tokens = storage, max_rows, max_batch_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.served: dict[Any, float] = {}  # tokens, by submitter
+        self.submitters: dict[Any, Account] = {}
+        self._num_active = 0  # submitters with requests
         self._fair = 0.0  # tokens that a submitter was served that always had requests
-        self._requests: Counter[Any] = Counter()  # waiting and running ones, by submitter
         self.preemptions = 0
         self._submitted = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self.waiting or self.running)
 
     def check_budget(self, request: Request) -> None:
         """Raise `KVBudgetError` if a request alone does not fit into memory."""
@@ -47,29 +60,33 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Append a request to the queue."""
-        if request.number < 0:
-            request.number, self._submitted = self._submitted, self._submitted + 1
-            if not self._requests[request.submitter]:  # one that was idle has no advantage over the others
-                self.served[request.submitter] = max(self.served.get(request.submitter, 0), self._fair)
-            self._requests[request.submitter] += 1
+        account = request.account = self.submitters.setdefault(request.submitter, Account())
+        if not account.num_requests:  # one that was idle has no advantage over the others
+            account.served = max(account.served, self._fair)
+            self._num_active += 1
+        account.num_requests += 1
+        request.number, self._submitted = self._submitted, self._submitted + 1
         self.waiting.append(request)
 
     def charge(self, request: Request, tokens: int) -> None:
         """Count tokens that a request was served."""
-        self.served[request.submitter] += tokens
-        self._fair += tokens / len(self._requests)
+        request.account.served += tokens
+        self._fair += tokens / self._num_active
 
     def remove(self, request: Request) -> None:
         """Remove a request that has ended."""
         for requests in (self.waiting, self.running):
             if request in requests:
                 requests.remove(request)
-        self._requests[request.submitter] -= 1
-        if not self._requests[request.submitter]:
-            del self._requests[request.submitter]
-            idle = self.served.keys() - self._requests.keys()
-            for submitter in [one for one in idle if not self._requests or self.served[one] <= self._fair]:
-                del self.served[submitter]  # it would begin as a new one
+        request.account.num_requests -= 1
+        if request.account.num_requests:
+            return
+        self._num_active -= 1
+        self.submitters = {  # without those that would begin as new ones
+            submitter: account
+            for submitter, account in self.submitters.items()
+            if account.num_requests or (self._num_active and account.served > self._fair)
+        }
 
     def resumable(self) -> list[Request]:
         """Return the preempted requests whose keys and values fit into memory again, the oldest first."""
@@ -145,7 +162,7 @@ class Scheduler:
             self.waiting.append(request)
 
     def _order(self, request: Request) -> tuple[Any, ...]:
-        return -request.priority, self.served[request.submitter], request.number
+        return -request.priority, request.account.served, request.number
 
     @staticmethod
     def _age(request: Request) -> tuple[int, int]:
