@@ -82,6 +82,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
     storage = engine._storage
     nodes = list(storage.nodes())
     assert not storage.pins
+    assert not storage.computing
     assert storage.blocks == {node.block for node in nodes}
     assert all(len(node.tokens) == node.block.length > 0 for node in nodes)
     for layer in storage.arena.layers.values():

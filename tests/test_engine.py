@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from engine_requests import MODES, TOKENIZER, Case, random_case, random_prefixes
+from engine_requests import MODES, TOKENIZER, Case, assert_nothing_is_held, random_case, random_prefixes
 from transformers import PreTrainedModel
 
 import hf_parallel
@@ -33,13 +33,6 @@ ARCHITECTURES = ["llama", "gemma3_text", "gpt_neox"]
 
 def enabled(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return hf_parallel.enable(copy.deepcopy(tiny.build(name, dtype=dtype)))
-
-
-def assert_idle(engine: Engine) -> None:
-    """Assert that no request holds memory."""
-    nodes = {node.block for node in engine._storage.nodes()}
-    assert [block for block in engine._storage.blocks if block not in nodes] == []
-    assert engine._storage.pins == engine._storage.computing == {}
 
 
 def submit_all(engine: Engine, cases: list[Case], rng: random.Random) -> list[RequestHandle | None]:
@@ -95,7 +88,7 @@ def test_random_requests_get_their_tokens_within_a_budget(name: str) -> None:
                 with suppress(RequestCancelledError, KVBudgetError):  # workers may write more than a request reserves
                     outputs[index] = handle.result(60).sequences.tolist()
         stats = engine.stats
-        assert_idle(engine)
+        assert_nothing_is_held(engine)
     for case, output in zip(cases, outputs, strict=True):
         assert output is None or output == case.alone(model)
     assert stats.evicted_tokens
@@ -121,7 +114,7 @@ def test_a_request_that_is_preempted_at_every_step_gets_the_probabilities_of_gen
         for _ in range(40):  # its keys and values are computed again, then one pass
             before = sum(request.num_tokens for request in engine._scheduler.running)
             run_step(engine)
-            if not engine._is_busy() or sum(r.num_tokens for r in engine._scheduler.running) != before:
+            if not engine._scheduler.is_busy or sum(r.num_tokens for r in engine._scheduler.running) != before:
                 return
 
     expected: Any = model.generate(
@@ -135,7 +128,7 @@ def test_a_request_that_is_preempted_at_every_step_gets_the_probabilities_of_gen
     with Engine(model, TOKENIZER) as engine:
         output = engine.submit(case.prompt, mode, **case.arguments).result(60)
         assert engine.stats.preemptions > 4
-        assert_idle(engine)
+        assert_nothing_is_held(engine)
     assert output.sequences.tolist() == expected.sequences.tolist()
     np.testing.assert_allclose(output.record.sampled_log_probs(), expected.record.sampled_log_probs(), atol=1e-6)
 
@@ -166,7 +159,7 @@ def test_a_request_that_is_preempted_after_a_pass_continues_with_its_logits(
     monkeypatch.setattr(RequestCache, "is_computed_by_other", wait_first)
     with Engine(model, TOKENIZER) as engine:
         assert engine.submit(case.prompt, mode, **case.arguments).result(60).sequences.tolist() == expected
-        assert_idle(engine)
+        assert_nothing_is_held(engine)
 
 
 def test_texts_of_a_request_that_is_preempted_before_its_first_token_are_streamed_once(
@@ -192,7 +185,7 @@ def test_texts_of_a_request_that_is_preempted_before_its_first_token_are_streame
         handle = engine.submit(case.prompt, "hogwild", **case.arguments)
         output = handle.result(60)
         assert list(handle.texts()) == record
-        assert_idle(engine)
+        assert_nothing_is_held(engine)
     assert len(preempted) == 2
     assert output.record.events == expected.record.events
     assert output.sequences.tolist() == expected.sequences.tolist()
@@ -204,7 +197,7 @@ def test_equal_completions_are_kept_once() -> None:
         held = []
         for _ in range(3):
             engine.submit(prompt, do_sample=False, max_new_tokens=8).result(60)
-            assert_idle(engine)
+            assert_nothing_is_held(engine)
             held.append(engine.stats.kv_bytes)
     assert held[0] == held[1] == held[2]
 
