@@ -92,25 +92,16 @@ class Request:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that generate: as declared, or in the pass that it waits for if that has more."""
-        return max(self.min_rows, 0 if self.pending is None else self.pending.num_segments)
+        """Number of rows that generate: those of the decode pass that it waits for, else the most that it may have."""
+        pending = self.pending or self._suspended[0]
+        if pending is None or pending.is_prefill:
+            return self.call.num_rows * self.config.max_rows_per_prompt
+        return pending.num_segments
 
     @cached_property
-    def min_rows(self) -> int:
-        """Number of rows that generate in every call with its settings."""
-        return self.call.num_rows * self.config.rows_per_prompt
-
-    @cached_property
-    def prompt_tokens(self) -> int:
-        """Number of distinct prompt tokens: prefixes that the prompts share count once."""
-        prompts = sorted(prompt.tolist() for prompt in self.call.prompts)
-        shared = sum(_common_length(a, b) for a, b in zip(prompts, prompts[1:], strict=False))
-        return sum(map(len, prompts)) - shared
-
-    @property
     def max_tokens(self) -> int:
-        """Tokens whose keys and values it may hold: prompts, and all rows at their maximum length."""
-        return self.prompt_tokens + self.min_rows * self.call.max_new_tokens
+        """Maximum number of tokens whose keys and values it holds."""
+        return self.config.max_kv_tokens(self.call)
 
     # The executor of its call
 
@@ -382,8 +373,3 @@ def _throw(coroutine: greenlet.greenlet, error: BaseException) -> None:
     if coroutine is not current and not coroutine.dead:
         coroutine.parent = current
         coroutine.throw(error)
-
-
-def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    length = min(len(a), len(b))
-    return next((i for i in range(length) if a[i] != b[i]), length)

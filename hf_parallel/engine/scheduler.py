@@ -50,12 +50,12 @@ class Scheduler:
 
     def check_budget(self, request: Request) -> None:
         """Raise `KVBudgetError` if a request alone does not fit into memory."""
-        limit = self.storage.max_tokens
+        limit, prompt = self.storage.max_tokens, request.call.prompt_tokens
         if limit is not None and request.max_tokens > limit:
             raise KVBudgetError(
                 f"max_kv_bytes={self.storage.max_bytes} holds {limit} tokens, but this request may need "
-                f"{request.max_tokens}: {request.prompt_tokens} of the prompt, and {request.min_rows} x "
-                f"{request.call.max_new_tokens} new tokens"
+                f"{request.max_tokens}: {prompt} of the prompt, and {request.max_tokens - prompt} of up to "
+                f"{request.num_rows} rows with max_new_tokens={request.call.max_new_tokens}"
             )
 
     def add(self, request: Request) -> None:
@@ -119,7 +119,7 @@ class Scheduler:
             admitted.append(request)
             rows += request.num_rows
             if request.handle.times.started is None:  # else it starts again
-                self.charge(request, request.prompt_tokens)
+                self.charge(request, request.call.prompt_tokens)
         return admitted
 
     def next_batch(self) -> list[Request]:
@@ -182,4 +182,5 @@ class Scheduler:
 
 
 def _least_tokens(request: Request) -> int:
-    return request.prompt_tokens + request.num_rows * min(request.call.max_new_tokens, EXPECTED_TOKENS)
+    new = request.num_rows * min(request.call.max_new_tokens, EXPECTED_TOKENS)
+    return min(request.call.prompt_tokens + new, request.max_tokens)

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.placement import execution_device
-from hf_parallel.generation.arguments import check_model_inputs
+from hf_parallel.generation.arguments import check_model_inputs, encode
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import UnsupportedModelError
@@ -83,6 +83,17 @@ class GenerationCall:
         """Maximum number of new tokens of a row."""
         return self.max_length - self.input_ids.shape[1]
 
+    @cached_property
+    def prompt_tokens(self) -> int:
+        """Number of distinct prompt tokens: prefixes that the prompts share count once."""
+        prompts = sorted(prompt.tolist() for prompt in self.prompts)
+        shared = sum(_common_length(a, b) for a, b in zip(prompts, prompts[1:], strict=False))
+        return sum(map(len, prompts)) - shared
+
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text of the settings."""
+        return len(encode(self.tokenizer, text)) if text else 0
+
     @property
     def is_traced(self) -> bool:
         """Whether the record traces the forward passes: it is returned, and `sequences` do not say all of them."""
@@ -150,6 +161,11 @@ def make_call(
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of rows of a model's embedding."""
     return model.get_input_embeddings().weight.shape[0]  # type: ignore[index,return-value]
+
+
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    length = min(len(a), len(b))
+    return next((i for i in range(length) if a[i] != b[i]), length)
 
 
 def _unpad(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> list[np.ndarray]:

@@ -151,6 +151,14 @@ class ParallelConfig:
         """Maximum number of rows per prompt that generate at the same time, those without an output included."""
         return self.rows_per_prompt
 
+    def max_kv_tokens(self, call: GenerationCall) -> int:
+        """Return the maximum number of tokens whose keys and values a call holds at the same time.
+
+        By default those of the prompts, and of all rows at their maximum length. An engine with a budget refuses calls
+        that may need more than it has. A mode that inserts text, or computes text again, overrides this.
+        """
+        return call.prompt_tokens + call.num_rows * self.max_rows_per_prompt * call.max_new_tokens
+
     @property
     def replaces_input_ids(self) -> bool:
         """Whether the settings hold the prompts, so that a call must not pass `input_ids`."""

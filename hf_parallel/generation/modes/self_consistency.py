@@ -106,6 +106,15 @@ class SelfConsistencyConfig(ReplayConfig):
         """Number of answers."""
         return self.num_answers
 
+    def max_kv_tokens(self, call: GenerationCall) -> int:
+        """See `ParallelConfig.max_kv_tokens`. A conclusion reads all answers again."""
+        total = super().max_kv_tokens(call)
+        if self.vote == "majority":
+            return total
+        headers = sum(call.count_tokens(self.answer_header.format(number=n + 1)) for n in range(self.num_answers))
+        conclusion = call.count_tokens(self.conclusion_prompt) + self.conclusion_tokens
+        return total + call.num_rows * (headers + self.num_answers * call.max_new_tokens + conclusion)
+
     def place(self, row: int, num_prompts: int) -> RowPlace:
         """See `ParallelConfig.place`. A conclusion spans the columns of all answers."""
         answers = num_prompts * self.num_answers

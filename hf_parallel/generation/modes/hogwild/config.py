@@ -22,6 +22,7 @@ from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.resampling.config import ReplayConfig
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text, check_texts
+from hf_parallel.models.capabilities import max_positions
 from hf_parallel.transcript.sections import TranscriptStyle
 
 NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
@@ -209,6 +210,25 @@ class HogwildConfig(ReplayConfig):
     def rows_per_prompt(self) -> int:
         """The number of workers."""
         return self.num_workers
+
+    def max_kv_tokens(self, call: GenerationCall) -> int:
+        """See `ParallelConfig.max_kv_tokens`. Assumes that no step is shorter than its `step_prefix`.
+
+        A step is copied when it ends, with which a worker holds at most twice the tokens that it has generated, and two
+        prefixes. No group exceeds the model's positions, unless prompt and `max_new_tokens` alone do.
+        """
+        count, new = call.count_tokens, call.max_new_tokens
+        prefix = max(count(self.step_prefix_of(name, new)) for name in self.names)
+        headers = (self.history_header, self.others_header, self.own_header, self.step_gap)
+        checks = min(new // prefix, new // self.redundancy_interval + 1) if prefix else 0
+        steps = 2 * (new + prefix) + count(self.separator) + checks * count(self.redundancy_prompt)
+        finisher = count(self.finisher_prompt) + self.finisher_tokens
+        group = sum(map(count, headers)) + self.num_workers * steps + finisher
+        positions = max_positions(call.model.config)
+        longest = max(map(len, call.prompts)) + new
+        if positions is not None and longest <= positions:
+            group = min(group, positions + new + prefix)
+        return call.prompt_tokens + call.num_rows * group
 
     def place(self, row: int, num_prompts: int) -> RowPlace:
         """See `ParallelConfig.place`. Row -1 is the common history; a session may have more rows than `num_workers`."""

@@ -168,6 +168,10 @@ class PDOSConfig(BlockFormat, ParallelConfig):
         """Maximum number of branches of a block."""
         return self.max_branches
 
+    def max_kv_tokens(self, call: GenerationCall) -> int:
+        """See `ParallelConfig.max_kv_tokens`. An answer holds its branches, which are copied when they are joined."""
+        return call.prompt_tokens + 2 * call.num_rows * call.max_new_tokens
+
     def place(self, row: int, num_prompts: int) -> RowPlace:
         """See `ParallelConfig.place`. Index 0 is the trunk, which spans the columns of all branches."""
         index, prompt = divmod(row, num_prompts)

@@ -1,0 +1,123 @@
+"""A budget of an engine: a request that may not fit raises at submission, and one that is accepted ends."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from engine_requests import TOKENIZER, assert_nothing_is_held
+from mode_cases import BUILT_IN, small_call
+
+import hf_parallel
+
+pytest.importorskip("greenlet")
+
+from hf_parallel.engine import Engine, KVBudgetError
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+SENTENCE_END = 4  # a token of `AsciiTokenizer` that ends a step of a worker
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+
+
+@pytest.fixture(scope="module")
+def token_bytes(model: Any) -> int:
+    """Bytes of the keys and values of one token."""
+    with Engine(model, TOKENIZER) as engine:
+        engine.submit([40], max_new_tokens=2).result(20)
+        return engine.stats.kv_bytes // 2
+
+
+class Writer:
+    """Forces all rows to write one text, then letters."""
+
+    def __init__(self, text: list[int]) -> None:
+        self.text = iter(text)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, next(self.text, ord("x"))] = 0
+        return forced
+
+
+def random_settings(mode: str, rng: random.Random) -> tuple[dict[str, Any], list[int]]:
+    """Return random settings of a mode, and text with which its rows become as long as they can."""
+    settings = small_call(mode) | {"max_new_tokens": rng.randint(3, 40)}
+    text: list[int] = []
+    if mode == "shared_prefix":
+        settings |= {"num_return_sequences": rng.randint(1, 4), "do_sample": True}
+    elif mode == "self_consistency":
+        vote, texts = rng.choice(["majority", "final"]), {"answer_header": "({number}) ", "conclusion_prompt": "So "}
+        settings |= {"vote": vote, "num_answers": rng.randint(1, 5), "conclusion_tokens": rng.randint(1, 9), **texts}
+    elif mode == "skeleton_of_thought":
+        outline = "".join(f" {'t' * rng.randint(1, 4)}{i}\n{i + 1}." for i in range(1, 9))
+        text = list(map(ord, outline))
+        settings |= {"outline_tokens": len(text), "point_tokens": rng.randint(1, 20), "max_points": rng.randint(2, 6)}
+        settings |= {"conclusion_tokens": rng.choice([None, 0, 5]), "point_end": ""}
+        settings["point_prompt"] = rng.choice(["Q:", "Do {number}/{skeleton}:", "{skeleton}\nNow: "])
+        settings["point_heading"] = rng.choice(["", "{number}. {point}: {point}"])
+    elif mode == "pdos":
+        settings |= {"max_new_tokens": rng.randint(40, 120), "join": rng.choice(["reencode", "rotate"])}
+        settings |= {"titles": ["A", "B"], "opening": "", "max_blocks": 1, "parallel_hint": False}
+    elif mode == "hogwild":
+        layout = rng.choice(["combined", "interleaved", "contiguous"])
+        settings |= {"num_workers": rng.randint(1, 4), "layout": layout, "stop_on_answer": "never"}
+        text = ([ord("x")] * rng.choice([15, 20, 40]) + [SENTENCE_END]) * 3
+    return settings, text
+
+
+def estimate(model: Any, token_bytes: int, ids: torch.Tensor, settings: dict[str, Any]) -> int:
+    """Return the number of tokens that a request may need."""
+    with Engine(model, TOKENIZER, max_kv_bytes=token_bytes) as engine, pytest.raises(KVBudgetError) as raised:
+        engine.submit(ids, **settings)
+    found = re.search(r"holds 1 tokens, but this request may need (\d+)", str(raised.value))
+    assert found
+    return int(found[1])
+
+
+@pytest.mark.parametrize("mode", BUILT_IN)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_request_ends_within_the_memory_that_it_may_need(model: Any, token_bytes: int, mode: str, seed: int) -> None:
+    """It may not need much more than it does if all its texts are as long as allowed."""
+    rng = random.Random(f"{mode} {seed}")
+    settings, text = random_settings(mode, rng)
+    prompts = torch.Generator().manual_seed(seed)
+    ids = torch.randint(32, 126, (rng.choice([1, 1, 2]), rng.randint(2, 40)), generator=prompts)
+    tokens = estimate(model, token_bytes, ids, settings)
+    with Engine(model, TOKENIZER, max_kv_bytes=token_bytes * (tokens - 1)) as engine, pytest.raises(KVBudgetError):
+        engine.submit(ids, **settings)
+    peak = 0
+    with Engine(model, TOKENIZER, max_kv_bytes=token_bytes * tokens) as engine:
+
+        def note(module: Any, args: Any) -> None:
+            nonlocal peak
+            peak = max(peak, engine.stats.kv_bytes // token_bytes)
+
+        hook = model.register_forward_pre_hook(note)
+        engine.submit(ids, logits_processor=[Writer(text)], **settings).result(60)
+        hook.remove()
+        assert_nothing_is_held(engine)
+        assert engine.stats.preemptions == 0
+    assert tokens <= 3 * peak
+
+
+def test_answers_of_a_vote_count_as_rows(model: Any) -> None:
+    """Though a prompt has a single output."""
+    settings = small_call("self_consistency") | {"num_answers": 3, "max_new_tokens": 12}
+    running = []
+    with Engine(model, TOKENIZER, max_rows=6) as engine:
+        hook = model.register_forward_pre_hook(lambda module, args: running.append(engine.stats.running))
+        handles = [engine.submit(torch.arange(40 + i, 50 + i), **settings) for i in range(6)]
+        for handle in handles:
+            handle.result(60)
+        hook.remove()
+    assert max(running) == 2
