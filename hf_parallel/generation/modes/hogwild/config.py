@@ -220,10 +220,11 @@ class HogwildConfig(ReplayConfig):
         count, new = call.count_tokens, call.max_new_tokens
         prefix = max(count(self.step_prefix_of(name, new)) for name in self.names)
         headers = (self.history_header, self.others_header, self.own_header, self.step_gap)
-        checks = min(new // prefix, new // self.redundancy_interval + 1) if prefix else 0
-        steps = 2 * (new + prefix) + count(self.separator) + checks * count(self.redundancy_prompt)
-        finisher = count(self.finisher_prompt) + self.finisher_tokens
-        group = sum(map(count, headers)) + self.num_workers * steps + finisher
+        steps = self.num_workers * (new // max(prefix, 1))  # after the first ones
+        checks = min(steps, self.num_workers * new // self.redundancy_interval)
+        workers = self.num_workers * (2 * (new + prefix) + count(self.separator))
+        inserted = sum(map(count, headers)) + checks * count(self.redundancy_prompt) + count(self.finisher_prompt)
+        group = inserted + workers + self.finisher_tokens
         positions = max_positions(call.model.config)
         longest = max(map(len, call.prompts)) + new
         if positions is not None and longest <= positions:
