@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported
 
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -58,3 +59,29 @@ def one_thread() -> Iterator[None]:
 def embedded() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """The embedded model and its tokenizer, float32 on the CPU; the first use on a machine converts it (20 s)."""
     return hf_parallel.load_embedded_model()
+
+
+@pytest.fixture(scope="module")
+def shared_model() -> Any:
+    """A tiny Llama for the requests of engines."""
+    import tiny
+
+    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+
+
+@pytest.fixture
+def model(shared_model: Any) -> Iterator[Any]:
+    """The same, without hooks of earlier tests."""
+    from engine_requests import clear_hooks
+
+    yield shared_model
+    clear_hooks(shared_model)
+
+
+@pytest.fixture(scope="module")
+def token_bytes(shared_model: Any) -> int:
+    """Bytes of the keys and values of one of its tokens."""
+    from hf_parallel.engine import Engine
+
+    with Engine(shared_model) as engine:
+        return engine._storage.arena.bytes_per_token

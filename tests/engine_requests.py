@@ -57,6 +57,8 @@ def random_case(rng: random.Random, prefixes: list[torch.Tensor]) -> Case:
         settings |= {"do_sample": True, "seed": rng.randrange(1000), "top_k": 0, "temperature": rng.choice([0.7, 1.0])}
     if mode in (None, "shared_prefix") and rng.random() < 0.5:
         settings |= {"num_return_sequences": rng.randint(2, 4), "do_sample": True, "seed": rng.randrange(1000)}
+    if mode == "hogwild":
+        settings["redundancy_prompt"] = "Seen?"  # an engine refuses requests that may have many long ones
     if rng.random() < 0.2:
         settings["repetition_penalty"] = 1.2
     return Case(prompt, mode, settings)
@@ -66,6 +68,13 @@ def random_prefixes(rng: random.Random, count: int, length: int) -> list[torch.T
     """Return random prefixes of prompts, int64 `[length]`."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     return [torch.randint(32, 126, (length,), generator=generator) for _ in range(count)]
+
+
+def clear_hooks(model: Any) -> None:
+    """Remove all hooks of a model."""
+    for module in model.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
 
 
 def wait_until_idle(engine: Engine, seconds: float = 30) -> None:
@@ -96,6 +105,7 @@ __all__ = [
     "TOKENIZER",
     "Case",
     "assert_nothing_is_held",
+    "clear_hooks",
     "random_case",
     "random_prefixes",
     "tiny",

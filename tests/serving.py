@@ -13,8 +13,7 @@ from typing import Any
 import httpx2 as httpx
 import torch
 import uvicorn
-from small_tokenizers import make
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_tokenizers import make, small_llama
 
 from hf_parallel.engine import Engine
 from hf_parallel.engine.server import Limits, create_app
@@ -32,20 +31,7 @@ def small_model() -> tuple[Any, Any]:
     tokenizer = make("byte_level")
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.5,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config).eval()
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model = small_llama(tokenizer, initializer_range=0.5, tie_word_embeddings=False)
     return model, tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of several kinds, trained on a few lines of text."""
+"""Tokenizers of several kinds, trained on a few lines of text, and a small random model for any tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CORPUS = [
     "Let us look at each student. ####Anna Berg:......\n####Tom Hill:......\n####%%%% So Anna wins.",
@@ -104,3 +104,20 @@ KINDS = [byte_level, sentencepiece, split_marker, merged_colon, single_digits]
 def make(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer of that name."""
     return _wrap({kind.__name__: kind for kind in KINDS}[name]())
+
+
+def small_llama(tokenizer: Any, **settings: Any) -> LlamaForCausalLM:
+    """Return a random model of two layers for a tokenizer, with its special tokens; `settings` as of `LlamaConfig`."""
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        **tokens,
+        **settings,
+    )
+    return LlamaForCausalLM(config).eval()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import re
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from engine_requests import TOKENIZER, assert_nothing_is_held
 from mode_cases import BUILT_IN, small_call
-
-import hf_parallel
 
 pytest.importorskip("greenlet")
 
@@ -22,19 +18,6 @@ from hf_parallel.engine import Engine, KVBudgetError
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 SENTENCE_END = 4  # a token of `AsciiTokenizer` that ends a step of a worker
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
-
-
-@pytest.fixture(scope="module")
-def token_bytes(model: Any) -> int:
-    """Bytes of the keys and values of one token."""
-    with Engine(model, TOKENIZER) as engine:
-        engine.submit([40], max_new_tokens=2).result(20)
-        return engine.stats.kv_bytes // 2
 
 
 class Writer:

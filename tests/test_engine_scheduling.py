@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from engine_requests import TOKENIZER, Case, assert_nothing_is_held, random_case, random_prefixes, wait_until_idle
 
-import hf_parallel
 from hf_parallel.engine import Engine, KVBudgetError, QueueFullError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:nothing was generated")]
-
-
-@pytest.fixture(scope="module")
-def shared_model() -> Any:
-    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
-
-
-@pytest.fixture
-def model(shared_model: Any) -> Iterator[Any]:
-    """The model, without hooks of earlier tests."""
-    yield shared_model
-    shared_model._forward_pre_hooks.clear()
-
-
-@pytest.fixture(scope="module")
-def token_bytes(shared_model: Any) -> int:
-    """Bytes of the keys and values of one token."""
-    with Engine(shared_model) as engine:
-        return engine._storage.arena.bytes_per_token
 
 
 def prompt(seed: int, length: int = 12) -> torch.Tensor:
@@ -328,14 +305,14 @@ def test_memory_for_moving_a_step_is_not_taken_from_an_older_request(
         forced[:, text[next(calls) % len(text)]] = 0
         return forced
 
-    with Engine(model, TOKENIZER, max_kv_bytes=token_bytes * 416) as engine:
+    with Engine(model, TOKENIZER, max_kv_bytes=token_bytes * 700) as engine:
 
         def note(module: Any, args: Any) -> None:
             for request in engine._scheduler.running:
                 (preempted if request.preempted else waited if request.is_waiting else set()).add(request.number)
 
         gate = Gate(engine)
-        old = engine.submit(prompt(1, 60), max_new_tokens=120, priority=priorities[0])
+        old = engine.submit(prompt(1, 344), max_new_tokens=120, priority=priorities[0])
         young = engine.submit(
             prompt(2, 60), max_new_tokens=110, priority=priorities[1], logits_processor=[write], **steps
         )

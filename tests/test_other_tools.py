@@ -15,7 +15,7 @@ import torch
 import transformers
 from accelerate import dispatch_model
 from pages import OTHER_TOOLS, ROOT, blocks_of, run, small_scale
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_tokenizers import small_llama
 
 import hf_parallel
 from hf_parallel.generation import MODES
@@ -29,18 +29,7 @@ LIBRARIES = {"trl", "peft", "lm_eval", "smolagents", "outlines", "lmformatenforc
 def small(embedded: tuple[Any, Any]) -> Iterator[tuple[Any, Any]]:
     """A random model of two layers for the embedded tokenizer, in place of those of the Hub."""
     tokenizer = copy.deepcopy(embedded[1])
-    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        **tokens,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = small_llama(tokenizer)
     with small_scale((model, tokenizer)):
         yield model, tokenizer
 
