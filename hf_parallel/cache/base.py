@@ -87,7 +87,7 @@ class BlockCache(Cache):
 
     def free(self, block: Block) -> None:
         """Delete a block and release its memory; between `defer_frees` and `free_deferred`, after `free_deferred`."""
-        self._check_owned(block)
+        self.check_owned(block)
         if self._freed_later is not None:
             self._freed_later.append(block)
             return
@@ -107,14 +107,14 @@ class BlockCache(Cache):
 
     def truncate(self, block: Block, length: int) -> None:
         """Remove a block's tokens from index `length` on; raises `ValueError` unless `0 <= length <= block.length`."""
-        self._check_owned(block)
+        self.check_owned(block)
         if not 0 <= length <= block.length:
             raise ValueError(f"length must be between 0 and the block's {block.length}, got {length}")
         block.length = length
 
     def split(self, block: Block, at: int) -> Block:
         """Split a block in two without copying: it keeps `at` tokens, the returned block holds the others."""
-        self._check_owned(block)
+        self.check_owned(block)
         if not 0 < at < block.length:
             raise ValueError(f"at must lie inside the block's {block.length} tokens, got {at}")
         tail = Block(block.extent, block.base + at, block.first + at, block.length - at)
@@ -130,7 +130,7 @@ class BlockCache(Cache):
 
     def _copy_of(self, block: Block, kept: Sequence[tuple[int, int]], extra_capacity: int = 0) -> Block:
         """Copy the tokens `start <= j < stop` of each `(start, stop)` into a new block, rotated to their positions."""
-        self._check_owned(block)
+        self.check_owned(block)
         length = sum(stop - start for start, stop in kept)
         copy = self.new_block(length + extra_capacity, block.base)
         try:
@@ -152,8 +152,8 @@ class BlockCache(Cache):
         Copies only these tokens; `source` is empty afterwards. Raises `ValueError` if the blocks are the same, or if
         positions change and the rotary embedding is unknown.
         """
-        self._check_owned(source)
-        self._check_owned(target)
+        self.check_owned(source)
+        self.check_owned(target)
         if source is target:
             raise ValueError("a block cannot be moved into itself")
         delta = target.base + target.length - source.base
@@ -195,7 +195,8 @@ class BlockCache(Cache):
         if self.trace is not None:
             self.trace.add_copy(source, start, stop, target, at)
 
-    def _check_owned(self, block: Block) -> None:
+    def check_owned(self, block: Block) -> None:
+        """Raise `ValueError` unless a block is one of this cache."""
         if block not in self.blocks:
             raise ValueError(f"{block!r} is not (or no longer) a block of this cache")
 
@@ -273,7 +274,7 @@ class BlockCache(Cache):
                 if not segment.view or segment.num_tokens < 1:
                     raise ValueError(f"a segment needs a view and at least one new token, got {segment!r}")
                 for block in segment.view:
-                    self._check_owned(block)
+                    self.check_owned(block)
                 target = segment.view[-1]
                 if not segment.write and segment.num_tokens > target.length + new_tokens[target]:
                     raise ValueError(f"a segment cannot reread more tokens than its block holds, got {segment!r}")

@@ -6,15 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 try:
-    from ray import serve
-
     # `ray.serve.llm.request_router` has the same class, but its import needs vLLM or SGLang.
     from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
-    from ray.serve.config import RequestRouterConfig
 except ImportError as error:
     raise ImportError("replicas of an engine need Ray Serve: pip install 'hf_parallel[ray]'") from error
-
-__all__ = ["PromptRouter", "RequestRouterConfig", "prompt_text", "serve"]
 
 
 class PromptRouter(PrefixCacheAffinityRouter):

@@ -98,7 +98,11 @@ def replicas(
     >>> handle = serve.run(replicas(load_model, num_replicas=2))
     >>> handle.generate.remote("Three cities in Italy are", max_new_tokens=20).result().sequences
     """
-    from hf_parallel.engine.prompt_router import PromptRouter, RequestRouterConfig, serve
+    from hf_parallel.engine.prompt_router import PromptRouter  # raises `ImportError` that names the extra
+
+    # isort: split
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
 
     router = RequestRouterConfig(
         request_router_class=PromptRouter,

@@ -47,7 +47,7 @@ class RequestCache(SharedPrefixCache):
 
     def free(self, block: Block) -> None:
         """See `BlockCache.free`."""
-        self._check_owned(block)
+        self.check_owned(block)
         self.blocks.discard(block)
         self.storage_of_all.free(block)
 
@@ -55,9 +55,10 @@ class RequestCache(SharedPrefixCache):
         """See `KVStorage.reserve`."""
         self.storage_of_all.reserve(wanted)
 
-    def _check_owned(self, block: Block) -> None:
+    def check_owned(self, block: Block) -> None:
+        """See `BlockCache.check_owned`: blocks of the request, and of the tree."""
         if block not in self.blocks:
-            self.storage_of_all._check_owned(block)
+            self.storage_of_all.check_owned(block)
 
     def insert(self, tokens: np.ndarray, root: Node | None = None) -> Node:
         """See `SharedPrefixCache.insert`. Waits while another request computes a part of the prefix.
