@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -107,8 +106,8 @@ class Engine:
             raise RuntimeError("an Engine can be entered only once: make a new one")
         release_threads()
         started = threading.Event()
-        main = partial(self._main, started, threading.current_thread())
-        self._thread = threading.Thread(target=main, name="hf_parallel-engine", daemon=True)
+        given = started, threading.current_thread()
+        self._thread = threading.Thread(target=self._main, args=given, name="hf_parallel-engine", daemon=True)
         try:
             self._thread.start()
             started.wait()
