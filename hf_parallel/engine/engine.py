@@ -316,15 +316,12 @@ class Engine:
         if admitted := scheduler.admit():
             self._check_weights(admitted)
         for request in admitted:
-            if request not in scheduler.running:  # preempted by one before it
-                continue
-            self._call(request, request.start, self._storage, scheduler.max_batch_tokens)
-        self._sample()
+            if request in scheduler.running:  # else it was preempted by one before it
+                self._call(request, request.start, self._storage, scheduler.max_batch_tokens)
         batch = scheduler.next_batch()
         if batch:
             self._compute(batch)
-            self._sample()
-        elif self._scheduler.is_busy:
+        if not self._sample() and not batch and scheduler.is_busy:
             time.sleep(IDLE_SECONDS)  # requests wait for each other
         self._work.step_seconds += time.perf_counter() - began
 
@@ -417,8 +414,9 @@ class Engine:
             if request.pending is one or request.preempted:  # else it was restarted by one before it
                 self._call(request, request.resume, one.wanted(part), one)
 
-    def _sample(self) -> None:
-        """Sample the next tokens of all requests that wait for them, and continue each with its tokens."""
+    def _sample(self) -> bool:
+        """Sample the next tokens of all requests that wait for them; continue each. Return whether there were any."""
+        has_sampled = False
         while waiting := {r: r.sampling for r in self._scheduler.running if r.sampling is not None}:
             began = time.perf_counter()
             sampled = sample_jointly(list(waiting.values()))
@@ -431,6 +429,8 @@ class Engine:
                     self._call(request, request.fail, result)
                 else:
                     self._call(request, request.resume, result)
+            has_sampled = True
+        return has_sampled
 
     def _forward(self, pending: Sequence[PendingPass]) -> tuple[Sequence[torch.Tensor], object]:
         """Run the passes of several requests as one. Return the logits that each wants; raise an error for NaN.

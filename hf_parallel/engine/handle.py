@@ -87,6 +87,11 @@ class RequestHandle:
     Iterate over it for its tokens (`for`, `async for`), over `texts()` for its text. Several threads may read one
     handle; each iteration starts with the first token. An error of the request is raised where it is read. `stats` is
     its cost so far. Text is decoded where it is read, by `decoder`; without one, the mode writes it.
+
+    Attributes
+    ----------
+    done : bool
+        Whether the request has ended: finished, failed or cancelled.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class RequestHandle:
         check_wait: Callable[[], None] = lambda: None,
         decoder: TokenDecoder | None = None,
     ) -> None:
+        self.done = False
         self.times = RequestTimes(time.perf_counter())
         self.stats = GenerationStats()
         self._on_cancel, self._check_wait, self._decoder = on_cancel, check_wait, decoder
@@ -123,11 +129,6 @@ class RequestHandle:
         if not self.done:
             await self._wait_async(lambda: self.done)
         return self._finished()
-
-    @property
-    def done(self) -> bool:
-        """Whether the request has ended: finished, failed or cancelled."""
-        return self._output is not None or self._error is not None
 
     @property
     def error(self) -> BaseException | None:
@@ -248,7 +249,7 @@ class RequestHandle:
     def end(self, output: Any = None, error: BaseException | None = None) -> None:
         """End the request with its output or an error."""
         self.times.ended = time.perf_counter()
-        self._output, self._error = output, error
+        self._output, self._error, self.done = output, error, True
         self.notify()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -15,7 +16,10 @@ MAX_DECODED = 4
 """Most new tokens of a row in a decode pass, such as draft tokens; passes with more are prefills."""
 
 
-@dataclass(frozen=True, eq=False)
+_PARTS = attrgetter("parts")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class PendingPass:
     """A forward pass that a request waits for: consecutive passes over packed tokens `ids`, `int64 [T]`."""
 
@@ -37,9 +41,8 @@ class PendingPass:
     def _has_split(self) -> bool:
         for segments in self.original:
             for segment in segments:
-                for block in segment.view:  # a generator takes twice as long, in every step
-                    if block.parts is not None:
-                        return True
+                if any(map(_PARTS, segment.view)):
+                    return True
         return False
 
     @property
@@ -55,7 +58,7 @@ class PendingPass:
     @property
     def is_prefill(self) -> bool:
         """Whether it may wait for another step: a row has many new tokens, or passes that were missed are computed."""
-        if self.num_tokens <= MAX_DECODED:
+        if len(self.ids) <= MAX_DECODED:
             return False
         return len(self.original) > 1 or any(segment.num_tokens > MAX_DECODED for segment in self.original[0])
 
