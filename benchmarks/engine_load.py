@@ -166,7 +166,7 @@ class LoadBenchmark:
 
         async def measure() -> None:
             async with self.server(model, tokenizer, url, pid) as server:
-                report["kv_budget_bytes"] = budget(server)
+                report["kv_budget_bytes"] = server.max_kv_bytes()
                 report["requests_per_second"] = await self.capacity(server, prompt, log)
                 report["stats_at_capacity"] = stats(server)
                 for number, fraction in enumerate(self.rates):
@@ -253,7 +253,7 @@ class SoakBenchmark:
 
         async def measure() -> list[Answer]:
             async with self.load.server(model, tokenizer, url, pid) as server:
-                report["kv_budget_bytes"] = budget(server)
+                report["kv_budget_bytes"] = server.max_kv_bytes()
                 report["requests_per_second"] = await self.load.capacity(server, prompt, log)
                 idle = server.usage()
                 rate, seconds = self.of_capacity * report["requests_per_second"], 60.0 * self.minutes
@@ -282,11 +282,6 @@ def _offset(prompt: Prompt, first: int) -> Prompt:
     return lambda number: prompt(first + number)
 
 
-def budget(server: Server) -> int | None:
-    """Return the budget of keys and values in bytes, if known."""
-    return server.engine._storage.max_bytes if isinstance(server, InProcess) else None
-
-
 def stats(server: Server) -> dict[str, Any] | None:
     """Return the statistics of an engine in this process."""
     return server.engine.stats.to_dict() if isinstance(server, InProcess) else None
@@ -302,7 +297,7 @@ def check(model: Any, tokenizer: Any, answers: Sequence[Answer], count: int) -> 
         settings = arrival.settings | {"generation_mode": "shared_prefix" if arrival.sampled else None}
         if isinstance(answer.output, str):
             prompt = tokenizer(tokenizer.decode(prompt))["input_ids"]
-            settings["eos_token_id"] = tokenizer.eos_token_id
+            settings |= {"eos_token_id": tokenizer.eos_token_id, "min_new_tokens": arrival.new_tokens}
         ids = torch.tensor([prompt], device=model.device)
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
         if isinstance(answer.output, str):

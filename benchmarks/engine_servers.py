@@ -56,6 +56,9 @@ class Server(Protocol):
     def usage(self) -> dict[str, float]:
         """Return bytes of keys and values in use by requests (`used`) and in total (`kv`), and of the process."""
 
+    def max_kv_bytes(self) -> int | None:
+        """Return the budget of keys and values, if there is one."""
+
 
 class InProcess:
     """An engine in this process."""
@@ -86,6 +89,10 @@ class InProcess:
             "rss": self._process.memory_info().rss,
         }
 
+    def max_kv_bytes(self) -> int | None:
+        """See `Server.max_kv_bytes`."""
+        return self.engine._storage.max_bytes
+
 
 class OverHTTP:
     """A server with the completions endpoint of OpenAI's API."""
@@ -101,6 +108,7 @@ class OverHTTP:
             "model": self._model,
             "prompt": self.tokenizer.decode(arrival.prompt),
             "max_tokens": arrival.new_tokens,
+            "min_new_tokens": arrival.new_tokens,
             "temperature": 1.0 if arrival.sampled else 0.0,
             "seed": arrival.number,
             "stream": True,
@@ -123,9 +131,18 @@ class OverHTTP:
     def usage(self) -> dict[str, float]:
         """See `Server.usage`; without `used`, which the server does not tell."""
         found = {} if self._process is None else {"rss": float(self._process.memory_info().rss)}
+        kv = self._metric("hf_parallel_kv_bytes")
+        return found if kv is None else found | {"kv": kv}
+
+    def max_kv_bytes(self) -> int | None:
+        """See `Server.max_kv_bytes`."""
+        budget = self._metric("hf_parallel_max_kv_bytes")
+        return None if budget is None else int(budget)
+
+    def _metric(self, name: str) -> float | None:
         metrics = httpx.get(f"{self.url}/metrics", trust_env=False).text
-        kv = re.search(r"^hf_parallel_kv_bytes (\S+)", metrics, re.MULTILINE)
-        return found if kv is None else found | {"kv": float(kv[1])}
+        found = re.search(rf"^{name} (\S+)", metrics, re.MULTILINE)
+        return None if found is None else float(found[1])
 
 
 def check_url(url: str) -> str:
