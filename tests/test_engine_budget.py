@@ -14,6 +14,7 @@ from mode_cases import BUILT_IN, small_call
 pytest.importorskip("greenlet")
 
 from hf_parallel.engine import Engine, KVBudgetError
+from hf_parallel.engine.storage import KVStorage
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -104,3 +105,11 @@ def test_answers_of_a_vote_count_as_rows(model: Any) -> None:
             handle.result(60)
         hook.remove()
     assert max(running) == 2
+
+
+def test_a_storage_keeps_its_limit_where_everything_is_deleted() -> None:
+    """Submitters read the limit while the engine's thread deletes what other weights have computed."""
+    storage = KVStorage(None, torch.device("cpu"), max_bytes=1000)
+    storage.set_token_size(10)
+    storage.reset()
+    assert storage.max_tokens == storage.arena.max_slots == 100

@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import greenlet
 import pytest
 import tiny
 import torch
@@ -28,10 +29,12 @@ from engine_requests import (
     wait_until_idle,
 )
 from mode_cases import small_call
+from transformers.generation.streamers import BaseStreamer
 
 from hf_parallel.cache.arena import Arena
 from hf_parallel.engine import Engine
 from hf_parallel.generation import MODES
+from hf_parallel.generation.joint_sampling import _Batch
 from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig, SharedPrefixRun
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:nothing was generated")]
@@ -610,44 +613,92 @@ def test_random_faults_leave_the_tokens_of_other_requests_right(model: Any) -> N
     assert faults.outcomes["preempted"]
 
 
-class Incomparable:
-    """A submitter that raises where it is compared with another one."""
+class ChangingSubmitter:
+    """A submitter that has no hash after the submission, and raises where it is compared with another one."""
+
+    has_hash = True
 
     def __hash__(self) -> int:
-        return hash("other")
+        if self.has_hash:
+            return hash("other")
+        raise InjectedError("injected")
 
     def __eq__(self, other: object) -> bool:
         raise InjectedError("injected")
 
 
-def test_a_submitter_that_raises_fails_its_request_only(model: Any) -> None:
-    prompt = torch.randint(32, 126, (9,), generator=torch.Generator().manual_seed(1))
+def test_a_submitter_that_changes_or_raises_is_served_beside_others(model: Any) -> None:
+    prompt = torch.arange(40, 50)
     with Engine(model) as engine:
-        other = engine.submit(prompt, max_new_tokens=40, submitter="other")
-        failing = engine.submit(prompt, max_new_tokens=40, submitter=Incomparable())
+        submitter = ChangingSubmitter()
+        handles = [engine.submit(prompt, max_new_tokens=30, submitter=one) for one in (submitter, "other", submitter)]
+        next(iter(handles[0]))
+        submitter.has_hash = False
+        for handle in handles:
+            assert handle.result(20).sequences.shape[1] > len(prompt)
+        assert_nothing_is_held(engine)
         with pytest.raises(InjectedError):
+            engine.submit(prompt, submitter=submitter)
+        with pytest.raises(ValueError, match="submitter must be hashable"):
+            engine.submit(prompt, submitter=[])
+        assert engine.submit(prompt, max_new_tokens=2, submitter="other").result(20)
+
+
+@pytest.mark.parametrize("part", ["_process", "_draw", "_finish"])
+def test_an_engine_goes_on_where_joint_sampling_runs_out_of_memory(
+    model: Any, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Before the draw, each request samples by itself; after it, those that were sampled together fail."""
+    plain, calls = vars(_Batch)[part], 0
+
+    def fail(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise torch.OutOfMemoryError("injected")
+        return getattr(plain, "__func__", plain)(*given)
+
+    settings = {"generation_mode": "shared_prefix", "do_sample": True, "max_new_tokens": 10, "eos_token_id": -1}
+    prompt = torch.arange(40, 50)
+    expected = [model.generate(prompt[None], seed=seed, **settings)[0].tolist() for seed in range(3)]
+    monkeypatch.setattr(_Batch, part, staticmethod(fail) if isinstance(plain, staticmethod) else fail)
+    with Engine(model) as engine:
+        handles = [engine.submit(prompt, seed=seed, **settings) for seed in range(3)]
+        for handle, tokens in zip(handles, expected, strict=True):
+            if part == "_process":
+                assert handle.result(20).sequences[0].tolist() == tokens
+            else:
+                with pytest.raises(torch.OutOfMemoryError):
+                    handle.result(20)
+        assert engine.submit(prompt, seed=0, **settings).result(20).sequences[0].tolist() == expected[0]
+        assert_nothing_is_held(engine)
+
+
+class FailingStreamer(BaseStreamer):
+    """Raises an error for the second token, and another one where it is told that its request failed."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error, self.calls = error, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            raise self.error
+
+    def fail(self, error: BaseException) -> None:
+        raise self.error
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("error", [SystemExit(), greenlet.GreenletExit()], ids=lambda error: type(error).__name__)
+def test_errors_that_are_no_exceptions_end_their_request_only(model: Any, error: BaseException) -> None:
+    prompt = torch.arange(40, 50)
+    with Engine(model) as engine:
+        failing = engine.submit(prompt, max_new_tokens=20, streamer=FailingStreamer(error))
+        other = engine.submit(prompt, max_new_tokens=20)
+        with pytest.raises(type(error)):
             failing.result(20)
         assert other.result(20).sequences.shape[1] > len(prompt)
-        assert engine.submit(prompt, max_new_tokens=2, submitter="other").result(20)
         assert_nothing_is_held(engine)
-        assert engine.stats.failed == 1
-
-
-class ChangedHash:
-    """A submitter whose hash changes after the submission."""
-
-    value = 1
-
-    def __hash__(self) -> int:
-        return self.value
-
-
-def test_a_submitter_whose_hash_changes_is_served(model: Any) -> None:
-    submitter = ChangedHash()
-    with Engine(model) as engine:
-        handle = engine.submit(torch.arange(40, 50), max_new_tokens=30, submitter=submitter)
-        next(iter(handle))
-        submitter.value = 2
-        assert handle.result(20).sequences.shape[1] > 10
-        assert_nothing_is_held(engine)
-        assert engine.error is None

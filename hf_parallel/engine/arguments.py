@@ -13,22 +13,23 @@ from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import PLAIN_MODE
 from hf_parallel.generation.prompts import check_task, encode_task
 from hf_parallel.generation.registry import MODES
-from hf_parallel.generation.validation import check_int, check_text, is_int
+from hf_parallel.generation.validation import check_int, check_text
 
 
-def check_limits(is_optional: bool = False, **limits: Any) -> None:
+def check_limits(*, is_optional: bool = False, **limits: Any) -> None:
     """Raise `ValueError` for a limit of an engine that is not a positive int, or None if it is optional."""
     for name, limit in limits.items():
         if not (is_optional and limit is None):
             check_int(name, limit, at_least=1)
 
 
-def check_place(priority: Any, submitter: Any) -> None:
-    """Raise `ValueError` unless the priority and the submitter of a request give it a place in the queue."""
-    if not is_int(priority):
-        raise ValueError(f"priority must be an int, got {priority!r}")
+def submitter_key(submitter: Any) -> tuple[type, int]:
+    """Return what is equal for equal submitters, computed once: an object of the caller may change or raise later.
+
+    Raises `ValueError` if the submitter has no hash.
+    """
     try:
-        hash(submitter)
+        return type(submitter), hash(submitter)
     except TypeError as error:
         raise ValueError(f"submitter must be hashable, such as a string, got {submitter!r}") from error
 

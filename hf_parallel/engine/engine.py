@@ -15,7 +15,7 @@ import torch
 from typing_extensions import Self
 
 from hf_parallel.cache.placement import cpu_as_default, execution_device
-from hf_parallel.engine.arguments import check_limits, check_place, split_arguments
+from hf_parallel.engine.arguments import check_limits, split_arguments, submitter_key
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
 from hf_parallel.engine.passes import PendingPass, join_passes, new_lengths
 from hf_parallel.engine.request import NonFiniteLogitsError, Request
@@ -26,6 +26,7 @@ from hf_parallel.generation.claim import ENGINE_OPEN, Claim
 from hf_parallel.generation.joint_sampling import sample_jointly
 from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.runner import CachedModel
+from hf_parallel.generation.validation import is_int
 from hf_parallel.kernels.linear import linear_layers
 from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.attention import gradient_checkpointing_disabled
@@ -77,7 +78,7 @@ class Engine:
         policy: EvictionPolicy | None = None,
     ) -> None:
         check_limits(max_rows=max_rows, max_waiting=max_waiting)
-        check_limits(True, max_kv_bytes=max_kv_bytes, max_batch_tokens=max_batch_tokens)
+        check_limits(is_optional=True, max_kv_bytes=max_kv_bytes, max_batch_tokens=max_batch_tokens)
         self.model = unwrap(enable(model, tokenizer=tokenizer))
         if (ranks := getattr(self.model, "tp_size", None) or 1) > 1:
             # requests arrive at each rank at another time, so that the ranks would compute different batches
@@ -86,7 +87,7 @@ class Engine:
         self.max_waiting = max_waiting
         device = execution_device(self.model)
         self._storage = KVStorage(
-            self.model._parallel_capabilities.rotary, device, max_kv_bytes, policy, self._make_room
+            self.model._parallel_capabilities.rotary, device, max_kv_bytes, policy, self._free_memory
         )
         self._scheduler = Scheduler(self._storage, max_rows, max_batch_tokens or BATCH_TOKENS.get(device.type, 4096))
         self._current: Request | None = None  # whose code is running
@@ -168,7 +169,7 @@ class Engine:
         ValueError
             For unknown, contradictory or unsupported settings.
         KVBudgetError
-            If the request alone does not fit into `max_kv_bytes`.
+            If the request alone may not fit into `max_kv_bytes`.
         QueueFullError
             If `max_waiting` requests wait.
         RuntimeError
@@ -177,13 +178,15 @@ class Engine:
         self.check_open()
         if "past_key_values" in settings:
             raise ValueError("an engine has a cache of its own: past_key_values cannot be given")
-        check_place(priority, submitter)
+        if not is_int(priority):
+            raise ValueError(f"priority must be an int, got {priority!r}")
+        key = submitter_key(submitter)
         config, arguments = split_arguments(self.model, self.tokenizer, prompt, generation_mode, settings)
         assert self._claim is not None
         call = self.model.prepare_call(config, arguments, self._claim)
         decoder = None if config.streams_text else TokenDecoder(call.tokenizer, call.eos_token_ids)
         handle = RequestHandle(lambda: self._cancel(request), self._check_wait, decoder)
-        request = Request(config, call, handle, priority, submitter)
+        request = Request(config, call, handle, priority, key)
         self._scheduler.check_budget(request)
         with self._changed:
             self.check_open()
@@ -271,7 +274,7 @@ class Engine:
                     self._changed.wait()
                 closing = self._closing and not self._draining
                 while self._submitted:
-                    self._add(self._submitted.popleft())
+                    self._scheduler.add(self._submitted.popleft())
                 cancelled, self._cancelled = self._cancelled, []
             if closing:
                 return
@@ -279,13 +282,6 @@ class Engine:
                 if not request.is_done:
                     self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
             self._step()
-
-    def _add(self, request: Request) -> None:
-        try:
-            self._scheduler.add(request)
-        except Exception as error:  # in code of its submitter
-            request.handle.end(error=error)
-            self._work.add(request.stats, error)
 
     def _abandon(self) -> None:
         """End all requests, as the engine ends."""
@@ -299,7 +295,7 @@ class Engine:
                 error.__cause__ = self._error
             try:
                 request.fail(error)
-            except Exception:  # the state that the error has left
+            except BaseException:  # the state that the error has left
                 request.handle.end(error=error)
         self._storage.reset()
 
@@ -351,15 +347,16 @@ class Engine:
         elif tokens:
             request.handle.notify()
 
-    def _make_room(self) -> bool:
+    def _free_memory(self) -> bool:
         """Free memory for the request whose code is running. Return False if it runs alone.
 
-        The order is that of passes. A request that would preempt itself waits until others end or preempt it.
+        Requests are preempted in the order of `_reserve`. The current one, if it is the next, waits: others end or
+        preempt it.
         """
-        asking = self._current
-        victim = None if asking is None else self._scheduler.victim_of([asking])
-        if asking is not None and victim is asking:
-            asking.wait()
+        current = self._current
+        victim = None if current is None else self._scheduler.victim_of([current])
+        if current is not None and victim is current:
+            current.wait()
         elif victim is not None:
             self._scheduler.preempt(victim)
         return victim is not None
@@ -375,8 +372,6 @@ class Engine:
                 victim = self._scheduler.victim_of(batch)
                 if victim is not None:
                     self._scheduler.preempt(victim)
-                elif len(batch) > 1:
-                    victim = batch[-1]
                 else:
                     victim = batch[0]
                     self._call(victim, victim.fail, error)
@@ -433,7 +428,7 @@ class Engine:
         return has_sampled
 
     def _forward(self, pending: Sequence[PendingPass]) -> tuple[Sequence[torch.Tensor], object]:
-        """Run the passes of several requests as one. Return the logits that each wants; raise an error for NaN.
+        """Run the passes of several requests as one. Return the logits of each; raise an error for NaN.
 
         Also return an object that is the same in consecutive decode steps of the same rows, else None.
         """

@@ -14,8 +14,6 @@ from hf_parallel.engine.storage import parts_of
 
 MAX_DECODED = 4
 """Most new tokens of a row in a decode pass, such as draft tokens; passes with more are prefills."""
-
-
 _PARTS = attrgetter("parts")
 
 
@@ -39,6 +37,7 @@ class PendingPass:
         return replace(self, passes=passes)
 
     def _has_split(self) -> bool:
+        """Whether a block was split. Runs for each row and step, so that it is written for speed."""
         for segments in self.original:
             for segment in segments:
                 if any(map(_PARTS, segment.view)):
@@ -87,7 +86,8 @@ class PendingPass:
 class JoinedPasses:
     """The passes of several requests as those of one, over packed tokens `ids`, `int64 [T]`.
 
-    `keep` are the indices of the tokens whose logits are computed (None: all), `counts` how many of them each wants.
+    `keep` are the indices of the tokens whose logits are computed (None: all), `counts` their number for each
+    request.
     """
 
     passes: Sequence[Sequence[Segment]]

@@ -201,10 +201,11 @@ class Request:
             output = self.config.make_run(self.call).generate()
             self._storage.check_weights(self.call.model)
             output = replace(output, past_key_values=None)  # the storage belongs to the engine
-        except greenlet.GreenletExit:
-            self._release()
         except BaseException as error:
-            self._end(error=error)
+            if isinstance(error, greenlet.GreenletExit) and self._coroutine is None:  # see `restart`
+                self._release()
+            else:
+                self._end(error=error)
         else:
             self._end(output)
 
@@ -215,7 +216,7 @@ class Request:
             if callable(fail):
                 try:
                     fail(error)
-                except Exception as other:  # a streamer of the caller's
+                except BaseException as other:  # in a streamer of the caller's
                     error.__context__ = other
         self.handle.end(output, error)
 
@@ -282,7 +283,7 @@ class Request:
             self.fail(error)
             return
         self._rebuilding = None
-        self.pending, self.is_waiting = self._suspended
+        (self.pending, self.is_waiting), self._suspended = self._suspended, (None, False)
 
     def fill(self, cache: RequestCache) -> None:
         """Compute nodes of the tree that it uses: new ones, and after a preemption those that were evicted."""

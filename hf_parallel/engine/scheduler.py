@@ -20,7 +20,7 @@ class QueueFullError(RuntimeError):
 
 @dataclass
 class Account:
-    """What a submitter was served, and its requests that wait or run."""
+    """Tokens that a submitter was served, and number of its requests that wait or run."""
 
     served: float = 0.0  # tokens
     num_requests: int = 0
@@ -152,7 +152,7 @@ class Scheduler:
         return victim
 
     def preempt(self, request: Request) -> None:
-        """Take the memory of a request. One that has not started to generate starts again."""
+        """Delete the keys and values of a request. One that has not started to generate starts again."""
         self.preemptions += 1
         if request.has_started:
             request.preempt()

@@ -85,9 +85,12 @@ class BoundedArena(Arena):
 class KVStorage(SharedPrefixCache):
     """Blocks of all requests and the tree of prefixes.
 
-    `max_bytes` bounds the storage of keys and values. `make_room` is called if it is full and evicting did not suffice:
-    it preempts a request and returns True, or returns False if there is none.
+    `max_bytes` bounds the storage of keys and values. `free_memory` is called if it is full and evicting did not
+    suffice: it preempts a request and returns True, or returns False if there is none.
     """
+
+    max_tokens: int | None = None
+    """Number of tokens that fit into the budget."""
 
     def __init__(
         self,
@@ -95,10 +98,10 @@ class KVStorage(SharedPrefixCache):
         device: torch.device,
         max_bytes: int | None = None,
         policy: EvictionPolicy | None = None,
-        make_room: Callable[[], bool] = lambda: False,
+        free_memory: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(rotary, device, max_bytes)
-        self.policy, self.make_room = policy or LeastRecentlyUsed(), make_room
+        self.policy, self.free_memory = policy or LeastRecentlyUsed(), free_memory
         self.clock = 0  # number of steps of the engine
         self.evicted_tokens = 0
         self.pins: dict[Node, set[Any]] = {}  # requests that use a node, by node
@@ -109,6 +112,7 @@ class KVStorage(SharedPrefixCache):
         """Delete everything and release all memory."""
         super().reset()
         self.arena = BoundedArena()
+        self.arena.max_slots = self.max_tokens
         self.pins, self.computing, self._leaves = {}, {}, {}
 
     def check_weights(self, model: nn.Module) -> None:
@@ -121,17 +125,12 @@ class KVStorage(SharedPrefixCache):
     def set_token_size(self, bytes_per_token: int) -> None:
         """Apply the budget, given the bytes of one token over all layers."""
         if self.max_bytes is not None:
-            self._bounded.max_slots = self.max_bytes // bytes_per_token
+            self.max_tokens = self._bounded.max_slots = self.max_bytes // bytes_per_token
 
     @property
     def _bounded(self) -> BoundedArena:
         assert isinstance(self.arena, BoundedArena)
         return self.arena
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Number of tokens that fit into the budget."""
-        return self._bounded.max_slots
 
     # Memory
 
@@ -141,7 +140,7 @@ class KVStorage(SharedPrefixCache):
             sizes = [max(2 * block.extent.capacity, length, MIN_CAPACITY) for block, length in growing]
             if self._bounded.fits(sum(sizes)):
                 self._grow_blocks(growing, sizes)
-            elif not (self._pack(wanted) or self.evict(sum(sizes) - self._bounded.free_slots) or self.make_room()):
+            elif not (self._pack(wanted) or self.evict(sum(sizes) - self._bounded.free_slots) or self.free_memory()):
                 held = sum(block.length for block in self.blocks)
                 missing = sum(length - block.length for block, length in wanted)
                 raise KVBudgetError(

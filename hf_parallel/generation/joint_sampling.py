@@ -72,11 +72,13 @@ def sample_jointly(tasks: Sequence[SamplingTask]) -> list[Sampled | BaseExceptio
             done = dict(zip(joint, _Batch(joint).sample(), strict=True))
         except _CannotDrawError:
             done = {}  # each by itself, to find out which
+        except Exception as error:  # generators may have advanced, so that no task can be repeated
+            done = dict.fromkeys(joint, error)
     return [done[task] if task in done else task.run() for task in tasks]
 
 
 class _CannotDrawError(Exception):
-    pass
+    """Raised before any generator has advanced: each task can sample by itself."""
 
 
 def _stages(sampler: Sampler) -> list[tuple[int, Any]] | None:
@@ -112,10 +114,10 @@ class _Batch:
         self.warpers: dict[Sampler, Warpers] = {}  # of the tasks that draw, if one operation applies them
 
     def sample(self) -> list[Sampled]:
-        logits = torch.cat([task.logits for task in self.tasks])
         is_recorded = any(task.sampler.logits is not None for task in self.tasks)
         one_operation = self._can_sample()
         try:
+            logits = torch.cat([task.logits for task in self.tasks])
             scores = self._process(logits, is_recorded, one_operation)
         except Exception as error:  # such as out of memory, for all rows together
             raise _CannotDrawError from error
@@ -158,9 +160,13 @@ class _Batch:
         rngs = [self._rng(i) for i in indices]
         if one_operation:
             return sample(scores, [self.warpers[self.rows[i][0]] for i in indices], next_keys(rngs, self.device))
-        probs = scores.softmax(dim=-1, dtype=torch.float32)
-        best = probs.amax(dim=-1)
-        if self.device.type == "cpu" and not bool(((best > 0) & best.isfinite()).all()):
+        try:
+            probs = scores.softmax(dim=-1, dtype=torch.float32)
+            best = probs.amax(dim=-1)
+            can_draw = self.device.type != "cpu" or bool(((best > 0) & best.isfinite()).all())
+        except Exception as error:
+            raise _CannotDrawError from error
+        if not can_draw:
             raise _CannotDrawError
         tokens = draw(probs, rngs)
         return torch.stack((tokens, torch.zeros_like(tokens))), probs.gather(1, tokens[:, None]).squeeze(1)
