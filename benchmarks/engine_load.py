@@ -102,7 +102,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 class Watch:
     """Records the usage of a server, in a thread."""
 
-    def __init__(self, server: Server, interval: float = 0.1) -> None:
+    def __init__(self, server: Server, interval: float = 0.5) -> None:
         self._server, self._interval, self._done = server, interval, threading.Event()
         self.seen: list[dict[str, float]] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -260,7 +260,7 @@ class SoakBenchmark:
                 log(f"{rate:.2f} requests per second for {self.minutes} minutes")
                 numbered = _offset(prompt, 100_000)
                 requests = arrivals(numbered, rate, seconds, self.load.new_tokens, self.load.seed)
-                with Watch(server, interval=max(0.1, seconds / 10_000)) as watch:
+                with Watch(server, interval=max(0.5, seconds / 10_000)) as watch:
                     answers = await offer(server, requests, limit=2 * seconds + 60)
                 report["memory"] = {
                     "idle_before": idle,
