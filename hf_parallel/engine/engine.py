@@ -364,7 +364,9 @@ class Engine:
     def _reserve(self, batch: list[Request]) -> list[PendingPass]:
         """Reserve memory for the passes of a batch, from which requests are removed if it does not suffice."""
         while True:
-            pending = [request.expand_views() for request in batch]
+            pending = [request.pending for request in batch if request.pending is not None]
+            for one in pending:
+                one.expand_views()
             try:
                 self._storage.reserve(new_lengths(pending))
                 return pending
@@ -407,7 +409,8 @@ class Engine:
             request.record(one, step)
         for request, one, part in zip(batch, pending, logits, strict=True):
             if request.pending is one or request.preempted:  # else it was restarted by one before it
-                self._call(request, request.resume, one.wanted(part), one)
+                wanted = part if one.ends is None else one.wanted(part)
+                self._call(request, request.resume, wanted, one)
 
     def _sample(self) -> bool:
         """Sample the next tokens of all requests that wait for them; continue each. Return whether there were any."""
@@ -416,8 +419,6 @@ class Engine:
             began = time.perf_counter()
             sampled = sample_jointly(list(waiting.values()))
             self._work.request_seconds += time.perf_counter() - began
-            for request in waiting:
-                request.has_started = True  # its generators have advanced
             for request, result in zip(waiting, sampled, strict=True):
                 request.sampling = None
                 if isinstance(result, BaseException):

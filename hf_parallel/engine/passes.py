@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -17,7 +17,7 @@ MAX_DECODED = 4
 _PARTS = attrgetter("parts")
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class PendingPass:
     """A forward pass that a request waits for: consecutive passes over packed tokens `ids`, `int64 [T]`."""
 
@@ -26,23 +26,16 @@ class PendingPass:
     ends: Sequence[int] | None  # see `ModelRunner.forward`
     passes: Sequence[Sequence[Segment]]  # with the parts of blocks that were split
 
-    def expand_views(self) -> PendingPass:
-        """Return the pass with blocks that were split replaced by their parts."""
-        if not self._has_split():
-            return self
-        passes = [
-            [Segment([*parts_of(segment.view)], segment.num_tokens, segment.write) for segment in segments]
-            for segments in self.original
-        ]
-        return replace(self, passes=passes)
-
-    def _has_split(self) -> bool:
-        """Whether a block was split. Runs for each row and step, so that it is written for speed."""
+    def expand_views(self) -> None:
+        """Replace blocks that were split by their parts. Runs for each row and step, so that it makes few calls."""
         for segments in self.original:
             for segment in segments:
                 if any(map(_PARTS, segment.view)):
-                    return True
-        return False
+                    self.passes = [
+                        [Segment([*parts_of(one.view)], one.num_tokens, one.write) for one in all_of_pass]
+                        for all_of_pass in self.original
+                    ]
+                    return
 
     @property
     def num_tokens(self) -> int:

@@ -58,7 +58,7 @@ class Request:
         self.number = -1  # in the order of submission
         self.account: Any = None  # its submitter's, see `Scheduler`
         self.num_tokens = 0  # tokens generated
-        self.has_started = False  # whether it has sampled or shown something, so that it cannot start again
+        self.has_started = False  # whether it samples or has shown something, so that it cannot start again
         self.pending: PendingPass | None = None
         self.sampling: SamplingTask | None = None
         self.preempted = self.is_waiting = False
@@ -118,7 +118,7 @@ class Request:
 
     def sample(self, sampler: Sampler, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:
         """See `Executor.sample`."""
-        self.sampling = SamplingTask(sampler, rows, logits, with_log_probs)
+        self.sampling, self.has_started = SamplingTask(sampler, rows, logits, with_log_probs), True
         try:
             return self._hub.switch()
         finally:
@@ -135,13 +135,6 @@ class Request:
             return self._hub.switch()
         finally:
             self.pending = None
-
-    def expand_views(self) -> PendingPass:
-        """Return the pending pass, with blocks that were split replaced by their parts."""
-        pending = self.pending
-        assert pending is not None
-        self.pending = pending.expand_views()
-        return self.pending
 
     def record(self, computed: PendingPass, step: object = None) -> None:
         """Note that a pass has been computed; see `Journal.record`."""
