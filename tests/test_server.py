@@ -16,8 +16,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import date, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import pages
@@ -31,6 +32,7 @@ pytest.importorskip("prometheus_client")
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx2")
 
+from pydantic import BaseModel, Field  # noqa: E402
 from server_faults import ServerFaults  # noqa: E402
 from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
 
@@ -497,6 +499,53 @@ def test_a_schema_that_is_not_supported_is_rejected(server: Served) -> None:
         response = server.post("/v1/chat/completions", messages=CHAT, response_format=response_format(schema))
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == "response_format"
+
+
+ARRAYS = [{"type": "array", "items": {"$ref": "#/$defs/a"}}] * 100
+COSTLY = {
+    "values of pattern": {"allOf": [{"type": "string", "pattern": f".*a.{{{50 + i}}}.*"} for i in range(20)]},
+    "arrays and objects": {"$defs": {"a": {"anyOf": ARRAYS}}, "$ref": "#/$defs/a"},
+    "characters after merging": {"allOf": [{"anyOf": [{"type": "string"}, {"const": "a"}]}] * 12},
+    "values of multipleOf": {"type": "integer", "multipleOf": 1234567},
+    "characters, got": {"enum": ["a" * 100] * 200},
+    "$id in a part": {"$defs": {"a": {"$id": "http://example.com/a"}}},
+    "'#/$defs/b' is not in it": {"allOf": [{"$ref": "#/$defs/b"}]},
+}
+
+
+@pytest.mark.parametrize("limit", COSTLY)
+def test_a_schema_that_would_block_the_server_is_rejected_with_its_limit(server: Served, limit: str) -> None:
+    pytest.importorskip("llguidance")
+    begin = time.monotonic()
+    response = server.post("/v1/chat/completions", messages=CHAT, response_format=response_format(COSTLY[limit]))
+    error = check_error(response, 400)
+    assert limit in error["message"]
+    assert error["param"] == "response_format"
+    assert time.monotonic() - begin < 5
+
+
+def test_the_limits_of_schemas_admit_long_enumerations_and_nested_models(server: Served) -> None:
+    pytest.importorskip("llguidance")
+
+    class Dog(BaseModel):
+        kind: Literal["dog"]
+        owner: Person | None = None
+
+    class Cat(BaseModel):
+        kind: Literal["cat"]
+        lives: int | None = 9
+
+    class Person(BaseModel):
+        name: str = Field(max_length=8)
+        born: date | None
+        at: datetime | None
+        pets: list[Dog | Cat]
+        extra: dict[str, str | int | list[str]] = {}
+        friends: list[Person] = []
+
+    Person.model_rebuild(_types_namespace=locals())
+    for schema in (Person.model_json_schema(), {"enum": [f"value {index}" for index in range(500)]}):
+        assert server.chat(response_format=response_format(schema), max_tokens=4)["choices"]
 
 
 # Invalid requests; more in test_malformed_bodies.py

@@ -5,7 +5,6 @@ The state of the grammar belongs to the tokens of a row, so that rows may end, f
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from typing import Any
 
@@ -13,8 +12,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-MAX_SCHEMA = 1 << 16
-"""Characters of a schema."""
+from hf_parallel.engine.server.schema_size import check_schema
 
 
 class JSONProcessor(LogitsProcessor):
@@ -35,7 +33,7 @@ class JSONProcessor(LogitsProcessor):
     Raises
     ------
     ValueError
-        If the schema is invalid or not supported, or the tokenizer is not a fast one.
+        If the schema is invalid, not supported or too large, or the tokenizer is not a fast one.
     ImportError
         If llguidance is not installed.
     """
@@ -47,9 +45,7 @@ class JSONProcessor(LogitsProcessor):
     ) -> None:
         from llguidance import LLMatcher
 
-        text = json.dumps(schema)
-        if len(text) > MAX_SCHEMA:
-            raise ValueError(f"response_format may hold a schema of at most {MAX_SCHEMA} characters, got {len(text)}")
+        text = check_schema(schema)
         self.begin = begin
         try:
             grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
