@@ -37,10 +37,12 @@ from server_faults import ServerFaults  # noqa: E402
 from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
 
 from hf_parallel.cli import top  # noqa: E402
+from hf_parallel.detokenizer import IncrementalDetokenizer  # noqa: E402
 from hf_parallel.engine import Engine, KVBudgetError  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
 from hf_parallel.engine.server.answers import Answers  # noqa: E402
 from hf_parallel.engine.server.grammar import JSONProcessor  # noqa: E402
+from hf_parallel.engine.server.responses import Writer  # noqa: E402
 from hf_parallel.engine.server.stops import StopFilter  # noqa: E402
 from hf_parallel.generation import MODES  # noqa: E402
 
@@ -692,6 +694,28 @@ def test_a_client_that_does_not_read_delays_no_other(server: Served) -> None:
         assert len({str(server.chat(max_tokens=8)["choices"]) for _ in range(3)}) == 1
         assert server.wait_until(idle), "the engine waits for a client that does not read"
     assert server.chat()["choices"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(IncrementalDetokenizer, "add"), (Writer, "whole")])
+def test_the_server_answers_others_while_it_decodes_an_answer(
+    server: Served, monkeypatch: pytest.MonkeyPatch, kind: type, name: str
+) -> None:
+    real, begun, answered = getattr(kind, name), threading.Event(), threading.Event()
+    in_time = []
+
+    def decode(*arguments: Any) -> Any:
+        begun.set()
+        in_time.append(answered.wait(3))
+        return real(*arguments)
+
+    monkeypatch.setattr(kind, name, decode)
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(server.chat, max_tokens=2, logprobs=True)
+        assert begun.wait(20)
+        assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
+        answered.set()
+        assert answer.result()["choices"]
+    assert all(in_time)
 
 
 def test_an_error_in_the_midst_of_a_stream_is_sent_as_an_event(server: Served, small: tuple[Any, Any]) -> None:

@@ -6,11 +6,11 @@ run, the text of each row is streamed under its name, and the answer follows at 
 
 from __future__ import annotations
 
+import asyncio
+from array import array
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.engine import RequestHandle
@@ -78,7 +78,16 @@ class Answers:
 
     async def final(self) -> list[Delta]:
         """Wait for the end. Return the whole choices."""
-        output = await self.handle.result_async()
+        # Decoding many tokens takes seconds, in which the event loop serves others.
+        return await asyncio.to_thread(self._whole, await self.handle.result_async())
+
+    def mean_log_probs(self, output: Any) -> list[float]:
+        """Return the mean log-probability of each choice's tokens."""
+        rows, values = output.record.sampled_log_probs()
+        means = [values[rows == row].mean() for row in range(self.submission.choices)]
+        return [float(mean) for mean in means]
+
+    def _whole(self, output: Any) -> list[Delta]:
         choices = [Delta(self.first + index) for index in range(self.submission.choices)]
         for delta in self._all(output):
             choice = choices[delta.index - self.first]
@@ -87,12 +96,6 @@ class Answers:
             choice.row = delta.row or choice.row
             choice.finish_reason, choice.record = delta.finish_reason, delta.record
         return choices
-
-    def mean_log_probs(self, output: Any) -> list[float]:
-        """Return the mean log-probability of each choice's tokens."""
-        rows, values = output.record.sampled_log_probs()
-        means = [values[rows == row].mean() for row in range(self.submission.choices)]
-        return [float(mean) for mean in means]
 
     def _all(self, output: Any) -> Iterator[Delta]:
         if self.submission.config.rows_continue_prompts:
@@ -152,7 +155,7 @@ class _ChoiceText:
         self._log_probs, self._stops = submission.log_probs, StopFilter(submission.stops)
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._special = set(getattr(tokenizer, "all_special_ids", ()))
-        self._tokens: list[int] = submission.prompt["input_ids"][0].tolist() if self._log_probs else []
+        self._tokens = array("q", submission.prompt["input_ids"][0].tolist() if self._log_probs else ())
         self._length = 0  # of the text, including what is held back
         self._shown = 0
         self._waiting: list[LoggedToken] = []
@@ -167,7 +170,7 @@ class _ChoiceText:
         text = "" if token in self._special else self._detokenizer.add([token])
         if self._log_probs is not None and not self.stopped:
             self._tokens.append(token)
-            found = self._log_probs.get(torch.tensor(self._tokens))
+            found = self._log_probs.get(self._tokens)
             if found is not None:
                 self._waiting.append(LoggedToken(token, self._length, found))
         self._length += len(text)

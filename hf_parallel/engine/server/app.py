@@ -187,7 +187,8 @@ class _Server:
             found += best
         for index, choice in enumerate(found):
             choice.index = index
-        return json_response(writer.whole(found, usage_of(answers)))
+        # Log-probabilities of many tokens are megabytes, which the event loop leaves to a thread.
+        return await asyncio.to_thread(lambda: json_response(writer.whole(found, usage_of(answers))))
 
     async def _stream(self, body: Body, request: Request, answers: Sequence[Answers], writer: Writer) -> Response:
         """Return the stream of a response, once there is something to send: errors until then have a status."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, NamedTuple
 
 import torch
@@ -46,9 +47,9 @@ class LogProbs(LogitsProcessor):
         if len(self._pending) > 2 * max(len(input_ids), 64):
             self._pending.clear()
 
-    def get(self, row: torch.Tensor) -> TokenLogProbs | None:
-        """Return the result for the last token of a row, int64 `[length]`, if it was sampled."""
-        return self._found.get(_state(row))
+    def get(self, row: array[int]) -> TokenLogProbs | None:
+        """Return the result for the last token of a row, of the type `q`, if it was sampled."""
+        return self._found.get(hash(row.tobytes()))
 
 
 class _Sampled(StoppingCriteria):
