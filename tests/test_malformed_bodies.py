@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import http.client
 import json
 import socket
@@ -33,6 +34,7 @@ from serving import MODEL, Served, served, small_model  # noqa: E402
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
 from hf_parallel.engine.server.schema import ChatBody, CompletionBody  # noqa: E402
+from hf_parallel.generation.validation import suggestion  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,6 +107,24 @@ def test_more_than_3000_kinds_of_malformed_requests_are_distinct() -> None:
     sent = {(r.method, r.path, r.content, tuple(r.headers.items())) for r in requests}
     assert len({request.name for request in requests}) == len(requests)
     assert len(sent) > 3000
+
+
+@pytest.mark.parametrize(("name", "value", "most"), [("logit_bias", "", 300), ("metadata", 1, 16)])
+def test_of_an_object_with_too_many_entries_no_entry_is_validated(name: str, value: Any, most: int) -> None:
+    """Errors about each would take seconds, in which the server answers nobody."""
+    body = {"model": MODEL, "prompt": "Hello"}
+    with pytest.raises(ValidationError, match=f"at most {most} entries is accepted, this one has {most + 1}") as raised:
+        CompletionBody.model_validate({**body, name: {str(index): value for index in range(most + 1)}})
+    assert raised.value.error_count() == 1
+    valid = {str(index): 1 if name == "logit_bias" else "a" for index in range(most)}
+    assert CompletionBody.model_validate({**body, name: valid})
+
+
+def test_a_long_name_of_a_field_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing one of a megabyte takes a fifth of a second, in which no other request is submitted."""
+    assert suggestion("seeed", ["seed", "stop"]) == "; did you mean 'seed'?"
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *arguments, **settings: pytest.fail("compared"))
+    assert suggestion("ab" * 500, ["seed", "stop"]) == ""
 
 
 @pytest.mark.parametrize("item", [None, [], {}, 1.5])

@@ -36,7 +36,10 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
 
 def suggestion(name: Any, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the known name that resembles a misspelt one; empty if none does."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
+    name, known = str(name), list(known)
+    if len(name) > 3 * max(map(len, known), default=0):  # it resembles none, and comparing a long one takes long
+        return ""
+    near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
 T = TypeVar("T")
-# Errors about each item of a long list would take seconds, in which the server answers nobody.
+# Errors about each item of a long list or object would take seconds, in which the server answers nobody.
 Items = Annotated[list[T], Field(fail_fast=True, min_length=1)]
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(strict=True, ge=1, le=2**31)]
@@ -20,6 +20,21 @@ MAX_STOP_BYTES = 128
 """Bytes of a stop text. At each step, as many tokens of each row are decoded."""
 MAX_NGRAM = 32
 """Maximum of `no_repeat_ngram_size`: the work of each step grows with it times the length of a row."""
+MAX_BIASES = 300
+"""Tokens in `logit_bias`."""
+MAX_METADATA = 16
+"""Entries of `metadata`."""
+
+
+def _entries(most: int) -> BeforeValidator:
+    """Return a validator that raises `ValueError` for an object with more entries, before they are validated."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"an object with at most {most} entries is accepted, this one has {len(value)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _check_stop(text: str) -> str:
@@ -104,7 +119,7 @@ class Body(BaseModel):
     seed: Int | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], _entries(MAX_BIASES)] | None = None
     frequency_penalty: Number | None = None
     presence_penalty: Number | None = None
     response_format: ResponseFormat | None = None
@@ -118,7 +133,7 @@ class Body(BaseModel):
     min_new_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
     # Fields of OpenAI that do not change an answer
     user: Text | None = None
-    metadata: dict[str, Text] | None = None
+    metadata: Annotated[dict[str, Text], _entries(MAX_METADATA)] | None = None
     store: Flag | None = None
     service_tier: Text | None = None
     safety_identifier: Text | None = None
