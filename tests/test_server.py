@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,6 +44,7 @@ from hf_parallel.engine import Engine, KVBudgetError  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
 from hf_parallel.engine.server.answers import Answers  # noqa: E402
 from hf_parallel.engine.server.grammar import JSONProcessor  # noqa: E402
+from hf_parallel.engine.server.log_probs import LogProbs  # noqa: E402
 from hf_parallel.engine.server.responses import Writer  # noqa: E402
 from hf_parallel.engine.server.stops import StopFilter  # noqa: E402
 from hf_parallel.generation import MODES  # noqa: E402
@@ -293,6 +296,18 @@ def test_log_probabilities_are_streamed_with_their_tokens(server: Served) -> Non
     assert len(whole) == 8
     assert all(len(token["top_logprobs"]) == 2 for token in whole)
     assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in whole)  # greedy
+
+
+def test_log_probabilities_keep_no_distribution_of_a_token_that_was_sampled() -> None:
+    """Neither of rows with the same tokens, each of which has its result."""
+    processor, size = LogProbs(top=0), 4099  # tensors of no other test have it
+    ids = torch.tensor([[1], [1]])
+    for token in range(20):
+        processor(ids, torch.randn(1, size).expand(2, size))
+        ids = torch.cat((ids, torch.tensor([[token], [token + token // 10]])), 1)
+        processor.criterion(ids, None)
+        assert all(processor.get(array("q", row)) for row in ids.tolist())
+    assert not [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape[-1:] == (size,)]
 
 
 @pytest.mark.parametrize("stop", [None, "€"])

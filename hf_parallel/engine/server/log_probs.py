@@ -38,12 +38,15 @@ class LogProbs(LogitsProcessor):
 
     def add_sampled(self, input_ids: torch.Tensor) -> None:
         """Store the result for the last token of each row, int64 `[rows, length]`."""
-        for row in input_ids:
-            log_probs = self._pending.get(_state(row[:-1]))
+        states = [_state(row[:-1]) for row in input_ids]
+        for row, state in zip(input_ids, states, strict=True):
+            log_probs = self._pending.get(state)
             if log_probs is not None:
                 values, tokens = log_probs.topk(self.top)
                 alternatives = list(zip(tokens.tolist(), values.tolist(), strict=True))
                 self._found[_state(row)] = TokenLogProbs(float(log_probs[row[-1]]), alternatives)
+        for state in states:  # after the loop, as rows with the same tokens share it
+            self._pending.pop(state, None)
         if len(self._pending) > 2 * max(len(input_ids), 64):
             self._pending.clear()
 
