@@ -34,7 +34,7 @@ class Limits:
     tokens: int | None = None
     """Tokens of a row, prompt and answer. Default: the context length of the model."""
     default_tokens: int = 512
-    """New tokens of a request that does not say how many."""
+    """New tokens of a request without `max_tokens`."""
 
 
 class Gate:

@@ -1,4 +1,4 @@
-"""Submission: what a request's body asks of the engine. Only settings that are plain JSON data are accepted."""
+"""Submission: a request of the engine, translated from a body. Only settings that are plain JSON data are accepted."""
 
 from __future__ import annotations
 
