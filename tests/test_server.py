@@ -519,10 +519,13 @@ def test_a_schema_that_is_not_supported_is_rejected(server: Served) -> None:
 
 
 ARRAYS = [{"type": "array", "items": {"$ref": "#/$defs/a"}}] * 100
+DOUBLED = {str(index): {"allOf": [{"$ref": f"#/$defs/{index + 1}"}] * 2} for index in range(60)}
+DOUBLED["60"] = {"anyOf": [{"type": "string"}, {"const": "a"}]}
 COSTLY = {
     "values of pattern": {"allOf": [{"type": "string", "pattern": f".*a.{{{50 + i}}}.*"} for i in range(20)]},
     "arrays and objects": {"$defs": {"a": {"anyOf": ARRAYS}}, "$ref": "#/$defs/a"},
     "characters after merging": {"allOf": [{"anyOf": [{"type": "string"}, {"const": "a"}]}] * 12},
+    "merging allOf": {"$defs": DOUBLED, "$ref": "#/$defs/0"},
     "values of multipleOf": {"type": "integer", "multipleOf": 1234567},
     "characters, got": {"enum": ["a" * 100] * 200},
     "$id in a part": {"$defs": {"a": {"$id": "http://example.com/a"}}},

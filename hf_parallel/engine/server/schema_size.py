@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -23,6 +23,7 @@ MAX_UNIONS = 32
 """Alternatives that may be arrays or objects, without the first of each union: each token is parsed by all of them."""
 MAX_MULTIPLE = 10_000
 """Product of the numerators and denominators of the different values of `multipleOf`."""
+_LARGEST = 10**12
 _ANNOTATIONS = (
     "$defs",
     "$id",
@@ -58,7 +59,7 @@ def check_schema(schema: Mapping[str, Any]) -> str:
 
 def _check(what: str, size: int, limit: int) -> None:
     if size > limit:
-        found = str(size) if size < 10**12 else "more than 10**12"
+        found = str(size) if size < _LARGEST else "more than 10**12"
         raise ValueError(f"response_format may hold a schema with at most {limit} {what}, got {found}")
 
 
@@ -80,8 +81,8 @@ class _Sizes:
             if part is not self.root and isinstance(part.get("$id"), str):
                 raise ValueError("response_format holds a schema with $id in a part, which is not supported")
         _check("values of pattern, patternProperties and format", len(patterns), MAX_PATTERNS)
-        given = [part.get("multipleOf") for part in parts]
-        multiples = {Fraction(str(value)) for value in given if isinstance(value, int | float) and value > 0}
+        given = [value for part in parts if isinstance(value := part.get("multipleOf"), int | float)]
+        multiples = {Fraction(repr(value + 0)) for value in given if 0 < value < inf}  # True is 1
         product = prod(value.numerator * value.denominator for value in multiples)
         _check("as the product of the values of multipleOf", product, MAX_MULTIPLE)
         _check("arrays and objects as further alternatives", sum(map(self._unions, parts)), MAX_UNIONS)
@@ -115,7 +116,8 @@ class _Sizes:
         characters += sum(size.characters * (alternatives // size.alternatives) for size in merged)
         is_scalar = _is_scalar(part) or any(size.unions == 0 for size in merged)
         nested = min([alternatives, *(size.unions for size in merged)]) if len(merged) == 1 else alternatives
-        return _Size(alternatives, 0 if is_scalar else nested, characters)
+        sizes = alternatives, 0 if is_scalar else nested, characters
+        return _Size(*(min(size, _LARGEST) for size in sizes))  # references can square a number at each step
 
     def _target(self, name: str) -> Any:
         """Return the part that a reference names."""
