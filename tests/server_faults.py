@@ -25,7 +25,7 @@ from hf_parallel.engine import Engine, QueueFullError
 from hf_parallel.engine.server import Limits
 
 MARK = "😀"
-"""A token of the small tokenizer whose keys are NaN. No good request has it."""
+"""A token of the small tokenizer whose values are NaN. No good request has it."""
 LIMITS = Limits(body_seconds=2)
 TOPICS = ("rivers", "cities of the north", "students", "the price of noise", "headings", "Anna Berg and Tom Hill")
 
@@ -184,7 +184,7 @@ class ServerFaults:
         return "malformed"
 
     def _make_nan(self, rng: random.Random) -> str:
-        """Ask with the token whose keys are NaN, after a prefix that good requests have."""
+        """Ask with the token whose values are NaN, after a prefix that good requests have."""
         path, body = rng.choice([case for case in self.cases if "generation_mode" not in case[1]])
         if "prompt" in body:
             body = {**body, "prompt": body["prompt"] + MARK}
@@ -231,7 +231,10 @@ class ServerFaults:
 
 @contextmanager
 def poisoned(model: Any, token: int) -> Iterator[None]:
-    """Make the keys of a token NaN in the first layer."""
+    """Make the values of a token NaN in the first layer.
+
+    Keys would not do: PyTorch's attention on a CPU ignores a key that is NaN if it is the only one of a block.
+    """
     ids: list[torch.Tensor] = []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -242,7 +245,7 @@ def poisoned(model: Any, token: int) -> Iterator[None]:
 
     hooks = [
         model.register_forward_pre_hook(note, with_kwargs=True),
-        model.model.layers[0].self_attn.k_proj.register_forward_hook(hook),
+        model.model.layers[0].self_attn.v_proj.register_forward_hook(hook),
     ]
     try:
         yield
