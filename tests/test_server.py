@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import date, datetime
@@ -817,16 +817,20 @@ def folder(small: tuple[Any, Any], tmp_path: Path) -> Path:
 
 
 @contextmanager
-def command(folder: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run the command. Yield its process and the URL at which it serves."""
+def command(
+    folder: Path, port: int = 0, options: Sequence[str] = (), output: list[str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run the command. Yield its process and the URL at which it serves; `output` gets what it prints afterwards."""
     arguments = [sys.executable, "-m", "hf_parallel_command", "serve", "--model", str(folder), "--port", str(port)]
+    arguments += options
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_PARALLEL_API_KEY": "secret"}
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
         url = next(line.split()[-1] for line in lines if line.startswith("Serving tiny at http://127.0.0.1:"))
-        threading.Thread(target=process.stderr.read, daemon=True).start()
+        printed = [] if output is None else output
+        threading.Thread(target=lambda: printed.extend(lines), daemon=True).start()
         yield process, url
     finally:
         process.kill()
@@ -847,6 +851,37 @@ def test_sigterm_lets_running_requests_finish(folder: Path) -> None:
         *_, last = running
         assert last.choices[0].finish_reason == "length"
         assert process.wait(30) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "signals"), [(0, 1), (60, 2)], ids=["after some time", "second signal"])
+def test_requests_that_run_too_long_after_ctrl_c_get_an_error(folder: Path, seconds: int, signals: int) -> None:
+    headers, answers = {"Authorization": "Bearer secret"}, []
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": LONG, "logit_bias": {"2": -100}}
+    output: list[str] = []
+    with command(folder, options=["--drain-seconds", str(seconds)], output=output) as (process, url):
+
+        def ask() -> None:
+            answers.append(httpx.post(f"{url}/chat/completions", json=body, headers=headers, timeout=60))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        given = {"json": {**body, "stream": True}, "headers": headers, "timeout": 60}
+        with httpx.stream("POST", f"{url}/chat/completions", **given) as response:
+            lines = response.iter_lines()
+            assert "assistant" in next(lines)
+            while "hf_parallel_running 2" not in httpx.get(f"{url[:-3]}/metrics", headers=headers).text:
+                time.sleep(0.05)
+            for _ in range(signals):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.5)
+            *_, last = [line for line in lines if line]
+        thread.join()
+        process.wait(30)
+        assert "shutting down" in last
+        assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "shutting_down")
+        assert output[0].startswith("Stopping: 2 requests may finish within")
+        assert "Traceback" not in "".join(output)
 
 
 @pytest.mark.slow

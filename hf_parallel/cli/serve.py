@@ -68,10 +68,8 @@ def free_memory(device: Any) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Run the command until SIGTERM or Ctrl-C; running requests finish first. Return the exit status."""
-    import uvicorn
-
     from hf_parallel.engine import Engine
-    from hf_parallel.engine.server import Limits, create_app
+    from hf_parallel.engine.server import DrainingServer, Limits, create_app
 
     check_model_options(options)
     limits = Limits(
@@ -103,12 +101,9 @@ def serve(options: argparse.Namespace) -> int:
         with engine:
             hosts = LOCAL_HOSTS if is_local and not keys else ()
             app = create_app(engine, name, limits, keys, max_kv_bytes, hosts)
-            config = uvicorn.Config(
-                app, log_level="warning", timeout_graceful_shutdown=options.drain_seconds, server_header=False
-            )
             host = f"[{options.host}]" if ":" in options.host else options.host
             print(f"Serving {name} at http://{host}:{listening.getsockname()[1]}/v1", file=sys.stderr, flush=True)
-            uvicorn.Server(config).run(sockets=[listening])
+            DrainingServer(app, engine, options.drain_seconds).run(sockets=[listening])
     return 0
 
 

@@ -78,6 +78,8 @@ class Engine:
         policy: EvictionPolicy | None = None,
     ) -> None:
         check_limits(max_rows=max_rows, max_waiting=max_waiting)
+        if policy is not None and not callable(getattr(policy, "priority", None)):
+            raise ValueError(f"policy must have a method priority(node), got {type(policy).__name__}")
         check_limits(is_optional=True, max_kv_bytes=max_kv_bytes, max_batch_tokens=max_batch_tokens)
         self.model = unwrap(enable(model, tokenizer=tokenizer))
         if (ranks := getattr(self.model, "tp_size", None) or 1) > 1:

@@ -87,5 +87,6 @@ def engine_stats(scheduler: Scheduler, work: Work, num_submitted: int) -> Engine
         failed=work.failed,
         cancelled=work.cancelled,
         step_seconds=work.step_seconds,
-        overhead_seconds=work.step_seconds - work.model_seconds - work.request_seconds,
+        # seconds of a step are added at its end, those of its parts before
+        overhead_seconds=max(0.0, work.step_seconds - work.model_seconds - work.request_seconds),
     )

@@ -10,5 +10,6 @@ except ImportError as error:
 
 from hf_parallel.engine.server.app import create_app
 from hf_parallel.engine.server.limits import Limits
+from hf_parallel.engine.server.shutdown import DrainingServer
 
-__all__ = ["Limits", "create_app"]
+__all__ = ["DrainingServer", "Limits", "create_app"]

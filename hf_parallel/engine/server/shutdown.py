@@ -1,0 +1,53 @@
+"""DrainingServer: what happens to running requests after SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from hf_parallel.engine import Engine
+
+ANSWER_SECONDS = 10
+"""Time in which clients can read the errors of requests that were cancelled."""
+
+
+class DrainingServer(uvicorn.Server):
+    """A server whose running requests may finish for `drain_seconds` after the first signal.
+
+    Then, or at a second signal, the engine cancels them: clients receive an error of status 503, or an event with the
+    error in a stream. A third signal breaks off the connections.
+    """
+
+    def __init__(self, app: Any, engine: Engine, drain_seconds: float) -> None:
+        seconds = int(drain_seconds) + ANSWER_SECONDS
+        super().__init__(
+            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=seconds, server_header=False)
+        )
+        self._engine, self._drain_seconds, self._is_cancelled = engine, drain_seconds, False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if self.should_exit and not self._is_cancelled:
+            threading.Thread(target=self._cancel).start()
+        else:
+            super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Accept no more connections, and wait for the running requests."""
+        if running := self._engine.stats.running + self._engine.stats.waiting:
+            words = f"Stopping: {running} requests may finish within {self._drain_seconds:g} s; Ctrl-C cancels them"
+            print(words, file=sys.stderr, flush=True)
+        timer = threading.Timer(self._drain_seconds, self._cancel)
+        timer.start()
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _cancel(self) -> None:
+        self._is_cancelled = True
+        self._engine.close(drain=False)
