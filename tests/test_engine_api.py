@@ -427,6 +427,7 @@ def test_a_streamer_that_raises_ends_its_request_alone(engine: Engine) -> None:
         ({"max_rows": 0}, "max_rows.*0"),
         ({"max_waiting": -1}, "max_waiting.*-1"),
         ({"max_batch_tokens": 1.5}, "max_batch_tokens.*1.5"),
+        ({"policy": 3}, "policy must have a method priority.*int"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
