@@ -87,12 +87,10 @@ class RequestHandle:
     Iterate over it for its tokens (`for`, `async for`), over `texts()` for its text. Several threads may read one
     handle; each iteration starts with the first token. An error of the request is raised where it is read. `stats` is
     its cost so far. Text is decoded where it is read, by `decoder`; without one, the mode writes it.
-
-    Attributes
-    ----------
-    done : bool
-        Whether the request has ended: finished, failed or cancelled.
     """
+
+    done = False
+    """Whether the request has ended: finished, failed or cancelled."""
 
     def __init__(
         self,
@@ -100,7 +98,6 @@ class RequestHandle:
         check_wait: Callable[[], None] = lambda: None,
         decoder: TokenDecoder | None = None,
     ) -> None:
-        self.done = False
         self.times = RequestTimes(time.perf_counter())
         self.stats = GenerationStats()
         self._on_cancel, self._check_wait, self._decoder = on_cancel, check_wait, decoder
