@@ -173,7 +173,7 @@ class LoadBenchmark:
                     rate = fraction * report["requests_per_second"]
                     log(f"{rate:.2f} requests per second, {fraction:.0%} of the capacity")
                     numbered = _offset(prompt, (number + 1) * 100_000)
-                    seconds = max(self.seconds, self.least / rate)
+                    seconds = max(self.seconds, self.least / rate, self._filling(rate, fraction))
                     requests = arrivals(numbered, rate, seconds, self.new_tokens, self.seed + number)
                     with Watch(server) as watch:
                         answers = await offer(server, requests, limit=3 * seconds + 60)
@@ -186,6 +186,11 @@ class LoadBenchmark:
         asyncio.run(measure())
         report["check"] = check(model, tokenizer, given, self.checked)
         return report
+
+    def _filling(self, rate: float, fraction: float) -> float:
+        """Return twice the seconds after which the queue is full beyond the capacity, else 0."""
+        excess = rate - rate / fraction
+        return 2 * (self.max_rows + self.max_waiting) / excess if excess > 0 else 0.0
 
     async def capacity(self, server: Server, prompt: Prompt, log: Log) -> float:
         """Return the requests per second with `max_rows` in flight at any time."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -326,3 +328,20 @@ def test_an_engine_that_opens_ends_the_idle_threads_of_its_opener() -> None:
             assert count_threads() <= before + 1  # its own thread, and as many as the opener had
     finally:
         torch.set_num_threads(threads)
+
+
+OPEN = """
+import sys; sys.path.insert(0, {tests!r})
+import tiny, torch
+from hf_parallel.engine import Engine
+engine = Engine(tiny.build("llama")).__enter__()
+handle = engine.submit(torch.arange(40, 50), max_new_tokens=10_000, eos_token_id=-1)
+print(next(iter(handle)).row)
+"""
+
+
+def test_a_process_may_end_while_its_engine_runs() -> None:
+    code = OPEN.format(tests=str(Path(__file__).parent))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr

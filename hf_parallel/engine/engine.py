@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -122,6 +123,7 @@ class Engine:
         if self._error is not None:
             self._thread.join()
             raise self._error
+        atexit.register(self.close, drain=False)  # a thread that computes while the process ends would abort it
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -135,6 +137,7 @@ class Engine:
         """
         if self._process != os.getpid():
             return
+        atexit.unregister(self.close)
         with self._changed:
             self._closing, self._draining = True, drain
             self._changed.notify_all()
@@ -350,10 +353,9 @@ class Engine:
             request.handle.notify()
 
     def _free_memory(self) -> bool:
-        """Free memory for the request whose code is running. Return False if it runs alone.
+        """Free memory for the request whose code is running, in the order of `_reserve`. Return False if it runs alone.
 
-        Requests are preempted in the order of `_reserve`. The current one, if it is the next, waits: others end or
-        preempt it.
+        If it is the next to be preempted, it waits: others end or preempt it.
         """
         current = self._current
         victim = None if current is None else self._scheduler.victim_of([current])
