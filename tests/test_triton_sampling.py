@@ -189,7 +189,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 def test_calls_return_what_they_return_without_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = enable(copy.deepcopy(tiny.build("llama")))
     ids, mask = tiny.left_pad(tiny.make_prompts([5, 3], seed=4))
-    settings: dict[str, Any] = {"do_sample": True, "max_new_tokens": 3, "return_dict_in_generate": True}
+    settings: dict[str, Any] = {"do_sample": True, "max_new_tokens": 2, "return_dict_in_generate": True}
     settings |= {"attention_mask": mask, "generation_mode": "shared_prefix", **SAMPLED[name]}
     found = []
     for backend in ("torch", "triton"):
