@@ -45,7 +45,7 @@ class ServerFaults:
         self.cases = [self._case() for _ in range(10)]
 
     def run(self, seconds: float, clients: int = 6) -> Counter[str]:
-        """Let random clients use a server for some time; check that it is as it was before them."""
+        """Run random clients of a server for some time; check good answers, and that nothing is held afterwards."""
         before = set(threading.enumerate())
         settings = {"max_kv_bytes": 220_000, "max_rows": 12, "max_waiting": 8}
         with Engine(self.model, self.tokenizer, **settings) as engine, served(engine, LIMITS) as server:

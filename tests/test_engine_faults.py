@@ -675,7 +675,7 @@ def test_an_engine_goes_on_where_joint_sampling_runs_out_of_memory(
 
 
 class FailingStreamer(BaseStreamer):
-    """Raises an error for the second token, and another one where it is told that its request failed."""
+    """Raises an error for the second token, and again in `fail`."""
 
     def __init__(self, error: BaseException) -> None:
         self.error, self.calls = error, 0

@@ -111,7 +111,7 @@ def test_more_than_3000_kinds_of_malformed_requests_are_distinct() -> None:
 
 @pytest.mark.parametrize(("name", "value", "most"), [("logit_bias", "", 300), ("metadata", 1, 16)])
 def test_of_an_object_with_too_many_entries_no_entry_is_validated(name: str, value: Any, most: int) -> None:
-    """Errors about each would take seconds, in which the server answers nobody."""
+    """Errors about each would take seconds, in which the server answers no other request."""
     body = {"model": MODEL, "prompt": "Hello"}
     with pytest.raises(ValidationError, match=f"at most {most} entries is accepted, this one has {most + 1}") as raised:
         CompletionBody.model_validate({**body, name: {str(index): value for index in range(most + 1)}})
@@ -129,7 +129,7 @@ def test_a_long_name_of_a_field_is_compared_with_none(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("item", [None, [], {}, 1.5])
 def test_of_a_long_list_of_errors_only_the_first_is_reported(item: Any) -> None:
-    """All of them would take seconds, in which the server answers nobody."""
+    """All of them would take seconds, in which the server answers no other request."""
     items = [item] * 1000
     chat = {"model": MODEL, "messages": items}
     parts = {"model": MODEL, "messages": [{"role": "user", "content": items}]}
@@ -170,7 +170,7 @@ SENT: dict[str, bytes] = {
     "a body that ends early": HEAD + b"Content-Length: 1000\r\n\r\n" + VALID.encode(),
     "chunks that end early": CHUNKED + b"%x\r\n%b\r\n" % (len(VALID.encode()), VALID.encode()),
 }
-"""What a client sends before it closes its side of the connection."""
+"""Bytes that a client sends before it closes its side of the connection."""
 
 
 @pytest.mark.usefixtures("unaffected")

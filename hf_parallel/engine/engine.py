@@ -413,8 +413,7 @@ class Engine:
             request.record(one, step)
         for request, one, part in zip(batch, pending, logits, strict=True):
             if request.pending is one or request.preempted:  # else it was restarted by one before it
-                wanted = part if one.ends is None else one.wanted(part)
-                self._call(request, request.resume, wanted, one)
+                self._call(request, request.resume, one.wanted(part), one)
 
     def _sample(self) -> bool:
         """Sample the next tokens of all requests that wait for them; continue each. Return whether there were any."""

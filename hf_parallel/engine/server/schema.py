@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from typing_extensions import Self
 
 T = TypeVar("T")
-# Errors about each item of a long list or object would take seconds, in which the server answers nobody.
+# Errors about each item of a long list or object would take seconds, in which the server answers no other request.
 Items = Annotated[list[T], Field(fail_fast=True, min_length=1)]
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(strict=True, ge=1, le=2**31)]
