@@ -8,6 +8,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported
 
 import random
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,15 @@ def _surroundings() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert torch.is_grad_enabled()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plain_models() -> Iterator[None]:
+    """Each file begins with plain models, also after one that left a shared model enabled."""
+    yield
+    if "tiny" in sys.modules:
+        for model in sys.modules["tiny"].built_models():
+            hf_parallel.disable(model)
 
 
 @pytest.fixture(scope="module")

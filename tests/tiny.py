@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from architectures import (
@@ -37,11 +36,14 @@ __all__ = [
     "VOCAB_SIZE",
     "Architecture",
     "build",
+    "built_models",
     "clear_cache",
     "draw_weights",
     "left_pad",
     "make_prompts",
 ]
+
+_built: dict[tuple[str, int, torch.dtype], PreTrainedModel] = {}
 
 
 def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -69,7 +71,9 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Pr
     KeyError
         For an unknown architecture.
     """
-    return _build(name, seed, dtype)
+    if (name, seed, dtype) not in _built:
+        _built[name, seed, dtype] = _build(name, seed, dtype)
+    return _built[name, seed, dtype]
 
 
 def make_prompts(lengths: Sequence[int], *, seed: int = 0) -> list[torch.Tensor]:
@@ -114,10 +118,14 @@ def left_pad(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
 
 def clear_cache() -> None:
     """Forget the models built so far."""
-    _build.cache_clear()
+    _built.clear()
 
 
-@cache
+def built_models() -> list[PreTrainedModel]:
+    """Return the models built so far."""
+    return list(_built.values())
+
+
 def _build(name: str, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     architecture = ARCHITECTURES[name] if name in ARCHITECTURES else REFUSED[name]
     config = architecture.config()
