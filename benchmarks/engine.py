@@ -28,6 +28,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from hf_parallel.cli.measure import long_prompt
 from hf_parallel.engine import Engine
 from hf_parallel.engine import engine as engine_module
+from hf_parallel.engine.passes import PendingPass
 from hf_parallel.engine.request import Request
 from hf_parallel.engine.scheduler import Scheduler
 from hf_parallel.engine.storage import KVStorage
@@ -60,9 +61,8 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("cpu.finish_sampling", joint_sampling._Batch, "_finish"),
     ("cpu.sample_alone", Sampler, "sample"),
     ("cpu.join_passes", engine_module, "join_passes"),
-    ("cpu.plan", KVStorage, "prepare"),
     ("cpu.plan", KVStorage, "prepare_run"),
-    ("cpu.reserve", Engine, "_reserve"),
+    ("cpu.expand_views", PendingPass, "expand_views"),
     ("cpu.grow_storage", KVStorage, "_grow_blocks"),
     ("cpu.commit", KVStorage, "commit"),
     ("cpu.record", Request, "record"),

@@ -22,7 +22,7 @@ from .rounds import Bar, PrefilledCache, run_rounds, step_ratio
 class SetUpClock(StepClock):
     """Clock that also measures the set-up of a forward pass, as opposed to the arithmetic of its layers.
 
-    The set-up is `BlockCache.prepare`, which reserves storage and lays out the plan, and everything that
+    The set-up is `BlockCache.prepare_run`, which reserves storage and lays out the plan, and everything that
     `AttentionPlan.cached` computes for the layers: schedule, masks, rotary tables, indices.
     """
 
@@ -45,15 +45,18 @@ class SetUpClock(StepClock):
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Measure the set-up inside the `with` block."""
-        prepare, cached = BlockCache.prepare, AttentionPlan.cached
+        prepare, cached = BlockCache.prepare_run, AttentionPlan.cached
 
         def timed_cached(plan: AttentionPlan, key: Any, make: Callable[[], Any]) -> Any:
             return cached(plan, key, lambda: self._timed(make))
 
-        def timed_prepare(cache: BlockCache, segments: Any) -> Any:
-            return self._timed(lambda: prepare(cache, segments))
+        def timed_prepare(cache: BlockCache, passes: Any) -> Any:
+            return self._timed(lambda: prepare(cache, passes))
 
-        with patch.object(BlockCache, "prepare", timed_prepare), patch.object(AttentionPlan, "cached", timed_cached):
+        with (
+            patch.object(BlockCache, "prepare_run", timed_prepare),
+            patch.object(AttentionPlan, "cached", timed_cached),
+        ):
             yield
 
     def _timed(self, make: Callable[[], Any]) -> Any:

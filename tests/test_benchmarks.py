@@ -108,11 +108,11 @@ def test_ratios_compare_methods_of_the_same_round() -> None:
 
 
 def test_set_up_clock_measures_work_outside_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare = BlockCache.prepare
+    prepare = BlockCache.prepare_run
 
-    def slow_prepare(cache: BlockCache, segments: Any) -> Any:
+    def slow_prepare(cache: BlockCache, passes: Any) -> Any:
         time.sleep(0.02)
-        return prepare(cache, segments)
+        return prepare(cache, passes)
 
     model = hf_parallel.enable(tiny.build("llama"))
     ids = tiny.make_prompts([9])[0][None].repeat(2, 1)
@@ -127,9 +127,9 @@ def test_set_up_clock_measures_work_outside_the_layers(monkeypatch: pytest.Monke
 
     try:
         usual, cached = statistics.median(set_up()), AttentionPlan.cached
-        monkeypatch.setattr(BlockCache, "prepare", slow_prepare)
+        monkeypatch.setattr(BlockCache, "prepare_run", slow_prepare)
         assert statistics.median(set_up()) - usual == pytest.approx(0.02, abs=0.01)
-        assert BlockCache.prepare is slow_prepare
+        assert BlockCache.prepare_run is slow_prepare
         assert AttentionPlan.cached is cached
     finally:
         hf_parallel.disable(model)

@@ -127,7 +127,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "no rows": (torch.zeros(0, 4, dtype=torch.int64), r"prompt.*\[0, 4\]"),
     "floats": ([1.0, 2.0], "prompt.*float"),
     "bools": (torch.tensor([True, False]), "ids.*bool"),
-    "texts": (["one", "two"], "prompt.*list"),
+    "texts": (["one", "two"], "list of 2 texts.*each"),
     "ragged rows": ([[5, 6], [7]], "prompt.*list"),
     "three dimensions": (torch.zeros(1, 2, 3, dtype=torch.int64), r"prompt.*\[1, 2, 3\]"),
     "an id beyond the vocabulary": ([5, tiny.VOCAB_SIZE], f"{tiny.VOCAB_SIZE}"),
@@ -160,6 +160,8 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a priority that is a bool": ({"priority": True}, ValueError, "priority.*True"),
     "a submitter that cannot be hashed": ({"submitter": ("me", [])}, ValueError, r"submitter.*'me'"),
     "a config without a mode": ({"parallel_config": {"num_workers": 2}}, ValueError, "generation_mode"),
+    "a number of answers": ({"n": 2}, ValueError, "'n'.*did you mean 'num_return_sequences'"),
+    "a generation config that is a dict": ({"generation_config": {"top_k": 3}}, TypeError, "GenerationConfig.*dict"),
     "a seed that is text": ({"seed": "one"}, ValueError, "seed.*one"),
 }
 
@@ -434,6 +436,11 @@ def test_a_streamer_that_raises_ends_its_request_alone(engine: Engine) -> None:
 def test_a_bad_setting_of_an_engine_raises(model: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(model, TOKENIZER, **settings)
+
+
+def test_a_budget_of_less_than_a_token_raises_when_the_engine_opens() -> None:
+    with pytest.raises(ValueError, match="max_kv_bytes=10 .* one token needs"), Engine(twin(), max_kv_bytes=10):
+        pass
 
 
 def test_an_engine_accepts_requests_only_while_it_is_open() -> None:

@@ -123,6 +123,7 @@ def test_of_an_object_with_too_many_entries_no_entry_is_validated(name: str, val
 def test_a_long_name_of_a_field_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparing one of a megabyte takes a fifth of a second, in which no other request is submitted."""
     assert suggestion("seeed", ["seed", "stop"]) == "; did you mean 'seed'?"
+    assert suggestion("max_new_tokens", ["max_tokens", "min_tokens"]) == "; did you mean 'max_tokens'?"
     monkeypatch.setattr(difflib, "get_close_matches", lambda *arguments, **settings: pytest.fail("compared"))
     assert suggestion("ab" * 500, ["seed", "stop"]) == ""
 

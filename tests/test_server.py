@@ -41,7 +41,7 @@ from serving import MODEL, Served, check_error, served, small_model  # noqa: E40
 from hf_parallel.cli import top  # noqa: E402
 from hf_parallel.detokenizer import IncrementalDetokenizer  # noqa: E402
 from hf_parallel.engine import Engine, KVBudgetError  # noqa: E402
-from hf_parallel.engine.server import Limits  # noqa: E402
+from hf_parallel.engine.server import Limits, create_app  # noqa: E402
 from hf_parallel.engine.server.answers import Answers  # noqa: E402
 from hf_parallel.engine.server.grammar import JSONProcessor  # noqa: E402
 from hf_parallel.engine.server.log_probs import LogProbs  # noqa: E402
@@ -909,6 +909,17 @@ def test_serve_names_a_port_that_is_taken_and_a_folder_that_is_missing(capsys: p
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", "--port", str(taken.getsockname()[1])]) == 2
-    assert "already in use" in capsys.readouterr().err
+    assert "cannot listen on 127.0.0.1 port" in (message := capsys.readouterr().err)
+    assert "already in use" in message
     assert main(["serve", "--model", "./nothing"]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_limits_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str], another: tuple[Any, Any]) -> None:
+    from hf_parallel.cli.main import main
+
+    with pytest.raises(SystemExit):
+        main(["serve", "--port", "99999"])
+    assert "from 0 to 65535, got '99999'" in capsys.readouterr().err
+    with Engine(*another) as engine, pytest.raises(ValueError, match="max_tokens=2000 .* 1024"):
+        create_app(engine, "small", Limits(tokens=2000))

@@ -208,11 +208,6 @@ class BlockCache(Cache):
         Raises `ValueError` if a segment is empty, reads tokens or blocks that do not exist, or writes to the block of
         another segment; or if a block is seen at a position other than its own and the rotary embedding is unknown.
         """
-        if self._last is not None and self._last.leads_to(segments):
-            self._undo = [(segment.view[-1], segment.view[-1].length) for segment in segments]
-            for segment in segments:
-                segment.view[-1].length += 1
-            return self._begin(self._last.next_step())
         return self.prepare_run([segments])
 
     def prepare_run(self, passes: Sequence[Sequence[Segment]]) -> ForwardPass:
@@ -225,6 +220,11 @@ class BlockCache(Cache):
         """
         if not passes:
             raise ValueError("passes must contain at least one pass, got none")
+        if len(passes) == 1 and self._last is not None and self._last.leads_to(passes[0]):
+            self._undo = [(segment.view[-1], segment.view[-1].length) for segment in passes[0]]
+            for segment in passes[0]:
+                segment.view[-1].length += 1
+            return self._begin(self._last.next_step())
         new_tokens = self._check(passes)
         self.reserve([(block, block.length + n) for block, n in new_tokens.items()])
         self.arena.grow()

@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", metavar="NAME", help="name of the model for clients (default: that of --model)")
     add = parser.add_argument_group("address").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
-    add("--port", type=int, default=8000, metavar="N", help="port to listen on (8000); 0: any that is free")
+    add("--port", type=_port, default=8000, metavar="N", help="port to listen on (8000); 0: any that is free")
     words = f"key that requests need; may be repeated (default: the variable {KEY_VARIABLE}, else none is needed)"
     add("--api-key", action="append", default=[], metavar="KEY", help=words)
     add = parser.add_argument_group("limits").add_argument
@@ -56,6 +56,12 @@ def parse_bytes(text: str) -> int:
     if not number.isdigit() or unit not in _UNITS or not int(number):
         raise argparse.ArgumentTypeError(f"must be a number of bytes such as 1000000, 512M or 2G, got {text!r}")
     return int(number) * _UNITS[unit]
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535, got {text!r}")
+    return int(text)
 
 
 def free_memory(device: Any) -> int:
@@ -87,7 +93,11 @@ def serve(options: argparse.Namespace) -> int:
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises the signal again when it has ended
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with socket.create_server((options.host, options.port), family=family) as listening:
+    try:
+        listening = socket.create_server((options.host, options.port), family=family)
+    except OSError as error:
+        raise OSError(f"cannot listen on {options.host} port {options.port}: {error.strerror}") from error
+    with listening:
         model, tokenizer = load(options)
         max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // 2
         engine = Engine(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_parallel.cache.placement import execution_device
+from hf_parallel.generation.arguments import check_generation_config
 from hf_parallel.generation.config import ParallelConfig, make_config
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import PLAIN_MODE
@@ -39,6 +40,7 @@ def split_arguments(
 ) -> tuple[ParallelConfig, dict[str, Any]]:
     """Return the config of a request, and the other arguments of `generate`. `tokenizer` is the engine's."""
     arguments = {**settings, "return_dict_in_generate": True}
+    check_generation_config(arguments.get("generation_config"))
     given = arguments.get("parallel_config")
     config: ParallelConfig | None
     if mode is None and not isinstance(given, ParallelConfig):
@@ -63,6 +65,8 @@ def encode_prompt(prompt: Any, config: ParallelConfig, tokenizer: Any, device: t
         if not prompt or not all(isinstance(value, torch.Tensor) for value in prompt.values()):
             raise ValueError(f"prompt must have input_ids, and only tensors (return_tensors='pt'), got {types}")
         return {name: value.to(device) for name, value in prompt.items()}
+    if isinstance(prompt, list | tuple) and prompt and all(isinstance(one, str) for one in prompt):
+        raise ValueError(f"prompt is a list of {len(prompt)} texts: submit each by itself")
     is_chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
     if is_chat or isinstance(prompt, str):
         if tokenizer is None:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from hf_parallel.cache.layout import ForwardPass
 from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.engine.arguments import check_limits, split_arguments, submitter_key
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
-from hf_parallel.engine.passes import PendingPass, join_passes, new_lengths
+from hf_parallel.engine.passes import JoinedPasses, join_passes
 from hf_parallel.engine.request import NonFiniteLogitsError, Request
 from hf_parallel.engine.scheduler import QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, Work, engine_stats
@@ -346,14 +347,14 @@ class Engine:
             self._work.request_seconds += time.perf_counter() - began
         if tokens := request.num_tokens - before:
             self._scheduler.charge(request, tokens)
-        if request.handle.done:
+        if request.is_done:
             self._work.add(request.stats, request.handle.error)
             self._scheduler.remove(request)
         elif tokens:
             request.handle.notify()
 
     def _free_memory(self) -> bool:
-        """Free memory for the request whose code is running, in the order of `_reserve`. Return False if it runs alone.
+        """Free memory for the request whose code is running, in the order of `_plan`. Return False if it runs alone.
 
         If it is the next to be preempted, it waits: others end or preempt it.
         """
@@ -365,16 +366,14 @@ class Engine:
             self._scheduler.preempt(victim)
         return victim is not None
 
-    def _reserve(self, batch: list[Request]) -> list[PendingPass]:
-        """Reserve memory for the passes of a batch, from which requests are removed if it does not suffice."""
-        while True:
-            pending = [request.pending for request in batch if request.pending is not None]
-            for one in pending:
-                one.expand_views()
+    def _plan(self, batch: list[Request]) -> tuple[JoinedPasses, ForwardPass] | None:
+        """Plan the passes of a batch as one. Removes requests from it if memory does not suffice; None: all of them."""
+        while batch:
+            joined = join_passes([request.pending for request in batch if request.pending is not None])
             try:
-                self._storage.reserve(new_lengths(pending))
-                return pending
+                return joined, self._storage.prepare_run(joined.passes)
             except RuntimeError as error:  # no budget, or no memory
+                self._storage.rollback()
                 victim = self._scheduler.victim_of(batch)
                 if victim is not None:
                     self._scheduler.preempt(victim)
@@ -383,18 +382,20 @@ class Engine:
                     self._call(victim, victim.fail, error)
                 if victim in batch:
                     batch.remove(victim)
-                if not batch:
-                    return []
+        return None
 
     def _compute(self, batch: list[Request]) -> None:
         """Run one forward pass for the requests of a batch, and continue each with its logits."""
-        pending = self._reserve(batch)
-        if not pending:
-            return
+        for request in batch:
+            if request.pending is not None:
+                request.pending.expand_views()
         began = time.perf_counter()
         logits, step, error = None, None, None
         try:
-            logits, step = self._forward(pending)
+            planned = self._plan(batch)
+            if planned is None:
+                return
+            logits, step = self._forward(*planned)
         except Exception as raised:
             self._storage.rollback()
             if isinstance(raised, NonFiniteLogitsError):
@@ -409,11 +410,12 @@ class Engine:
             self._compute(batch[:middle])
             self._compute([request for request in batch[middle:] if request.pending is not None])
             return
+        pending = [request.pending for request in batch if request.pending is not None]
         for request, one in zip(batch, pending, strict=True):
             request.record(one, step)
         for request, one, part in zip(batch, pending, logits, strict=True):
             if request.pending is one or request.preempted:  # else it was restarted by one before it
-                self._call(request, request.resume, one.wanted(part), one)
+                self._call(request, request.resume, part, one)
 
     def _sample(self) -> bool:
         """Sample the next tokens of all requests that wait for them; continue each. Return whether there were any."""
@@ -431,19 +433,16 @@ class Engine:
             has_sampled = True
         return has_sampled
 
-    def _forward(self, pending: Sequence[PendingPass]) -> tuple[Sequence[torch.Tensor], object]:
-        """Run the passes of several requests as one. Return the logits of each; raise an error for NaN.
+    def _forward(self, joined: JoinedPasses, forward: ForwardPass) -> tuple[Sequence[torch.Tensor], object]:
+        """Run a pass that is planned. Return the logits of each request; raise an error for NaN.
 
         Also return an object that is the same in consecutive decode steps of the same rows, else None.
         """
-        joined = join_passes(pending)
-        storage = self._storage
-        forward = storage.prepare_run(joined.passes) if len(joined.passes) > 1 else storage.prepare(joined.passes[0])
         logits = self._cached_model.logits(forward, joined.ids, joined.keep)
         self._work.steps += 1
         if not bool(logits.amax(-1).isfinite().all()):
             raise NonFiniteLogitsError("the model's logits are not finite")
-        storage.commit()
+        self._storage.commit()
         if self._cached_model.graphs is not None:
             logits = logits.clone()  # a graph reuses its output buffer
-        return logits.split(joined.counts), forward.segments if forward.is_decode_step else None
+        return joined.split(logits), forward.segments if forward.is_decode_step else None

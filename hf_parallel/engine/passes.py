@@ -9,7 +9,7 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from hf_parallel.cache import Block, Segment
+from hf_parallel.cache import Segment
 from hf_parallel.engine.storage import parts_of
 
 MAX_DECODED = 4
@@ -70,23 +70,25 @@ class PendingPass:
         last = np.cumsum([segment.num_tokens for segments in self.passes for segment in segments]) - 1
         return last[[*self.ends, *({len(last) - 1} - set(self.ends))]]
 
-    def wanted(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the wanted ones of the logits of `kept_tokens`."""
-        return logits if self.ends is None or len(self.ends) == len(logits) else logits[: len(self.ends)]
-
 
 @dataclass(frozen=True, eq=False)
 class JoinedPasses:
     """The passes of several requests as those of one, over packed tokens `ids`, `int64 [T]`.
 
     `keep` are the indices of the tokens whose logits are computed (None: all), `counts` their number for each
-    request.
+    request, and `wanted` the number of those that the request receives (None: all).
     """
 
     passes: Sequence[Sequence[Segment]]
     ids: torch.Tensor
     keep: list[int] | None
     counts: list[int]
+    wanted: list[int] | None = None
+
+    def split(self, logits: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the logits that each request receives."""
+        parts = logits.split(self.counts)
+        return parts if self.wanted is None else [part[:n] for part, n in zip(parts, self.wanted, strict=True)]
 
 
 def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
@@ -116,20 +118,9 @@ def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
     keep = np.concatenate(kept)
     is_all = len(keep) == total and bool((np.diff(keep) == 1).all())
     counts = [len(one) for one in kept]
-    return JoinedPasses(passes, _packed(ids), None if is_all else keep.tolist(), counts)
+    wanted = [count if one.ends is None else len(one.ends) for one, count in zip(pending, counts, strict=True)]
+    return JoinedPasses(passes, _packed(ids), None if is_all else keep.tolist(), counts, wanted)
 
 
 def _packed(ids: list[torch.Tensor]) -> torch.Tensor:
     return ids[0] if len(ids) == 1 else torch.cat(ids)
-
-
-def new_lengths(pending: Sequence[PendingPass]) -> list[tuple[Block, int]]:
-    """Return the blocks that passes append to, with their lengths afterwards."""
-    lengths: dict[Block, int] = {}
-    for one in pending:
-        for segments in one.passes:
-            for segment in segments:
-                if segment.write:
-                    target = segment.view[-1]
-                    lengths[target] = lengths.get(target, target.length) + segment.num_tokens
-    return list(lengths.items())

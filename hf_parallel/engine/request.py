@@ -61,7 +61,7 @@ class Request:
         self.has_started = False  # whether it samples or has shown something, so that it cannot start again
         self.pending: PendingPass | None = None
         self.sampling: SamplingTask | None = None
-        self.preempted = self.is_waiting = False
+        self.preempted = self.is_waiting = self.is_done = False
         self._suspended: tuple[PendingPass | None, bool] = None, False  # `pending` and `is_waiting` while preempted
         self.open_nodes: dict[Node, int] = {}  # nodes that it was computing when it was preempted, with their lengths
         self._delayed: Any = None  # logits or tokens that it waited for when it was preempted
@@ -184,11 +184,6 @@ class Request:
         assert running is not None
         return running
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended."""
-        return self.handle.done
-
     def _generate(self) -> None:
         try:
             output = self.config.make_run(self.call).generate()
@@ -211,6 +206,7 @@ class Request:
                     fail(error)
                 except BaseException as other:  # in a streamer of the caller's
                     error.__context__ = other
+        self.is_done = True
         self.handle.end(output, error)
 
     def _release(self, keep: bool = True) -> None:

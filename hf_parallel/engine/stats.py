@@ -15,21 +15,29 @@ class EngineStats:
     """State of an engine, and its work since it started."""
 
     running: int
+    """Requests that generate."""
     waiting: int
+    """Requests in the queue, and preempted ones."""
     kv_bytes: int
     """Bytes of keys and values held, cached prefixes included."""
     reserved_bytes: int
     """Bytes of storage reserved for them."""
     evicted_tokens: int
+    """Tokens of cached prefixes whose keys and values were deleted."""
     preemptions: int
+    """Times that a running request lost its keys and values, which were computed again."""
     reused_tokens: int
     """Prompt tokens whose keys and values were cached."""
     prefilled_tokens: int
+    """Prompt tokens that were computed."""
     decoded_tokens: int
+    """Tokens that were generated."""
     steps: int
     """Forward passes of the model."""
     finished: int
+    """Requests that have ended with an output."""
     failed: int
+    """Requests that have ended with an error."""
     cancelled: int
     step_seconds: float
     """Seconds in steps."""

@@ -125,6 +125,8 @@ class KVStorage(SharedPrefixCache):
     def set_token_size(self, bytes_per_token: int) -> None:
         """Apply the budget, given the bytes of one token over all layers."""
         if self.max_bytes is not None:
+            if self.max_bytes < bytes_per_token:
+                raise ValueError(f"max_kv_bytes={self.max_bytes} is less than one token needs: {bytes_per_token} bytes")
             self.max_tokens = self._bounded.max_slots = self.max_bytes // bytes_per_token
 
     @property

@@ -175,7 +175,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         began = time.perf_counter()
         try:
-            forward = self.cache.prepare_run(passes) if len(passes) > 1 else self.cache.prepare(passes[0])
+            forward = self.cache.prepare_run(passes)
             keep = None if ends is None or len(ends) == len(ids) else [forward.last_tokens[end] for end in ends]
             self.stats.plan_seconds += time.perf_counter() - began
             logits = model.logits(forward, ids, keep)

@@ -34,9 +34,22 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}")
 
 
+OTHER_NAMES = {
+    "n": "num_return_sequences",
+    "stop": "stop_strings",
+    "max_tokens": "max_new_tokens",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "max_new_tokens": "max_tokens",
+}
+"""The same settings in OpenAI's API and in Transformers."""
+
+
 def suggestion(name: Any, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the known name that resembles a misspelt one; empty if none does."""
     name, known = str(name), list(known)
+    if (other := OTHER_NAMES.get(name)) in known:
+        return f"; did you mean {other!r}?"
     if len(name) > 3 * max(map(len, known), default=0):  # it resembles none, and comparing a long one takes long
         return ""
     near = difflib.get_close_matches(name, known, n=1)

@@ -108,7 +108,10 @@ class Translator:
     def __init__(self, engine: Engine, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
         config = engine.model.config.get_text_config()
-        self.max_tokens = limits.tokens or getattr(config, "max_position_embeddings", None) or 2**20
+        context = getattr(config, "max_position_embeddings", None)
+        if limits.tokens is not None and context and limits.tokens > context:
+            raise ValueError(f"max_tokens={limits.tokens} is more than the context length of the model: {context}")
+        self.max_tokens = limits.tokens or context or 2**20
 
     def translate(self, body: Body, prompt: str | list[Any], field_name: str) -> Submission:
         """Return the submission for one prompt of a body: a text, a chat or token ids."""
