@@ -1,0 +1,227 @@
+"""Trace of a run of agents: which agent spawned, generated, waited and yielded when, as plain data in JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+import time
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_parallel.files import write_atomically
+
+FORMAT, VERSION = "hf_parallel agents", 1
+"""Values of `format` and `version` in the file of a trace."""
+STATUSES = ("committed", "selected", "dropped")
+"""What a supervisor did with a state of its search tree."""
+_MAX = 1e15
+"""Largest time, count and number of bytes in a file: floats below it are exact to a second or a byte."""
+
+
+@dataclass(slots=True)
+class Event:
+    """One event of an agent.
+
+    Attributes
+    ----------
+    time
+        Seconds since the run began. Events with a duration (`gen`, `tool`, `next`) are recorded at their end; their
+        data holds the `begin`.
+    agent
+        Id of the agent instance, such as `solve#0`; its children append to it: `solve#0/gather#1`.
+    kind
+        `spawn`, `gen`, `tool`, `next`, `resume`, `yield`, `state`, `end`, `error`, `cancel`, `kv` or `scores`. Readers
+        ignore other kinds.
+    state
+        Id of the state in the agent's search tree, such as `0.2.1`.
+    data
+        What happened, by the names that the kind has.
+    """
+
+    time: float
+    agent: str
+    kind: str
+    state: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RunTrace:
+    """Events of a run, in the order in which they happened.
+
+    Attributes
+    ----------
+    events
+        Appended while the run goes on. If there are events already, the time goes on from the last one.
+    clock
+        Returns a number of seconds that never decreases.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._began = self.clock() - (self.events[-1].time if self.events else 0.0)
+
+    def now(self) -> float:
+        """Return the seconds since the run began."""
+        return self.clock() - self._began
+
+    def add(self, agent: str, kind: str, /, state: str = "", **data: Any) -> Event:
+        """Append an event that happens now, and return it. Nothing is checked before the trace is read."""
+        event = Event(self.now(), agent, kind, state, data)
+        self.events.append(event)
+        return event
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trace as plain data. Values that JSON cannot hold are replaced by their `repr`."""
+        names = Event.__slots__
+        events = [{name: _plain(getattr(event, name)) for name in names} for event in self.events]
+        return {"format": FORMAT, "version": VERSION, "events": events}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> RunTrace:
+        """Return the trace that `to_dict` made.
+
+        Raises
+        ------
+        ValueError
+            If the data is no trace, is of another version, or has an event with a missing or invalid entry. Names it.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise ValueError(f"not a trace of agents: it must be a JSON object whose 'format' is {FORMAT!r}")
+        if data.get("version") != VERSION:
+            raise ValueError(f"the trace has version {data.get('version')!r}, but only version {VERSION} can be read")
+        events = data.get("events")
+        if not isinstance(events, list):
+            raise ValueError(f"events must be a list, got {reprlib.repr(events)}")
+        return cls([_event(entry, f"event {index}") for index, entry in enumerate(events)])
+
+    def save(self, path: str | Path) -> None:
+        """Save the trace as JSON; a state's value that is not finite is written as `NaN` or `Infinity`."""
+        write_atomically(path, json.dumps(self.to_dict()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> RunTrace:
+        """Load a trace that `save` wrote; raise `ValueError` that says what is wrong if it is not one."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:  # also for a wrong encoding and for endless nesting
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        try:
+            return cls.from_dict(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def function_name(agent: str) -> str:
+    """Return the name of the function of an agent instance: `gather` for `solve#0/gather#1`."""
+    return agent.rpartition("/")[2].rpartition("#")[0] or agent
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON holds it."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else repr(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | Set):
+        return [_plain(entry) for entry in value]
+    return repr(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX)
+
+
+def _is_time(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value) and 0 <= value <= _MAX
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _is_time(value)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_scores(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+def _is_status(value: Any) -> bool:
+    return value in STATUSES
+
+
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or _is_text(value)
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+_ENTRIES: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "spawn": {"child": _is_text, "name": _is_text},
+    "gen": {
+        **dict.fromkeys(("tokens", "prompt_tokens", "reused"), _is_count),
+        **{"begin": _is_time, "text": _is_text, "settings": _is_object},
+    },
+    "tool": {"begin": _is_time, "name": _is_text, "result": _is_text_or_none, "error": _is_text_or_none},
+    "next": {"child": _is_text, "begin": _is_time},
+    "resume": {"child": _is_text},
+    "yield": {"value": _is_text},
+    "state": {"parent": _is_text_or_none, "value": _is_number_or_none, "status": _is_status},
+    "end": {"value": _is_text},
+    "error": {"error": _is_text},
+    "cancel": {},
+    "kv": {"bytes": _is_count},
+    "scores": {"scores": _is_scores},
+}
+"""Entries that the data of each kind must have, and what they may be."""
+_WORDS: dict[Callable[[Any], bool], str] = {
+    _is_text: "text",
+    _is_time: "a number of seconds from 0",
+    _is_count: "an integer from 0",
+    _is_object: "an object",
+    _is_scores: "an object of numbers",
+    _is_text_or_none: "text or null",
+    _is_number_or_none: "a number or null",
+    _is_status: f"one of {', '.join(STATUSES)}",
+}
+"""What a check allows, in error messages."""
+
+
+def _event(entry: Any, where: str) -> Event:
+    """Return an event from plain data; raise `ValueError` that names what is wrong."""
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where} must be an object, got {reprlib.repr(entry)}")
+    _expect(
+        entry, where, {"time": _is_time, "agent": _is_text, "kind": _is_text, "state": _is_text, "data": _is_object}
+    )
+    kind, data = entry["kind"], entry["data"]
+    checks = _ENTRIES.get(kind, {})
+    _expect(data, f"{where} ({reprlib.repr(kind)}): data", checks)
+    if "begin" in checks and data["begin"] > entry["time"]:
+        raise ValueError(f"{where}: begin {data['begin']} must not be after time {entry['time']}")
+    return Event(float(entry["time"]), entry["agent"], kind, entry["state"], dict(data))
+
+
+def _expect(entries: Mapping[str, Any], where: str, checks: Mapping[str, Callable[[Any], bool]]) -> None:
+    for name, check in checks.items():
+        if name not in entries:
+            raise ValueError(f"{where} has no {name!r}")
+        if not check(entries[name]):
+            raise ValueError(f"{where}: {name!r} must be {_WORDS[check]}, got {reprlib.repr(entries[name])}")

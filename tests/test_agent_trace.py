@@ -1,0 +1,132 @@
+"""Traces of agents: saving and loading changes nothing, and a file that is no trace is an error that says why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hf_parallel.agents.trace import Event, RunTrace, function_name
+
+
+def ticking() -> Callable[[], float]:
+    """Return a clock that advances by a second at each call, and begins late."""
+    seconds = iter(range(1000, 2000))
+    return lambda: float(next(seconds))
+
+
+def small_trace() -> RunTrace:
+    """Return a trace with an event of each kind."""
+    trace = RunTrace(clock=ticking())
+    trace.add("solve#0", "spawn", child="solve#0/gather#0", name="gather")
+    numbers = {"begin": 1.5, "tokens": 3, "prompt_tokens": 5, "reused": 4}
+    trace.add("solve#0", "gen", "0", **numbers, text="caf\u00e9 </script>", settings={"temperature": 0.5})
+    trace.add("solve#0/gather#0", "tool", "0", begin=2.0, name="grep", result=None, error="timeout")
+    trace.add("solve#0", "next", "0", child="solve#0/gather#0", begin=3.0)
+    trace.add("solve#0", "resume", "0", child="solve#0/gather#0")
+    trace.add("solve#0", "yield", "0", value="7")
+    trace.add("solve#0", "state", "0.0", parent="0", value=0.5, status="committed")
+    trace.add("solve#0", "kv", bytes=1024)
+    trace.add("solve#0", "scores", scores={"solve": 0.25})
+    trace.add("solve#0/gather#0", "cancel")
+    trace.add("solve#0", "error", error="ValueError: no")
+    trace.add("solve#0", "end", value="None")
+    return trace
+
+
+def test_a_saved_trace_loads_unchanged(tmp_path: Path) -> None:
+    trace = small_trace()
+    trace.save(tmp_path / "run.json")
+    assert RunTrace.load(tmp_path / "run.json") == trace
+    assert trace.events[0] == Event(1.0, "solve#0", "spawn", "", {"child": "solve#0/gather#0", "name": "gather"})
+
+
+def test_a_loaded_trace_goes_on_after_its_last_event(tmp_path: Path) -> None:
+    trace = small_trace()
+    assert [event.time for event in trace.events] == list(range(1, 13))
+    trace.save(tmp_path / "run.json")
+    loaded = RunTrace(RunTrace.load(tmp_path / "run.json").events, clock=ticking())
+    assert loaded.add("solve#0", "cancel").time == 13
+
+
+def test_values_that_json_cannot_hold_are_saved_as_text_or_numbers(tmp_path: Path) -> None:
+    trace = RunTrace(clock=ticking())
+    settings = {"stop": ("a", {1}), "dtype": np.dtype("float32"), "bias": {(1, 2): -1.0}}
+    numbers = {"begin": 0, "tokens": np.int64(3), "prompt_tokens": 0, "reused": 0}
+    trace.add("solve#0", "gen", **numbers, text="", settings=settings)
+    trace.add("solve#0", "state", "0", parent=None, value=np.float32(-np.inf), status="dropped")
+    trace.save(tmp_path / "run.json")
+    gen, state = RunTrace.load(tmp_path / "run.json").events
+    assert gen.data["settings"] == {"stop": ["a", [1]], "dtype": "dtype('float32')", "bias": {"(1, 2)": -1.0}}
+    assert gen.data["tokens"] == 3
+    assert state.data["value"] == -np.inf
+
+
+def test_events_of_unknown_kinds_are_kept(tmp_path: Path) -> None:
+    trace = RunTrace(clock=ticking())
+    trace.add("solve#0", "wake", anything=[1])
+    trace.save(tmp_path / "run.json")
+    assert RunTrace.load(tmp_path / "run.json") == trace
+
+
+def changed(index: int, **entries: Any) -> dict[str, Any]:
+    """Return the small trace as plain data with other entries in an event or its data; ... removes one."""
+    data = json.loads(json.dumps(small_trace().to_dict()))
+    event = data["events"][index]
+    for name, value in entries.items():
+        target = event if name in event else event["data"]
+        target[name] = value
+        if value is ...:
+            del target[name]
+    return data
+
+
+WRONG = [
+    ([], "not a trace of agents"),
+    ({"format": "hf_parallel run", "version": 2}, "not a trace of agents"),
+    (small_trace().to_dict() | {"version": 9}, "version 9"),
+    (small_trace().to_dict() | {"events": {}}, "events must be a list"),
+    (small_trace().to_dict() | {"events": [[]]}, "event 0 must be an object"),
+    (changed(0, time="now"), "event 0: 'time' must be a number of seconds from 0, got 'now'"),
+    (changed(0, time=float("nan")), "'time' must be"),
+    (changed(0, time=True), "'time' must be"),
+    (changed(0, time=10**400), "'time' must be"),
+    (changed(0, agent=["x"]), "'agent' must be text"),
+    (changed(0, kind=["x"]), "'kind' must be text"),
+    (changed(0, state=None), "'state' must be text"),
+    (changed(0, data=[]), "'data' must be an object"),
+    (changed(0, child=...), r"event 0 \('spawn'\): data has no 'child'"),
+    (changed(1, tokens=-1), "'tokens' must be an integer from 0, got -1"),
+    (changed(1, tokens=1.5), "'tokens' must be an integer"),
+    (changed(1, begin=99), "event 1: begin 99 must not be after time 2"),
+    (changed(1, settings=[]), "'settings' must be an object"),
+    (changed(2, result=1), "'result' must be text or null, got 1"),
+    (changed(6, status="won"), "'status' must be one of committed, selected, dropped, got 'won'"),
+    (changed(6, value="x"), "'value' must be a number or null"),
+    (changed(8, scores={"solve": None}), "'scores' must be an object of numbers"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_a_file_that_is_no_trace_is_an_error_that_says_why(tmp_path: Path, data: Any, message: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message) as found:
+        RunTrace.load(path)
+    assert str(path) in str(found.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "\xff", "[" * 100_000])
+def test_a_file_that_is_not_json_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"run\.json is not JSON"):
+        RunTrace.load(path)
+
+
+def test_the_name_of_the_function_is_the_last_part_of_an_id() -> None:
+    assert [function_name(name) for name in ("solve#0/gather#11", "solve#0", "plain")] == ["gather", "solve", "plain"]
