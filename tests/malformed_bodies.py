@@ -100,6 +100,7 @@ BASE = {
 STREAM = {"stream": "true"}
 NOTHING = {"null", "an empty list"}
 NUMBERS = {"null", "zero", "one"}
+SHORT = {"text", "empty text", "a number as text"}
 SHARED = [
     Place("model", valid=()),
     Place("generation_mode"),
@@ -142,6 +143,11 @@ SHARED = [
     Place("repetition_penalty", valid={"null", "one", "a fraction"}),
     Place("no_repeat_ngram_size", valid=NUMBERS),
     Place("min_new_tokens", valid=NUMBERS),
+    Place("agent_hints", valid={"null", "an empty object"}),
+    Place("agent_hints", '{"workflow_id": "a", "agent_id": @}', valid={"null", *SHORT}),
+    Place("agent_hints", '{"step_id": @}', valid={"null", *SHORT}),
+    Place("agent_hints", '{"expected_tool_duration_ms": @}', valid={*NUMBERS, "a fraction", "a large number"}),
+    Place("agent_hints", '{"agent": @}', valid=NOTHING),
     Place("user", valid={"null", *TEXTS}),
     Place("metadata", valid={"null", "an empty object"}),
     Place("metadata", '{"a": @}', valid=TEXTS),
@@ -268,6 +274,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "a long n-gram": {"no_repeat_ngram_size": 33},
     "a stop text of 132 bytes": {"stop": ["a", "ß" * 66]},
     "many texts that end a sentence": {"generation_mode": "hogwild", "sentence_ends": [".", "!"] * 40},
+    "an agent with a long name": {"agent_hints": {"agent_id": "x" * 257}},
     "frequency_penalty": {"frequency_penalty": 0.5},
     "presence_penalty": {"presence_penalty": -0.5},
     "tools": {"tools": [{"type": "function", "function": {"name": "f"}}]},

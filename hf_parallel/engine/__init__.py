@@ -2,11 +2,13 @@
 
 from hf_parallel.engine.engine import Engine
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
+from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.scheduler import QueueFullError
 from hf_parallel.engine.stats import EngineStats
 from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, LeastRecentlyUsed, WeightsChangedError
 
 __all__ = [
+    "AgentHints",
     "Engine",
     "EngineStats",
     "EvictionPolicy",

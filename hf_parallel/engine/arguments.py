@@ -39,6 +39,8 @@ def split_arguments(
     model: Any, tokenizer: Any, prompt: Any, mode: str | None, settings: Mapping[str, Any]
 ) -> tuple[ParallelConfig, dict[str, Any]]:
     """Return the config of a request, and the other arguments of `generate`. `tokenizer` is the engine's."""
+    if "past_key_values" in settings:
+        raise ValueError("an engine has a cache of its own: past_key_values cannot be given")
     arguments = {**settings, "return_dict_in_generate": True}
     check_generation_config(arguments.get("generation_config"))
     given = arguments.get("parallel_config")

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +19,7 @@ from hf_parallel.cache.layout import ForwardPass
 from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.engine.arguments import check_limits, split_arguments, submitter_key
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
+from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.passes import JoinedPasses, join_passes
 from hf_parallel.engine.request import NonFiniteLogitsError, Request
 from hf_parallel.engine.scheduler import QueueFullError, Scheduler
@@ -80,8 +81,6 @@ class Engine:
         policy: EvictionPolicy | None = None,
     ) -> None:
         check_limits(max_rows=max_rows, max_waiting=max_waiting)
-        if policy is not None and not callable(getattr(policy, "priority", None)):
-            raise ValueError(f"policy must have a method priority(node), got {type(policy).__name__}")
         check_limits(is_optional=True, max_kv_bytes=max_kv_bytes, max_batch_tokens=max_batch_tokens)
         self.model = unwrap(enable(model, tokenizer=tokenizer))
         if (ranks := getattr(self.model, "tp_size", None) or 1) > 1:
@@ -152,6 +151,7 @@ class Engine:
         *,
         priority: int = 0,
         submitter: Any = None,
+        agent_hints: AgentHints | Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> RequestHandle:
         """Submit a request and return its handle.
@@ -167,6 +167,8 @@ class Engine:
             Requests of higher priority run first.
         submitter : hashable, optional
             Submitters with equal priority get equally many tokens.
+        agent_hints : AgentHints or mapping, optional
+            The agent that submits it, for eviction policies.
         **settings
             As of `model.generate`: settings of the mode and of `GenerationConfig`, processors, criteria, a streamer.
 
@@ -182,17 +184,15 @@ class Engine:
             If the engine is not open.
         """
         self.check_open()
-        if "past_key_values" in settings:
-            raise ValueError("an engine has a cache of its own: past_key_values cannot be given")
         if not is_int(priority):
             raise ValueError(f"priority must be an int, got {priority!r}")
-        key = submitter_key(submitter)
+        key, hints = submitter_key(submitter), AgentHints.of(agent_hints)
         config, arguments = split_arguments(self.model, self.tokenizer, prompt, generation_mode, settings)
         assert self._claim is not None
         call = self.model.prepare_call(config, arguments, self._claim)
         decoder = None if config.streams_text else TokenDecoder(call.tokenizer, call.eos_token_ids)
         handle = RequestHandle(lambda: self._cancel(request), self._check_wait, decoder)
-        request = Request(config, call, handle, priority, key)
+        request = Request(config, call, handle, priority, key, hints)
         self._scheduler.check_budget(request)
         with self._changed:
             self.check_open()

@@ -20,6 +20,7 @@ from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.layout import Block
 from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.engine.handle import RequestHandle
+from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.journal import Journal
 from hf_parallel.engine.passes import PendingPass
 from hf_parallel.engine.request_cache import RequestCache, request_cache_class
@@ -49,9 +50,16 @@ class Request:
     """
 
     def __init__(
-        self, config: ParallelConfig, call: GenerationCall, handle: RequestHandle, priority: int, submitter: Any
+        self,
+        config: ParallelConfig,
+        call: GenerationCall,
+        handle: RequestHandle,
+        priority: int,
+        submitter: Any,
+        hints: AgentHints,
     ) -> None:
         self.config, self.handle, self.priority, self.submitter = config, handle, priority, submitter
+        self.hints = hints
         self.streamer = _Streamer(call.streamer, self._on_text)
         self.call = replace(call, executor=self, streamer=self.streamer)
         self.chunk_size = 0

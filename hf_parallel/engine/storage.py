@@ -101,6 +101,8 @@ class KVStorage(SharedPrefixCache):
         free_memory: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(rotary, device, max_bytes)
+        if policy is not None and not callable(getattr(policy, "priority", None)):
+            raise ValueError(f"policy must have a method priority(node), got {type(policy).__name__}")
         self.policy, self.free_memory = policy or LeastRecentlyUsed(), free_memory
         self.clock = 0  # number of steps of the engine
         self.evicted_tokens = 0

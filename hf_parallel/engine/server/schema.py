@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
+from hf_parallel.engine.hints import MAX_ID, AgentHints
+
 T = TypeVar("T")
 # Errors about each item of a long list or object would take seconds, in which the server answers no other request.
 Items = Annotated[list[T], Field(fail_fast=True, min_length=1)]
@@ -16,6 +18,7 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
+Id = Annotated[str, Field(strict=True, max_length=MAX_ID)]
 MAX_STOP_BYTES = 128
 """Bytes of a stop text. At each step, as many tokens of each row are decoded."""
 MAX_NGRAM = 32
@@ -104,6 +107,20 @@ class ResponseFormat(Part):
     json_schema: JSONSchema | None = None
 
 
+class Hints(Part):
+    """The agent of a request; see `AgentHints`."""
+
+    workflow_id: Id | None = None
+    agent_id: Id | None = None
+    step_id: Id | None = None
+    parent_step_id: Id | None = None
+    expected_tool_duration_ms: Annotated[Number, Field(ge=0)] | None = None
+
+    def to_hints(self) -> AgentHints:
+        """Return them as the engine takes them."""
+        return AgentHints(**self.model_dump(include=set(type(self).model_fields), exclude_none=True))
+
+
 class Body(BaseModel):
     """Fields of both kinds of requests."""
 
@@ -131,6 +148,7 @@ class Body(BaseModel):
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
     no_repeat_ngram_size: Annotated[int, Field(strict=True, ge=0, le=MAX_NGRAM)] | None = None
     min_new_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
+    agent_hints: Hints | None = None
     # Fields of OpenAI that do not change an answer
     user: Text | None = None
     metadata: Annotated[dict[str, Text], _entries(MAX_METADATA)] | None = None

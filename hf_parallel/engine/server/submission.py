@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_parallel.engine import Engine, RequestHandle
+from hf_parallel.engine import AgentHints, Engine, RequestHandle
 from hf_parallel.engine.server.errors import APIError
 from hf_parallel.engine.server.grammar import JSONProcessor
 from hf_parallel.engine.server.limits import Limits
@@ -70,6 +70,7 @@ class Submission:
     stops: list[str] = field(default_factory=list)
     log_probs: LogProbs | None = None
     has_mode: bool = False
+    hints: AgentHints = field(default_factory=AgentHints)
 
     @property
     def prompt_tokens(self) -> int:
@@ -99,7 +100,8 @@ class Submission:
 
     def submit(self, submitter: Any) -> RequestHandle:
         """Submit it to the engine."""
-        return self.engine.submit(self.prompt, parallel_config=self.config, submitter=submitter, **self.arguments)
+        given = {"parallel_config": self.config, "agent_hints": self.hints, **self.arguments}
+        return self.engine.submit(self.prompt, submitter=submitter, **given)
 
 
 class Translator:
@@ -129,6 +131,8 @@ class Translator:
                 raise APIError(400, f"temperature=0 gives {body.candidates} equal answers; set n to 1", "n")
         submission = Submission(self.engine, config, encoded, arguments, body.candidates, body.stops)
         submission.has_mode = body.generation_mode is not None
+        if body.agent_hints is not None:
+            submission.hints = body.agent_hints.to_hints()
         self._add_processors(submission, body)
         return submission
 
