@@ -1,1 +1,51 @@
-"""Agents as coroutines, on the engine: traces of runs, flow graphs and pages (Hive, section 5)."""
+"""Agents as coroutines, and supervisors that scale their test-time compute, on the engine (Hive, section 5)."""
+
+from hf_parallel.agents.agent import Agent, agent
+from hf_parallel.agents.calls import AgentHandle, cancel, gather, next, now, resume, rng, spawn, tool
+from hf_parallel.agents.chat import Chat
+from hf_parallel.agents.errors import (
+    AgentCancelledError,
+    AgentEndedError,
+    AgentError,
+    BudgetExceededError,
+    DeadlockError,
+    ReplayError,
+    ToolError,
+)
+from hf_parallel.agents.models import Completion, Model, ScriptedModel
+from hf_parallel.agents.runtime import AgentResult, Runtime
+from hf_parallel.agents.state import State
+from hf_parallel.agents.supervisors import Single, Supervisor
+from hf_parallel.agents.trace import Event, RunTrace
+
+__all__ = [
+    "Agent",
+    "AgentCancelledError",
+    "AgentEndedError",
+    "AgentError",
+    "AgentHandle",
+    "AgentResult",
+    "BudgetExceededError",
+    "Chat",
+    "Completion",
+    "DeadlockError",
+    "Event",
+    "Model",
+    "ReplayError",
+    "RunTrace",
+    "Runtime",
+    "ScriptedModel",
+    "Single",
+    "State",
+    "Supervisor",
+    "ToolError",
+    "agent",
+    "cancel",
+    "gather",
+    "next",
+    "now",
+    "resume",
+    "rng",
+    "spawn",
+    "tool",
+]

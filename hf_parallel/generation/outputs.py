@@ -50,6 +50,15 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
             for item in items
         ]
 
+    def answer_texts(self, tokenizer: Any) -> list[str]:
+        """Return the text of each answer, decoded without special tokens, or merged by the mode."""
+        assert self.record is not None
+        if self.record.config.merges_rows:
+            return list(self.transcripts)  # type: ignore[attr-defined]
+        ends = self.record.lengths or [self.sequences.shape[1]] * len(self.sequences)
+        new = [row[self.record.begin : end] for row, end in zip(self.sequences, ends, strict=True)]
+        return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in new]
+
     @classmethod
     def _own_fields(cls) -> list[str]:
         """Return the fields and properties that a subclass adds to `ParallelOutput`."""

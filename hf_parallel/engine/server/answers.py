@@ -120,6 +120,7 @@ class Answers:
         if submission.has_mode:
             records = [{n: v for n, v in found.items() if n != "stats"} for found in output.to_records()]
         cut = set(map(submission.choice, record.truncated))
+        texts = [] if submission.config.rows_continue_prompts else output.answer_texts(submission.engine.tokenizer)
         for index in range(submission.choices):
             reason = "length" if index in cut else "stop"
             delta = Delta(self.first + index, finish_reason=reason)
@@ -128,19 +129,10 @@ class Answers:
                 reason = "stop" if self._texts[index].stopped else reason
                 delta.row = submission.row_name(index) if submission.has_mode else None
             else:
-                delta.text = self._cut(self._answer(output, index))
+                delta.text = self._cut(texts[index])
             delta.finish_reason = reason
             delta.record = records[index]
             yield delta
-
-    def _answer(self, output: Any, index: int) -> str:
-        """Return the text of a choice of a mode that combines rows."""
-        if self.submission.config.merges_rows:
-            return output.transcripts[index]
-        tokens = output.sequences[index, output.record.begin :]
-        if output.record.lengths:
-            tokens = output.sequences[index, output.record.begin : output.record.lengths[index]]
-        return self.submission.engine.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _cut(self, text: str) -> str:
         stops = StopFilter(self.submission.stops)

@@ -1,0 +1,70 @@
+"""Agent: a coroutine of the user's together with the supervisor that searches over its choices (Hive, section 5.1)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from hf_parallel.agents.supervisors.base import Supervisor
+from hf_parallel.agents.supervisors.single import Single
+
+
+@dataclass(frozen=True, eq=False)
+class Agent:
+    """An agent; made by `agent`, started by `Runtime.run` or `spawn`."""
+
+    function: Callable[..., Any]
+    supervisor: Supervisor
+    name: str
+
+    def under(self, supervisor: Supervisor) -> Agent:
+        """Return the same agent with another supervisor."""
+        return replace(self, supervisor=_checked(supervisor))
+
+    def __call__(self, *arguments: Any, **named: Any) -> NoReturn:
+        """Raise `TypeError`: an agent is not called."""
+        raise TypeError(f"{self.name} is an agent: start it with Runtime(engine).run({self.name}, ...) or spawn")
+
+
+def agent(
+    function: Callable[..., Any] | None = None, *, supervisor: Supervisor | None = None, name: str | None = None
+) -> Any:
+    """Make an agent of an async generator function, or of a coroutine function.
+
+    An agent's values are those that it yields, or the one that it returns. It suspends where it awaits `Chat.gen`,
+    `next`, `tool` and the other operations of this package. A supervisor may continue a suspended agent several times:
+    then its code runs again from the start and receives what it received before. So the code must be deterministic:
+    clocks, random numbers, files and networks are used through `now`, `rng` and `tool`.
+
+    Parameters
+    ----------
+    function : callable
+    supervisor : Supervisor, optional
+        Test-time scaling algorithm. Default: `Single`, one run.
+    name : str, optional
+        Default: the name of the function.
+
+    Examples
+    --------
+    >>> @agent(supervisor=BestOfN(4, value=lambda state: len(state.text)))
+    ... async def answer(question):
+    ...     chat = Chat()
+    ...     chat.user(question)
+    ...     yield await chat.gen(max_new_tokens=64, do_sample=True)
+    """
+    chosen = _checked(Single() if supervisor is None else supervisor)
+
+    def decorate(function: Callable[..., Any]) -> Agent:
+        if not (inspect.isasyncgenfunction(function) or inspect.iscoroutinefunction(function)):
+            raise TypeError(f"an agent must be an async function, got {function!r}")
+        return Agent(function, chosen, name or function.__name__)
+
+    return decorate if function is None else decorate(function)
+
+
+def _checked(supervisor: Any) -> Supervisor:
+    if not isinstance(supervisor, Supervisor):
+        raise TypeError(f"supervisor must be a Supervisor such as Single(), got {supervisor!r}")
+    return supervisor

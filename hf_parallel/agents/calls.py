@@ -1,0 +1,250 @@
+"""What an agent does: `spawn` other agents, exchange values with them, and use tools, clocks and random numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from hf_parallel.agents.agent import Agent
+from hf_parallel.agents.errors import AgentEndedError, ToolError
+from hf_parallel.agents.execution import Frame, current_frame, perform
+from hf_parallel.agents.segment import Segment
+from hf_parallel.agents.state import END, Entry, State, derive_seed, fingerprint
+from hf_parallel.generation.validation import check_int
+
+FIRST_DELAY = 0.05
+"""Seconds before a tool is called a second time; they double each time."""
+
+
+class AgentHandle:
+    """Another agent. A copy goes its own way: what it is sent and yields does not change the original."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._is_read = False
+
+    @property
+    def agent_id(self) -> str:
+        """Id of the agent's instance."""
+        return self._segment.agent_id
+
+    def __deepcopy__(self, memo: Any) -> AgentHandle:
+        copied = AgentHandle(self._segment)
+        copied._is_read = self._is_read
+        return copied
+
+    def __repr__(self) -> str:
+        return f"AgentHandle({self.agent_id})"
+
+
+def spawn(agent: Agent, *arguments: Any, **named: Any) -> AgentHandle:
+    """Start another agent, which runs beside the running one. Arguments are copied.
+
+    It ends with the running one, if not before.
+    """
+    if not isinstance(agent, Agent):
+        raise TypeError(f"spawn needs an agent, got {agent!r}: decorate the function with @agent")
+    frame = current_frame()
+    child = _child_id(frame, agent)
+    entry = frame.replayed(f"spawn {child}")
+    if entry is None:
+        origin = State(agent, child, (arguments, named))
+        entry = frame.record(f"spawn {child}", _start(frame, origin, None))
+        _trace(frame, "spawn", child=child, name=agent.name)
+    return AgentHandle(entry.value)
+
+
+def _child_id(frame: Frame, agent: Agent) -> str:
+    number, frame.num_spawned = frame.num_spawned, frame.num_spawned + 1
+    name = f"{frame.execution.agent_id}/{agent.name}#{frame.prefix}{number}"
+    state = frame.execution.state
+    if frame.replay:  # ids of the log
+        operation = frame.replay[0].operation
+        return operation.removeprefix("spawn ") if operation.startswith(f"spawn {name}") else name
+    return name if state is None or not state.id.replace(".", "").strip("0") else f"{name}@{state.id}"
+
+
+def _start(frame: Frame, origin: State, sent: Any) -> Segment:
+    segment = Segment(frame.execution.segment.runtime, origin, sent)
+    frame.state.segments.append(segment)
+    return segment
+
+
+def _trace(frame: Frame, kind: str, **data: Any) -> None:
+    frame.execution.segment.runtime.trace.add(frame.execution.agent_id, kind, frame.state.id, **data)
+
+
+async def next(handle: AgentHandle) -> Any:
+    """Wait for the next value that an agent yields, or that it returns.
+
+    If its last value was read already, the agent goes on first, as after `resume(handle, None)`.
+
+    Raises
+    ------
+    AgentEndedError
+        If it ends without another value.
+    AgentError
+        If it fails.
+    AgentCancelledError
+        If it was cancelled.
+    DeadlockError
+        If it waits for the running agent.
+    """
+    if handle._is_read:
+        await resume(handle, None)
+    segment = handle._segment
+
+    async def wait(key: str, directive: Any) -> Any:
+        frame, began = current_frame(), time.monotonic()
+        execution, runtime = frame.execution, segment.runtime
+        begin = runtime.trace.now()
+        state = await segment.wait(execution.segment)
+        runtime.waited(execution, time.monotonic() - began)
+        _trace(frame, "next", child=segment.agent_id, begin=begin)
+        if state.status == END and state.yielded is None and inspect.isasyncgenfunction(state.agent.function):
+            raise AgentEndedError(f"agent {segment.agent_id} has ended and yields nothing more")
+        return state.yielded
+
+    value = await perform(f"next {segment.agent_id}", wait)
+    handle._is_read = True
+    return value
+
+
+async def resume(handle: AgentHandle, value: Any = None) -> None:
+    """Continue an agent that has yielded; its `yield` returns the value. Waits until it has yielded."""
+    if not handle._is_read:
+        await next(handle)
+    frame, before = current_frame(), handle._segment
+    operation = f"resume {before.agent_id} {fingerprint(value)}"
+    entry = frame.replayed(operation)
+    if entry is None:
+        state = before.task.result()
+        if state.status == END:
+            raise AgentEndedError(f"agent {before.agent_id} has ended and cannot be resumed")
+        entry = frame.record(operation, _start(frame, state, value))
+        _trace(frame, "resume", child=before.agent_id)
+    handle._segment, handle._is_read = entry.value, False
+
+
+def cancel(handle: AgentHandle) -> None:
+    """End an agent and those that it has spawned; the memory of their requests is freed."""
+    frame = current_frame()
+    if frame.replayed(f"cancel {handle.agent_id}") is None:
+        frame.record(f"cancel {handle.agent_id}")
+        handle._segment.close()
+
+
+async def tool(
+    function: Callable[..., Any], *arguments: Any, timeout: float | None = None, retries: int = 0, **named: Any
+) -> Any:
+    """Call a function outside of the agent's code; a replay returns what it has returned.
+
+    Parameters
+    ----------
+    function : callable
+        A coroutine function, or a function, which runs in a thread.
+    timeout : float, optional
+        Seconds after which an attempt fails. A function in a thread goes on, and its result is ignored.
+    retries : int
+        Further attempts after one has failed.
+
+    Raises
+    ------
+    ToolError
+        If the last attempt failed; its cause is the error.
+    """
+    check_int("retries", retries, at_least=0)
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be positive, got {timeout!r}")
+    name = getattr(function, "__name__", type(function).__name__)
+
+    async def attempt() -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await asyncio.wait_for(function(*arguments, **named), timeout)
+        result = await asyncio.wait_for(asyncio.to_thread(function, *arguments, **named), timeout)
+        return await asyncio.wait_for(result, timeout) if inspect.isawaitable(result) else result
+
+    async def call() -> Any:
+        delay = FIRST_DELAY
+        for left in reversed(range(retries + 1)):
+            try:
+                return await attempt()
+            except Exception as error:
+                if not left:
+                    what = f"took more than {timeout} seconds" if isinstance(error, TimeoutError) else repr(error)
+                    raise ToolError(f"tool {name} failed after {retries + 1} attempts: {what}") from error
+                await asyncio.sleep(delay)
+                delay *= 2
+        raise AssertionError("unreachable")
+
+    async def run(key: str, directive: Any) -> Any:
+        frame = current_frame()
+        runtime, began = frame.execution.segment.runtime, time.monotonic()
+        runtime.stats.tool_calls += 1
+        begin = runtime.trace.now()
+        error: str | None = None
+        result: Any = None
+        try:
+            result = await runtime.recorded(key, f"tool {name}", call)
+            return result
+        except ToolError as failure:
+            error = str(failure)
+            raise
+        finally:
+            runtime.waited(frame.execution, time.monotonic() - began)
+            _trace(frame, "tool", begin=begin, name=name, result=repr(result), error=error)
+
+    return await perform(f"tool {name} {fingerprint(arguments)} {fingerprint(named)}", run)
+
+
+async def gather(*awaitables: Awaitable[Any]) -> list[Any]:
+    """Run operations at the same time, such as several `Chat.gen`, and return their results in order.
+
+    Takes the place of `asyncio.gather`. Completions within are part of the running transition, and no choices.
+    """
+    frame = current_frame()
+    operation = f"gather {len(awaitables)}"
+    entry = frame.replayed(operation)
+    replays: list[list[Entry]] = [[] for _ in awaitables] if entry is None else entry.branches
+    number = 0 if entry is not None else len(frame.entries)
+    branches: list[list[Entry]] = [[] for _ in awaitables]
+    if entry is None:
+        frame.record(operation).branches = branches
+    frames = [
+        Frame(frame.execution, f"{frame.prefix}{number}.{index}.", replay, branch)
+        for index, (replay, branch) in enumerate(zip(replays, branches, strict=True))
+    ]
+    tasks = [
+        asyncio.get_running_loop().create_task(one.run(awaitable))
+        for one, awaitable in zip(frames, awaitables, strict=True)
+    ]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def now() -> float:
+    """Return the time in seconds since the epoch; a replay returns the same."""
+    frame = current_frame()
+    entry = frame.replayed("now")
+    if entry is None:
+        key = frame.key()
+        entry = frame.record("now")
+        entry.value = frame.execution.segment.runtime.recorded_now(key)
+    return entry.value
+
+
+def rng() -> random.Random:
+    """Return a generator of random numbers, seeded by the run's seed and the place in the agent."""
+    frame = current_frame()
+    entry = frame.replayed("rng")
+    if entry is None:
+        key = frame.key()
+        entry = frame.record("rng", derive_seed(frame.execution.segment.runtime.seed, key))
+    return random.Random(entry.value)

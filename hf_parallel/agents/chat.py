@@ -1,0 +1,90 @@
+"""Chat: a conversation of an agent with the model."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hf_parallel.agents.execution import current_frame, perform
+from hf_parallel.agents.state import fingerprint
+from hf_parallel.generation.validation import check_text
+
+
+class Chat:
+    """A conversation.
+
+    Parameters
+    ----------
+    system : str, optional
+        System message.
+    messages : list of dict, optional
+        Messages of a chat template to begin with.
+    **settings
+        Defaults of `gen`: any generation mode, and settings as of `model.generate`.
+
+    Attributes
+    ----------
+    messages : list of dict
+        The messages so far.
+    """
+
+    def __init__(
+        self, system: str | None = None, *, messages: Sequence[Mapping[str, Any]] = (), **settings: Any
+    ) -> None:
+        self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
+        self.settings = settings
+        if system is not None:
+            self._add("system", system)
+
+    def _add(self, role: str, text: str) -> Chat:
+        check_text(role, text)
+        self.messages.append({"role": role, "content": text})
+        return self
+
+    def user(self, text: str) -> Chat:
+        """Append a message of the user."""
+        return self._add("user", text)
+
+    def assistant(self, text: str) -> Chat:
+        """Append a message of the assistant."""
+        return self._add("assistant", text)
+
+    def fork(self, count: int) -> list[Chat]:
+        """Return copies, which go on separately. The engine holds their common messages once."""
+        return [Chat(messages=copy.deepcopy(self.messages), **self.settings) for _ in range(count)]
+
+    async def gen(self, *, forkable: bool = True, **settings: Any) -> str:
+        """Generate the assistant's next message, append and return it.
+
+        It is a choice of the agent: its supervisor may continue the conversation with several completions.
+
+        Parameters
+        ----------
+        forkable : bool
+            False: generate once, as part of the agent's code.
+        **settings
+            As of `Engine.submit`: `generation_mode` and settings, `max_new_tokens`, `do_sample`, `temperature`, ...
+            Seeds come from the run; without a seed of your own, `do_sample=True` is reproducible.
+        """
+        messages = copy.deepcopy(self.messages)
+        settings = {**self.settings, **settings}
+
+        async def generate(key: str, fire: Any) -> str:
+            execution = current_frame().execution
+            extra = [] if fire is None or fire.messages is None else await fire.messages()
+            text, tokens = await execution.segment.runtime.generate(execution, key, [*messages, *extra], settings)
+            assert execution.state is not None
+            execution.state.tokens += tokens
+            if forkable:
+                execution.state.text = text
+            return text
+
+        text = await perform(f"gen {_digest(messages, settings)}", generate, messages if forkable else None)
+        self._add("assistant", text)
+        return text
+
+
+def _digest(messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(repr((messages, fingerprint(settings))).encode()).hexdigest()[:16]

@@ -1,0 +1,245 @@
+"""Execution: a coroutine of an agent, which runs from one choice to the next, or replays a log."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from hf_parallel.agents.errors import ReplayError
+from hf_parallel.agents.state import CHOICE, END, ERROR, YIELD, Entry, State
+
+_frame: ContextVar[Frame] = ContextVar("hf_parallel_agent_frame")
+
+
+class Place:
+    """A state that a value function evaluates: it takes the place of an execution, and has no choices."""
+
+    def __init__(self, segment: Any, state: State) -> None:
+        self.segment, self.agent_id = segment, state.agent_id
+        self.state: State | None = state
+
+
+class Frame:
+    """A task of an agent, and the log in which its operations are recorded or from which they are replayed."""
+
+    def __init__(
+        self,
+        execution: Place,
+        prefix: str = "",
+        replay: Sequence[Entry] = (),
+        entries: list[Entry] | None = None,
+    ) -> None:
+        self.execution, self.prefix = execution, prefix
+        self.replay = deque(replay)
+        self._entries = entries
+        self.num_spawned = 0
+        self.task: asyncio.Task[Any] | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it is the coroutine of the agent itself, whose choices are those of its states."""
+        return self._entries is None
+
+    @property
+    def state(self) -> State:
+        """The state that is being computed."""
+        state = self.execution.state
+        if state is None:
+            raise self.departure("the recorded operations have ended")
+        return state
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The log."""
+        return self.state.entries if self._entries is None else self._entries
+
+    def key(self) -> str:
+        """Return an id of the next operation that is the same in every run with the same seed."""
+        return f"{self.execution.agent_id}/{self.state.id}/{self.prefix}{len(self.entries)}"
+
+    def replayed(self, operation: str) -> Entry | None:
+        """Return the recorded entry of an operation; None if it is new."""
+        if not self.replay:
+            return None
+        entry = self.replay.popleft()
+        if entry.operation != operation:
+            raise self.departure(f"{entry.operation!r} was recorded, {operation!r} is called")
+        if self._entries is not None:
+            self._entries.append(entry)
+        return entry
+
+    def record(self, operation: str, value: Any = None) -> Entry:
+        """Append an entry."""
+        entry = Entry(operation, value)
+        self.entries.append(entry)
+        return entry
+
+    def departure(self, what: str) -> ReplayError:
+        """Return the error for an agent that is not deterministic."""
+        return ReplayError(
+            f"agent {self.execution.agent_id} departs from its log when it is replayed: {what}. Its code must do the "
+            "same each time: use now(), rng() and tool() for what changes"
+        )
+
+    async def run(self, awaitable: Awaitable[Any]) -> Any:
+        """Await an awaitable in this frame. The caller makes a task of it."""
+        self.task = asyncio.current_task()
+        token = _frame.set(self)
+        try:
+            return await awaitable
+        finally:
+            _frame.reset(token)
+
+
+def current_frame() -> Frame:
+    """Return the frame of the running agent; raise `RuntimeError` outside of one."""
+    frame = _frame.get(None)
+    if frame is None:
+        raise RuntimeError("this function works only in an agent that a Runtime runs")
+    if frame.task is not asyncio.current_task():
+        raise RuntimeError("an agent's tasks must be made by gather of hf_parallel.agents, not by asyncio")
+    return frame
+
+
+async def perform(
+    operation: str, compute: Callable[[str, Any], Awaitable[Any]], messages: list[dict[str, Any]] | None = None
+) -> Any:
+    """Run an operation of the running agent, or replay it.
+
+    Parameters
+    ----------
+    operation : str
+        What is done, with all its arguments: equal in each replay.
+    compute : coroutine function
+        Receives the key of the operation, and what the supervisor passes to a choice. Returns the result.
+    messages : list of dict, optional
+        Makes it a choice: the conversation that is continued.
+    """
+    frame = current_frame()
+    entry = frame.replayed(operation)
+    if entry is None:
+        directive = None
+        if messages is not None and frame.is_main and isinstance(frame.execution, Execution):
+            directive = await frame.execution.suspend(CHOICE, operation, messages)
+        key = frame.key()
+        entry = frame.record(operation)
+        try:
+            entry.value = await compute(key, directive)
+        except Exception as error:
+            entry.error = error
+    return entry.result()
+
+
+class Execution(Place):
+    """A coroutine of an agent. `state` is the state that it computes; None: it replays or is suspended."""
+
+    def __init__(self, segment: Any, state: State) -> None:
+        super().__init__(segment, state)
+        self.state = None
+        self._stopped: asyncio.Future[tuple[str, Any, Any]]
+        entries = [entry for one in state.path for entry in one.entries]
+        self.frame = Frame(self, replay=entries)
+        self._begin()
+        self._go = asyncio.get_running_loop().create_future()
+        self._task = asyncio.get_running_loop().create_task(self.frame.run(self._run(state, self._go)))
+        self._runtime = segment.runtime
+        self._runtime.executions.add(self)
+        self._task.add_done_callback(self._done)
+
+    def _begin(self) -> None:
+        self._stopped = asyncio.get_running_loop().create_future()
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._runtime.executions.discard(self)
+        if not self._stopped.done():
+            self._stopped.cancel()
+
+    async def _run(self, state: State, go: asyncio.Future[Any]) -> None:
+        function = state.agent.function
+        try:
+            await go
+            arguments, named = copy.deepcopy(state.arguments)
+            if inspect.iscoroutinefunction(function):
+                self._stop(END, "", await function(*arguments, **named))
+                return
+            generator = function(*arguments, **named)
+            try:
+                await self._generate(generator)
+            finally:
+                await generator.aclose()
+        except Exception as error:
+            self._stop(ERROR, "", error)
+
+    async def _generate(self, generator: AsyncGenerator[Any, Any]) -> None:
+        sent: Any = None
+        while True:
+            try:
+                value = await generator.asend(sent)
+            except StopAsyncIteration:
+                self._stop(END, "", None)
+                return
+            entry = self.frame.replayed("yield")
+            if entry is None:
+                sent = await self.suspend(YIELD, "yield", value)
+                self.frame.record("yield", sent)
+            else:
+                sent = entry.value
+            sent = copy.deepcopy(sent)
+
+    def _stop(self, status: str, operation: str, value: Any) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result((status, operation, value))
+
+    async def suspend(self, status: str, operation: str, value: Any) -> Any:
+        """Wait until a supervisor continues the state; return what it passes."""
+        self._go = asyncio.get_running_loop().create_future()
+        self._stop(status, operation, copy.deepcopy(value))
+        return await self._go
+
+    async def advance(self, child: State, directive: Any = None) -> None:
+        """Continue to the next choice, yield or end, which becomes the state `child`."""
+        self.state = child
+        await self._continue(directive)
+        self.state = None
+        status, operation, value = self._stopped.result()
+        self._begin()
+        child.status, child.pending = status, operation
+        if status == CHOICE:
+            child.messages = value
+        elif status == ERROR:
+            child.error = value
+        else:
+            child.yielded = value
+        if status in (CHOICE, YIELD):
+            child.execution = self
+
+    async def replay(self, state: State) -> None:
+        """Run to a state, whose log was given."""
+        await self._continue(None)
+        status, operation, value = self._stopped.result()
+        self._begin()
+        if status == ERROR:
+            raise value
+        if (status, operation) != (state.status, state.pending) or self.frame.replay:
+            raise self.frame.departure(f"{state.pending!r} was recorded, {operation or status!r} is reached")
+
+    async def _continue(self, directive: Any) -> None:
+        self._go.set_result(directive)
+        try:
+            await asyncio.shield(self._stopped)
+        except asyncio.CancelledError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the coroutine."""
+        self._task.cancel()
+
+    async def closed(self) -> None:
+        """Wait for the end."""
+        await asyncio.gather(self._task, return_exceptions=True)

@@ -1,0 +1,116 @@
+"""Models of a runtime: what generates the completions of agents."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from hf_parallel.cache.logits import LogitsCache
+from hf_parallel.engine import Engine
+from hf_parallel.generation.modes import ResampleConfig
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Text of a completion and its cost in tokens."""
+
+    text: str
+    tokens: int = 0
+    """New tokens."""
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    """Tokens of the prompt whose keys and values were cached."""
+    replayed_tokens: int = 0
+    """New tokens whose logits were cached."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+
+class Model(Protocol):
+    """Generates completions. `passes` counts forward passes."""
+
+    @property
+    def passes(self) -> int:
+        """Number of forward passes so far."""
+
+    async def generate(
+        self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], seed: int, hints: Any
+    ) -> Completion:
+        """Continue a conversation. `hints` are `AgentHints`."""
+
+
+class EngineModel:
+    """The model of an engine, whose requests of a moment are one batch.
+
+    Completions without a mode pass through `logits_cache`, if there is one: a conversation that is continued again
+    replays the logits as far as its samples agree, with the same tokens as without (Hive, section 6.1).
+    """
+
+    def __init__(self, engine: Engine, logits_cache: LogitsCache | None = None) -> None:
+        self.engine, self.logits_cache = engine, logits_cache
+
+    @property
+    def passes(self) -> int:
+        """Number of forward passes so far."""
+        return self.engine.stats.steps
+
+    async def generate(
+        self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], seed: int, hints: Any
+    ) -> Completion:
+        """See `Model.generate`."""
+        given = dict(settings)
+        if given.get("do_sample") and "seed" not in given:
+            given["seed"] = seed
+        if self.logits_cache is not None and given.get("generation_mode") is None and "parallel_config" not in given:
+            own = {name: given.pop(name) for name in ResampleConfig.fields() if name in given}
+            given["parallel_config"] = ResampleConfig(**{"logits_cache": self.logits_cache, **own})
+        prompt: Any = list(messages)
+        if not getattr(self.engine.tokenizer, "chat_template", None):
+            prompt = "\n".join(str(message["content"]) for message in messages)
+        handle = self.engine.submit(prompt, agent_hints=hints, **given)
+        try:
+            output = await handle.result_async()
+        except asyncio.CancelledError:
+            handle.cancel()
+            raise
+        stats = handle.stats
+        return Completion(
+            text=output.answer_texts(self.engine.tokenizer)[0],
+            tokens=stats.decoded_tokens,
+            prompt_tokens=output.record.begin,
+            reused_tokens=stats.reused_tokens,
+            replayed_tokens=stats.replayed_tokens,
+        )
+
+
+Script = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any], int], "str | Awaitable[str]"]
+"""(messages, settings, seed) -> text."""
+
+
+@dataclass
+class ScriptedModel:
+    """A function in place of a model, for tests of agents. Each word counts as a token."""
+
+    script: Script
+    calls: list[Sequence[Mapping[str, Any]]] = field(default_factory=list)
+    """Conversations that were continued."""
+
+    @property
+    def passes(self) -> int:
+        """Number of completions."""
+        return len(self.calls)
+
+    async def generate(
+        self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], seed: int, hints: Any
+    ) -> Completion:
+        """See `Model.generate`."""
+        self.calls.append(messages)
+        text = self.script(messages, settings, seed)
+        text = await text if inspect.isawaitable(text) else text
+        prompt = sum(len(str(message["content"]).split()) for message in messages)
+        return Completion(text, len(text.split()), prompt)

@@ -1,0 +1,167 @@
+"""Run: the state of one run of an agent and all that it spawns."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_parallel.agents.agent import Agent
+from hf_parallel.agents.errors import ReplayError, ToolError
+from hf_parallel.agents.execution import Execution
+from hf_parallel.agents.models import Completion, Model
+from hf_parallel.agents.recording import Recording
+from hf_parallel.agents.segment import Segment
+from hf_parallel.agents.state import END, State, derive_seed
+from hf_parallel.agents.trace import RunTrace
+from hf_parallel.engine.hints import MAX_ID, AgentHints
+
+
+@dataclass
+class AgentStats:
+    """Cost of a run."""
+
+    agents: int = 0
+    """Instances of agents."""
+    transitions: int = 0
+    """Transitions between states."""
+    completions: int = 0
+    replayed_completions: int = 0
+    """Part of them that a recording held."""
+    tokens: int = 0
+    """New tokens."""
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    """Prompt tokens whose keys and values were cached."""
+    replayed_tokens: int = 0
+    """New tokens whose logits were cached."""
+    tool_calls: int = 0
+    passes: int = 0
+    """Forward passes of the engine meanwhile."""
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the statistics as a plain dictionary."""
+        return asdict(self)
+
+
+class Run:
+    """A run. Agents find it as the `runtime` of their segment."""
+
+    def __init__(self, model: Model | None, seed: int, max_requests: int, recording: Recording | None) -> None:
+        self.model, self.seed, self.recording = model, seed, recording
+        self.trace, self.stats = RunTrace(), AgentStats()
+        self.executions: set[Execution] = set()
+        self.functions: dict[str, Agent] = {}
+        self._places = asyncio.Semaphore(max_requests)
+        self._waits: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])  # number and seconds, by agent
+        self._steps: dict[str, str] = {}  # last request of each instance
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of the model so far."""
+        return 0 if self.model is None else self.model.passes
+
+    async def drive(self, agent: Agent, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> list[Any]:
+        """Run an agent to its end and return its values."""
+        began, passes = time.monotonic(), self.passes
+        values: list[Any] = []
+        segment = Segment(self, State(agent, f"{agent.name}#0", (arguments, named)))
+        try:
+            while True:
+                await asyncio.wait([segment.task])
+                state = segment.task.result()
+                if not (state.status == END and state.yielded is None):
+                    values.append(state.yielded)
+                if state.status == END:
+                    return values
+                segment = Segment(self, state)
+        finally:
+            segment.close()
+            for state in segment.origin.path:
+                for started in state.segments:
+                    started.close()
+            executions = list(self.executions)
+            for execution in executions:
+                execution.close()
+            await asyncio.gather(*(execution.closed() for execution in executions))
+            self.stats.seconds = time.monotonic() - began
+            self.stats.passes = self.passes - passes
+
+    async def generate(
+        self, execution: Execution, key: str, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+    ) -> tuple[str, int]:
+        """Generate a completion, or return the recorded one. Return its text and number of new tokens."""
+        agent_id, state = execution.agent_id, execution.state
+        assert state is not None
+        begin = self.trace.now()
+        model = self.model
+
+        async def compute() -> Completion:
+            if model is None:
+                raise ReplayError(f"the recording has no completion for {key}, and this Runtime has no engine")
+            hints = self._hints(state, key)
+            async with self._places:
+                return await model.generate(messages, settings, derive_seed(self.seed, key), hints)
+
+        found: Completion = await self.recorded(key, f"gen {state.agent.name}", compute)
+        stats = self.stats
+        stats.completions += 1
+        for name in ("tokens", "prompt_tokens", "reused_tokens", "replayed_tokens"):
+            setattr(stats, name, getattr(stats, name) + getattr(found, name))
+        self.trace.add(
+            agent_id,
+            "gen",
+            state.id,
+            begin=begin,
+            tokens=found.tokens,
+            prompt_tokens=found.prompt_tokens,
+            reused=found.reused_tokens,
+            text=found.text,
+            settings={name: repr(value) for name, value in settings.items()},
+        )
+        return found.text, found.tokens
+
+    def _hints(self, state: State, key: str) -> AgentHints:
+        parent = self._steps.get(state.agent_id)
+        step = self._steps[state.agent_id] = key if len(key) <= MAX_ID else f"{derive_seed(key):x}"
+        number, seconds = self._waits[state.agent.name]
+        return AgentHints(
+            workflow_id=f"run-{self.seed}",
+            agent_id=state.agent.name,
+            step_id=step,
+            parent_step_id=parent,
+            expected_tool_duration_ms=1e3 * seconds / number if number else None,
+        )
+
+    def waited(self, execution: Execution, seconds: float) -> None:
+        """Note that an agent has waited for a tool or for another agent."""
+        if execution.state is not None:
+            wait = self._waits[execution.state.agent.name]
+            wait[0] += 1
+            wait[1] += seconds
+        execution.segment.wake(execution.state)
+
+    async def recorded(self, key: str, operation: str, compute: Callable[[], Awaitable[Any]]) -> Any:
+        """Return a recorded result, or compute and record it."""
+        if self.recording is None:
+            return await compute()
+        if (found := self.recording.get(key, operation)) is not None:
+            self.stats.replayed_completions += operation.startswith("gen")
+            return found[0]
+        try:
+            value = await compute()
+        except ToolError as error:
+            self.recording.put(key, operation, error=str(error))
+            raise
+        return self.recording.put(key, operation, value)
+
+    def recorded_now(self, key: str) -> float:
+        """Return the time of the run that was recorded, or the time now."""
+        if self.recording is None:
+            return time.time()
+        found = self.recording.get(key, "now")
+        return float(found[0] if found is not None else self.recording.put(key, "now", time.time()))

@@ -1,0 +1,141 @@
+"""Runtime: runs agents on an engine (Hive, section 5.1.1)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hf_parallel.agents.agent import Agent
+from hf_parallel.agents.models import EngineModel, Model
+from hf_parallel.agents.recording import Recording
+from hf_parallel.agents.run import AgentStats, Run
+from hf_parallel.agents.trace import RunTrace
+from hf_parallel.cache.logits import LogitsCache
+from hf_parallel.engine import Engine
+from hf_parallel.generation.validation import check_int
+
+MAX_REQUESTS = 256
+"""Requests that agents of a run have at the same time on a model that is no engine."""
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """What an agent has yielded, and how.
+
+    Attributes
+    ----------
+    value : object
+        The last value that it yielded, or the one that it returned. None: it yielded nothing.
+    values : list
+        All of them.
+    trace : RunTrace
+        What each agent did and when.
+    stats : AgentStats
+        Cost of the run.
+    """
+
+    value: Any
+    values: list[Any]
+    trace: RunTrace
+    stats: AgentStats
+    functions: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Functions of the agents, by name."""
+
+    @cached_property
+    def graph(self) -> str:
+        """Agents, their messages and states, and the flow graph of each, as SVG text."""
+        from hf_parallel.agents.flow_graph import graph
+
+        return graph(self.trace, self.functions)
+
+
+class Runtime:
+    """Runs agents. All requests of a moment are one batch of the engine.
+
+    Parameters
+    ----------
+    engine : Engine or Model, optional
+        An open engine, or an object with the methods of `agents.Model`. None: only recorded runs.
+    seed : int
+        Seed of all completions and random numbers. Equal runs give equal results, however their requests interleave.
+    logits_cache : LogitsCache or bool
+        Cached logits that completions without a mode replay. Default: one of this runtime; False: none.
+
+    Examples
+    --------
+    >>> with Engine(model, tokenizer) as engine:
+    ...     result = Runtime(engine).run(answer, "What is a KV cache?")
+    >>> result.value
+    """
+
+    def __init__(
+        self, engine: Engine | Model | None = None, *, seed: int = 0, logits_cache: LogitsCache | bool = True
+    ) -> None:
+        check_int("seed", seed, at_least=0)
+        if not isinstance(logits_cache, bool | LogitsCache):
+            raise TypeError(f"logits_cache must be a LogitsCache, True or False, got {logits_cache!r}")
+        self.seed = seed
+        self.model: Model | None
+        self._max_requests = MAX_REQUESTS
+        if isinstance(engine, Engine):
+            cache = LogitsCache() if logits_cache is True else logits_cache or None
+            self.model, self._max_requests = EngineModel(engine, cache), engine.max_waiting
+        elif engine is None or callable(getattr(engine, "generate", None)):
+            self.model = engine
+        else:
+            raise TypeError(f"Runtime needs an Engine, got {type(engine).__name__}")
+
+    def run(self, agent: Agent, *arguments: Any, record: str | Path | None = None, **named: Any) -> AgentResult:
+        """Run an agent to its end.
+
+        Parameters
+        ----------
+        agent : Agent
+        *arguments, **named
+            Arguments of the agent, which are copied.
+        record : path, optional
+            File in which completions and results of tools are recorded. If it exists, the run takes from it what it
+            holds: a run that was killed goes on, and one that has ended replays without the model.
+
+        Returns
+        -------
+        AgentResult
+
+        Raises
+        ------
+        AgentError
+            If the agent fails; the cause is its error.
+        """
+        done: list[AgentResult | BaseException] = []
+
+        def work() -> None:
+            try:
+                done.append(asyncio.run(self.run_async(agent, *arguments, record=record, **named)))
+            except BaseException as error:
+                done.append(error)
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self.run_async(agent, *arguments, record=record, **named))
+        thread = threading.Thread(target=work, name="hf_parallel-agents")  # such as in a notebook
+        thread.start()
+        thread.join()
+        if isinstance(done[0], BaseException):
+            raise done[0]
+        return done[0]
+
+    async def run_async(
+        self, agent: Agent, *arguments: Any, record: str | Path | None = None, **named: Any
+    ) -> AgentResult:
+        """Run an agent in asyncio; see `run`."""
+        if not isinstance(agent, Agent):
+            raise TypeError(f"run needs an agent, got {agent!r}: decorate the function with @agent")
+        recording = None if record is None else Recording(record, self.seed)
+        run = Run(self.model, self.seed, self._max_requests, recording)
+        values = await run.drive(agent, arguments, named)
+        return AgentResult(values[-1] if values else None, values, run.trace, run.stats, run.functions)

@@ -1,0 +1,216 @@
+"""Segment: an agent from its start, or a yield, to its next yield or end: one search of its supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import time
+from collections import deque
+from typing import Any
+
+from hf_parallel.agents.errors import AgentCancelledError, AgentError, BudgetExceededError, DeadlockError
+from hf_parallel.agents.execution import Execution, Frame, Place
+from hf_parallel.agents.state import YIELD, State
+from hf_parallel.agents.supervisors.base import Fire, Supervisor
+
+
+class Segment:
+    """A search that runs. `task` returns the final state.
+
+    `origin` is the state at whose yield it begins, with the value `sent`; or the state of an agent that starts.
+    """
+
+    def __init__(self, runtime: Any, origin: State, sent: Any = None) -> None:
+        self.runtime, self.origin, self.sent = runtime, origin, sent
+        self.waits_for: list[Segment] = []
+        self._supervisor: Supervisor | None = None
+        runtime.functions[origin.agent.name] = origin.agent
+        runtime.stats.agents += origin.status != YIELD
+        self._states: list[State] = []
+        self._final: State | None = None
+        self.task = asyncio.get_running_loop().create_task(self._run())
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may have no reader
+
+    @property
+    def agent_id(self) -> str:
+        """Id of the agent's instance."""
+        return self.origin.agent_id
+
+    async def wait(self, waiting: Segment) -> State:
+        """Wait for the final state; `waiting` is the segment whose agent waits."""
+        if not self.task.done():
+            if (cycle := self._path_to(waiting)) is not None:
+                names = " -> ".join(segment.agent_id for segment in [waiting, *cycle])
+                raise DeadlockError(f"agents wait for each other: {names}")
+            waiting.waits_for.append(self)
+            try:
+                await asyncio.wait([self.task])
+            finally:
+                waiting.waits_for.remove(self)
+        if self.task.cancelled():
+            raise AgentCancelledError(f"agent {self.agent_id} was cancelled")
+        return self.task.result()
+
+    def _path_to(self, other: Segment) -> list[Segment] | None:
+        """Return the segments from this one to another that wait for each other; None: it does not wait for it."""
+        paths: deque[list[Segment]] = deque([[self]])
+        seen = {self}
+        while paths:
+            path = paths.popleft()
+            if path[-1] is other:
+                return path
+            for following in path[-1].waits_for:
+                if following not in seen:
+                    seen.add(following)
+                    paths.append([*path, following])
+        return None
+
+    def wake(self, state: State | None) -> None:
+        """Tell the supervisor that a transition goes on, which has waited."""
+        if self._supervisor is not None and state is not None:
+            self._supervisor.wake(state)
+
+    def close(self) -> None:
+        """Cancel the search, and all agents that it has started."""
+        self.task.cancel()
+        self._drop(self._states, ())
+
+    async def _run(self) -> State:
+        try:
+            root = await self._first()
+            self._final = await self._search(root) if root.is_choice else root
+        except asyncio.CancelledError:
+            self.runtime.trace.add(self.agent_id, "cancel")
+            raise
+        except Exception as error:
+            raise self._failure(error) from error
+        finally:
+            final = self._final
+            self._drop(self._states, final.path if final is not None and final.status == YIELD else ())
+        if final.error is not None:
+            raise self._failure(final.error)
+        self.runtime.trace.add(self.agent_id, final.status, final.id, value=repr(final.yielded))
+        return final
+
+    def _failure(self, error: BaseException) -> AgentError:
+        self.runtime.trace.add(self.agent_id, "error", error=f"{type(error).__name__}: {error}")
+        if isinstance(error, AgentError):
+            return error  # of an agent that it has waited for
+        failure = AgentError(f"agent {self.agent_id} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
+
+    async def _first(self) -> State:
+        """Run the code before the first choice."""
+        if self.origin.status != YIELD:
+            self._states.append(self.origin)
+            await Execution(self, self.origin).advance(self.origin)
+            return self.origin
+        child = self._child(self.origin)
+        child.sent = self.sent
+        await (await self._execution(self.origin)).advance(child, self.sent)
+        return child
+
+    def _child(self, state: State) -> State:
+        child = State(state.agent, state.agent_id, state.arguments, state)
+        self._states.append(child)
+        return child
+
+    async def _execution(self, state: State) -> Execution:
+        """Return the coroutine that is suspended in a state, or a new one after the replay of its log."""
+        execution, state.execution = state.execution, None
+        if execution is None:
+            execution = Execution(self, state)
+            await execution.replay(state)
+        execution.segment = self
+        return execution
+
+    async def _search(self, root: State) -> State:
+        supervisor = self._supervisor = copy.copy(root.agent.supervisor)
+        supervisor.init(root)
+        running: deque[tuple[State, State, asyncio.Task[None]]] = deque()
+        budget = _Budget(supervisor, self.runtime)
+        try:
+            while True:
+                if not budget.is_used_up:
+                    for one in supervisor.select():
+                        fire = one if isinstance(one, Fire) else Fire(one)
+                        child = self._child(fire.state)
+                        task = asyncio.get_running_loop().create_task(self._fire(fire, child, supervisor))
+                        running.append((fire.state, child, task))
+                if not running:
+                    break
+                parent, child, task = running.popleft()
+                await asyncio.wait([task])
+                task.result()
+                budget.tokens += child.tokens
+                self._note(child, "committed")
+                supervisor.commit(parent, child)
+        finally:
+            for _, _, task in running:
+                task.cancel()
+        final = supervisor.result()
+        if final is None:
+            failed = next((state for state in self._states if state.error is not None), None)
+            if failed is not None:
+                return failed
+            raise BudgetExceededError(
+                f"the search of agent {self.agent_id} has ended before a path has: {budget.describe()}"
+            )
+        self._note(final, "selected")
+        return final
+
+    async def _fire(self, fire: Fire, child: State, supervisor: Supervisor) -> None:
+        """Compute a transition."""
+        execution = await self._execution(fire.state)
+        await execution.advance(child, fire)
+        self.runtime.stats.transitions += 1
+        if supervisor.value is not None and child.error is None and supervisor.evaluates(child):
+            frame = Frame(Place(execution.segment, child), "value.", entries=[])
+            child.value = float(await asyncio.get_running_loop().create_task(frame.run(_value(supervisor, child))))
+
+    def _note(self, state: State, status: str) -> None:
+        parent = None if state.parent is None else state.parent.id
+        self.runtime.trace.add(self.agent_id, "state", state.id, parent=parent, value=state.value, status=status)
+
+    def _drop(self, states: Any, kept: Any) -> None:
+        """Close the coroutines of states, and the agents that were started on the way to them, except those kept."""
+        for state in states:
+            if state in kept:
+                continue
+            if state.execution is not None:
+                state.execution.close()
+                state.execution = None
+            for segment in state.segments:
+                segment.close()
+
+
+async def _value(supervisor: Supervisor, state: State) -> float:
+    assert supervisor.value is not None
+    value = supervisor.value(state)
+    return await value if inspect.isawaitable(value) else value
+
+
+class _Budget:
+    """What a search has used."""
+
+    def __init__(self, supervisor: Supervisor, runtime: Any) -> None:
+        self._supervisor, self._runtime = supervisor, runtime
+        self.tokens = 0
+        self._passes = 0 if supervisor.max_passes is None else runtime.passes
+        self._began = time.monotonic()
+
+    @property
+    def is_used_up(self) -> bool:
+        limits = self._supervisor
+        used = (
+            (self.tokens, limits.max_tokens),
+            (0 if limits.max_passes is None else self._runtime.passes - self._passes, limits.max_passes),
+            (time.monotonic() - self._began, limits.max_seconds),
+        )
+        return any(limit is not None and amount >= limit for amount, limit in used)
+
+    def describe(self) -> str:
+        limits = self._supervisor
+        return f"max_tokens={limits.max_tokens}, max_passes={limits.max_passes}, max_seconds={limits.max_seconds}"

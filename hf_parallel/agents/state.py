@@ -1,0 +1,128 @@
+"""State: an agent that is suspended, as the log of what its coroutine received (Hive, section 5.1).
+
+A Python coroutine cannot be copied. To continue a state a second time, the log is replayed in a new coroutine.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CHOICE, YIELD, END, ERROR = "choice", "yield", "end", "error"
+"""Why a coroutine is suspended: before a choice, at a yield, because it has ended, or failed."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """An operation of an agent and its result."""
+
+    operation: str
+    value: Any = None
+    error: BaseException | None = None
+    branches: list[list[Entry]] = field(default_factory=list)
+    """Entries of the coroutines of a `gather`."""
+
+    def result(self) -> Any:
+        """Return a copy of the value, so that the agent cannot change the log; raise the error."""
+        if self.error is not None:
+            raise self.error
+        return copy.deepcopy(self.value)
+
+
+class State:
+    """An agent's state, or the transition to it while it is computed.
+
+    Attributes
+    ----------
+    agent : Agent
+    agent_id : str
+        Id of the agent's instance.
+    id : str
+        Indices of the transitions from the start, such as `0.2.1`.
+    parent : State or None
+    status : str
+        `choice`, `yield`, `end` or `error`.
+    messages : list of dict
+        Conversation of the choice before which it is suspended.
+    text : str
+        Last completion of a choice.
+    yielded : object
+        Value that the agent has yielded or returned, if its status is `yield` or `end`.
+    value : float or None
+        What the supervisor's value function returned.
+    tokens : int
+        New tokens of the transition.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        agent_id: str,
+        arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
+        parent: State | None = None,
+    ) -> None:
+        self.agent, self.agent_id, self.arguments, self.parent = agent, agent_id, arguments, parent
+        self.num_children: int = 0
+        self.text: str = parent.text if parent is not None else ""
+        self.id = "0"
+        if parent is not None:
+            self.id = f"{parent.id}.{parent.num_children}"
+            parent.num_children += 1
+        self.entries: list[Entry] = []
+        self.status = ""
+        self.pending = ""  # operation of the choice
+        self.messages: list[dict[str, Any]] = []
+        self.yielded: Any = None
+        self.sent: Any = None  # value that the transition from a yield began with
+        self.value: float | None = None
+        self.error: BaseException | None = None
+        self.tokens = 0
+        self.execution: Any = None  # the coroutine that is suspended in this state
+        self.segments: list[Any] = []  # of agents that were spawned or resumed in the transition
+
+    @property
+    def path(self) -> list[State]:
+        """The states from the start to this one."""
+        return list(reversed([*self._ancestors()]))
+
+    def _ancestors(self) -> Iterator[State]:
+        state: State | None = self
+        while state is not None:
+            yield state
+            state = state.parent
+
+    @property
+    def depth(self) -> int:
+        """Number of transitions since the start."""
+        return self.id.count(".")
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a search ends here: the agent has yielded or ended."""
+        return self.status in (YIELD, END)
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether it can be continued with different completions."""
+        return self.status == CHOICE
+
+    def __repr__(self) -> str:
+        return f"State({self.agent_id}, {self.id}, {self.status})"
+
+
+def derive_seed(*parts: Any) -> int:
+    """Return a seed of 62 bits that depends on all parts."""
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 2
+
+
+def fingerprint(value: Any) -> Any:
+    """Return what is equal for equal arguments in each replay: objects count by their type."""
+    if isinstance(value, Mapping):
+        return {str(name): fingerprint(one) for name, one in sorted(value.items(), key=str)}
+    if isinstance(value, list | tuple):
+        return [fingerprint(one) for one in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else type(value).__name__

@@ -1,0 +1,95 @@
+"""Supervisor: a test-time scaling algorithm that searches over the choices of an agent (Hive, section 5.1.1).
+
+It knows nothing of the agent. The runtime asks it which states to continue, and tells it the new states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_parallel.agents.state import State
+from hf_parallel.generation.validation import check_int
+
+ValueFunction = Callable[[State], float | Awaitable[float]]
+"""Returns the value of a state; higher is better. May be a coroutine function that uses `Chat`, `spawn` and `tool`."""
+Messages = Callable[[], Awaitable[list[dict[str, Any]]]]
+
+
+@dataclass(eq=False)
+class Fire:
+    """A state to continue.
+
+    `messages`, a coroutine function, returns messages that are appended to the conversation before its completion is
+    generated; the agent receives the completion alone.
+    """
+
+    state: State
+    messages: Messages | None = None
+
+
+@dataclass(kw_only=True)
+class Supervisor:
+    """Base class: settings, and the state of one search.
+
+    A search goes from the start, or from a yield, to the next yield or the end of the agent. The runtime copies the
+    supervisor for each search. It calls `init` once, then `select` and `commit` in turn: new states are committed in
+    the order in which they were fired, so that a search does not depend on how long each takes. It ends when `select`
+    returns nothing and nothing runs.
+
+    Parameters
+    ----------
+    value : callable, optional
+        Value of a state, see `ValueFunction`.
+    max_tokens, max_passes : int, optional
+        Budget of a search: new tokens of the committed states, and forward passes of the engine meanwhile. When it is
+        used up, no more states are fired.
+    max_seconds : float, optional
+        The same, in seconds.
+    """
+
+    value: ValueFunction | None = None
+    max_tokens: int | None = None
+    max_passes: int | None = None
+    max_seconds: float | None = None
+    states: list[State] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_passes"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=1)
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise ValueError(f"max_seconds must be positive, got {self.max_seconds!r}")
+        if self.value is not None and not callable(self.value):
+            raise ValueError(f"value must be a function of a state, got {self.value!r}")
+
+    def init(self, root: State) -> None:
+        """Begin a search from a state before a choice."""
+        self.root, self.states = root, []
+
+    def select(self) -> Sequence[State | Fire]:
+        """Return states to continue now; a state may occur several times."""
+        raise NotImplementedError
+
+    def commit(self, parent: State, child: State) -> None:
+        """Receive a new state. Called first by subclasses."""
+        self.states.append(child)
+
+    def wake(self, state: State) -> None:
+        """Note that the transition to a state goes on, which has waited for another agent."""
+
+    def evaluates(self, state: State) -> bool:
+        """Return whether the value function is called for a state: by default, where a search ends."""
+        return state.is_final
+
+    def result(self) -> State | None:
+        """Return the final state that the agent continues with: that of the highest value, the first among equals."""
+        return max((state for state in self.states if state.is_final), key=value_of, default=None)
+
+
+def value_of(state: State) -> float:
+    """Return the value of a state; 0 without a value function, less than all others if it failed."""
+    if state.error is not None:
+        return float("-inf")
+    return 0.0 if state.value is None else state.value

@@ -1,0 +1,30 @@
+"""Single: one run of the agent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_parallel.agents.state import State
+from hf_parallel.agents.supervisors.base import Fire, Supervisor
+
+
+@dataclass(kw_only=True)
+class Single(Supervisor):
+    """Continues each state once."""
+
+    def init(self, root: State) -> None:
+        """Begin a search."""
+        super().init(root)
+        self._next: list[State | Fire] = [root]
+
+    def select(self) -> Sequence[State | Fire]:
+        """Return the last state."""
+        fired, self._next = self._next, []
+        return fired
+
+    def commit(self, parent: State, child: State) -> None:
+        """Continue with the new state."""
+        super().commit(parent, child)
+        if child.is_choice:
+            self._next.append(child)
