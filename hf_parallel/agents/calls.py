@@ -91,8 +91,6 @@ async def next(handle: AgentHandle) -> Any:
         If it fails.
     AgentCancelledError
         If it was cancelled.
-    DeadlockError
-        If it waits for the running agent.
     """
     if handle._is_read:
         await resume(handle, None)
@@ -102,7 +100,7 @@ async def next(handle: AgentHandle) -> Any:
         frame, began = current_frame(), time.monotonic()
         execution, runtime = frame.execution, segment.runtime
         begin = runtime.trace.now()
-        state = await segment.wait(execution.segment)
+        state = await segment.wait()
         runtime.waited(execution, time.monotonic() - began)
         _trace(frame, "next", child=segment.agent_id, begin=begin)
         if state.status == END and state.yielded is None and inspect.isasyncgenfunction(state.agent.function):

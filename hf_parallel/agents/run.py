@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_parallel.agents.agent import Agent
-from hf_parallel.agents.errors import ReplayError, ToolError
+from hf_parallel.agents.errors import DeadlockError, ReplayError, ToolError
 from hf_parallel.agents.execution import Execution
 from hf_parallel.agents.models import Completion, Model
 from hf_parallel.agents.recording import Recording
@@ -18,6 +18,9 @@ from hf_parallel.agents.segment import Segment
 from hf_parallel.agents.state import END, State, derive_seed
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.engine.hints import MAX_ID, AgentHints
+
+STALL_SECONDS = 5.0
+"""Time without completions and tools after which a run counts as deadlocked."""
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Run:
         self.trace, self.stats = RunTrace(), AgentStats()
         self.executions: set[Execution] = set()
         self.functions: dict[str, Agent] = {}
+        self._busy = self._operations = 0  # completions and tools that run, and have begun or ended
         self._places = asyncio.Semaphore(max_requests)
         self._waits: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])  # number and seconds, by agent
         self._steps: dict[str, str] = {}  # last request of each instance
@@ -72,7 +76,7 @@ class Run:
         segment = Segment(self, State(agent, f"{agent.name}#0", (arguments, named)))
         try:
             while True:
-                await asyncio.wait([segment.task])
+                await self._wait(segment)
                 state = segment.task.result()
                 if not (state.status == END and state.yielded is None):
                     values.append(state.yielded)
@@ -90,6 +94,20 @@ class Run:
             await asyncio.gather(*(execution.closed() for execution in executions))
             self.stats.seconds = time.monotonic() - began
             self.stats.passes = self.passes - passes
+
+    async def _wait(self, segment: Segment) -> None:
+        """Wait for the end of a segment. Raise `DeadlockError` if nothing goes on meanwhile."""
+        while True:
+            before = self._operations
+            done, _ = await asyncio.wait([segment.task], timeout=STALL_SECONDS)
+            if done:
+                return
+            if not self._busy and self._operations == before:
+                names = sorted({one.agent_id for one in self.executions if one.state is not None})
+                raise DeadlockError(
+                    f"nothing has happened for {STALL_SECONDS} seconds, and {', '.join(names)} wait: agents must wait "
+                    "only for Chat.gen, next and tool, not for each other by objects of asyncio, nor for a network"
+                )
 
     async def generate(
         self, execution: Execution, key: str, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
@@ -147,17 +165,26 @@ class Run:
 
     async def recorded(self, key: str, operation: str, compute: Callable[[], Awaitable[Any]]) -> Any:
         """Return a recorded result, or compute and record it."""
+        self._operations += 1
         if self.recording is None:
-            return await compute()
+            return await self._computed(compute)
         if (found := self.recording.get(key, operation)) is not None:
             self.stats.replayed_completions += operation.startswith("gen")
             return found[0]
         try:
-            value = await compute()
+            value = await self._computed(compute)
         except ToolError as error:
             self.recording.put(key, operation, error=str(error))
             raise
         return self.recording.put(key, operation, value)
+
+    async def _computed(self, compute: Callable[[], Awaitable[Any]]) -> Any:
+        self._busy += 1
+        try:
+            return await compute()
+        finally:
+            self._busy -= 1
+            self._operations += 1
 
     def recorded_now(self, key: str) -> float:
         """Return the time of the run that was recorded, or the time now."""

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import Any
 
-from hf_parallel.agents.errors import AgentCancelledError, AgentError, BudgetExceededError, DeadlockError
+from hf_parallel.agents.errors import AgentCancelledError, AgentError, BudgetExceededError
 from hf_parallel.agents.execution import Execution, Frame, Place
 from hf_parallel.agents.state import YIELD, State
 from hf_parallel.agents.supervisors.base import Fire, Supervisor
@@ -23,7 +23,6 @@ class Segment:
 
     def __init__(self, runtime: Any, origin: State, sent: Any = None) -> None:
         self.runtime, self.origin, self.sent = runtime, origin, sent
-        self.waits_for: list[Segment] = []
         self._supervisor: Supervisor | None = None
         runtime.functions[origin.agent.name] = origin.agent
         runtime.stats.agents += origin.status != YIELD
@@ -37,34 +36,12 @@ class Segment:
         """Id of the agent's instance."""
         return self.origin.agent_id
 
-    async def wait(self, waiting: Segment) -> State:
-        """Wait for the final state; `waiting` is the segment whose agent waits."""
-        if not self.task.done():
-            if (cycle := self._path_to(waiting)) is not None:
-                names = " -> ".join(segment.agent_id for segment in [waiting, *cycle])
-                raise DeadlockError(f"agents wait for each other: {names}")
-            waiting.waits_for.append(self)
-            try:
-                await asyncio.wait([self.task])
-            finally:
-                waiting.waits_for.remove(self)
+    async def wait(self) -> State:
+        """Wait for the final state."""
+        await asyncio.wait([self.task])
         if self.task.cancelled():
             raise AgentCancelledError(f"agent {self.agent_id} was cancelled")
         return self.task.result()
-
-    def _path_to(self, other: Segment) -> list[Segment] | None:
-        """Return the segments from this one to another that wait for each other; None: it does not wait for it."""
-        paths: deque[list[Segment]] = deque([[self]])
-        seen = {self}
-        while paths:
-            path = paths.popleft()
-            if path[-1] is other:
-                return path
-            for following in path[-1].waits_for:
-                if following not in seen:
-                    seen.add(following)
-                    paths.append([*path, following])
-        return None
 
     def wake(self, state: State | None) -> None:
         """Tell the supervisor that a transition goes on, which has waited."""

@@ -1,0 +1,440 @@
+"""Agents: what they exchange, how they fail and end, and that a state continues several times."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_parallel.agents import (
+    AgentCancelledError,
+    AgentEndedError,
+    AgentError,
+    Chat,
+    DeadlockError,
+    ReplayError,
+    Runtime,
+    ScriptedModel,
+    State,
+    Supervisor,
+    ToolError,
+    agent,
+    cancel,
+    gather,
+    next,
+    now,
+    resume,
+    rng,
+    spawn,
+    tool,
+)
+
+
+def echo(messages: Sequence[Any], settings: Any, seed: int) -> str:
+    """Return the last message and a digit that depends on the seed."""
+    return f"{messages[-1]['content']}{seed % 10}"
+
+
+def scripted() -> Runtime:
+    return Runtime(ScriptedModel(echo))
+
+
+@dataclass
+class Paths(Supervisor):
+    """Continues the first choice several times, all others once; takes the last path."""
+
+    count: int = 3
+
+    def init(self, root: State) -> None:
+        super().init(root)
+        self.queue = [root] * self.count
+
+    def select(self) -> list[State]:
+        fired, self.queue = self.queue, []
+        return fired
+
+    def commit(self, parent: State, child: State) -> None:
+        super().commit(parent, child)
+        if child.is_choice:
+            self.queue.append(child)
+
+    def result(self) -> State | None:
+        return [state for state in self.states if state.is_final][-1]
+
+
+@agent
+async def counter(first: int) -> Any:
+    number = first
+    while True:
+        sent = yield number
+        if sent == "stop":
+            return
+        number += 1 if sent is None else sent
+
+
+def test_a_run_returns_the_values_that_the_agent_yields() -> None:
+    @agent
+    async def two() -> Any:
+        yield 1
+        yield 2
+
+    @agent
+    async def returned(value: int) -> int:
+        return value + 1
+
+    result = scripted().run(two)
+    assert (result.value, result.values) == (2, [1, 2])
+    assert scripted().run(returned, 4).value == 5
+
+
+def test_agents_exchange_values() -> None:
+    @agent
+    async def asks() -> Any:
+        handle = spawn(counter, 10)
+        values = [await next(handle)]
+        await resume(handle, 5)
+        values.append(await next(handle))
+        values.append(await next(handle))  # goes on by itself
+        await resume(handle, "stop")
+        with pytest.raises(AgentEndedError, match="asks#0/counter#0 has ended"):
+            await next(handle)
+        yield values
+
+    assert scripted().run(asks).value == [10, 15, 16]
+
+
+def test_an_error_reaches_the_agents_that_wait() -> None:
+    @agent
+    async def fails() -> Any:
+        raise KeyError("gone")
+        yield
+
+    @agent
+    async def waits() -> Any:
+        yield await next(spawn(fails))
+
+    @agent
+    async def catches() -> Any:
+        try:
+            await next(spawn(waits))
+        except AgentError as error:
+            yield str(error)
+
+    with pytest.raises(AgentError, match="waits#0/fails#0 failed: KeyError: 'gone'") as caught:
+        scripted().run(waits)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "waits#0/fails#0 failed" in scripted().run(catches).value
+
+
+def test_a_cancelled_agent_ends_with_those_that_it_has_spawned() -> None:
+    ended = []
+
+    async def never() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    @agent
+    async def sleeps() -> Any:
+        yield await tool(never)
+
+    @agent
+    async def between() -> Any:
+        yield await next(spawn(sleeps))
+
+    @agent
+    async def cancels() -> Any:
+        handle = spawn(between)
+        await tool(asyncio.sleep, 0.05)
+        cancel(handle)
+        with pytest.raises(AgentCancelledError, match="cancels#0/between#0 was cancelled"):
+            await next(handle)
+        yield list(ended)
+
+    assert scripted().run(cancels).value == [True]
+
+
+def test_agents_that_are_left_end_with_the_run() -> None:
+    ended = []
+
+    @agent
+    async def sleeps() -> Any:
+        try:
+            yield await tool(asyncio.sleep, 60)
+        finally:
+            ended.append(True)
+
+    @agent
+    async def leaves() -> Any:
+        spawn(sleeps)
+        await tool(asyncio.sleep, 0.02)
+        yield 1
+
+    assert scripted().run(leaves).value == 1
+    assert ended == [True]
+
+
+def test_agents_that_wait_for_each_other_raise_an_error_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_parallel.agents.run.STALL_SECONDS", 0.2)
+    here, there = asyncio.Event(), asyncio.Event()
+
+    @agent
+    async def left() -> Any:
+        await here.wait()
+        there.set()
+        yield
+
+    @agent
+    async def right() -> Any:
+        await there.wait()
+        here.set()
+        yield
+
+    @agent
+    async def both() -> Any:
+        await tool(asyncio.sleep, 0.5)  # is no deadlock
+        handles = [spawn(left), spawn(right)]
+        for handle in handles:
+            await next(handle)
+        yield
+
+    with pytest.raises(DeadlockError, match=r"both#0, both#0/left#0, both#0/right#1 wait"):
+        scripted().run(both)
+
+
+def test_a_state_continues_several_times_with_what_it_received() -> None:
+    starts = []
+
+    async def look(text: str) -> list[str]:
+        starts.append(text)
+        return [text]
+
+    @agent(supervisor=Paths(3))
+    async def chooses(words: list[str]) -> Any:
+        words.append("x")  # the agent's own copy
+        found = await tool(look, "once")
+        found.append(rng().random())
+        chat = Chat()
+        chat.user(f"{len(words)}")
+        first = await chat.gen()
+        second = await chat.gen()
+        yield first, second, found, [message["content"] for message in chat.messages]
+
+    words = ["a"]
+    result = scripted().run(chooses, words)
+    first, second, found, contents = result.value
+    assert words == ["a"]
+    assert starts == ["once"], "the tool is called once, its result replayed"
+    assert contents == ["2", first, second]
+    assert len(found) == 2
+    assert first != second
+    assert result.stats.transitions == 6
+    assert result.stats.completions == 6
+    assert scripted().run(chooses, words).value == result.value
+    assert Runtime(ScriptedModel(echo), seed=1).run(chooses, words).value != result.value
+
+
+def test_continuations_of_a_state_have_their_own_copies_of_a_spawned_agent() -> None:
+    @agent(supervisor=Paths(3))
+    async def each() -> Any:
+        handle = spawn(counter, 0)
+        chat = Chat()
+        chat.user("")
+        digit = int(await chat.gen())
+        await resume(handle, digit)
+        yield digit, await next(handle)
+
+    @agent
+    async def all_of_them() -> Any:
+        yield [await next(spawn(each)) for _ in range(5)]
+
+    values = scripted().run(all_of_them).value
+    assert len({digit for digit, _ in values}) > 1
+    assert all(digit == number for digit, number in values)
+
+
+def test_an_agent_that_departs_from_its_log_raises_an_error_that_says_where() -> None:
+    calls = []
+
+    @agent(supervisor=Paths(2))
+    async def changes() -> Any:
+        calls.append(1)
+        chat = Chat()
+        chat.user(f"question {len(calls)}")
+        yield await chat.gen()
+
+    with pytest.raises(AgentError, match="changes#0 departs from its log") as caught:
+        scripted().run(changes)
+    assert isinstance(caught.value.__cause__, ReplayError)
+
+
+def test_tools_are_repeated_and_time_out() -> None:
+    attempts = []
+
+    async def flaky() -> str:
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise OSError("busy")
+        return "ok"
+
+    @agent
+    async def uses() -> Any:
+        results = [await tool(flaky, retries=2)]
+        with pytest.raises(ToolError, match=r"tool sleep failed after 1 attempts: took more than 0.01 seconds"):
+            await tool(asyncio.sleep, 5, timeout=0.01)
+        results.append(await tool(len, [1, 2]))  # in a thread
+        with pytest.raises(ToolError, match="ZeroDivisionError"):
+            await tool(divmod, 1, 0)
+        yield results
+
+    result = scripted().run(uses)
+    assert result.value == ["ok", 2]
+    assert result.stats.tool_calls == 4
+
+
+def test_gather_runs_operations_at_the_same_time_and_replays_them() -> None:
+    running, most = [], []
+
+    async def work(number: int) -> int:
+        running.append(number)
+        most.append(len(running))
+        await asyncio.sleep(random.random() / 100)
+        running.remove(number)
+        return number
+
+    @agent(supervisor=Paths(3))
+    async def gathers() -> Any:
+        chat = Chat()
+        chat.user("q")
+        forks = chat.fork(3)
+        texts = await gather(*(fork.gen() for fork in forks))
+        numbers = await gather(*(tool(work, number) for number in range(5)))
+        assert [fork.messages[-1]["content"] for fork in forks] == texts
+        yield texts, numbers, await chat.gen()
+
+    result = scripted().run(gathers)
+    texts, numbers, last = result.value
+    assert numbers == [0, 1, 2, 3, 4]
+    assert max(most) == 5
+    assert len(most) == 5, "the tools are called once"
+    assert len(set(texts)) > 1
+    assert last.startswith("q")
+    assert all(scripted().run(gathers).value == result.value for _ in range(3))
+
+
+def test_tasks_of_asyncio_within_an_agent_raise_an_error() -> None:
+    @agent
+    async def wrong() -> Any:
+        chat = Chat()
+        chat.user("q")
+        yield await asyncio.gather(chat.gen(), chat.gen())
+
+    with pytest.raises(AgentError, match="gather of hf_parallel.agents"):
+        scripted().run(wrong)
+
+
+@agent
+async def research(topic: str) -> Any:
+    chat = Chat(system="Be short.")
+    chat.user(topic)
+    first = await chat.gen()
+    when = now()
+    found = await tool(lookup, first)
+    chat.user(f"{found}")
+    yield first, found, await chat.gen(), when
+
+
+async def lookup(text: str) -> dict[str, Any]:
+    return {"about": text, "numbers": (1, 2)}
+
+
+def test_a_recorded_run_replays_without_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    result = scripted().run(research, "KV", record=path)
+    again = Runtime().run(research, "KV", record=path)
+    assert again.value == result.value
+    assert (again.stats.completions, again.stats.replayed_completions) == (2, 2)
+    with pytest.raises(AgentError, match="no engine"):
+        Runtime().run(research, "KV", record=tmp_path / "empty.jsonl")
+    with pytest.raises(ValueError, match="must begin with"):
+        Runtime(seed=1).run(research, "KV", record=path)
+    (tmp_path / "other").write_text("hello\n")
+    with pytest.raises(ValueError, match="line 1: not a recording"):
+        Runtime().run(research, "KV", record=tmp_path / "other")
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_result(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    whole = scripted().run(research, "KV", record=path).value
+    lines = path.read_text().splitlines(keepends=True)
+    for kept in range(1, len(lines)):
+        path.write_text("".join(lines[:kept]) + lines[kept][:7])  # the process ended while it wrote
+        model = ScriptedModel(echo)
+        value = Runtime(model).run(research, "KV", record=path).value
+        assert value[:3] == whole[:3]
+        recorded = sum(json.loads(line)["operation"].startswith("gen") for line in lines[1:kept])
+        assert model.passes == 2 - recorded
+
+
+def test_results_that_json_cannot_hold_raise_where_they_are_recorded(tmp_path: Path) -> None:
+    @agent
+    async def odd() -> Any:
+        yield await tool(set, [1])
+
+    assert scripted().run(odd).value == {1}
+    with pytest.raises(AgentError, match="tool set returned set, which a recording cannot hold"):
+        scripted().run(odd, record=tmp_path / "run.jsonl")
+
+
+def test_a_run_within_a_running_loop_works_as_in_a_notebook() -> None:
+    async def cell() -> Any:
+        return scripted().run(counted).value
+
+    @agent
+    async def counted() -> Any:
+        yield 3
+
+    assert asyncio.run(cell()) == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: agent(len), TypeError, "async function, got <built-in function len>"),
+        (lambda: agent(supervisor=3), TypeError, "supervisor must be a Supervisor.*3"),
+        (lambda: counter(3), TypeError, "counter is an agent: start it with Runtime"),
+        (lambda: spawn(counter, 3), RuntimeError, "only in an agent"),
+        (lambda: Runtime(3), TypeError, "needs an Engine, got int"),
+        (lambda: Runtime(seed=-1), ValueError, "seed.*-1"),
+        (lambda: Runtime(logits_cache=3), TypeError, "logits_cache must be.*3"),
+        (lambda: scripted().run(len), TypeError, "run needs an agent, got <built-in"),
+        (lambda: Paths(max_tokens=0), ValueError, "max_tokens.*0"),
+        (lambda: Paths(max_seconds=-1), ValueError, "max_seconds.*-1"),
+        (lambda: Paths(value=3), ValueError, "value must be a function.*3"),
+    ],
+)
+def test_bad_arguments_raise(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_the_trace_names_each_agent_and_what_it_did() -> None:
+    @agent
+    async def root() -> Any:
+        handle = spawn(research, "KV")
+        yield await next(handle)
+
+    trace = scripted().run(root).trace
+    kinds = {name: [e.kind for e in trace.events if e.agent == name and e.kind != "state"] for name in ("root#0",)}
+    assert kinds["root#0"] == ["spawn", "next", "yield", "end"]
+    child = [event.kind for event in trace.events if event.agent == "root#0/research#0" and event.kind != "state"]
+    assert child[:4] == ["gen", "tool", "gen", "yield"]
+    assert all(re.fullmatch(r"0(\.\d+)*", event.state) for event in trace.events if event.state)

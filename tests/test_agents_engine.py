@@ -1,0 +1,107 @@
+"""Agents on an engine: the same completions as alone, shared prefixes, and nothing left when much goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import small_model
+
+from hf_parallel.agents import AgentError, Chat, Runtime, agent, gather, next, spawn
+from hf_parallel.engine import Engine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    model, tokenizer = small_model()
+    with Engine(model, tokenizer, max_rows=32) as engine:
+        yield engine
+
+
+SAMPLED: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.0}
+
+
+@agent
+async def talk(topic: str) -> Any:
+    chat = Chat(system="Tell me.", **SAMPLED)
+    chat.user(topic)
+    first = await chat.gen()
+    left, right = chat.user("More.").fork(2)
+    texts = await gather(left.gen(), right.gen())
+    yield first, texts, chat.messages
+
+
+def test_completions_are_those_of_the_engine(engine: Engine) -> None:
+    @agent
+    async def once() -> Any:
+        yield await Chat(system="S").user("Hello").gen(max_new_tokens=8, seed=5, do_sample=True)
+
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Hello"}]
+    output = engine.submit(messages, max_new_tokens=8, seed=5, do_sample=True).result()
+    assert Runtime(engine).run(once).value == output.answer_texts(engine.tokenizer)[0]
+
+
+def test_seeds_make_runs_equal_with_and_without_the_logits_cache(engine: Engine) -> None:
+    runtime = Runtime(engine, seed=3)
+    first = runtime.run(talk, "birds")
+    again = runtime.run(talk, "birds")
+    assert again.value == first.value
+    assert again.stats.replayed_tokens > 0
+    assert Runtime(engine, seed=3, logits_cache=False).run(talk, "birds").value == first.value
+    assert Runtime(engine, seed=4).run(talk, "birds").value != first.value
+    left, right = first.value[1]
+    assert left != right
+
+
+def test_conversations_reuse_the_keys_and_values_of_what_they_share(engine: Engine) -> None:
+    @agent
+    async def many() -> Any:
+        handles = [spawn(talk, "fish") for _ in range(4)]
+        yield [await next(handle) for handle in handles]
+
+    stats = Runtime(engine, logits_cache=False).run(many).stats
+    assert stats.completions == 12
+    assert stats.agents == 5
+    assert stats.reused_tokens > stats.prompt_tokens / 2
+    assert stats.passes < stats.tokens
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [("shared_prefix", {}), ("self_consistency", {"do_sample": True}), ("hogwild", {"num_workers": 2})],
+)
+def test_a_completion_may_use_a_mode(engine: Engine, mode: str, settings: dict[str, Any]) -> None:
+    @agent
+    async def uses() -> Any:
+        chat = Chat()
+        chat.user("What?")
+        text = await chat.gen(generation_mode=mode, max_new_tokens=8, **settings)
+        yield text == chat.messages[-1]["content"]
+
+    assert Runtime(engine).run(uses).value is True
+
+
+def test_an_error_of_a_request_reaches_the_agent(engine: Engine) -> None:
+    @agent
+    async def wrong() -> Any:
+        yield await Chat().user("q").gen(max_new_tokens=0)
+
+    with pytest.raises(AgentError, match="max_new_tokens"):
+        Runtime(engine).run(wrong)
+
+
+def test_nothing_is_lost_or_left_when_agents_fail_time_out_and_are_cancelled() -> None:
+    """Forty agents with random failures; `python -m benchmarks.agents_chaos` does it for minutes."""
+    from benchmarks.agents_chaos import run_rounds
+
+    model, tokenizer = small_model()
+    with Engine(model, tokenizer, max_rows=32, max_waiting=64) as engine:
+        report = run_rounds(engine, agents=40, rounds=1, seed=0)
+    assert report["lost"] == 0
+    assert report["started"] == 40
+    assert all(report[kind] > 0 for kind in ("finished", "failed", "cancelled"))
+    assert (report["running"], report["waiting"]) == (0, 0)
+    assert report["wrong"] == 0
