@@ -1,4 +1,4 @@
-"""Runs a hundred agents at once on a tiny random model, in which much goes wrong: `python -m benchmarks.agents_chaos --minutes 10`.
+"""Runs a hundred agents at once on a tiny model, in which much goes wrong: `python -m benchmarks.agents_chaos`.
 
 Tools fail and take too long, agents raise errors and are cancelled, all at random from a seed. Counted are agents that
 are lost (neither finished, failed nor cancelled), answers that differ from those of a second run without failures of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,7 +52,7 @@ class Chat:
 
     def fork(self, count: int) -> list[Chat]:
         """Return copies, which go on separately. The engine holds their common messages once."""
-        return [Chat(messages=copy.deepcopy(self.messages), **self.settings) for _ in range(count)]
+        return [Chat(messages=self.messages, **self.settings) for _ in range(count)]
 
     async def gen(self, *, forkable: bool = True, **settings: Any) -> str:
         """Generate the assistant's next message, append and return it.
@@ -68,7 +67,7 @@ class Chat:
             As of `Engine.submit`: `generation_mode` and settings, `max_new_tokens`, `do_sample`, `temperature`, ...
             Seeds come from the run; without a seed of your own, `do_sample=True` is reproducible.
         """
-        messages = copy.deepcopy(self.messages)
+        messages = [dict(message) for message in self.messages]
         settings = {**self.settings, **settings}
 
         async def generate(key: str, fire: Any) -> str:

@@ -146,10 +146,10 @@ class Execution(Place):
         self.frame = Frame(self, replay=entries)
         self._begin()
         self._go = asyncio.get_running_loop().create_future()
-        self._task = asyncio.get_running_loop().create_task(self.frame.run(self._run(state, self._go)))
+        self.task = asyncio.get_running_loop().create_task(self.frame.run(self._run(state, self._go)))
         self._runtime = segment.runtime
         self._runtime.executions.add(self)
-        self._task.add_done_callback(self._done)
+        self.task.add_done_callback(self._done)
 
     def _begin(self) -> None:
         self._stopped = asyncio.get_running_loop().create_future()
@@ -185,7 +185,7 @@ class Execution(Place):
                 return
             entry = self.frame.replayed("yield")
             if entry is None:
-                sent = await self.suspend(YIELD, "yield", value)
+                sent = await self.suspend(YIELD, "yield", copy.deepcopy(value))
                 self.frame.record("yield", sent)
             else:
                 sent = entry.value
@@ -198,7 +198,7 @@ class Execution(Place):
     async def suspend(self, status: str, operation: str, value: Any) -> Any:
         """Wait until a supervisor continues the state; return what it passes."""
         self._go = asyncio.get_running_loop().create_future()
-        self._stop(status, operation, copy.deepcopy(value))
+        self._stop(status, operation, value)
         return await self._go
 
     async def advance(self, child: State, directive: Any = None) -> None:
@@ -238,8 +238,4 @@ class Execution(Place):
 
     def close(self) -> None:
         """End the coroutine."""
-        self._task.cancel()
-
-    async def closed(self) -> None:
-        """Wait for the end."""
-        await asyncio.gather(self._task, return_exceptions=True)
+        self.task.cancel()

@@ -9,8 +9,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from hf_parallel.cache.logits import LogitsCache
-from hf_parallel.engine import Engine
+from hf_parallel.engine import Engine, QueueFullError, RequestHandle
 from hf_parallel.generation.modes import ResampleConfig
+
+RETRY_SECONDS = 0.05
+"""Time after which a request is submitted again that found the queue full."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class EngineModel:
         prompt: Any = list(messages)
         if not getattr(self.engine.tokenizer, "chat_template", None):
             prompt = "\n".join(str(message["content"]) for message in messages)
-        handle = self.engine.submit(prompt, agent_hints=hints, **given)
+        handle = await self._submit(prompt, hints, given)
         try:
             output = await handle.result_async()
         except asyncio.CancelledError:
@@ -86,6 +89,13 @@ class EngineModel:
             reused_tokens=stats.reused_tokens,
             replayed_tokens=stats.replayed_tokens,
         )
+
+    async def _submit(self, prompt: Any, hints: Any, settings: Mapping[str, Any]) -> RequestHandle:
+        while True:
+            try:
+                return self.engine.submit(prompt, agent_hints=hints, **settings)
+            except QueueFullError:  # others use the engine, too
+                await asyncio.sleep(RETRY_SECONDS)
 
 
 Script = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any], int], "str | Awaitable[str]"]

@@ -58,6 +58,7 @@ class Run:
         self.model, self.seed, self.recording = model, seed, recording
         self.trace, self.stats = RunTrace(), AgentStats()
         self.executions: set[Execution] = set()
+        self.searches: set[asyncio.Task[Any]] = set()  # of segments
         self.functions: dict[str, Agent] = {}
         self._busy = self._operations = 0  # completions and tools that run, and have begun or ended
         self._places = asyncio.Semaphore(max_requests)
@@ -84,14 +85,10 @@ class Run:
                     return values
                 segment = Segment(self, state)
         finally:
-            segment.close()
-            for state in segment.origin.path:
-                for started in state.segments:
-                    started.close()
-            executions = list(self.executions)
-            for execution in executions:
-                execution.close()
-            await asyncio.gather(*(execution.closed() for execution in executions))
+            tasks = {execution.task for execution in self.executions} | self.searches
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self.stats.seconds = time.monotonic() - began
             self.stats.passes = self.passes - passes
 

@@ -29,7 +29,13 @@ class Segment:
         self._states: list[State] = []
         self._final: State | None = None
         self.task = asyncio.get_running_loop().create_task(self._run())
-        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may have no reader
+        runtime.searches.add(self.task)
+        self.task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[State]) -> None:
+        self.runtime.searches.discard(task)
+        if not task.cancelled():
+            task.exception()  # it may have no reader
 
     @property
     def agent_id(self) -> str:
