@@ -107,6 +107,14 @@ async def crowd(agents: int, seed: int) -> Any:
     yield results
 
 
+def requests_left(engine: Engine, seconds: float = 5.0) -> int:
+    """Return the number of requests that the engine still has, after time for those that were cancelled to end."""
+    ends = time.monotonic() + seconds
+    while (left := engine.stats.running + engine.stats.waiting) and time.monotonic() < ends:
+        time.sleep(0.01)
+    return left
+
+
 def run_rounds(engine: Engine, agents: int, rounds: int, seed: int, minutes: float = 0.0) -> dict[str, Any]:
     """Run rounds until both limits are reached, and return counts."""
     counts: Counter[str] = Counter()
@@ -126,13 +134,10 @@ def run_rounds(engine: Engine, agents: int, rounds: int, seed: int, minutes: flo
         if expected is None:
             expected = results
         number += 1
-        stats = engine.stats
-        counts["left"] += stats.running + stats.waiting
+        counts["left"] += requests_left(engine)
     return {
         **{name: counts[name] for name in ("started", "finished", "failed", "cancelled", "lost", "compared", "wrong")},
         "rounds": number,
-        "running": engine.stats.running,
-        "waiting": engine.stats.waiting,
         "left": counts["left"],
         "kv_bytes": engine.stats.kv_bytes,
     }
