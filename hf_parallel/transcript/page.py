@@ -7,6 +7,7 @@ page allows no script but its own.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import re
 from bisect import bisect_left
@@ -42,28 +43,41 @@ _VISIBILITY = {
 }
 
 
-def _printable(value: Any) -> Any:
+def printable(value: Any) -> Any:
+    """Return a value as text without characters that HTML and XML do not allow; `Markup` stays unchanged."""
     return value if isinstance(value, Markup) else _UNPRINTABLE.sub("\ufffd", str(value))
 
 
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent),
-    autoescape=True,
-    finalize=_printable,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
+def fill(page: Path, **values: Any) -> str:
+    """Return a template with values, which are escaped, and with the script of the same name beside it.
+
+    The template receives the script as `script` and its hash for the content security policy as `script_hash`.
+    """
+    script = page.with_suffix(".js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        _templates(page.parent)
+        .get_template(page.name)
+        .render(**values, script=Markup(script), script_hash=f"sha256-{digest}")
+    )
+
+
+@functools.cache
+def _templates(folder: Path) -> Environment:
+    return Environment(
+        loader=FileSystemLoader(folder), autoescape=True, finalize=printable, trim_blocks=True, lstrip_blocks=True
+    )
 
 
 def render(run: Mapping[str, Any]) -> str:
     """Return a transcript, the dict of `ParallelOutput.to_dict` with or without `model` (a name), as an HTML page."""
     run = check_run(run)
-    script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
     style = {name: _DIRECTIONS.sub("", run["style"][name]) for name in TranscriptStyle._fields}
     origins = {piece[2] for section in run["sections"] for card in section["cards"] for piece in card["pieces"]}
     speed = _speed(run)
     style["tick"] = "pass" if speed["passes"] == run["passes"] else "step"
-    return _TEMPLATES.get_template("page.html").render(
+    return fill(
+        Path(__file__).with_name("page.html"),
         title=" \u00b7 ".join(filter(None, [run["mode"] or "hf_parallel", str(run.get("model", ""))])),
         style=style,
         speed=speed,
@@ -72,8 +86,6 @@ def render(run: Mapping[str, Any]) -> str:
         settings="\n".join(f"{name} = {value!r}" for name, value in run["settings"].items()),
         origins={origin: words for origin, words in _ORIGINS.items() if origin in origins},
         sections=[_section(section, style) for section in run["sections"]],
-        script=Markup(script),
-        script_hash=f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
     )
 
 
