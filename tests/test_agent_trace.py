@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from agent_traces import ticking
 
 from hf_parallel.agents.trace import Event, RunTrace, function_name
-
-
-def ticking() -> Callable[[], float]:
-    """Return a clock that advances by a second at each call, and begins late."""
-    seconds = iter(range(1000, 2000))
-    return lambda: float(next(seconds))
 
 
 def small_trace() -> RunTrace:

@@ -1,0 +1,157 @@
+"""Graph of a run: the agents with their messages, the search trees of their states, and the flow graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from hf_parallel.agents.drawing import Box, Drawing, Link, document, draw, note, shorten
+from hf_parallel.agents.flow_graph import FlowGraph, flow_graph
+from hf_parallel.agents.trace import Event, RunTrace, function_name
+
+MAX_STATES = 300
+"""Number of states of search trees that are drawn."""
+_TO_CHILD = ("spawn", "next", "resume")
+_STYLES = {"committed": "plain", "selected": "chosen", "dropped": "dropped"}
+
+
+def run_graph(trace: RunTrace) -> str:
+    """Return the graph of a run as SVG text.
+
+    Instances of one function are one box, with the numbers of its calls; arrows are spawns and messages with their
+    numbers. Below it are the states of each agent that has several: selected ones green, dropped ones dashed.
+    """
+    return graph(trace, ())
+
+
+def graph(trace: RunTrace, functions: Iterable[Any]) -> str:
+    """Return `run_graph` with the flow graphs of functions, or agents, below it.
+
+    A state shows how often the run was in it, where the trace can tell: if the function has one call of its kind. If
+    the source of a function is not available, a line says so.
+    """
+    drawings = [("Agents", _agents(trace)), *_trees(trace)]
+    for function in functions:
+        try:
+            flow = flow_graph(function)
+        except ValueError as error:
+            drawings.append(("", note(shorten(str(error), 100))))
+        else:
+            drawings.append((f"Flow graph of {flow.name}", flow.drawing(_counts(trace, flow))))
+    return document(drawings, "run of agents")
+
+
+def instance_names(trace: RunTrace) -> dict[str, str]:
+    """Return the name of the function of each agent instance, in the order in which they appear."""
+    names: dict[str, str] = {}
+    for event in trace.events:
+        if event.agent:
+            names.setdefault(event.agent, function_name(event.agent))
+        if event.kind == "spawn":
+            names[event.data["child"]] = event.data["name"]
+    return names
+
+
+def _agents(trace: RunTrace) -> Drawing:
+    names = instance_names(trace)
+    counts: dict[str, Counter[str]] = {name: Counter() for name in names.values()}
+    for name in names.values():
+        counts[name]["instance"] += 1
+    links: dict[tuple[str, str], Counter[str]] = {}
+    for event in trace.events:
+        name = names.get(event.agent, "")
+        if name:
+            counts[name][event.kind] += 1
+            counts[name]["token"] += event.data["tokens"] if event.kind == "gen" else 0
+        if event.kind in _TO_CHILD:
+            child = names.get(event.data["child"], function_name(event.data["child"]))
+            if child in counts:
+                links.setdefault((name, child), Counter())[event.kind] += 1
+        parent = event.agent.rpartition("/")[0]
+        if event.kind == "yield" and parent in names:
+            links.setdefault((name, names[parent]), Counter())["yield"] += 1
+    order = list(counts)
+    boxes, arrows = [Box(name, (name, *_summary(count))) for name, count in counts.items()], []
+    for (begin, end), messages in links.items():
+        words = ", ".join(f"{kind} {number}" for kind, number in messages.items())
+        if order.index(begin) < order.index(end):  # words in the order of the boxes have a place of their own
+            boxes.insert([box.name for box in boxes].index(end), Box(f"{begin} {end}", (words,), "words"))
+            arrows += [Link(begin, f"{begin} {end}", tip=False), Link(f"{begin} {end}", end)]
+        else:
+            arrows.append(Link(begin, end, words))
+    return draw(boxes, arrows)
+
+
+def _summary(counts: Counter[str]) -> list[str]:
+    """Return the numbers of an agent's calls in words."""
+    units = {"instance": "instance", "gen": "generation", "token": "token", "tool": "tool call", "error": "error"}
+    words = [count(counts[kind], unit) for kind, unit in units.items() if counts[kind]]
+    return [text for text in (", ".join(words[:3]), ", ".join(words[3:])) if text]
+
+
+def count(number: int, unit: str) -> str:
+    """Return a number with its unit: `1 token`, `2 tokens`."""
+    return f"{number} {unit}{'' if number == 1 else 's'}"
+
+
+def _trees(trace: RunTrace) -> list[tuple[str, Drawing]]:
+    """Return the search trees of the agents that have several states, up to `MAX_STATES` states together."""
+    events: dict[str, list[Event]] = {}
+    for event in trace.events:
+        if event.kind == "state":
+            events.setdefault(event.agent, []).append(event)
+    drawings, left, out = [], MAX_STATES, 0
+    for agent, found in events.items():
+        boxes, links = _states(found)
+        if len(boxes) < 2:
+            continue
+        if len(boxes) > left:
+            out += len(boxes)
+            continue
+        left -= len(boxes)
+        drawings.append((f"States of {agent}", draw(boxes, links)))
+    if out:
+        drawings.append(("", note(f"{out} more states are not drawn.")))
+    return drawings
+
+
+def _states(events: Iterable[Event]) -> tuple[list[Box], list[Link]]:
+    latest: dict[str, tuple[float | None, str]] = {}  # value and status
+    links: dict[tuple[str, str], None] = {}
+    for event in events:
+        parent, value = event.data["parent"], event.data["value"]
+        if parent is not None:
+            latest.setdefault(parent, (None, "committed"))
+            links[parent, event.state] = None
+        known, _ = latest.get(event.state, (None, ""))
+        latest[event.state] = (known if value is None else value, event.data["status"])
+    boxes = []
+    for state, (value, status) in latest.items():
+        lines = (state,) if value is None else (state, f"{value:.3g}")
+        boxes.append(Box(state, lines, _STYLES[status], f"state {state}: {status}"))
+    return boxes, [Link(*link) for link in links]
+
+
+def _counts(trace: RunTrace, flow: FlowGraph) -> dict[str, int]:
+    """Return how often a run was in the states of a function that the trace can tell apart."""
+    names = instance_names(trace)
+    instances = [agent for agent, name in names.items() if name == flow.name]
+    if not instances:
+        return {}
+    events = Counter(_key(event) for event in trace.events if names.get(event.agent) == flow.name)
+    keys = Counter(_state_key(state) for state in flow.states)
+    counts = {"start": len(instances)}
+    for state in flow.states[1:]:
+        key = _state_key(state)
+        if keys[key] == 1 and (state.kind != "tool" or key in events):
+            counts[state.name] = events[key]
+    return counts
+
+
+def _key(event: Event) -> tuple[str, str]:
+    return event.kind, event.data["name"] if event.kind == "tool" else ""
+
+
+def _state_key(state: Any) -> tuple[str, str]:
+    return state.kind, state.name.partition(" ")[0] if state.kind == "tool" else ""
