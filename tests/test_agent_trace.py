@@ -94,6 +94,7 @@ WRONG = [
     (changed(0, state=None), "'state' must be text"),
     (changed(0, data=[]), "'data' must be an object"),
     (changed(0, child=...), r"event 0 \('spawn'\): data has no 'child'"),
+    (changed(0, child=""), "'child' must be the id of an agent, got ''"),
     (changed(1, tokens=-1), "'tokens' must be an integer from 0, got -1"),
     (changed(1, tokens=1.5), "'tokens' must be an integer"),
     (changed(1, begin=99), "event 1: begin 99 must not be after time 2"),

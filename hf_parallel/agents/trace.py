@@ -165,6 +165,10 @@ def _is_status(value: Any) -> bool:
     return value in STATUSES
 
 
+def _is_id(value: Any) -> bool:
+    return _is_text(value) and value != ""
+
+
 def _is_text_or_none(value: Any) -> bool:
     return value is None or _is_text(value)
 
@@ -174,14 +178,14 @@ def _is_number_or_none(value: Any) -> bool:
 
 
 _ENTRIES: dict[str, dict[str, Callable[[Any], bool]]] = {
-    "spawn": {"child": _is_text, "name": _is_text},
+    "spawn": {"child": _is_id, "name": _is_text},
     "gen": {
         **dict.fromkeys(("tokens", "prompt_tokens", "reused"), _is_count),
         **{"begin": _is_time, "text": _is_text, "settings": _is_object},
     },
     "tool": {"begin": _is_time, "name": _is_text, "result": _is_text_or_none, "error": _is_text_or_none},
-    "next": {"child": _is_text, "begin": _is_time},
-    "resume": {"child": _is_text},
+    "next": {"child": _is_id, "begin": _is_time},
+    "resume": {"child": _is_id},
     "yield": {"value": _is_text},
     "state": {"parent": _is_text_or_none, "value": _is_number_or_none, "status": _is_status},
     "end": {"value": _is_text},
@@ -193,6 +197,7 @@ _ENTRIES: dict[str, dict[str, Callable[[Any], bool]]] = {
 """Entries that the data of each kind must have, and what they may be."""
 _WORDS: dict[Callable[[Any], bool], str] = {
     _is_text: "text",
+    _is_id: "the id of an agent",
     _is_time: "a number of seconds from 0",
     _is_count: "an integer from 0",
     _is_object: "an object",
