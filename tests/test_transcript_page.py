@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import html
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import browsers
 import pytest
 import tiny
+from browsers import title, with_scripts
 from stories import tell
 from talks import scripted
 from workers import TOKENIZER, write
@@ -314,8 +315,6 @@ def test_other_json_raises(run: Any) -> None:
 
 # In a browser
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
 
 class View(NamedTuple):
     """A page that a browser opens."""
@@ -333,23 +332,7 @@ COLLECT = """
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Open a file in a browser and return its DOM after its script has run."""
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium), so no page was opened")
-    folder = tmp_path_factory.mktemp("profile")
-
-    def run(path: Path, what: str = "--dump-dom") -> str:
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--allow-file-access-from-files",  # scripts read frames
-            f"--user-data-dir={folder}",
-            "--window-size=1280,900",
-        ]
-        command = [str(CHROMIUM), *options, what, path.as_uri()]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
-    return run
+    return functools.partial(browsers.launch, tmp_path_factory.mktemp("profile"))
 
 
 @pytest.fixture
@@ -374,20 +357,6 @@ def browse(launch: Callable[..., str], tmp_path: Path) -> Callable[..., list[str
 def classes(dom: str) -> list[set[str]]:
     """Return the classes of the cards."""
     return [set((attrs["class"] or "").split()) for tag, attrs in Page(dom).tags if tag == "article"]
-
-
-def with_scripts(page: str, before: str, after: str) -> str:
-    """Return a page with a script before and after its own."""
-    page = re.sub("<meta http-equiv[^>]*>", "", page)
-    page = page.replace("<body>", f"<body><script>{before}</script>")
-    return page.replace("</body>", f"<script>{after}</script></body>")
-
-
-def title(dom: str) -> str:
-    """Return the title of a page, where scripts write what they measure."""
-    found = re.search(r"<title>(.*)</title>", dom)
-    assert found is not None
-    return html.unescape(found[1])
 
 
 def test_the_slider_shows_the_state_at_a_pass(browse: Callable[..., list[str]]) -> None:
