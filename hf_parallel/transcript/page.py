@@ -51,7 +51,8 @@ def printable(value: Any) -> Any:
 def fill(page: Path, **values: Any) -> str:
     """Return a template with values, which are escaped, and with the script of the same name beside it.
 
-    The template receives the script as `script` and its hash for the content security policy as `script_hash`.
+    The template receives the script as `script` and its hash for the content security policy as `script_hash`. It can
+    include `base.css`, the style of all pages.
     """
     script = page.with_suffix(".js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -65,7 +66,11 @@ def fill(page: Path, **values: Any) -> str:
 @functools.cache
 def _templates(folder: Path) -> Environment:
     return Environment(
-        loader=FileSystemLoader(folder), autoescape=True, finalize=printable, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader([folder, Path(__file__).parent]),
+        autoescape=True,
+        finalize=printable,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
 
 
