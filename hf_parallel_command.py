@@ -26,7 +26,8 @@ COMMANDS = {
     "bench": ("run the main benchmarks of the repository, or `bench NAME`; see `bench --help`", ""),
     "view": (
         "render a transcript as an HTML page",
-        "Render a transcript, saved by `generate -o run.json`, as one self-contained HTML page.",
+        "Render a transcript, saved by `generate -o run.json`, or the trace of a run of agents as one self-contained "
+        "HTML page.",
     ),
     "env": (
         "versions, devices, backends",

@@ -130,7 +130,7 @@ def run_benchmarks(arguments: Sequence[str]) -> int:
 
 
 def run_view(options: argparse.Namespace) -> int:
-    """Run `hf-parallel view`: render a transcript as an HTML page."""
+    """Run `hf-parallel view`: render a transcript, or a trace of agents, as an HTML page."""
     piped = options.run_file == Path("-")
     source = "stdin" if piped else options.run_file
     target = options.output or (options.run_file if piped else options.run_file.with_suffix(".html"))
@@ -143,8 +143,8 @@ def run_view(options: argparse.Namespace) -> int:
     except (ValueError, RecursionError) as error:  # also for a wrong encoding and for endless nesting
         raise ValueError(f"{source} is not JSON: {error}") from error
     try:
-        page = render(run)
-    except ValueError as error:
+        page = _page(run)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{source}: {error}") from error
     if target == Path("-"):
         print(page)
@@ -156,6 +156,15 @@ def run_view(options: argparse.Namespace) -> int:
     if options.open:
         webbrowser.open(target.resolve().as_uri())
     return 0
+
+
+def _page(run: Any) -> str:
+    """Return the page of a transcript, or of a trace of agents."""
+    if isinstance(run, dict) and run.get("format") == "hf_parallel agents":
+        from hf_parallel.agents import page, trace  # with an engine, which not all installations can import
+
+        return page.render(trace.RunTrace.from_dict(run))
+    return render(run)
 
 
 def run_env(options: argparse.Namespace) -> int:
@@ -208,7 +217,12 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_options(commands["serve"])
     top.add_options(commands["top"])
     add = commands["view"].add_argument
-    add("run_file", metavar="run.json", type=Path, help="the file that `generate -o` wrote; -: stdin")
+    add(
+        "run_file",
+        metavar="run.json",
+        type=Path,
+        help="the file that `generate -o` or a trace's `save` wrote; -: stdin",
+    )
     words = "the page (default: run.html; -: stdout, the default for stdin)"
     add("-o", "--output", type=Path, metavar="FILE", help=words)
     add("--open", action="store_true", help="open it in the browser")

@@ -1,0 +1,254 @@
+"""The page of a run of agents: lanes, boxes, marks and arrows are in their places, and text is escaped."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import browsers
+import pytest
+from agent_traces import HOSTILE, gen, large_trace, repair_trace, ticking
+
+from hf_parallel.agents.page import render
+from hf_parallel.agents.trace import Event, RunTrace
+from hf_parallel.cli import main as cli
+
+REPAIR, GATHER = "bug_repair#0", "bug_repair#0/context_gather#0"
+VOID = {"meta", "input"}
+"""Elements without an end tag."""
+
+
+class Page(HTMLParser):
+    """Elements of a page, which must all be closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._inside: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._inside, f"not closed: {self._inside}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(set(names)) == len(names), f"{tag} has an attribute twice: {names}"
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self._inside.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._inside.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._inside[-1:] == ["script"]:
+            self.scripts.append(data)
+        elif self._inside[-1:] != ["style"]:
+            self.text += data
+
+    def titles(self, *classes: str) -> list[str]:
+        """Return the tooltips of the elements that have all of the classes."""
+        return [attrs["title"] for attrs in self.elements(*classes)]
+
+    def elements(self, *classes: str) -> list[dict[str, str]]:
+        """Return the attributes of the elements with a tooltip that have all of the classes."""
+        return [attrs for _, attrs in self.tags if {*classes} <= {*attrs.get("class", "").split()} and "title" in attrs]
+
+
+def number(attributes: dict[str, str], name: str) -> float:
+    """Return a number of an element's style, in percent or pixels."""
+    style = dict(entry.split(":", 1) for entry in attributes["style"].split(";"))
+    return float(style[name].rstrip("px%"))
+
+
+def test_each_agent_has_a_lane_below_its_parent() -> None:
+    trace = RunTrace(clock=ticking())
+    for agent in ("a#0", "b#0", "a#0/x#0", "a#0/x#0/y#0", "a#0/x#1", "b#0/x#0"):
+        trace.add(agent, "yield", value="1")
+    trace.add("a#0", "end", value="1")
+    trace.add("b#0", "error", error="ValueError: no")
+    trace.add("a#0/x#0", "cancel")
+    page = Page(render(trace))
+    lanes = page.elements("name")
+    assert [lane["title"] for lane in lanes] == [
+        "a#0: ended",
+        "a#0/x#0: cancelled",
+        "a#0/x#0/y#0: unfinished",
+        "a#0/x#1: unfinished",
+        "b#0: failed",
+        "b#0/x#0: unfinished",
+    ]
+    tops = [number(lane, "top") for lane in lanes]
+    assert all(b >= a + number(lane, "height") for a, b, lane in zip(tops, tops[1:], lanes, strict=False))
+    assert page.titles("mark", "error") == ["b#0, 8.000 s: failed ValueError: no"]
+
+
+def test_boxes_say_what_ran_and_for_how_long() -> None:
+    page = Page(render(repair_trace()))
+    assert page.titles("box", "gen")[0] == (
+        "bug_repair#0, state 0.0, 5.000\u20136.000 s: 3 tokens, 8 of 10 prompt tokens reused\ntemperature = 0.5\n\nfix"
+    )
+    assert page.titles("box", "tool", "failed")[0] == f"{GATHER}, 2.000\u20133.000 s: tool read\n\nerror: fix"
+    assert page.titles("box", "next")[0] == f"{REPAIR}, 2.000\u20135.000 s: waits for {GATHER}"
+    first, last = page.elements("box", "gen")[0], page.elements("box", "gen")[-1]
+    assert number(first, "left") / number(last, "left") == pytest.approx(5 / 16, rel=1e-4)
+    assert number(first, "width") / number(first, "left") == pytest.approx(1 / 5, rel=1e-4)
+
+
+def test_boxes_of_a_lane_do_not_overlap() -> None:
+    trace = RunTrace(clock=ticking())
+    for branch in range(8):
+        gen(trace, "a#0", f"0.{branch}", begin=0.5)
+    gen(trace, "a#0", "0.0.0", begin=8.5)
+    boxes = Page(render(trace)).elements("box", "gen")
+    spans = [(number(box, "top"), number(box, "left"), number(box, "left") + number(box, "width")) for box in boxes]
+    assert len({top for top, *_ in spans}) == 8, "the last one follows in the first free row"
+    for index, (top, left, right) in enumerate(spans):
+        assert all(top != other or end <= left or begin >= right for other, begin, end in spans[:index])
+
+
+def test_messages_are_arrows_between_the_lanes() -> None:
+    page = Page(render(repair_trace()))
+    parent, child = page.elements("name")
+    middle = number(parent, "top") + number(parent, "height") / 2
+    for kind, way, about in [
+        ("spawn", "down", f"{REPAIR} spawns {GATHER}, 1.000 s"),
+        ("next", "down", f"{REPAIR} asks {GATHER} for its next value, 2.000 s"),
+        ("resume", "down", f"{REPAIR} resumes {GATHER}, 11.000 s"),
+        ("yield", "up", f"{GATHER} yields to {REPAIR}, 4.000 s: fix"),
+    ]:
+        arrow = page.elements("arrow", kind, way)[0]
+        assert arrow["title"] == about
+        begin, end = number(arrow, "top"), number(arrow, "top") + number(arrow, "height")
+        if way == "down":
+            assert (begin, end) == (middle, number(child, "top"))
+        else:
+            assert begin == number(parent, "top") + number(parent, "height")
+            assert end == number(child, "top") + number(child, "height") / 2
+    assert len(page.elements("arrow")) == 7
+
+
+def test_states_of_the_search_are_marks() -> None:
+    page = Page(render(repair_trace()))
+    assert page.titles("mark", "committed")[:3] == [
+        f"{REPAIR}, state 0, 2.000 s: committed",
+        f"{REPAIR}, state 0.0, 7.000 s: committed from 0, value 0.5",
+        f"{REPAIR}, state 0.1, 9.000 s: committed from 0, value 1.5",
+    ]
+    assert len(page.titles("mark", "dropped")) == 2
+
+
+def test_kv_and_scores_are_lines_if_the_trace_has_them() -> None:
+    page = Page(render(repair_trace()))
+    for words in ("KV cache, up to 2 MB", "Contribution score, up to 1.5", "bug_repair 1.5", "context_gather 0.25"):
+        assert words in page.text
+    lines = [attrs["d"] for tag, attrs in page.tags if tag == "path" and attrs.get("style", "").startswith("--h")]
+    assert len(lines) == 3
+    assert [line.count("V") for line in lines] == [1, 1, 1]
+    trace = RunTrace([event for event in repair_trace().events if event.kind not in ("kv", "scores")])
+    assert "KV cache" not in render(trace)
+
+
+def test_scores_that_are_not_finite_are_left_out() -> None:
+    trace = RunTrace(clock=ticking())
+    for score in (1.0, float("nan"), float("inf"), -1.0):
+        trace.add("", "scores", scores={"a": score})
+    page = render(trace)
+    assert "nan" not in page
+    assert "a -1" in Page(page).text
+
+
+def test_all_text_of_a_trace_is_escaped() -> None:
+    plain, hostile = Page(render(repair_trace())), Page(render(repair_trace(HOSTILE)))
+    assert [tag for tag, _ in plain.tags] == [tag for tag, _ in hostile.tags]
+    text = HOSTILE.replace("\x00", "\ufffd").replace("\ud800", "\ufffd")
+    assert all(about.endswith(text) for about in hostile.titles("box", "gen"))
+    assert len(hostile.scripts) == 1
+
+
+def test_names_settings_and_states_are_escaped() -> None:
+    def run(bad: str) -> RunTrace:
+        trace = RunTrace(clock=ticking())
+        trace.add(bad, "spawn", child=f"{bad}x", name=bad)
+        numbers = {"begin": 0, "tokens": 1, "prompt_tokens": 0, "reused": 0}
+        trace.add(bad, "gen", bad, **numbers, text=bad, settings={bad: [bad]})
+        trace.add(bad, "tool", bad, begin=0, name=bad, result=bad, error=None)
+        trace.add(bad, "state", bad, parent=bad, value=float("nan"), status="dropped")
+        trace.add(bad, "kv", bytes=1)
+        trace.add(bad, "scores", scores={bad: 1.0})
+        trace.add(f"{bad}x", "error", error=bad)
+        return trace
+
+    plain, hostile = Page(render(run("a"))), Page(render(run(HOSTILE.replace("/", ""))))
+    assert [tag for tag, _ in plain.tags] == [tag for tag, _ in hostile.tags]
+    assert len(hostile.scripts) == 1
+
+
+def test_the_page_allows_its_own_script_alone() -> None:
+    text = render(repair_trace())
+    page = Page(text)
+    digest = base64.b64encode(hashlib.sha256(page.scripts[0].encode()).digest()).decode()
+    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv"))
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_an_event_that_lacks_an_entry_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match=r"event 0 \('gen'\): data has no 'tokens'"):
+        render(RunTrace([Event(1.0, "a#0", "gen", "0", {"begin": 0.0})]))
+
+
+@pytest.mark.parametrize("trace", [RunTrace(), RunTrace([Event(0.0, "a#0", "end", "", {"value": ""})])])
+def test_a_run_without_duration_has_a_page(trace: RunTrace) -> None:
+    assert len(Page(render(trace)).elements("name")) == len(trace.events)
+
+
+def test_a_large_trace_is_rendered_within_a_second_or_two() -> None:
+    trace, begin = large_trace(agents=40, rounds=12), time.perf_counter()
+    assert len(trace.events) > 2000
+    page = render(trace)
+    assert time.perf_counter() - begin < 2
+    assert len(Page(page).elements("box", "gen")) == 480
+
+
+def test_view_renders_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    trace = repair_trace()
+    trace.save(path)
+    assert cli.main(["view", str(path)]) == 0
+    assert (tmp_path / "run.html").read_text(encoding="utf-8") == render(trace)
+    data = json.loads(path.read_text())
+    del data["events"][0]["data"]["child"]
+    path.write_text(json.dumps(data))
+    assert cli.main(["view", str(path)]) == 2
+    assert "run.json: event 0 ('spawn'): data has no 'child'" in capsys.readouterr().err
+
+
+def test_a_click_shows_the_text_and_the_slider_zooms(tmp_path: Path) -> None:
+    measure = """{
+        const chart = document.querySelector(".chart"), slider = document.querySelector("[type=range]");
+        const says = document.querySelector(".says"), shown = [says.hidden], before = chart.offsetWidth;
+        document.querySelector(".lane .gen").click();
+        shown.push(says.hidden, says.textContent.includes("3 tokens"));
+        document.querySelector(".lane").click();
+        shown.push(says.hidden);
+        slider.value = 2;
+        slider.dispatchEvent(new Event("input"));
+        shown.push(chart.offsetWidth > 3 * before, slider.offsetWidth > 0);
+        const arrow = document.querySelector(".plot > .yield");
+        shown.push(arrow.offsetHeight > 0);
+        document.querySelector("[value=yield]").click();
+        shown.push(arrow.offsetHeight > 0);
+        document.title = shown.join(" ");}"""
+    path = tmp_path / "page.html"
+    path.write_text(browsers.with_scripts(render(repair_trace()), "", measure), encoding="utf-8")
+    dom = browsers.launch(tmp_path / "profile", path)
+    assert browsers.title(dom) == "true false true true true true true false"
