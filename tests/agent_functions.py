@@ -37,7 +37,9 @@ async def calls(chat, other):
     async def inner():
         await hidden()
 
-    return first, later, inner, {await key(): await value()}
+    found = {await key(): await value()}
+    await agents.tool(web.search, found, retries=2)
+    return first, later, inner, await tool(lambda: 3)
 
 
 async def branches(x):

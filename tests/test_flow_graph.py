@@ -68,6 +68,8 @@ def test_calls_make_states_of_their_kinds_in_the_order_of_evaluation() -> None:
         ("resume", "resume", False),
         ("key", "tool", False),
         ("value", "tool", False),
+        ("search", "tool", False),
+        ("tool", "tool", False),
     ]
     names = [state.name for state in flow.states]
     assert flow.edges == tuple(zip(names, names[1:], strict=False))
@@ -165,7 +167,7 @@ def test_counts_are_shown_at_states_and_edges() -> None:
 
 
 def test_the_graph_of_a_run_shows_agents_messages_states_and_counts() -> None:
-    functions = [agent_functions.bug_repair, agent_functions.context_gather, len]
+    functions = {one.__name__: one for one in (agent_functions.bug_repair, agent_functions.context_gather, len)}
     shown = texts(graph(repair_trace(), functions))
     assert {"bug_repair", "1 instance, 4 generations, 12 tokens", "1 instance, 2 tool calls"} <= set(shown)
     assert {"spawn 1, next 2, resume 2", "yield 2"} <= set(shown)

@@ -174,6 +174,8 @@ class ControlFlow(ast.NodeVisitor):
         if not (isinstance(node.value, ast.Call) and _called(node.value) in ("gen", "spawn")):
             name = _called(node.value) if isinstance(node.value, ast.Call) else ""
             kind = name if name in KINDS else "tool"
+            if name == "tool" and isinstance(node.value, ast.Call) and node.value.args:
+                name = _name(node.value.args[0]) or name  # tool(function, ...)
             self._state(name or "await", node, ast.unparse(node.value), kind)
 
     def visit_Call(self, node: ast.Call) -> None:  # noqa: N802
@@ -398,10 +400,13 @@ class ControlFlow(ast.NodeVisitor):
 
 def _called(call: ast.Call) -> str:
     """Return the last part of the name that is called, empty if it has none."""
-    function = call.func
-    if isinstance(function, ast.Attribute):
-        return function.attr
-    return function.id if isinstance(function, ast.Name) else ""
+    return _name(call.func)
+
+
+def _name(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_constant(node: ast.expr, value: Any) -> bool:

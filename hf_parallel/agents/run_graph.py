@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_parallel.agents.drawing import Box, Drawing, Link, document, draw, note, shorten
@@ -22,23 +22,23 @@ def run_graph(trace: RunTrace) -> str:
     Instances of one function are one box, with the numbers of its calls; arrows are spawns and messages with their
     numbers. Below it are the states of each agent that has several: selected ones green, dropped ones dashed.
     """
-    return graph(trace, ())
+    return graph(trace, {})
 
 
-def graph(trace: RunTrace, functions: Iterable[Any]) -> str:
-    """Return `run_graph` with the flow graphs of functions, or agents, below it.
+def graph(trace: RunTrace, functions: Mapping[str, Any]) -> str:
+    """Return `run_graph` with the flow graphs of functions, or agents, below it, by their names in the run.
 
     A state shows how often the run was in it, where the trace can tell: if the function has one call of its kind. If
     the source of a function is not available, a line says so.
     """
     drawings = [("Agents", _agents(trace)), *_trees(trace)]
-    for function in functions:
+    for name, function in functions.items():
         try:
             flow = flow_graph(function)
         except ValueError as error:
             drawings.append(("", note(shorten(str(error), 100))))
         else:
-            drawings.append((f"Flow graph of {flow.name}", flow.drawing(_counts(trace, flow))))
+            drawings.append((f"Flow graph of {name}", flow.drawing(_counts(trace, name, flow))))
     return document(drawings, "run of agents")
 
 
@@ -133,13 +133,13 @@ def _states(events: Iterable[Event]) -> tuple[list[Box], list[Link]]:
     return boxes, [Link(*link) for link in links]
 
 
-def _counts(trace: RunTrace, flow: FlowGraph) -> dict[str, int]:
+def _counts(trace: RunTrace, name: str, flow: FlowGraph) -> dict[str, int]:
     """Return how often a run was in the states of a function that the trace can tell apart."""
     names = instance_names(trace)
-    instances = [agent for agent, name in names.items() if name == flow.name]
+    instances = [agent for agent in names if names[agent] == name]
     if not instances:
         return {}
-    events = Counter(_key(event) for event in trace.events if names.get(event.agent) == flow.name)
+    events = Counter(_key(event) for event in trace.events if names.get(event.agent) == name)
     keys = Counter(_state_key(state) for state in flow.states)
     counts = {"start": len(instances)}
     for state in flow.states[1:]:
