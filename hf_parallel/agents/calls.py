@@ -65,7 +65,8 @@ def _child_id(frame: Frame, agent: Agent) -> str:
     if frame.replay:  # ids of the log
         operation = frame.replay[0].operation
         return operation.removeprefix("spawn ") if operation.startswith(f"spawn {name}") else name
-    return name if state is None or not state.id.replace(".", "").strip("0") else f"{name}@{state.id}"
+    is_first = state is None or not state.id.replace(".", "").strip("0")
+    return name if is_first and frame.is_main else f"{name}@{frame.state.id}"  # the main frame counts for all states
 
 
 def _start(frame: Frame, origin: State, sent: Any) -> Segment:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_parallel.agents.execution import current_frame, perform
+from hf_parallel.agents.execution import current_frame, perform, run_aside
 from hf_parallel.agents.state import fingerprint
 from hf_parallel.generation.validation import check_text
 
@@ -72,12 +72,15 @@ class Chat:
 
         async def generate(key: str, fire: Any) -> str:
             execution = current_frame().execution
-            extra = [] if fire is None or fire.messages is None else await fire.messages()
-            text, tokens = await execution.segment.runtime.generate(execution, key, [*messages, *extra], settings)
-            assert execution.state is not None
-            execution.state.tokens += tokens
-            if forkable:
-                execution.state.text = text
+            state = execution.state
+            assert state is not None
+            if fire is not None and fire.complete is not None:
+                text = await run_aside(execution, "complete.", fire.complete(Chat(messages=messages, **settings)))
+            else:
+                text, tokens = await execution.segment.runtime.generate(execution, key, messages, settings)
+                state.tokens += tokens
+            if fire is not None:  # a choice, and no completion of a value function or of a `gather`
+                state.text = text
             return text
 
         text = await perform(f"gen {_digest(messages, settings)}", generate, messages if forkable else None)

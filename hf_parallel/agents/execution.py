@@ -135,6 +135,16 @@ async def perform(
     return entry.result()
 
 
+async def run_aside(place: Place, prefix: str, awaitable: Awaitable[Any]) -> Any:
+    """Await what is no part of the agent's code, such as a value function: nothing in it is replayed.
+
+    `prefix` distinguishes the keys of its operations from those of the agent.
+    """
+    assert place.state is not None
+    frame = Frame(Place(place.segment, place.state), prefix, entries=[])
+    return await asyncio.get_running_loop().create_task(frame.run(awaitable))
+
+
 class Execution(Place):
     """A coroutine of an agent. `state` is the state that it computes; None: it replays or is suspended."""
 

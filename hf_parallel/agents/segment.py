@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import math
 import time
 from collections import deque
 from typing import Any
 
 from hf_parallel.agents.errors import AgentCancelledError, AgentError, BudgetExceededError
-from hf_parallel.agents.execution import Execution, Frame, Place
+from hf_parallel.agents.execution import Execution, Place, run_aside
 from hf_parallel.agents.state import YIELD, State
 from hf_parallel.agents.supervisors.base import Fire, Supervisor
 
@@ -135,8 +136,9 @@ class Segment:
                 task.cancel()
         final = supervisor.result()
         if final is None:
+            is_cut = budget.is_used_up and any(state.is_choice and not state.num_children for state in self._states)
             failed = next((state for state in self._states if state.error is not None), None)
-            if failed is not None:
+            if failed is not None and not is_cut:
                 return failed
             raise BudgetExceededError(
                 f"the search of agent {self.agent_id} has ended before a path has: {budget.describe()}"
@@ -150,8 +152,7 @@ class Segment:
         await execution.advance(child, fire)
         self.runtime.stats.transitions += 1
         if supervisor.value is not None and child.error is None and supervisor.evaluates(child):
-            frame = Frame(Place(execution.segment, child), "value.", entries=[])
-            child.value = float(await asyncio.get_running_loop().create_task(frame.run(_value(supervisor, child))))
+            child.value = await run_aside(Place(execution.segment, child), "value.", _value(supervisor, child))
 
     def _note(self, state: State, status: str) -> None:
         parent = None if state.parent is None else state.parent.id
@@ -171,8 +172,11 @@ class Segment:
 
 async def _value(supervisor: Supervisor, state: State) -> float:
     assert supervisor.value is not None
-    value = supervisor.value(state)
-    return await value if inspect.isawaitable(value) else value
+    found = supervisor.value(state)
+    value = float(await found if inspect.isawaitable(found) else found)
+    if math.isnan(value):
+        raise ValueError(f"the value of {state!r} must be a number, got nan")
+    return value
 
 
 class _Budget:

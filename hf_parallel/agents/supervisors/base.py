@@ -5,28 +5,30 @@ It knows nothing of the agent. The runtime asks it which states to continue, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+from hf_parallel.agents.chat import Chat
 from hf_parallel.agents.state import State
 from hf_parallel.generation.validation import check_int
 
 ValueFunction = Callable[[State], float | Awaitable[float]]
 """Returns the value of a state; higher is better. May be a coroutine function that uses `Chat`, `spawn` and `tool`."""
-Messages = Callable[[], Awaitable[list[dict[str, Any]]]]
+Complete = Callable[[Chat], Awaitable[str]]
 
 
 @dataclass(eq=False)
 class Fire:
     """A state to continue.
 
-    `messages`, a coroutine function, returns messages that are appended to the conversation before its completion is
-    generated; the agent receives the completion alone.
+    `complete`, a coroutine function, receives a copy of the conversation, with the settings of the choice, and returns
+    the completion. It may call `Chat.gen` several times, and `tool` and `spawn`; the agent sees the completion alone.
     """
 
     state: State
-    messages: Messages | None = None
+    complete: Complete | None = None
 
 
 @dataclass(kw_only=True)
@@ -54,6 +56,7 @@ class Supervisor:
     max_passes: int | None = None
     max_seconds: float | None = None
     states: list[State] = field(default_factory=list, init=False, repr=False)
+    needs_value: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_passes"):
@@ -61,7 +64,7 @@ class Supervisor:
                 check_int(name, getattr(self, name), at_least=1)
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise ValueError(f"max_seconds must be positive, got {self.max_seconds!r}")
-        if self.value is not None and not callable(self.value):
+        if not callable(self.value) and (self.value is not None or self.needs_value):
             raise ValueError(f"value must be a function of a state, got {self.value!r}")
 
     def init(self, root: State) -> None:
@@ -86,6 +89,13 @@ class Supervisor:
     def result(self) -> State | None:
         """Return the final state that the agent continues with: that of the highest value, the first among equals."""
         return max((state for state in self.states if state.is_final), key=value_of, default=None)
+
+
+def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
+    """Raise `ValueError` unless `value` is a finite number of at least `at_least`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not at_least <= value < math.inf:
+        limit = "" if at_least == -math.inf else f" of at least {at_least}"
+        raise ValueError(f"{name} must be a finite number{limit}, got {value!r}")
 
 
 def value_of(state: State) -> float:
