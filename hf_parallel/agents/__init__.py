@@ -15,7 +15,15 @@ from hf_parallel.agents.errors import (
 from hf_parallel.agents.models import Completion, Model, ScriptedModel
 from hf_parallel.agents.runtime import AgentResult, Runtime
 from hf_parallel.agents.state import State
-from hf_parallel.agents.supervisors import Single, Supervisor
+from hf_parallel.agents.supervisors import (
+    BeamSearch,
+    BestOfN,
+    Fire,
+    SelfConsistency,
+    Single,
+    Supervisor,
+    TreeOfThoughts,
+)
 from hf_parallel.agents.trace import Event, RunTrace
 
 __all__ = [
@@ -25,20 +33,25 @@ __all__ = [
     "AgentError",
     "AgentHandle",
     "AgentResult",
+    "BeamSearch",
+    "BestOfN",
     "BudgetExceededError",
     "Chat",
     "Completion",
     "DeadlockError",
     "Event",
+    "Fire",
     "Model",
     "ReplayError",
     "RunTrace",
     "Runtime",
     "ScriptedModel",
+    "SelfConsistency",
     "Single",
     "State",
     "Supervisor",
     "ToolError",
+    "TreeOfThoughts",
     "agent",
     "cancel",
     "gather",

@@ -16,10 +16,10 @@ class Single(Supervisor):
     def init(self, root: State) -> None:
         """Begin a search."""
         super().init(root)
-        self._next: list[State | Fire] = [root]
+        self._next = [root]
 
     def select(self) -> Sequence[State | Fire]:
-        """Return the last state."""
+        """Return the new states."""
         fired, self._next = self._next, []
         return fired
 

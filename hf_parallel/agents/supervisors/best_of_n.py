@@ -1,0 +1,36 @@
+"""BestOfN: several runs of the agent, of which the best counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_parallel.agents.state import State
+from hf_parallel.agents.supervisors.single import Single
+from hf_parallel.generation.validation import check_int
+
+
+@dataclass
+class BestOfN(Single):
+    """Best of n paths (Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021).
+
+    All paths run to their end at the same time; the one of the highest value counts, the first among equals.
+    Completions need `do_sample=True`, else all are equal.
+
+    Parameters
+    ----------
+    n : int
+        Number of paths.
+    value : callable, optional
+        Value of the end of a path. Default: the first path counts that has not failed.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("n", self.n, at_least=1)
+
+    def init(self, root: State) -> None:
+        """Begin a search."""
+        super().init(root)
+        self._next = [root] * self.n

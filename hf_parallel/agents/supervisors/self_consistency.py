@@ -1,0 +1,56 @@
+"""SelfConsistency: several runs of the agent, whose most frequent answer counts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from hf_parallel.agents.state import State
+from hf_parallel.agents.supervisors.base import value_of
+from hf_parallel.agents.supervisors.best_of_n import BestOfN
+
+
+def stripped(answer: Any) -> str:
+    """Return an answer as text, without spaces around it."""
+    return str(answer).strip()
+
+
+@dataclass
+class SelfConsistency(BestOfN):
+    """Majority of n paths (Wang et al., "Self-Consistency Improves Chain of Thought Reasoning", 2022).
+
+    The agent continues with the first path of the most frequent answer; among equally frequent ones, with the answer
+    that comes first.
+
+    Parameters
+    ----------
+    n : int
+        Number of paths.
+    key : callable
+        Returns the part of a yielded value that must be equal, such as the number in it; None: the path has no answer.
+        Default: the value as text, without spaces around it.
+    value : callable, optional
+        Weight of the vote of a path. Default: 1.
+    """
+
+    key: Callable[[Any], Hashable] = stripped
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.key):
+            raise ValueError(f"key must be a function of a yielded value, got {self.key!r}")
+
+    def result(self) -> State | None:
+        """Return the first path of the majority; without any answer, the first path."""
+        ended = [state for state in self.states if state.is_final]
+        paths: dict[Hashable, list[State]] = defaultdict(list)
+        for state in ended:
+            if (answer := self.key(state.yielded)) is not None:
+                paths[answer].append(state)
+        most = max(paths.values(), key=self._votes, default=ended)
+        return most[0] if most else None
+
+    def _votes(self, paths: list[State]) -> float:
+        return len(paths) if self.value is None else sum(map(value_of, paths))
