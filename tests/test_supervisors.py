@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,15 +18,11 @@ from hf_parallel.agents import (
     Runtime,
     ScriptedModel,
     SelfConsistency,
-    Single,
     State,
-    Supervisor,
     TreeOfThoughts,
     agent,
     next,
-    resume,
     spawn,
-    tool,
 )
 
 
