@@ -65,7 +65,7 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("cpu.expand_views", PendingPass, "expand_views"),
     ("cpu.grow_storage", KVStorage, "_grow_blocks"),
     ("cpu.commit", KVStorage, "commit"),
-    ("cpu.record", Request, "record"),
+    ("cpu.record", engine_module, "record_passes"),
     ("cpu.choose_batch", Scheduler, "next_batch"),
 )
 """Parts of a step whose time is measured: name, owner of the function, function. Later ones may lie within others."""

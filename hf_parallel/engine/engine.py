@@ -20,8 +20,9 @@ from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.engine.arguments import check_limits, split_arguments, submitter_key
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
 from hf_parallel.engine.hints import AgentHints
+from hf_parallel.engine.journal import DecodeRun
 from hf_parallel.engine.passes import JoinedPasses, join_passes
-from hf_parallel.engine.request import NonFiniteLogitsError, Request
+from hf_parallel.engine.request import NonFiniteLogitsError, Request, record_passes
 from hf_parallel.engine.scheduler import QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, Work, engine_stats
 from hf_parallel.engine.storage import EvictionPolicy, KVStorage, WeightsChangedError
@@ -103,6 +104,7 @@ class Engine:
         self._closing = self._draining = False
         self._error: BaseException | None = None
         self._work = Work()
+        self._decode_run = DecodeRun(None, [])
 
     def __enter__(self) -> Self:
         """Start the engine. Raises `RuntimeError` if another call uses the model."""
@@ -390,12 +392,14 @@ class Engine:
             if request.pending is not None:
                 request.pending.expand_views()
         began = time.perf_counter()
-        logits, step, error = None, None, None
+        logits, error = None, None
         try:
             planned = self._plan(batch)
             if planned is None:
                 return
-            logits, step = self._forward(*planned)
+            joined, forward = planned
+            logits = self._forward(joined, forward)
+            rows = forward.segments if forward.is_decode_step else None
         except Exception as raised:
             self._storage.rollback()
             if isinstance(raised, NonFiniteLogitsError):
@@ -411,8 +415,7 @@ class Engine:
             self._compute([request for request in batch[middle:] if request.pending is not None])
             return
         pending = [request.pending for request in batch if request.pending is not None]
-        for request, one in zip(batch, pending, strict=True):
-            request.record(one, step)
+        self._decode_run = record_passes(batch, pending, joined, rows, self._decode_run)
         for request, one, part in zip(batch, pending, logits, strict=True):
             if request.pending is one or request.preempted:  # else it was restarted by one before it
                 self._call(request, request.resume, part, one)
@@ -433,11 +436,8 @@ class Engine:
             has_sampled = True
         return has_sampled
 
-    def _forward(self, joined: JoinedPasses, forward: ForwardPass) -> tuple[Sequence[torch.Tensor], object]:
-        """Run a pass that is planned. Return the logits of each request; raise an error for NaN.
-
-        Also return an object that is the same in consecutive decode steps of the same rows, else None.
-        """
+    def _forward(self, joined: JoinedPasses, forward: ForwardPass) -> Sequence[torch.Tensor]:
+        """Run a pass that is planned. Return the logits of each request; raise an error for NaN."""
         logits = self._cached_model.logits(forward, joined.ids, joined.keep)
         self._work.steps += 1
         if not bool(logits.amax(-1).isfinite().all()):
@@ -445,4 +445,4 @@ class Engine:
         self._storage.commit()
         if self._cached_model.graphs is not None:
             logits = logits.clone()  # a graph reuses its output buffer
-        return joined.split(logits), forward.segments if forward.is_decode_step else None
+        return joined.split(logits)

@@ -21,19 +21,30 @@ RunPasses = Callable[[list[list[Segment]], torch.Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
+class DecodeRun:
+    """Consecutive decode steps of the same rows, which all their requests record once.
+
+    `rows` is the same object in each step, `ids` are the input tokens of each, `int64 [T]`.
+    """
+
+    rows: object
+    ids: list[torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
 class _Pass:
-    """A pass, or consecutive decode steps of the same rows."""
+    """A pass, or the decode steps of a run."""
 
     segments: list[tuple[tuple[Block, ...], int, bool]]  # view, number of tokens, whether they are stored
     lengths: dict[Block, int]  # of all blocks of the views, before the first step
-    ids: list[torch.Tensor]  # int64 [T], of each step
-    step: object  # identifies the decode steps
+    run: DecodeRun
+    part: slice  # of the tokens of each step
 
     def steps(self) -> Iterator[tuple[dict[Block, int], torch.Tensor]]:
         """Yield the lengths before each step, and its tokens."""
         lengths = dict(self.lengths)
-        for ids in self.ids:
-            yield lengths, ids
+        for ids in self.run.ids:
+            yield lengths, ids[self.part]
             for view, count, write in self.segments:
                 lengths[view[-1]] += count if write else 0
 
@@ -45,15 +56,14 @@ class Journal:
         self._events: list[_Pass | BlockCopy] = []
         self._on_sample = on_sample
 
-    def record(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, step: object = None) -> None:
+    def record(
+        self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, run: DecodeRun | None = None, begin: int = 0
+    ) -> None:
         """Record passes that have been computed.
 
-        `step` is the same object in consecutive decode steps of the same rows, which become one event.
+        A decode step is recorded with its run, in whose steps its tokens start at `begin`; the steps that follow need
+        not be recorded.
         """
-        last = self._events[-1] if self._events else None
-        if step is not None and isinstance(last, _Pass) and last.step is step:
-            last.ids.append(ids)
-            return
         appended: dict[Block, int] = {}
         for segments in passes:
             for segment in segments:
@@ -64,9 +74,10 @@ class Journal:
             lengths[block] -= count
         end = 0
         for segments in passes:
-            begin, end = end, end + sum(segment.num_tokens for segment in segments)
+            first, end = end, end + sum(segment.num_tokens for segment in segments)
+            part = slice(first, end) if run is None else slice(begin + first, begin + end)
             entries = [(tuple(segment.view), segment.num_tokens, segment.write) for segment in segments]
-            self._events.append(_Pass(entries, dict(lengths), [ids[begin:end]], step))
+            self._events.append(_Pass(entries, dict(lengths), run or DecodeRun(None, [ids]), part))
             for view, count, write in entries:
                 lengths[view[-1]] += count if write else 0
 

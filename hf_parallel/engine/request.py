@@ -21,8 +21,8 @@ from hf_parallel.cache.layout import Block
 from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.engine.handle import RequestHandle
 from hf_parallel.engine.hints import AgentHints
-from hf_parallel.engine.journal import Journal
-from hf_parallel.engine.passes import PendingPass
+from hf_parallel.engine.journal import DecodeRun, Journal
+from hf_parallel.engine.passes import JoinedPasses, PendingPass
 from hf_parallel.engine.request_cache import RequestCache, request_cache_class
 from hf_parallel.engine.storage import KVStorage, parts_of
 from hf_parallel.generation.call import GenerationCall
@@ -144,10 +144,10 @@ class Request:
         finally:
             self.pending = None
 
-    def record(self, computed: PendingPass, step: object = None) -> None:
-        """Note that a pass has been computed; see `Journal.record`."""
-        if self._rebuilding is None:
-            self.journal.record(computed.original, computed.ids, step)
+    @property
+    def is_rebuilding(self) -> bool:
+        """Whether its keys and values are computed again."""
+        return self._rebuilding is not None
 
     # Life, driven by the engine
 
@@ -342,6 +342,26 @@ class Request:
     def _on_text(self, row: int, text: str, event: str) -> None:
         self.has_started = True
         self.handle.add_text(row, text, event)
+
+
+def record_passes(
+    requests: Sequence[Request], pending: Sequence[PendingPass], joined: JoinedPasses, rows: object, run: DecodeRun
+) -> DecodeRun:
+    """Record the passes of requests that were computed as one in their journals; return the run that they belong to.
+
+    `rows` is the same object in consecutive decode steps of the same rows, else None; `run` is that of the step before.
+    """
+    if rows is not None and run.rows is rows:
+        run.ids.append(joined.ids)
+        return run
+    recorded = [request for request in requests if not request.is_rebuilding]
+    run = DecodeRun(rows if len(recorded) == len(requests) else None, [joined.ids])
+    begin = 0
+    for request, one, count in zip(requests, pending, joined.counts, strict=True):
+        if not request.is_rebuilding:
+            request.journal.record(one.original, one.ids, None if run.rows is None else run, begin)
+        begin += count
+    return run
 
 
 class _Streamer:
