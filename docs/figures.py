@@ -28,6 +28,7 @@ SOURCES = {
     "workers": "2026-11-23-cpu-2-cores-train-workers.json",
     "train_pdos": "2026-11-23-cpu-2-cores-train-pdos.json",
     "engine": "2026-11-23-cpu-2-cores-engine.json",
+    "engine_load": "2026-11-23-cpu-2-cores-engine-load.json",
     "gpu_checks": "2026-11-22-h200-correctness.json",
     "gpu_attention": "2026-11-22-h200-attention.json",
     "gpu": "2026-11-22-h200-models.json",
