@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import one_layer
 import pytest
 import test_joint_sampling
 import tiny
@@ -187,7 +188,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_calls_return_what_they_return_without_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = enable(copy.deepcopy(tiny.build("llama")))
+    model = enable(one_layer.build())
     ids, mask = tiny.left_pad(tiny.make_prompts([5, 3], seed=4))
     settings: dict[str, Any] = {"do_sample": True, "max_new_tokens": 2, "return_dict_in_generate": True}
     settings |= {"attention_mask": mask, "generation_mode": "shared_prefix", **SAMPLED[name]}
