@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.errors import AgentEndedError, ToolError
-from hf_parallel.agents.execution import Frame, current_frame, perform
+from hf_parallel.agents.execution import Frame, current_frame, perform, source_line
 from hf_parallel.agents.segment import Segment
 from hf_parallel.agents.state import END, Entry, State, derive_seed, fingerprint
 from hf_parallel.generation.validation import check_int
@@ -76,7 +76,8 @@ def _start(frame: Frame, origin: State, sent: Any) -> Segment:
 
 
 def _trace(frame: Frame, kind: str, **data: Any) -> None:
-    frame.execution.segment.runtime.trace.add(frame.execution.agent_id, kind, frame.state.id, **data)
+    line = source_line(frame.state.agent.function)
+    frame.execution.segment.runtime.trace.add(frame.execution.agent_id, kind, frame.state.id, **data, line=line)
 
 
 async def next(handle: AgentHandle) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
@@ -104,6 +105,19 @@ def current_frame() -> Frame:
     if frame.task is not asyncio.current_task():
         raise RuntimeError("an agent's tasks must be made by gather of hf_parallel.agents, not by asyncio")
     return frame
+
+
+def source_line(function: Callable[..., Any]) -> int | None:
+    """Return the line of an agent's function that the running operation is called from, directly or by a helper.
+
+    None outside of it: in a value function, and in tasks of `gather`.
+    """
+    code, frame = getattr(function, "__code__", None), sys._getframe(1)
+    while frame.f_code is not code:
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return frame.f_lineno
 
 
 async def perform(

@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.errors import DeadlockError, ReplayError, ToolError
-from hf_parallel.agents.execution import Execution
+from hf_parallel.agents.execution import Execution, source_line
 from hf_parallel.agents.models import Completion, Model
 from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.segment import Segment
@@ -137,6 +137,7 @@ class Run:
             reused=found.reused_tokens,
             text=found.text,
             settings={name: repr(value) for name, value in settings.items()},
+            line=source_line(state.agent.function),
         )
         return found.text, found.tokens
 

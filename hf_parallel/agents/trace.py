@@ -40,7 +40,7 @@ class Event:
     state
         Id of the state in the agent's search tree, such as `0.2.1`.
     data
-        What happened, by the names that the kind has.
+        What happened, by the names that the kind has. `line`, if it is known, is the line of the agent's source.
     """
 
     time: float
