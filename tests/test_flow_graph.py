@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import functools
-import time
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import agent_functions
 import pytest
-from agent_traces import HOSTILE, large_trace, repair_trace
+from agent_traces import texts
 
 from hf_parallel.agents.flow_graph import FlowGraph, FlowState, flow_graph
-from hf_parallel.agents.run_graph import MAX_STATES, graph, run_graph
-from hf_parallel.agents.trace import RunTrace
 
 
 def edges(function: Any) -> set[str]:
     """Return the edges of a function's flow graph as `begin > end`."""
     return {f"{begin} > {end}" for begin, end in flow_graph(function).edges}
-
-
-def texts(svg: str) -> list[str]:
-    """Return the texts of a drawing, which must be XML."""
-    return [element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
 def paths(*chains: str) -> set[str]:
@@ -164,48 +155,3 @@ def test_counts_are_shown_at_states_and_edges() -> None:
     assert "dasharray" not in flow.svg({"gen": 4})
     with pytest.raises(ValueError, match="counts has 'generate', which is neither an edge nor one of the states start"):
         flow.svg({"generate": 1})
-
-
-def test_the_graph_of_a_run_shows_agents_messages_states_and_counts() -> None:
-    functions = {one.__name__: one for one in (agent_functions.bug_repair, agent_functions.context_gather, len)}
-    shown = texts(graph(repair_trace(), functions))
-    assert {"bug_repair", "1 instance, 4 generations, 12 tokens", "1 instance, 2 tool calls"} <= set(shown)
-    assert {"spawn 1, next 2, resume 2", "yield 2"} <= set(shown)
-    assert {"States of bug_repair#0", "0", "0.0", "0.1", "0.0.0", "0.1.1", "1.5"} <= set(shown)
-    assert {"Flow graph of bug_repair", "Flow graph of context_gather"} <= set(shown)
-    after = {
-        text: shown[index + 1]
-        for index, text in enumerate(shown[:-1])
-        if text.partition(": ")[0].isdigit() and ": " in text
-    }
-    assert {text.partition(": ")[2]: count for text, count in after.items()} == {
-        "spawn(context_gather, bug)": "1 time",
-        "next(gather)": "2 times",
-        "chat.gen(code)": "4 times",
-        "resume(gather, patch)": "2 times",
-        "yield gather_code(bug)": "2 times",
-    }
-    assert shown[-1].startswith("the source of len is not available")
-
-
-def test_names_and_states_of_a_run_are_escaped() -> None:
-    trace = RunTrace()
-    trace.add(HOSTILE, "spawn", child=f"{HOSTILE}/x#0", name=HOSTILE)
-    trace.add(f"{HOSTILE}/x#0", "yield", value=HOSTILE)
-    trace.add(HOSTILE, "state", HOSTILE, parent=None, value=float("nan"), status="dropped")
-    trace.add(HOSTILE, "state", "1", parent=HOSTILE, value=float("-inf"), status="selected")
-    trace.add(HOSTILE, "state", HOSTILE, parent="1", value=1.0, status="dropped")
-    shown = texts(run_graph(trace))
-    assert any("<script>" in text for text in shown)
-
-
-def test_a_large_run_is_drawn_quickly_with_a_limit_on_states() -> None:
-    trace, begin = large_trace(agents=40, rounds=12), time.perf_counter()
-    assert len(trace.events) > 2000
-    shown = texts(run_graph(trace))
-    assert time.perf_counter() - begin < 2
-    assert shown[-1] == f"{40 * 13 - MAX_STATES // 13 * 13} more states are not drawn."
-
-
-def test_an_empty_run_has_a_graph() -> None:
-    assert texts(run_graph(RunTrace())) == ["Agents"]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hf_parallel.agents.control_flow import START, FlowState
 from hf_parallel.agents.drawing import Box, Drawing, Link, document, draw, note, shorten
 from hf_parallel.agents.flow_graph import FlowGraph, flow_graph
 from hf_parallel.agents.trace import Event, RunTrace, function_name
@@ -13,6 +14,7 @@ from hf_parallel.agents.trace import Event, RunTrace, function_name
 MAX_STATES = 300
 """Number of states of search trees that are drawn."""
 _TO_CHILD = ("spawn", "next", "resume")
+_VISITS = (*_TO_CHILD, "gen", "tool", "yield", "end")
 _STYLES = {"committed": "plain", "selected": "chosen", "dropped": "dropped"}
 
 
@@ -28,8 +30,8 @@ def run_graph(trace: RunTrace) -> str:
 def graph(trace: RunTrace, functions: Mapping[str, Any]) -> str:
     """Return `run_graph` with the flow graphs of functions, or agents, below it, by their names in the run.
 
-    A state shows how often the run was in it, where the trace can tell: if the function has one call of its kind. If
-    the source of a function is not available, a line says so.
+    States and edges show how often the run took them, where its events say their line in the source. Dashed edges are
+    not known to be taken. If the source of a function is not available, a line says so.
     """
     drawings = [("Agents", _agents(trace)), *_trees(trace)]
     for name, function in functions.items():
@@ -38,7 +40,7 @@ def graph(trace: RunTrace, functions: Mapping[str, Any]) -> str:
         except ValueError as error:
             drawings.append(("", note(shorten(str(error), 100))))
         else:
-            drawings.append((f"Flow graph of {name}", flow.drawing(_counts(trace, name, flow))))
+            drawings.append((f"Flow graph of {name}", flow.drawing(visits(trace, name, flow))))
     return document(drawings, "run of agents")
 
 
@@ -133,25 +135,45 @@ def _states(events: Iterable[Event]) -> tuple[list[Box], list[Link]]:
     return boxes, [Link(*link) for link in links]
 
 
-def _counts(trace: RunTrace, name: str, flow: FlowGraph) -> dict[str, int]:
-    """Return how often a run was in the states of a function that the trace can tell apart."""
+def visits(trace: RunTrace, name: str, flow: FlowGraph) -> Counter[Any]:
+    """Return how often the instances of a function were in its states, and took its edges.
+
+    The events of a transition follow those of its parent in the search tree. Operations without a line are those of
+    value functions and of `gather`. Of several states that an event may be a visit of, it is the one that can follow.
+    """
     names = instance_names(trace)
-    instances = [agent for agent in names if names[agent] == name]
-    if not instances:
-        return {}
-    events = Counter(_key(event) for event in trace.events if names.get(event.agent) == name)
-    keys = Counter(_state_key(state) for state in flow.states)
-    counts = {"start": len(instances)}
-    for state in flow.states[1:]:
-        key = _state_key(state)
-        if keys[key] == 1 and (state.kind != "tool" or key in events):
-            counts[state.name] = events[key]
-    return counts
+    following: dict[str, list[FlowState]] = {state.name: [] for state in flow.states}
+    for begin, end in flow.edges:
+        following[begin].append(next(state for state in flow.states if state.name == end))
+    counts: Counter[Any] = Counter()
+    counts["start"] = sum(one == name for one in names.values())
+    last: dict[tuple[str, str], str] = {}  # state of the source, by instance and state of the search tree
+    for event in trace.events:
+        if names.get(event.agent) != name or event.kind not in _VISITS:
+            continue
+        before = _last(last, event)
+        found = [state for state in flow.states if _is_at(event, state)]
+        found = found if len(found) == 1 else [state for state in found if state in following[before]]
+        if len(found) == 1:
+            after = last[event.agent, event.state] = found[0].name
+            counts[after] += 1
+            counts[before, after] += found[0] in following[before]
+    return +counts
 
 
-def _key(event: Event) -> tuple[str, str]:
-    return event.kind, event.data["name"] if event.kind == "tool" else ""
+def _last(last: Mapping[tuple[str, str], str], event: Event) -> str:
+    """Return the state of the source that an event follows."""
+    state = event.state
+    while (event.agent, state) not in last:
+        if "." not in state:
+            return START
+        state = state.rpartition(".")[0]
+    return last[event.agent, state]
 
 
-def _state_key(state: Any) -> tuple[str, str]:
-    return state.kind, state.name.partition(" ")[0] if state.kind == "tool" else ""
+def _is_at(event: Event, state: FlowState) -> bool:
+    """Return whether an event may be a visit of a state."""
+    if event.kind in ("yield", "end"):  # they have no line
+        return state.kind == event.kind
+    named = event.kind != "tool" or state.name.partition(" ")[0] == event.data["name"]
+    return state.kind == event.kind and named and event.data.get("line") == state.line
