@@ -94,10 +94,10 @@ def test_each_agent_has_a_lane_below_its_parent() -> None:
 def test_boxes_say_what_ran_and_for_how_long() -> None:
     page = Page(render(repair_trace()))
     assert page.titles("box", "gen")[0] == (
-        "bug_repair#0, state 0.0, 5.000\u20136.000 s: 3 tokens, 8 of 10 prompt tokens reused\ntemperature = 0.5\n\nfix"
+        f"{REPAIR}, state 0.0, 5.000 s\u20136.000 s: 3 tokens, 8 of 10 prompt tokens reused\ntemperature = 0.5\n\nfix"
     )
-    assert page.titles("box", "tool", "failed")[0] == f"{GATHER}, 2.000\u20133.000 s: tool read\n\nerror: fix"
-    assert page.titles("box", "next")[0] == f"{REPAIR}, 2.000\u20135.000 s: waits for {GATHER}"
+    assert page.titles("box", "tool", "failed")[0] == f"{GATHER}, 2.000 s\u20133.000 s: tool read\n\nerror: fix"
+    assert page.titles("box", "next")[0] == f"{REPAIR}, 2.000 s\u20135.000 s: waits for {GATHER}"
     first, last = page.elements("box", "gen")[0], page.elements("box", "gen")[-1]
     assert number(first, "left") / number(last, "left") == pytest.approx(5 / 16, rel=1e-4)
     assert number(first, "width") / number(first, "left") == pytest.approx(1 / 5, rel=1e-4)

@@ -90,7 +90,7 @@ def render(trace: RunTrace) -> str:
         height=top,
         kinds=list(_MESSAGES),
         arrows=list(_arrows(trace, lanes, span)),
-        ticks=[(_percent(at, span), f"{at:.10g} s") for at in _ticks(span)],
+        ticks=[(_percent(at, span), _tick(at, span)) for at in _ticks(span)],
         charts=[chart for chart in (_kv(trace, span), _scores(trace, hues, span)) if chart["lines"]],
         graph=Markup(run_graph(trace)),
     )
@@ -117,11 +117,10 @@ def _add(event: Event, lane: _Lane, span: float) -> None:
     if event.kind in ("gen", "tool", "next"):
         label, about = _words(event)
         begin = data["begin"]
-        seconds = f"{begin:.3f}\u2013{end:.3f} s"
         failed = event.kind == "tool" and data["error"] is not None
         kind = f"{event.kind} failed" if failed else event.kind
         box = {"begin": begin, "end": end, "kind": kind, "label": shorten(label, _LENGTH)}
-        lane.boxes.append(box | {"about": _cut(f"{_where(event)}, {seconds}: {about}")})
+        lane.boxes.append(box | {"about": _cut(f"{_where(event)}, {_time(begin)}\u2013{_time(end)}: {about}")})
     elif event.kind == "state":
         value = "" if data["value"] is None else f", value {data['value']:.4g}"
         parent = "" if data["parent"] is None else f" from {data['parent']}"
@@ -143,7 +142,7 @@ def _words(event: Event) -> tuple[str, str]:
     tokens = (
         f"{count(data['tokens'], 'token')}, {data['reused']} of {count(data['prompt_tokens'], 'prompt token')} reused"
     )
-    settings = "".join(f"\n{name} = {value!r}" for name, value in data["settings"].items())
+    settings = "".join(f"\n{name} = {value}" for name, value in data["settings"].items())
     return data["text"], f"{tokens}{settings}\n\n{data['text']}"
 
 
@@ -151,7 +150,7 @@ def _mark(event: Event, kind: str, about: str, span: float) -> dict[str, Any]:
     return {
         "x": _percent(event.time, span),
         "kind": kind,
-        "about": _cut(f"{_where(event)}, {event.time:.3f} s: {about}"),
+        "about": _cut(f"{_where(event)}, {_time(event.time)}: {about}"),
     }
 
 
@@ -197,7 +196,7 @@ def _arrows(trace: RunTrace, lanes: Mapping[str, _Lane], span: float) -> Iterato
             "height": abs(edge - begin.middle),
             "kind": event.kind,
             "way": "down" if is_down else "up",
-            "about": _cut(f"{words}, {time:.3f} s{value}"),
+            "about": _cut(f"{words}, {_time(time)}{value}"),
         }
 
 
@@ -212,6 +211,14 @@ def _ticks(span: float) -> list[float]:
     return [number * step for number in range(int(span / step) + 1)]
 
 
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f} ms" if seconds < 1 else f"{seconds:.3f} s"
+
+
+def _tick(at: float, span: float) -> str:
+    return f"{1e3 * at:.10g} ms" if span < 1 else f"{at:.10g} s"
+
+
 def _facts(trace: RunTrace, names: Mapping[str, str], seconds: float) -> str:
     """Return the numbers of a run in words."""
     kinds = Counter(event.kind for event in trace.events)
@@ -222,7 +229,7 @@ def _facts(trace: RunTrace, names: Mapping[str, str], seconds: float) -> str:
         words.append(f"{100 * sum(data['reused'] for data in gens) / prompt:.0f}% of {prompt} prompt tokens reused")
     units = {"tool": "tool call", "spawn": "spawn", "error": "error"}
     words += [count(kinds[kind], unit) for kind, unit in units.items() if kinds[kind]]
-    return f"{', '.join(words)}; {seconds:.{3 if seconds < 10 else 1}f} s"
+    return f"{', '.join(words)}; {_time(seconds)}"
 
 
 def _kv(trace: RunTrace, span: float) -> dict[str, Any]:
