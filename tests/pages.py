@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import linecache
 import re
 import sys
 from collections import Counter
@@ -164,7 +165,9 @@ def run(blocks: list[str], name: str) -> dict[str, Any]:
     sys.modules[module.__name__] = module  # `patch.dict` would forget what the code imports; datasets loads only once
     try:
         for number, block in enumerate(blocks, start=1):
-            exec(compile(block, f"{name}, block {number}", "exec"), vars(module))
+            file = f"{name}, block {number}"
+            linecache.cache[file] = len(block), None, block.splitlines(keepends=True), file  # as a notebook does
+            exec(compile(block, file, "exec"), vars(module))
     finally:
         del sys.modules[module.__name__]
     return vars(module)
