@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +141,20 @@ def test_a_drawing_is_xml_and_shows_each_state(function: Any) -> None:
     shown = "\n".join(texts(flow.svg()))
     for state in flow.states[1:-1]:
         assert f"{state.line}: {state.call.replace(chr(0), '')[:30]}" in shown
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_boxes_of_a_drawing_do_not_overlap(seed: int) -> None:
+    rng = random.Random(seed)
+    names = [f"state {number}" * rng.randrange(1, 4) for number in range(rng.randrange(2, 30))]
+    states = tuple(FlowState(name, "tool", 1, name) for name in names)
+    edges = tuple({(rng.choice(names), rng.choice(names)) for _ in range(2 * len(names))})
+    svg = FlowGraph(states, edges).svg()
+    sizes = re.findall(r'<rect x="([-.\d]+)" y="([-.\d]+)" width="([.\d]+)" height="([.\d]+)"', svg)
+    boxes = [tuple(map(float, size)) for size in sizes]
+    assert len(boxes) == len(names)
+    for (x, y, width, height), (left, top, wide, high) in itertools.combinations(boxes, 2):
+        assert x + width < left or left + wide < x or y + height < top or top + high < y
 
 
 def test_forkable_states_are_drawn_differently() -> None:

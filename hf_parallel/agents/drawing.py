@@ -81,8 +81,9 @@ def draw(boxes: Sequence[Box], links: Sequence[Link]) -> Drawing:
     width, lanes = plan.width, list[tuple[float, float, float]]()  # lanes: top, bottom and x of curves
     for link in sorted(back, key=lambda link: index[link.begin] - index[link.end]):
         begin, end = index[link.begin], index[link.end]
-        lane = _LANE + plan.right(end, begin, lanes)
-        lanes.append((plan.y[end], plan.y[begin], lane))
+        top, bottom = sorted((plan.y[end], plan.y[begin]))  # an earlier box may be in a lower layer
+        lane = _LANE + (plan.right(top, bottom, lanes) if begin != end else plan.x[begin] + plan.widths[begin] / 2)
+        lanes.append((top, bottom, lane))
         parts.append(_back(link, plan, begin, end, lane))
         width = max(width, lane + _PAD + len(link.label) * _CHAR)
     parts += [_box(box, plan.x[number], plan.y[number]) for number, box in enumerate(boxes)]
@@ -229,12 +230,10 @@ class _Plan:
             top += height + _RISE
         self.height = max(top - _RISE + 6, 0.0)
 
-    def right(self, upper: int, lower: int, lanes: Sequence[tuple[float, float, float]]) -> float:
-        """Return the right end of everything between two boxes, with the curves there; of the box if they are one."""
-        top, bottom = self.y[upper], self.y[lower]
-        points = [upper] if upper == lower else [i for i, y in enumerate(self.y) if top <= y <= bottom]
-        curves = [x for begin, end, x in lanes if begin <= bottom and end >= top and upper != lower]
-        return max(*(self.x[point] + self.widths[point] / 2 for point in points), *curves, 0.0)
+    def right(self, top: float, bottom: float, lanes: Sequence[tuple[float, float, float]]) -> float:
+        """Return the right end of everything between two heights, with the curves there."""
+        ends = [x + width / 2 for x, y, width in zip(self.x, self.y, self.widths, strict=True) if top <= y <= bottom]
+        return max([*ends, *(x for begin, end, x in lanes if begin <= bottom and end >= top)])
 
 
 def _layers(count: int, links: Sequence[tuple[int, int]]) -> list[int]:
