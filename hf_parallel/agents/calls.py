@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import inspect
 import random
 import time
@@ -63,14 +64,30 @@ def _child_id(frame: Frame, agent: Agent) -> str:
     name = f"{frame.execution.agent_id}/{agent.name}#{frame.prefix}{number}"
     state = frame.execution.state
     if frame.replay:  # ids of the log
-        operation = frame.replay[0].operation
-        return operation.removeprefix("spawn ") if operation.startswith(f"spawn {name}") else name
+        found = frame.replay[0].operation.removeprefix("spawn ")
+        return found if found.rpartition("/")[2].startswith(f"{agent.name}#") else name
     is_first = state is None or not state.id.replace(".", "").strip("0")
     return name if is_first and frame.is_main else f"{name}@{frame.state.id}"  # the main frame counts for all states
 
 
-def _start(frame: Frame, origin: State, sent: Any) -> Segment:
-    segment = Segment(frame.execution.segment.runtime, origin, sent)
+def _id_after(frame: Frame, before: Segment) -> str:
+    """Return the id of an agent that is resumed. Each path of the running agent resumes a copy; the first keeps the id.
+
+    So ids do not depend on which path comes there first.
+    """
+    state = frame.state
+    owner = builtins.next((one for one in state.path if before in one.segments), None)
+    origin = before.task.result()
+    number = sum(segment.origin is origin for one in state.path for segment in one.segments)
+    if owner is not None and not number and not state.id[len(owner.id) :].replace(".", "").strip("0"):
+        return before.agent_id
+    place = state.id if owner is not None else f"{state.agent_id}.{state.id}".replace("/", ".")
+    parent, slash, name = before.agent_id.rpartition("/")
+    return f"{parent}{slash}{name.partition('@')[0]}@{place}" + (f"+{number}" if number else "")
+
+
+def _start(frame: Frame, origin: State, sent: Any, agent_id: str | None = None) -> Segment:
+    segment = Segment(frame.execution.segment.runtime, origin, sent, agent_id)
     frame.state.segments.append(segment)
     return segment
 
@@ -125,7 +142,7 @@ async def resume(handle: AgentHandle, value: Any = None) -> None:
         state = before.task.result()
         if state.status == END:
             raise AgentEndedError(f"agent {before.agent_id} has ended and cannot be resumed")
-        entry = frame.record(operation, _start(frame, state, value))
+        entry = frame.record(operation, _start(frame, state, value, _id_after(frame, before)))
         _trace(frame, "resume", child=before.agent_id)
     handle._segment, handle._is_read = entry.value, False
 

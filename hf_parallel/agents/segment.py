@@ -19,11 +19,13 @@ from hf_parallel.agents.supervisors.base import Fire, Supervisor
 class Segment:
     """A search that runs. `task` returns the final state.
 
-    `origin` is the state at whose yield it begins, with the value `sent`; or the state of an agent that starts.
+    `origin` is the state at whose yield it begins, with the value `sent`; or the state of an agent that starts. A copy
+    of an agent has an `agent_id` of its own from there on.
     """
 
-    def __init__(self, runtime: Any, origin: State, sent: Any = None) -> None:
+    def __init__(self, runtime: Any, origin: State, sent: Any = None, agent_id: str | None = None) -> None:
         self.runtime, self.origin, self.sent = runtime, origin, sent
+        self.agent_id = agent_id or origin.agent_id
         self._supervisor: Supervisor | None = None
         runtime.functions[origin.agent.name] = origin.agent
         runtime.stats.agents += origin.status != YIELD
@@ -37,11 +39,6 @@ class Segment:
         self.runtime.searches.discard(task)
         if not task.cancelled():
             task.exception()  # it may have no reader
-
-    @property
-    def agent_id(self) -> str:
-        """Id of the agent's instance."""
-        return self.origin.agent_id
 
     async def wait(self) -> State:
         """Wait for the final state."""
@@ -92,12 +89,13 @@ class Segment:
             await Execution(self, self.origin).advance(self.origin)
             return self.origin
         child = self._child(self.origin)
+        child.id = f"{self.origin.id}.0"  # of each copy
         child.sent = self.sent
         await (await self._execution(self.origin)).advance(child, self.sent)
         return child
 
     def _child(self, state: State) -> State:
-        child = State(state.agent, state.agent_id, state.arguments, state)
+        child = State(state.agent, self.agent_id, state.arguments, state)
         self._states.append(child)
         return child
 
@@ -107,7 +105,7 @@ class Segment:
         if execution is None:
             execution = Execution(self, state)
             await execution.replay(state)
-        execution.segment = self
+        execution.segment, execution.agent_id = self, self.agent_id
         return execution
 
     async def _search(self, root: State) -> State:
@@ -174,8 +172,8 @@ async def _value(supervisor: Supervisor, state: State) -> float:
     assert supervisor.value is not None
     found = supervisor.value(state)
     value = float(await found if inspect.isawaitable(found) else found)
-    if math.isnan(value):
-        raise ValueError(f"the value of {state!r} must be a number, got nan")
+    if not math.isfinite(value):
+        raise ValueError(f"the value of {state!r} must be a finite number, got {value!r}")
     return value
 
 
