@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+import asyncio
+import builtins
+import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import small_tokenizers
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from hf_parallel.agents import (
+    DVTS,
+    MCTS,
+    Agent,
+    AgentEndedError,
     AgentError,
     AgentResult,
     BeamSearch,
     BestOfN,
     BudgetExceededError,
     Chat,
+    Fire,
     Runtime,
     ScriptedModel,
     SelfConsistency,
+    SelfRefine,
+    Single,
     State,
+    Supervisor,
     TreeOfThoughts,
+    TreeQuest,
     agent,
     next,
+    resume,
+    reward_model,
+    rng,
+    scored_by,
     spawn,
+    tool,
+    votes,
 )
+from hf_parallel.engine import Engine
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 def number(state: State) -> float:
@@ -35,7 +62,7 @@ def tree(completions: Mapping[str, Sequence[str]]) -> ScriptedModel:
     """Return a model with given completions, in order, by the previous completions of the conversation."""
     used: Counter[str] = Counter()
 
-    def script(messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], seed: int) -> str:
+    def script(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
         before = "/".join(message["content"] for message in messages if message["role"] == "assistant")
         used[before] += 1
         return completions[before][used[before] - 1]
@@ -43,7 +70,7 @@ def tree(completions: Mapping[str, Sequence[str]]) -> ScriptedModel:
     return ScriptedModel(script)
 
 
-def digits(messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], seed: int) -> str:
+def digits(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
     """Script: a number that depends on the seed alone."""
     return str(seed % 1000)
 
@@ -186,7 +213,7 @@ async def judged(state: State) -> float:
 
 
 def test_completions_of_a_value_function_are_not_those_of_the_state() -> None:
-    def script(messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], seed: int) -> str:
+    def script(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
         return "1" if "Score" in messages[-1]["content"] else "end"
 
     async def value(state: State) -> float:
@@ -206,7 +233,7 @@ def test_completions_of_a_value_function_are_not_those_of_the_state() -> None:
 
 
 def test_agents_that_score_the_states_of_a_path_have_ids_of_their_own() -> None:
-    def script(messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], seed: int) -> str:
+    def script(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
         is_score = "Score" in messages[-1]["content"]
         return "1" if is_score else ["a", "b", "end"][sum(message["role"] == "assistant" for message in messages)]
 
@@ -217,7 +244,7 @@ def test_agents_that_score_the_states_of_a_path_have_ids_of_their_own() -> None:
 
 def test_a_value_must_be_a_number() -> None:
     supervised = walk.under(BestOfN(1, value=lambda state: float("nan")))
-    with pytest.raises(AgentError, match=r"value of State\(walk#0, 0.0, yield\) must be a number, got nan"):
+    with pytest.raises(AgentError, match=r"value of State\(walk#0, 0.0, yield\) must be a finite number, got nan"):
         Runtime(tree({"": ["end"]})).run(supervised)
 
 
@@ -226,3 +253,538 @@ def test_a_budget_that_cuts_unfinished_paths_is_named_although_another_path_fail
     with pytest.raises(AgentError, match="max_tokens=2") as found:
         Runtime(tree({"": ["fail", "a"]})).run(supervised)
     assert isinstance(found.value.__cause__, BudgetExceededError)
+
+
+def test_self_refine_rewrites_the_draft_until_the_feedback_contains_the_stop_word() -> None:
+    model = tree(
+        {
+            "": ["a 1"],
+            "a 1": ["too short"],
+            "a 1/too short": ["a 2"],
+            "a 1/too short/a 2": ["all DONE"],
+            "a 2": ["end 3"],
+            "a 2/end 3": ["bad"],
+            "a 2/end 3/bad": ["end 4"],
+            "a 2/end 3/bad/end 4": ["bad again"],
+            "a 2/end 3/bad/end 4/bad again": ["end 5"],
+        }
+    )
+    result = Runtime(model).run(walk.under(SelfRefine(2, feedback="Wrong?", refine="Again.")))
+    assert result.value == "end 5"
+    assert ids(result) == ["0.0", "0.0.0"]
+    assert result.stats.completions == 9
+    assert [message["content"] for message in model.calls[3]] == ["Go on.", "a 1", "Wrong?", "too short", "Again."] + [
+        "a 2",
+        "Wrong?",
+    ]
+    assert [message["content"] for message in model.calls[4]] == ["Go on.", "a 2", "Go on."]
+
+
+def test_self_refine_generates_feedback_with_its_own_settings() -> None:
+    seen = []
+
+    def script(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
+        seen.append(dict(settings))
+        return "end DONE"
+
+    refined = walk.under(SelfRefine(1, feedback_settings={"max_new_tokens": 4}))
+    Runtime(ScriptedModel(script)).run(refined)
+    assert seen == [{}, {"max_new_tokens": 4}]
+
+
+@agent
+async def two_parts() -> Any:
+    chat = Chat()
+    yield await chat.gen()
+    yield await chat.gen()
+
+
+def test_a_refined_completion_replays() -> None:
+    """The search after a yield continues a state several times, and so replays what came before it."""
+
+    class Twice(BestOfN):
+        def select(self) -> Any:
+            async def twice(chat: Chat) -> str:
+                await chat.gen()
+                return await chat.gen()
+
+            return [Fire(state, twice) for state in super().select()]
+
+    model = ScriptedModel(digits)
+    result = Runtime(model).run(two_parts.under(Twice(3, value=number)))
+    assert [value.isdigit() for value in result.values] == [True, True]
+    assert result.stats.completions == 12
+
+
+def test_dvts_follows_the_best_state_of_each_tree() -> None:
+    model = tree(
+        {
+            "": ["a 1", "b 4", "c 3", "d 2"],
+            "b 4": ["end 5", "e 4"],
+            "c 3": ["f 1", "g 8"],
+            "c 3/g 8": ["end 6", "end 7"],
+        }
+    )
+    result = Runtime(model).run(walk.under(DVTS(2, 2, value=number)))
+    assert result.value == "end 7"
+    assert ids(result) == ["0.0", "0.1", "0.2", "0.3", "0.1.0", "0.1.1", "0.2.0", "0.2.1", "0.2.1.0", "0.2.1.1"]
+
+
+def test_a_tree_of_dvts_whose_states_fail_goes_on_with_its_own_next_best() -> None:
+    model = tree({"": ["a 1", "b 4", "fail", "fail"], "b 4": ["fail", "fail"], "a 1": ["end 1"]})
+    result = Runtime(model).run(walk.under(DVTS(2, 2, value=number)))
+    assert result.value == "end 1"
+
+
+def test_mcts_continues_each_new_state_to_the_end_and_descends_by_uct() -> None:
+    model = tree(
+        {
+            "": ["a", "b"],
+            "a": ["end 0", "end 1"],
+            "b": ["c", "end 8"],
+            "b/c": ["end 10", "end 9"],
+        }
+    )
+    result = Runtime(model).run(walk.under(MCTS(5, 2, value=number, exploration=0.5)))
+    assert result.value == "end 10"
+    assert ids(result) == [
+        *("0.0", "0.0.0"),  # 0
+        *("0.1", "0.1.0", "0.1.0.0"),  # 10
+        "0.1.1",  # b has the higher value
+        "0.1.0.1",  # c, with 10, before the path that has ended with 8, and a, with 0
+        "0.0.1",  # all else is complete
+    ]
+
+
+def test_mcts_with_much_exploration_visits_states_evenly() -> None:
+    model = tree({"": ["a", "b"], "a": ["end 0", "end 1"], "b": ["end 10", "end 9"]})
+    result = Runtime(model).run(walk.under(MCTS(4, 2, value=number, exploration=100.0)))
+    assert ids(result) == ["0.0", "0.0.0", "0.1", "0.1.0", "0.1.1", "0.0.1"]
+
+
+def test_mcts_ends_when_the_tree_is_complete() -> None:
+    model = tree({"": ["a", "end 3"], "a": ["end 1", "fail"]})
+    result = Runtime(model).run(walk.under(MCTS(100, 2, value=number)))
+    assert (result.value, result.stats.completions) == ("end 3", 4)
+
+
+def test_parallel_iterations_of_mcts_take_different_paths() -> None:
+    model = tree({"": ["a", "b"], "a": ["end 1", "end 2"], "b": ["end 3", "end 4"]})
+    result = Runtime(model).run(walk.under(MCTS(4, 2, value=number, parallel=4)))
+    assert ids(result)[:2] == ["0.0", "0.1"]
+    assert set(ids(result)) == {"0.0", "0.1", "0.0.0", "0.0.1", "0.1.0", "0.1.1"}
+    assert result.value == "end 4"
+
+
+def thousandths(state: State) -> float:
+    """Value of a state under the script `digits`, from 0 to 1."""
+    return int(state.text) / 1000
+
+
+@agent
+async def one_choice() -> Any:
+    return await Chat().gen()
+
+
+@agent
+async def three_choices() -> Any:
+    chat = Chat()
+    return [await chat.gen() for _ in range(3)]
+
+
+@agent
+async def yields_twice() -> Any:
+    chat = Chat()
+    answer = yield await chat.gen()
+    chat.user(answer)
+    yield await chat.gen()
+
+
+@agent
+async def asks() -> Any:
+    text = await Chat().gen()
+    return text, await next(spawn(one_choice))
+
+
+class Greedy:
+    """Algorithm with the methods of treequest: two nodes at the start, then below the best, also if it ended."""
+
+    def init_tree(self) -> dict[str, Any]:
+        return {"nodes": [], "asked": 0}
+
+    def ask_batch(self, tree: dict[str, Any], batch_size: int, actions: list[str]) -> Any:
+        node = max(tree["nodes"], key=lambda node: node[1], default=(None, 0.0))[0] if tree["asked"] >= 2 else None
+        trials = [SimpleNamespace(trial_id=f"{tree['asked'] + i}", parent_state=node) for i in range(batch_size)]
+        return {**tree, "asked": tree["asked"] + batch_size}, trials
+
+    def tell(self, tree: dict[str, Any], trial_id: str, result: tuple[State, float]) -> dict[str, Any]:
+        return {**tree, "nodes": [*tree["nodes"], result]}
+
+
+EVERY: dict[str, tuple[Supervisor, tuple[int, ...]]] = {
+    "single": (Single(), (1, 3, 2, 2)),
+    "best_of_n": (BestOfN(3, value=thousandths), (3, 9, 6, 6)),
+    "self_consistency": (SelfConsistency(4), (4, 12, 8, 8)),
+    "self_refine": (SelfRefine(2), (5, 15, 10, 6)),
+    "beam_search": (BeamSearch(2, 2, value=thousandths), (4, 12, 8, 8)),
+    "tree_of_thoughts_bfs": (TreeOfThoughts(2, 3, value=thousandths), (3, 15, 6, 6)),
+    "tree_of_thoughts_dfs": (TreeOfThoughts(expand=2, search="dfs", value=thousandths), (2, 6, 4, 4)),
+    "mcts": (MCTS(6, 2, parallel=3, value=thousandths), (2, 12, 4, 4)),
+    "dvts": (DVTS(2, 2, value=thousandths), (4, 12, 8, 8)),
+    "treequest": (TreeQuest(Greedy(), 6, parallel=2, value=thousandths), (2, 7, 4, 4)),
+}
+"""Supervisors, and the number of completions for each agent of `AGENTS`."""
+AGENTS = {"one": one_choice, "three": three_choices, "yields": yields_twice, "asks": asks}
+
+with_every = pytest.mark.parametrize("supervisor", [supervisor for supervisor, _ in EVERY.values()], ids=list(EVERY))
+
+
+@agent
+async def asks_for_all(supervised: Agent) -> Any:
+    """Sends an agent back what it yields, until it ends."""
+    handle = spawn(supervised)
+    values = [await next(handle)]
+    try:
+        while True:
+            await resume(handle, f"{values[-1]}!")
+            values.append(await next(handle))
+    except AgentEndedError:
+        return values
+
+
+@pytest.mark.parametrize("index", range(4), ids=list(AGENTS))
+@pytest.mark.parametrize("name", list(EVERY))
+def test_every_supervisor_runs_every_agent(name: str, index: int) -> None:
+    supervisor, completions = EVERY[name]
+    supervised = list(AGENTS.values())[index].under(supervisor)
+    result = Runtime(ScriptedModel(digits)).run(asks_for_all, supervised)
+    assert result.stats.completions == completions[index]
+    selected = [event for event in result.trace.events if event.kind == "state" and event.data["status"] == "selected"]
+    for event in selected:
+        ends = [
+            value
+            for state, value in committed(result, event.agent)
+            if state.count(".") == event.state.count(".") and value is not None
+        ]
+        assert event.data["value"] == max(ends, default=None)
+
+
+@with_every
+def test_an_agent_is_sent_values_between_its_searches(supervisor: Supervisor) -> None:
+    model = ScriptedModel(digits)
+    result = Runtime(model).run(asks_for_all, yields_twice.under(supervisor))
+    assert len(result.value) == 2
+    first = result.value[0]
+    last = {tuple(message["content"] for message in messages)[:2] for messages in model.calls if len(messages) > 1}
+    assert (first, f"{first}!") in last
+
+
+@with_every
+def test_an_agent_without_choices_runs_once(supervisor: Supervisor) -> None:
+    @agent
+    async def plain() -> Any:
+        yield 1
+        yield 2
+
+    result = Runtime(ScriptedModel(digits)).run(plain.under(supervisor))
+    assert (result.values, result.stats.completions) == ([1, 2], 0)
+
+
+@agent
+async def strict(limit: int) -> Any:
+    """Fails if its number is below a limit."""
+    text = await Chat().gen()
+    if int(text) < limit:
+        raise ValueError(f"{text} is below {limit}")
+    return int(text)
+
+
+SEVERAL = [name for name in EVERY if name not in ("single", "self_refine")]
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_search_fails_only_if_all_paths_fail(name: str) -> None:
+    supervised = strict.under(EVERY[name][0])
+    drafts = [
+        event.data["text"]
+        for event in Runtime(ScriptedModel(digits)).run(supervised, 0).trace.events
+        if event.kind == "gen"
+    ]
+    greatest = max(map(int, drafts))
+    assert Runtime(ScriptedModel(digits)).run(supervised, greatest).value == greatest
+    with pytest.raises(AgentError, match=f"is below {greatest + 1}"):
+        Runtime(ScriptedModel(digits)).run(supervised, greatest + 1)
+
+
+@agent
+async def helper(question: str) -> Any:
+    chat = Chat()
+    chat.user(question)
+    remark = yield await chat.gen()
+    chat.user(remark)
+    yield await chat.gen()
+
+
+@agent
+async def busy(supervisor: Supervisor) -> Any:
+    """Chooses, yields, uses tools and another agent, ends at different depths and fails at times."""
+    chat = Chat()
+    handle = spawn(helper.under(supervisor), "What?")
+    answer = yield await next(handle)
+    for index in range(4):
+        chat.user(f"{answer} {index}")
+        text = await chat.gen()
+        if int(text) % 7 == 0:
+            raise ValueError(text)
+        if int(text) % 3 == 0:
+            break
+        await tool(str, text)
+    await resume(handle, text)
+    yield text, await next(handle), rng().random()
+
+
+def everything(result: AgentResult) -> dict[str, Any]:
+    """Return what must not depend on when which request ends: each agent's states, texts, values and messages."""
+    found: dict[str, Any] = {"values": result.values}
+    for event in result.trace.events:
+        data = {name: value for name, value in event.data.items() if name not in ("begin", "seconds")}
+        found.setdefault(f"{event.agent} {event.kind} {event.state}", []).append(data)
+    return found
+
+
+@with_every
+def test_results_do_not_depend_on_when_requests_end(supervisor: Supervisor) -> None:
+    def run(delays: int | None) -> dict[str, Any]:
+        moments = random.Random(delays)
+
+        async def script(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
+            if delays is not None:
+                await asyncio.sleep(moments.random() / 1000)
+            return digits(messages, settings, seed)
+
+        try:
+            return everything(Runtime(ScriptedModel(script)).run(busy.under(supervisor), supervisor))
+        except AgentError as error:
+            return {"error": str(error)}
+
+    expected = run(None)
+    for delays in range(50):
+        assert run(delays) == expected
+
+
+def test_treequest_expands_the_nodes_that_the_algorithm_asks_for() -> None:
+    model = tree({"": ["a 0.5", "fail"], "a 0.5": ["b 0.6", "end 0.4"], "a 0.5/b 0.6": ["end 0.9", "c 0"]})
+    result = Runtime(model).run(walk.under(TreeQuest(Greedy(), 7, parallel=2, value=number)))
+    assert result.value == "end 0.9"
+    assert ids(result) == ["0.0", "0.1", "0.0.0", "0.0.1", "0.0.0.0", "0.0.0.1"]
+
+
+def test_treequest_without_an_ended_path_continues_the_best_state() -> None:
+    model = tree({"": ["a 0.5", "b 0.7"], "b 0.7": ["c 0.1"], "b 0.7/c 0.1": ["end 0"]})
+    assert Runtime(model).run(walk.under(TreeQuest(Greedy(), 2, value=number))).value == "end 0"
+
+
+def test_treequest_needs_values_from_0_to_1() -> None:
+    with pytest.raises(AgentError, match=r"must be from 0 to 1 for TreeQuest, got 3.0"):
+        Runtime(tree({"": ["end 3"]})).run(walk.under(TreeQuest(Greedy(), 1, value=number)))
+
+
+@pytest.mark.parametrize("name", ["ABMCTSA", "StandardMCTS", "TreeOfThoughtsBFSAlgo"])
+def test_algorithms_of_treequest_search_alike_each_time(name: str) -> None:
+    treequest = pytest.importorskip("treequest")
+    supervisor = TreeQuest(getattr(treequest, name)(), 12, parallel=3, value=thousandths)
+
+    def run(seed: int) -> dict[str, Any]:
+        moments = random.Random(seed)
+        np.random.seed(seed)
+
+        async def script(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
+            await asyncio.sleep(moments.random() / 1000)
+            return digits(messages, settings, seed)
+
+        return everything(Runtime(ScriptedModel(script)).run(three_choices.under(supervisor)))
+
+    expected = run(0)
+    assert len(expected) > 12
+    assert all(run(seed) == expected for seed in range(1, 20))
+
+
+INVALID = [
+    (lambda: BestOfN(0), "n must be an int of at least 1, got 0"),
+    (lambda: BestOfN(2, value=3), "value must be a function of a state, got 3"),  # type: ignore[arg-type]
+    (lambda: SelfConsistency(2, key="x"), "key must be a function of a yielded value, got 'x'"),  # type: ignore[arg-type]
+    (lambda: SelfRefine(True), "rounds must be an int of at least 1, got True"),
+    (lambda: SelfRefine(1, stop=""), "stop must be a string that is not empty, got ''"),
+    (lambda: SelfRefine(1, feedback=1), "feedback must be a string, got 1"),  # type: ignore[arg-type]
+    (lambda: SelfRefine(1, feedback_settings=[]), r"feedback_settings must be a dict, got \[\]"),  # type: ignore[arg-type]
+    (lambda: BeamSearch(2, 2), "value must be a function of a state, got None"),
+    (lambda: BeamSearch(0, 2, value=number), "width must be an int of at least 1, got 0"),
+    (lambda: BeamSearch(2, 1.5, value=number), "expand must be an int of at least 1, got 1.5"),  # type: ignore[arg-type]
+    (lambda: TreeOfThoughts(), "value must be a function of a state, got None"),
+    (lambda: TreeOfThoughts(search="a", value=number), r"search must be one of \['bfs', 'dfs'\], got 'a'"),
+    (lambda: TreeOfThoughts(breadth=0, value=number), "breadth must be an int of at least 1, got 0"),
+    (lambda: TreeOfThoughts(goal=float("nan"), value=number), "goal must be a finite number, got nan"),
+    (lambda: TreeOfThoughts(max_depth=0, value=number), "max_depth must be an int of at least 1, got 0"),
+    (lambda: MCTS(0, 2, value=number), "iterations must be an int of at least 1, got 0"),
+    (lambda: MCTS(2, 2), "value must be a function of a state, got None"),
+    (lambda: MCTS(2, 2, parallel=0, value=number), "parallel must be an int of at least 1, got 0"),
+    (lambda: MCTS(2, 2, -1, value=number), "exploration must be a finite number of at least 0, got -1"),
+    (lambda: DVTS(0, 2, value=number), "trees must be an int of at least 1, got 0"),
+    (lambda: DVTS(2, 2), "value must be a function of a state, got None"),
+    (lambda: TreeQuest("mcts", 2, value=number), "algorithm must be a treequest.Algorithm .*, got 'mcts'"),
+    (lambda: TreeQuest(Greedy(), 2, seed=-1, value=number), "seed must be an int of at least 0, got -1"),
+    (lambda: Single(max_tokens=0), "max_tokens must be an int of at least 1, got 0"),
+    (lambda: Single(max_seconds=-1), "max_seconds must be positive, got -1"),
+    (lambda: votes("{no}", 2), "question"),
+    (lambda: votes("Good?", 0), "n must be an int of at least 1, got 0"),
+    (lambda: votes("Good?", 2, accept="yes"), "accept must be a function of a verdict, got 'yes'"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("make", "message"), INVALID)
+def test_settings_that_cannot_be_are_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_passes", "max_seconds"])
+@pytest.mark.parametrize("name", list(EVERY))
+def test_a_search_that_has_used_its_budget_fires_no_more(name: str, limit: str) -> None:
+    """After the first states that are committed; those that run already are finished."""
+
+    async def slowly(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
+        await asyncio.sleep(0.002)
+        return digits(messages, settings, seed)
+
+    supervisor = replace(EVERY[name][0], **{limit: 0.001 if limit == "max_seconds" else 1})
+    model = ScriptedModel(slowly if limit == "max_seconds" else digits)
+    with pytest.raises(AgentError, match=rf"agent three_choices#0 has ended before a path has: .*{limit}=") as found:
+        Runtime(model).run(three_choices.under(supervisor))
+    assert isinstance(found.value.__cause__, BudgetExceededError)
+    first_round = {"single": 1, "best_of_n": 3, "self_consistency": 4, "self_refine": 5, "tree_of_thoughts_bfs": 3}
+    first_round |= {"beam_search": 4, "dvts": 4}
+    assert len(model.calls) == first_round.get(name, 2)
+    result = Runtime(model).run(one_choice.under(supervisor))
+    assert result.value is not None
+
+
+@pytest.mark.parametrize("name", ["tree_of_thoughts_dfs", "mcts"])
+def test_a_search_that_has_used_its_budget_returns_the_best_end_so_far(name: str) -> None:
+    supervisor = replace(EVERY[name][0], max_tokens=6, **({} if name == "mcts" else {"goal": 1.0}))
+    result = Runtime(ScriptedModel(digits)).run(three_choices.under(supervisor))
+    assert 6 <= result.stats.tokens <= 8
+    ends = {state: value for state, value in committed(result) if state.count(".") == 3}
+    selected = builtins.next(event.state for event in result.trace.events if event.data.get("status") == "selected")
+    assert ends[selected] == max(ends.values())
+
+
+def test_a_budget_counts_the_tokens_of_feedback_and_of_value_functions() -> None:
+    async def value(state: State) -> float:
+        return float(await Chat().gen())
+
+    def tokens(supervisor: Supervisor) -> int:
+        with pytest.raises(AgentError, match="max_tokens"):
+            Runtime(model := ScriptedModel(digits)).run(three_choices.under(supervisor))
+        return len(model.calls)
+
+    assert tokens(SelfRefine(2, max_tokens=6)) == 10
+    assert tokens(BeamSearch(1, 1, value=value, max_tokens=3)) == 4
+
+
+def test_scored_by_counts_the_first_number_of_an_agent() -> None:
+    def script(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
+        scores = {"Score of end a?": "about 3.5 of 10", "Score of end b?": "-4", "Score of end c?": "none"}
+        return scores.get(messages[-1]["content"]) or ["end a", "end b", "end c"][drafts.pop()]
+
+    drafts = [2, 1, 0]
+    result = Runtime(ScriptedModel(script)).run(walk.under(BestOfN(3, value=scored_by(judge, default=1))))
+    assert result.value == "end a"
+    assert [value for _, value in committed(result, "walk#0")] == [3.5, -4.0, 1.0]
+    drafts = [2, 1, 0]
+    with pytest.raises(AgentError, match="agent judge must yield a number, got 'none'"):
+        Runtime(ScriptedModel(script)).run(walk.under(BestOfN(3, value=scored_by(judge))))
+
+
+def test_votes_are_the_fraction_of_good_verdicts() -> None:
+    verdicts = {"Right? end a": ["Yes.", "no", "No", "maybe"], "Right? end b": ["yes", "yes", "no", " YES"]}
+    seeds = set()
+
+    def script(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
+        seeds.add(seed)
+        question = messages[-1]["content"]
+        if question == "Go on.":
+            return drafts.pop()
+        assert settings == {"do_sample": True, "max_new_tokens": 8, "temperature": 0.5}
+        return verdicts[question].pop()
+
+    drafts = ["end b", "end a"]
+    result = Runtime(ScriptedModel(script)).run(
+        walk.under(BestOfN(2, value=votes("Right? {text}", 4, temperature=0.5)))
+    )
+    assert result.value == "end b"
+    assert committed(result) == [("0.0", 0.25), ("0.1", 0.75)]
+    assert len(seeds) == 10
+
+
+def test_a_reward_model_reads_the_conversation_with_the_completion() -> None:
+    tokenizer = small_tokenizers.make("byte_level")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+    rewards = LlamaForSequenceClassification(config).eval()
+
+    def logit(text: str) -> float:
+        with torch.no_grad():
+            return float(rewards(**tokenizer(text, return_tensors="pt")).logits[0, 0])
+
+    model = tree({"": ["end x", "end yy", "end zzz"]})
+    supervised = walk.under(BestOfN(3, value=reward_model(rewards, tokenizer)))
+    result = Runtime(model).run(supervised)
+    expected = [logit(f"Go on.\n{text}") for text in ("end x", "end yy", "end zzz")]
+    assert [value for _, value in committed(result)] == pytest.approx(expected)
+    assert result.value == ("end x", "end yy", "end zzz")[expected.index(max(expected))]
+    config.num_labels = 2
+    with pytest.raises(ValueError, match="label must be an int from 0 to 1 for a model of 2 labels, got None"):
+        reward_model(rewards, tokenizer)
+    with pytest.raises(ValueError, match="label must be an int from 0 to 1, got 2"):
+        reward_model(rewards, tokenizer, label=2)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    tokenizer = small_tokenizers.make("byte_level")
+    torch.manual_seed(0)
+    model = small_tokenizers.small_llama(tokenizer, initializer_range=0.5)
+    with Engine(model, tokenizer) as opened:
+        yield opened
+
+
+@agent
+async def short_story() -> Any:
+    chat = Chat(do_sample=True, max_new_tokens=4)
+    chat.user("Tell a story.")
+    for _ in range(2):
+        await chat.gen()
+        chat.user("Go on.")
+    yield chat.messages[-2]["content"]
+
+
+def texts(result: AgentResult) -> dict[str, str]:
+    return {event.state: event.data["text"] for event in result.trace.events if event.kind == "gen"}
+
+
+@with_every
+def test_every_supervisor_searches_alike_on_an_engine(supervisor: Supervisor, engine: Engine) -> None:
+    def length(state: State) -> float:
+        return sum(map(ord, state.text)) % 1000 / 1000
+
+    def run(logits_cache: bool) -> AgentResult:
+        searched = replace(supervisor, value=None if supervisor.value is None else length)
+        return Runtime(engine, logits_cache=logits_cache).run(short_story.under(searched))
+
+    first, second = run(True), run(False)
+    assert first.value == second.value
+    assert committed(first) == committed(second)
+    assert texts(first) == texts(second)
+    assert first.stats.passes > 0

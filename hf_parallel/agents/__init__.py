@@ -16,17 +16,24 @@ from hf_parallel.agents.models import Completion, Model, ScriptedModel
 from hf_parallel.agents.runtime import AgentResult, Runtime
 from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors import (
+    DVTS,
+    MCTS,
     BeamSearch,
     BestOfN,
     Fire,
     SelfConsistency,
+    SelfRefine,
     Single,
     Supervisor,
     TreeOfThoughts,
+    TreeQuest,
 )
 from hf_parallel.agents.trace import Event, RunTrace
+from hf_parallel.agents.values import reward_model, scored_by, votes
 
 __all__ = [
+    "DVTS",
+    "MCTS",
     "Agent",
     "AgentCancelledError",
     "AgentEndedError",
@@ -47,18 +54,23 @@ __all__ = [
     "Runtime",
     "ScriptedModel",
     "SelfConsistency",
+    "SelfRefine",
     "Single",
     "State",
     "Supervisor",
     "ToolError",
     "TreeOfThoughts",
+    "TreeQuest",
     "agent",
     "cancel",
     "gather",
     "next",
     "now",
     "resume",
+    "reward_model",
     "rng",
+    "scored_by",
     "spawn",
     "tool",
+    "votes",
 ]

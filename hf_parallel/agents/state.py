@@ -95,6 +95,13 @@ class State:
             state = state.parent
 
     @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """Messages of the last choice, and its completion; where a search begins, those of the choice that comes."""
+        if self.parent is None or not self.parent.is_choice:
+            return list(self.messages)
+        return [*self.parent.messages, {"role": "assistant", "content": self.text}]
+
+    @property
     def depth(self) -> int:
         """Number of transitions since the start."""
         return self.id.count(".")

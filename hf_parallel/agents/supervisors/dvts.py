@@ -1,0 +1,66 @@
+"""DVTS: several trees, in each of which the best step goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hf_parallel.agents.state import State
+from hf_parallel.agents.supervisors.base import Fire, Supervisor
+from hf_parallel.agents.supervisors.beam_search import BeamSearch
+from hf_parallel.generation.validation import check_int
+
+
+@dataclass
+class DVTS(Supervisor):
+    """Diverse verifier tree search (Beeching et al., "Scaling Test-Time Compute with Open Models", 2024).
+
+    Several trees that do not compete: in each, a choice gets `expand` completions, and the best new state goes on. The
+    best of the ends of all trees counts. A tree does not wait for the others.
+
+    Parameters
+    ----------
+    trees : int
+        Number of trees.
+    expand : int
+        Completions of each choice.
+    value : callable
+        Value of a state, of unfinished paths as well.
+    """
+
+    trees: int
+    expand: int
+    needs_value: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("trees", self.trees, at_least=1)
+        check_int("expand", self.expand, at_least=1)
+
+    def init(self, root: State) -> None:
+        """Begin a search."""
+        super().init(root)
+        self._trees = [BeamSearch(1, self.expand, value=self.value) for _ in range(self.trees)]
+        for tree in self._trees:
+            tree.init(root)
+        self._running: deque[BeamSearch] = deque()  # tree of each transition, in the order in which they were fired
+
+    def select(self) -> Sequence[State | Fire]:
+        """Return the states that each tree continues."""
+        fired: list[State | Fire] = []
+        for tree in self._trees:
+            states = tree.select()
+            self._running.extend([tree] * len(states))
+            fired.extend(states)
+        return fired
+
+    def commit(self, parent: State, child: State) -> None:
+        """Pass the new state to its tree."""
+        super().commit(parent, child)
+        self._running.popleft().commit(parent, child)
+
+    def evaluates(self, state: State) -> bool:
+        """Return True: unfinished paths are compared as well."""
+        return True

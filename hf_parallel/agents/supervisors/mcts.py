@@ -1,0 +1,140 @@
+"""MCTS: Monte-Carlo tree search over an agent's choices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from hf_parallel.agents.state import State
+from hf_parallel.agents.supervisors.base import Fire, Supervisor, check_number
+from hf_parallel.generation.validation import check_int
+
+
+@dataclass
+class MCTS(Supervisor):
+    """Monte-Carlo tree search with UCT (Kocsis and Szepesvari, "Bandit Based Monte-Carlo Planning", 2006).
+
+    An iteration descends from the start to a state with fewer than `expand` completions, by the highest
+
+        mean value + exploration * sqrt(ln(visits of the parent) / visits),
+
+    adds a completion, and continues with one completion for each choice until the path ends. The value of the end is
+    added to all states of the path. The states of the continuation stay in the tree. Values are scaled to 0 to 1 by the
+    least and the greatest so far; a path that fails counts 0. Iterations that run at the same time count 0 until they
+    end (virtual loss: Chaslot et al., "Parallel Monte-Carlo Tree Search", 2008), so that they take different paths.
+    The search ends earlier if all states have `expand` completions.
+
+    Parameters
+    ----------
+    iterations : int
+        Number of paths.
+    expand : int
+        Completions of each choice.
+    exploration : float
+        Weight of states with few visits.
+    parallel : int
+        Iterations at the same time.
+    value : callable
+        Value of the end of a path.
+    """
+
+    iterations: int
+    expand: int
+    exploration: float = math.sqrt(2)
+    parallel: int = 1
+    needs_value: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("iterations", "expand", "parallel"):
+            check_int(name, getattr(self, name), at_least=1)
+        check_number("exploration", self.exploration, at_least=0)
+
+    def init(self, root: State) -> None:
+        """Begin a search."""
+        super().init(root)
+        self._nodes = {root: _Node()}
+        self._next: list[State] = []
+        self._num_left, self._num_running = self.iterations, 0
+        self._range = (math.inf, -math.inf)
+
+    def select(self) -> Sequence[State | Fire]:
+        """Return the states of running iterations, and those where new ones begin."""
+        while self._num_left and self._num_running < self.parallel:
+            state = self._descend(self.root)
+            if state is None:
+                break
+            self._num_left -= 1
+            self._num_running += 1
+            for node in self._nodes_above(state):
+                node.visits += 1
+                node.losses += 1
+            self._fire(state)
+        fired, self._next = self._next, []
+        return fired
+
+    def _fire(self, state: State) -> None:
+        self._nodes[state].running += 1
+        self._next.append(state)
+
+    def commit(self, parent: State, child: State) -> None:
+        """Continue the iteration, or end it."""
+        super().commit(parent, child)
+        node = self._nodes[parent]
+        node.running -= 1
+        node.children.append(child)
+        self._nodes[child] = _Node(visits=1, losses=1)
+        if child.is_choice:
+            self._fire(child)
+            return
+        self._num_running -= 1
+        if child.value is not None:
+            self._range = min(self._range[0], child.value), max(self._range[1], child.value)
+            for node in self._nodes_above(child):
+                node.losses -= 1
+                node.total += child.value
+
+    def _nodes_above(self, state: State) -> Iterator[_Node]:
+        """Yield the nodes from a state to the start of the search."""
+        current: State | None = state
+        while current is not None and current in self._nodes:
+            yield self._nodes[current]
+            current = current.parent
+
+    def _descend(self, state: State) -> State | None:
+        """Return the state at or below another to which a completion is added; None if there is none now."""
+        node = self._nodes[state]
+        if not state.is_choice or node.is_complete:
+            return None
+        if len(node.children) + node.running < self.expand:
+            return state
+        for child in sorted(node.children, key=lambda child: self._score(node, self._nodes[child]), reverse=True):
+            if (found := self._descend(child)) is not None:
+                return found
+        node.is_complete = not node.running and all(
+            not child.is_choice or self._nodes[child].is_complete for child in node.children
+        )
+        return None
+
+    def _score(self, parent: _Node, node: _Node) -> float:
+        low, high = self._range
+        ended = node.visits - node.losses
+        gained = (node.total - ended * low) / (high - low) if low < high else ended
+        return gained / node.visits + self.exploration * math.sqrt(math.log(parent.visits) / node.visits)
+
+
+@dataclass
+class _Node:
+    """Statistics of a state."""
+
+    visits: int = 0
+    losses: int = 0
+    """Part of the visits that have failed or have not ended."""
+    total: float = 0.0
+    running: int = 0
+    """Transitions that run."""
+    children: list[State] = field(default_factory=list)
+    is_complete: bool = False
+    """Whether nothing can be added to it or below it."""

@@ -1,0 +1,69 @@
+"""SelfRefine: the model comments on each completion and improves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_parallel.agents.chat import Chat
+from hf_parallel.agents.state import State
+from hf_parallel.agents.supervisors.base import Fire
+from hf_parallel.agents.supervisors.single import Single
+from hf_parallel.generation.validation import check_int, check_text
+
+FEEDBACK = "What is wrong with this answer? Give short feedback. If nothing is wrong, reply DONE."
+REFINE = "Write the answer again, improved by this feedback. Reply with the answer alone."
+
+
+@dataclass
+class SelfRefine(Single):
+    """Self-Refine (Madaan et al., "Self-Refine: Iterative Refinement with Self-Feedback", 2023).
+
+    At each choice, the model drafts a completion, then gives feedback on it and writes it again, until the feedback
+    contains the stop word or `rounds` have passed. The agent receives the last draft, without the feedback.
+
+    Parameters
+    ----------
+    rounds : int
+        Drafts are rewritten at most as often.
+    feedback : str
+        Message of the user that asks for feedback.
+    refine : str
+        Message of the user that asks for the next draft.
+    stop : str
+        The draft is good if its feedback contains this.
+    feedback_settings : dict, optional
+        Settings of `Chat.gen` for the feedback. Default: those of the choice.
+    """
+
+    rounds: int
+    feedback: str = FEEDBACK
+    refine: str = REFINE
+    stop: str = "DONE"
+    feedback_settings: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("rounds", self.rounds, at_least=1)
+        for name in ("feedback", "refine", "stop"):
+            check_text(name, getattr(self, name))
+        if not self.stop:
+            raise ValueError(f"stop must be a string that is not empty, got {self.stop!r}")
+        if self.feedback_settings is not None and not isinstance(self.feedback_settings, Mapping):
+            raise ValueError(f"feedback_settings must be a dict, got {self.feedback_settings!r}")
+
+    def select(self) -> Sequence[State | Fire]:
+        """Return the new state, to be completed with feedback."""
+        fired, self._next = self._next, []
+        return [Fire(state, self._complete) for state in fired]
+
+    async def _complete(self, chat: Chat) -> str:
+        draft = await chat.gen()
+        for _ in range(self.rounds):
+            chat.user(self.feedback)
+            if self.stop in await chat.gen(**(self.feedback_settings or {})):
+                break
+            chat.user(self.refine)
+            draft = await chat.gen()
+        return draft
