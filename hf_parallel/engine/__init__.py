@@ -3,12 +3,21 @@
 from hf_parallel.engine.engine import Engine
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
 from hf_parallel.engine.hints import AgentHints
+from hf_parallel.engine.policies import (
+    ContributionPolicy,
+    EvictionPolicy,
+    LeastRecentlyUsed,
+    RequestObserver,
+    StepsToExecution,
+    TimeToLive,
+)
 from hf_parallel.engine.scheduler import QueueFullError
 from hf_parallel.engine.stats import EngineStats
-from hf_parallel.engine.storage import EvictionPolicy, KVBudgetError, LeastRecentlyUsed, WeightsChangedError
+from hf_parallel.engine.storage import KVBudgetError, WeightsChangedError
 
 __all__ = [
     "AgentHints",
+    "ContributionPolicy",
     "Engine",
     "EngineStats",
     "EvictionPolicy",
@@ -17,5 +26,8 @@ __all__ = [
     "QueueFullError",
     "RequestCancelledError",
     "RequestHandle",
+    "RequestObserver",
+    "StepsToExecution",
+    "TimeToLive",
     "WeightsChangedError",
 ]

@@ -22,10 +22,11 @@ from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, Toke
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.journal import DecodeRun
 from hf_parallel.engine.passes import JoinedPasses, join_passes
+from hf_parallel.engine.policies.base import EvictionPolicy
 from hf_parallel.engine.request import NonFiniteLogitsError, Request, record_passes
 from hf_parallel.engine.scheduler import QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, Work, engine_stats
-from hf_parallel.engine.storage import EvictionPolicy, KVStorage, WeightsChangedError
+from hf_parallel.engine.storage import KVStorage, WeightsChangedError
 from hf_parallel.generation.claim import ENGINE_OPEN, Claim
 from hf_parallel.generation.joint_sampling import sample_jointly
 from hf_parallel.generation.mixin import enable, unwrap

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from hf_parallel.cache.arena import Arena, Extent
 from hf_parallel.cache.layout import Block
 from hf_parallel.cache.shared_prefix import Node, SharedPrefixCache
+from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed, RequestObserver
 from hf_parallel.kernels import RotarySpec
 
 MIN_CAPACITY = 16
@@ -28,21 +29,6 @@ class KVBudgetError(RuntimeError):
 
 class WeightsChangedError(RuntimeError):
     """Raised by a request during which the weights, adapters or dtype of the model changed."""
-
-
-class EvictionPolicy(Protocol):
-    """Order in which cached prefixes are evicted."""
-
-    def priority(self, node: Node) -> float:
-        """Return the priority of a node; nodes with the least are evicted first, after their children."""
-
-
-class LeastRecentlyUsed:
-    """Evicts the prefix whose last use is the longest ago."""
-
-    def priority(self, node: Node) -> float:
-        """Return the time of the last use."""
-        return node.last_used
 
 
 class BoundedArena(Arena):
@@ -100,10 +86,11 @@ class KVStorage(SharedPrefixCache):
         policy: EvictionPolicy | None = None,
         free_memory: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(rotary, device, max_bytes)
-        if policy is not None and not callable(getattr(policy, "priority", None)):
+        self.policy, self.free_memory = LeastRecentlyUsed() if policy is None else policy, free_memory
+        if not callable(getattr(self.policy, "priority", None)):
             raise ValueError(f"policy must have a method priority(node), got {type(policy).__name__}")
-        self.policy, self.free_memory = policy or LeastRecentlyUsed(), free_memory
+        self._observer = self.policy if isinstance(self.policy, RequestObserver) else RequestObserver()
+        super().__init__(rotary, device, max_bytes)
         self.clock = 0  # number of steps of the engine
         self.evicted_tokens = 0
         self.pins: dict[Node, set[Any]] = {}  # requests that use a node, by node
@@ -113,6 +100,7 @@ class KVStorage(SharedPrefixCache):
     def reset(self) -> None:
         """Delete everything and release all memory."""
         super().reset()
+        self._observer.on_reset()
         self.arena = BoundedArena()
         self.arena.max_slots = self.max_tokens
         self.pins, self.computing, self._leaves = {}, {}, {}
@@ -169,8 +157,8 @@ class KVStorage(SharedPrefixCache):
     def _pack(self, wanted: Sequence[tuple[Block, int]]) -> bool:
         """Remove all holes and unused capacity, and reserve the wanted lengths; return whether they fit."""
         lengths = dict(wanted)
-        held = [block for block in self.blocks if block.length or block in lengths]
-        blocks = sorted(held, key=lambda block: block.extent.origin)
+        held = sorted((block for block in self.blocks if block.length), key=lambda b: (b.extent.origin, b.first))
+        blocks = [*held, *(block for block in lengths if not block.length)]
         needed = sum(lengths.get(block, block.length) for block in blocks)
         limit = self._bounded.max_slots
         if limit is None or needed > limit:
@@ -227,6 +215,7 @@ class KVStorage(SharedPrefixCache):
     def _drop(self, node: Node) -> None:
         """Delete the keys and values of a node; the node itself too, unless a preempted request will need it again."""
         assert node.block is not None
+        self._observer.on_evict(node)
         self.evicted_tokens += node.block.length
         if self.pins.get(node) or node.all_children():
             self.release(node.block)
@@ -245,14 +234,20 @@ class KVStorage(SharedPrefixCache):
     def pin(self, node: Node, request: Any) -> None:
         """Note that a request uses a node and those before it."""
         self._leaves.setdefault(request, []).append(node)
+        new = []
         for one in node.path:
-            self.pins.setdefault(one, set()).add(request)
             one.last_used = self.clock
+            requests = self.pins.setdefault(one, set())
+            if request not in requests:
+                requests.add(request)
+                new.append(one)
+        self._observer.on_use(request, new)
 
     def unpin(self, request: Any, keep: bool = True) -> None:
         """Note that a request has ended. Remove its uncomputed tokens, and unless `keep`, all that it alone used."""
         self.stop_computing(request)
         nodes = list(self.pinned(request))
+        self._observer.on_end(request, nodes)
         self._leaves.pop(request, None)
         for node in nodes:
             self.pins[node].discard(request)
@@ -293,6 +288,7 @@ class KVStorage(SharedPrefixCache):
             self.pins[head] = set(self.pins[node])
         if node in self.computing:
             self.computing[head] = self.computing[node]
+        self._observer.on_split(head, node)
         return head
 
     def _split_block(self, block: Block, at: int) -> tuple[Block, Block]:

@@ -1,0 +1,366 @@
+"""Eviction policies that read agents: contribution scores, expected reuse, steps to execution, time to live."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+pytest.importorskip("greenlet")
+
+from engine_requests import random_case, random_prefixes, wait_until_idle
+
+import hf_parallel
+from hf_parallel.engine import (
+    AgentHints,
+    ContributionPolicy,
+    Engine,
+    LeastRecentlyUsed,
+    RequestCancelledError,
+    RequestObserver,
+    StepsToExecution,
+    TimeToLive,
+)
+from hf_parallel.engine.policies import ContributionScores
+from hf_parallel.engine.policies.agents import MAX_MEMBERS, Call, Member
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+POLICIES: dict[str, Any] = {
+    "lru": LeastRecentlyUsed,
+    "contribution": ContributionPolicy,
+    "score": lambda: ContributionPolicy(order="score"),
+    "reuse": lambda: ContributionPolicy(order="reuse"),
+    "steps": StepsToExecution,
+    "ttl": TimeToLive,
+}
+
+
+def call(agent: str, prompt: int = 100, new: int = 10, concurrency: int = 1, **reused: int) -> Call:
+    """Return a request that has ended; `reused` are tokens by the agent that computed them."""
+    member = Member("", agent)
+    return Call(member, AgentHints(agent_id=agent), concurrency, prompt, new, Counter(reused))
+
+
+def scores_of(calls: list[Call], **settings: Any) -> ContributionScores:
+    scores = ContributionScores(**{"round_turns": 10**6, **settings})
+    for one in calls:
+        scores.add(one)
+    scores.compute()
+    return scores
+
+
+# Scores
+
+
+def test_scores_are_those_of_the_equations() -> None:
+    """Two agents: each term is x / (x + median), and the median of two values is their mean."""
+    calls = [call("a", 100, 20), call("b", 300, 60, concurrency=3, a=60), call("a", 100, 20, a=50)]
+    found = scores_of(calls, alpha=0.3).current
+
+    def part(own: float, other: float) -> float:
+        return own / (own + (own + other) / 2)
+
+    activity, workload, efficiency = part(2, 1), part(240, 360), part(50 / 200, 60 / 300)
+    concurrency = part(1, 3)
+    intrinsic = activity * workload * efficiency * concurrency
+    of_b = part(1, 2) * part(360, 240) * part(60 / 300, 50 / 200) * part(3, 1)
+    assert (found["a"].activity, found["a"].workload) == pytest.approx((activity, workload))
+    assert (found["a"].efficiency, found["a"].concurrency) == pytest.approx((efficiency, concurrency))
+    assert found["a"].intrinsic == pytest.approx(part(intrinsic, of_b))
+    assert found["a"].collaborative == found["b"].collaborative == pytest.approx(0.5)
+    assert found["a"].score == pytest.approx(0.3 * part(intrinsic, of_b) + 0.7 * 0.5)
+
+
+def test_the_collaborative_part_weighs_shared_tokens_and_reuse_events() -> None:
+    calls = [call("a"), call("b", a=50), call("c", a=40, b=9), call("b", a=50)]
+    found = scores_of(calls, alpha=0.0).current
+    a_b, a_c, b_c = math.sqrt(100) * math.log(3), math.sqrt(40) * math.log(2), math.sqrt(9) * math.log(2)
+    sums = {"a": a_b + a_c, "b": a_b + b_c, "c": a_c + b_c}
+    middle = sorted(sums.values())[1]
+    assert {agent: one.score for agent, one in found.items()} == pytest.approx(
+        {agent: value / (value + middle) for agent, value in sums.items()}
+    )
+
+
+def test_sharing_with_oneself_is_not_collaborative() -> None:
+    found = scores_of([call("a"), call("b", a=50), *[call("x", 1000, x=1000)] * 50]).current
+    assert found["x"].collaborative == 0
+    assert found["a"].collaborative > 0
+
+
+def test_an_agent_that_inflates_its_counts_does_not_lower_the_scores_of_others() -> None:
+    honest = [call(agent, 100 + 10 * i, a=20) for _ in range(4) for i, agent in enumerate("abcd")]
+    modest, inflated = [call("x", 100, x=50)] * 4, [call("x", 10**6, 10**6, concurrency=1000, x=10**6)] * 1000
+    before, after = scores_of([*honest, *modest]).current, scores_of([*honest, *inflated]).current
+    for agent in "abcd":
+        assert after[agent].score > 0.8 * before[agent].score
+    assert after["x"].score < 0.4  # alpha: it shares with nobody
+
+
+def test_a_flood_of_requests_does_not_displace_others_from_the_window() -> None:
+    scores = scores_of([call("a"), call("b", a=9), *[call("x")] * 10_000], window=1, round_turns=8)
+    assert scores.current.keys() == {"a", "b", "x"}
+
+
+def test_agents_leave_the_window() -> None:
+    scores = scores_of([call("a"), call("b", a=9)] * 4 + [call("c"), call("d", c=9)] * 8, window=2, round_turns=8)
+    assert scores.current.keys() == {"c", "d"}
+    assert not {pair for pair in scores._pairs if "a" in pair}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_sliding_window_equals_a_new_computation(seed: int) -> None:
+    rng = random.Random(seed)
+    calls = []
+    for agent in rng.choices("abcdefgh", k=400):
+        shared = {owner: rng.randint(1, 99) for owner in rng.sample("abcdefgh", 3)}
+        calls.append(call(agent, rng.randint(300, 900), rng.randint(1, 99), rng.randint(1, 5), **shared))
+    sliding = scores_of(calls, window=4, round_turns=8)
+    starts = [i for i, one in enumerate(calls) if i == 0 or one.member.agent != calls[i - 1].member.agent]
+    latest = scores_of(calls[starts[-32] :])
+    for agent, one in latest.current.items():
+        assert sliding.current[agent].score == pytest.approx(one.score), agent
+    assert sliding.current.keys() == latest.current.keys()
+
+
+def test_scores_are_computed_once_a_round_and_kept_as_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: Counter[str] = Counter()
+    for name in ("compute", "_share"):
+        original = getattr(ContributionScores, name)
+
+        def counted(self: Any, *given: Any, name: str = name, original: Any = original) -> None:
+            counts[name] += 1
+            original(self, *given)
+
+        monkeypatch.setattr(ContributionScores, name, counted)
+    agents = [f"agent {index}" for index in range(100)]
+    scores = ContributionScores(window=8, round_turns=16)
+    for number in range(1600):
+        scores.add(call(agents[number % 100], **{agents[(number + 1) % 100]: 5}))
+    assert counts["compute"] == len(scores.history) == 100
+    assert counts["_share"] <= 2 * 1600  # one edge of the graph for each request that comes and goes
+    assert scores.history[-1] is scores.current
+    assert len(scores.current) == 100
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"alpha": 1.5}, "alpha must be between 0 and 1, got 1.5"),
+        ({"alpha": True}, "alpha"),
+        ({"window": 0}, "window must be an int of at least 1, got 0"),
+        ({"round_turns": 1.5}, "round_turns"),
+        ({"order": "random"}, "order must be one of"),
+    ],
+)
+def test_bad_settings_of_the_policy_raise(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ContributionPolicy(**settings)
+
+
+def test_bad_settings_of_time_to_live_raise() -> None:
+    with pytest.raises(ValueError, match="patience must be a number of at least 0, got -1"):
+        TimeToLive(patience=-1)
+
+
+# In an engine
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+
+
+@pytest.fixture(scope="module")
+def token_bytes(model: Any) -> int:
+    with Engine(model) as engine:
+        engine.submit([5, 6, 7], max_new_tokens=1).result()
+        return engine._storage.arena.bytes_per_token
+
+
+class Agents:
+    """Submits requests of agents to an engine, one after the other."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def ask(self, agent: str, prompt: list[int], tool_ms: float | None = None) -> int:
+        """Return the number of prompt tokens that were cached."""
+        hints = {"workflow_id": "w", "agent_id": agent, "expected_tool_duration_ms": tool_ms}
+        handle = self.engine.submit(prompt, max_new_tokens=2, do_sample=False, agent_hints=hints)
+        return handle.result().stats.reused_tokens
+
+
+@pytest.fixture
+def small_engine(model: Any, token_bytes: int) -> Iterator[Any]:
+    """Return a function that opens an engine of 100 tokens with a policy, and closes the one before."""
+    opened: list[Engine] = []
+
+    def make(policy: Any) -> Agents:
+        if opened:
+            opened[-1].close()
+        opened.append(Engine(model, max_kv_bytes=100 * token_bytes, policy=policy).__enter__())
+        return Agents(opened[-1])
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+def text(first: int, length: int) -> list[int]:
+    """Return a prompt of `length` tokens that shares no token with those of another `first`."""
+    return [first + 3, *[first + 4] * (length - 1)]
+
+
+def test_a_policy_learns_from_requests_what_they_use(small_engine: Any) -> None:
+    seen: list[Any] = []
+
+    class Recorder(RequestObserver):
+        def priority(self, node: Any) -> float:
+            return node.last_used
+
+        def on_use(self, request: Any, nodes: Any) -> None:
+            seen.append(("use", request.hints.agent_id, [len(node.tokens) for node in nodes]))
+
+        def on_end(self, request: Any, nodes: Any) -> None:
+            seen.append(("end", request.num_tokens, [len(node.tokens) for node in nodes]))
+
+        def on_split(self, head: Any, tail: Any) -> None:
+            seen.append(("split", len(head.tokens), len(tail.tokens)))
+
+    agents = small_engine(Recorder())
+    agents.ask("a", [5, 6, 7, 8])
+    agents.ask("b", [5, 6, 9])
+    assert seen == [
+        *(("use", "a", [4]), ("use", "a", [1]), ("end", 2, [4, 1])),
+        *(("split", 2, 2), ("use", "b", [2, 1]), ("use", "b", [1]), ("end", 2, [2, 1, 1])),
+    ]
+
+
+def test_what_an_agent_uses_once_is_evicted_before_what_agents_use_again(small_engine: Any) -> None:
+    """A searcher's documents fill the memory between the requests of two agents that continue their prompts."""
+    hits = {}
+    for name in ("lru", "contribution"):
+        agents = small_engine(POLICIES[name]())
+        hits[name] = 0
+        for number in range(12):
+            for agent, first in [("Patcher", 10), ("Viewer", 20)] * 2:
+                hits[name] += agents.ask(agent, text(first, 24))
+            agents.ask("Searcher", text(30 + number, 30))
+            agents.ask("Summary", text(50 + number, 30))
+    assert hits["lru"] == 12 * 2 * 24
+    assert hits["contribution"] > 1.5 * hits["lru"]
+
+
+def test_the_order_of_the_paper_evicts_the_agent_with_the_lowest_score_first(small_engine: Any) -> None:
+    policy = ContributionPolicy(order="score", round_turns=2)
+    agents = small_engine(policy)
+    for _ in range(4):
+        for agent in ("a", "b"):  # share with each other
+            agents.ask(agent, text(10, 20))
+        agents.ask("c", text(20, 20))
+    assert policy.scores.current["a"].score > policy.scores.current["c"].score
+    nodes = {node.tokens[0]: policy.priority(node) for node in agents.engine._storage.nodes() if node.start == 0}
+    assert nodes[13] > nodes[23]
+
+
+def test_steps_to_execution_keeps_the_prefix_of_the_agent_that_is_next(small_engine: Any) -> None:
+    graph = {"plan": ["write"], "write": ["review"], "review": ["publish"], "publish": ["plan"]}
+    reused = {}
+    for name, policy in {"lru": LeastRecentlyUsed(), "steps": StepsToExecution(graph)}.items():
+        agents = small_engine(policy)
+        for _ in range(2):
+            reused[name] = [agents.ask(agent, text(10 * i, 28)) for i, agent in enumerate(graph)]
+    assert reused["lru"] == [0] * 4
+    assert sum(map(bool, reused["steps"])) >= 2
+
+
+def test_steps_to_execution_learns_the_graph(small_engine: Any) -> None:
+    learned, given = StepsToExecution(), StepsToExecution({"a": ["b"], "b": ["c"], "c": ["a"]})
+    for policy in (learned, given):
+        agents = small_engine(policy)
+        for _ in range(2):
+            for index, agent in enumerate("abc"):
+                agents.ask(agent, text(10 * index, 10))
+    members = {member.agent: member for member in learned._members.values()}
+    assert [learned._distance(members[agent]) for agent in "abc"] == [1, 2, 3]
+    assert [given._distance(member) for member in given._members.values()] == [1, 2, 3]
+
+
+def test_time_to_live_keeps_a_prefix_until_the_tool_returns(small_engine: Any) -> None:
+    now = 0.0
+    agents = small_engine(TimeToLive(patience=2, clock=lambda: now))
+    agents.ask("a", text(10, 30), tool_ms=10_000)
+    for number in range(5):
+        agents.ask("b", text(20 + number, 30))
+    now = 19.0
+    agents.ask("b", text(30, 30))
+    assert agents.ask("a", text(10, 30), tool_ms=10_000) > 0
+    now = 60.0
+    for number in range(5):
+        agents.ask("b", text(40 + number, 30))
+    assert agents.ask("a", text(10, 30)) == 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_changes_no_token(model: Any, token_bytes: int, name: str) -> None:
+    rng = random.Random(1)
+    cases = [random_case(rng, random_prefixes(random.Random(0), 2, 20)) for _ in range(20)]
+    cases = [case for case in cases if case.mode in (None, "shared_prefix")]
+    expected = [case.alone(model) for case in cases]
+    with Engine(model, max_kv_bytes=400 * token_bytes, policy=POLICIES[name](), max_rows=8) as engine:
+        hints = [{"workflow_id": str(i % 2), "agent_id": str(i % 3)} for i in range(len(cases))]
+        handles = [
+            engine.submit(case.prompt, case.mode, agent_hints=hint, **case.arguments)
+            for case, hint in zip(cases, hints, strict=True)
+        ]
+        assert [handle.result(60).sequences.tolist() for handle in handles] == expected
+
+
+class Failing:
+    """Logits processor that raises an error."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("name", ["contribution", "steps", "ttl"])
+def test_requests_that_fail_or_are_cancelled_leave_nothing_in_a_policy(model: Any, token_bytes: int, name: str) -> None:
+    policy = POLICIES[name]()
+    with Engine(model, max_kv_bytes=300 * token_bytes, policy=policy) as engine:
+        failing = engine.submit([5] * 9, max_new_tokens=9, logits_processor=[Failing()], agent_hints={"agent_id": "a"})
+        cancelled = engine.submit([6] * 9, max_new_tokens=200, agent_hints={"agent_id": "b"})
+        with pytest.raises(ArithmeticError):
+            failing.result(60)
+        cancelled.cancel()
+        with pytest.raises(RequestCancelledError):
+            cancelled.result(60)
+        wait_until_idle(engine)
+        assert not policy._calls
+        assert not +policy.running
+
+
+def test_the_number_of_agents_that_are_remembered_is_bounded() -> None:
+    policy = ContributionPolicy()
+
+    class Request:
+        num_tokens = 1
+
+        def __init__(self, name: str) -> None:
+            self.hints = AgentHints(agent_id=name)
+
+    for index in range(MAX_MEMBERS + 100):
+        request = Request(str(index))
+        policy.on_use(request, [])
+        policy.on_end(request, [])
+    assert len(policy._members) == MAX_MEMBERS
+    assert len(policy.scores.current) <= policy.scores.window * policy.scores.round_turns
+    assert len(policy.running) == 0
