@@ -14,6 +14,7 @@ from hf_parallel.agents.errors import (
 )
 from hf_parallel.agents.models import Completion, Model, ScriptedModel
 from hf_parallel.agents.runtime import AgentResult, Runtime
+from hf_parallel.agents.simulator import CacheResult, replay, simulate
 from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors import (
     DVTS,
@@ -29,7 +30,10 @@ from hf_parallel.agents.supervisors import (
     TreeQuest,
 )
 from hf_parallel.agents.trace import Event, RunTrace
+from hf_parallel.agents.traces import Trace, TraceRequest
 from hf_parallel.agents.values import reward_model, scored_by, votes
+from hf_parallel.agents.workflows import FiveAgents, random_trace, with_adversary
+from hf_parallel.engine.policies import ContributionPolicy, LeastRecentlyUsed, StepsToExecution, TimeToLive
 
 __all__ = [
     "DVTS",
@@ -43,11 +47,15 @@ __all__ = [
     "BeamSearch",
     "BestOfN",
     "BudgetExceededError",
+    "CacheResult",
     "Chat",
     "Completion",
+    "ContributionPolicy",
     "DeadlockError",
     "Event",
     "Fire",
+    "FiveAgents",
+    "LeastRecentlyUsed",
     "Model",
     "ReplayError",
     "RunTrace",
@@ -57,8 +65,12 @@ __all__ = [
     "SelfRefine",
     "Single",
     "State",
+    "StepsToExecution",
     "Supervisor",
+    "TimeToLive",
     "ToolError",
+    "Trace",
+    "TraceRequest",
     "TreeOfThoughts",
     "TreeQuest",
     "agent",
@@ -66,11 +78,15 @@ __all__ = [
     "gather",
     "next",
     "now",
+    "random_trace",
+    "replay",
     "resume",
     "reward_model",
     "rng",
     "scored_by",
+    "simulate",
     "spawn",
     "tool",
     "votes",
+    "with_adversary",
 ]
