@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,8 +38,8 @@ class Use:
 
     calls: int
     """Number of requests that the member had ended before."""
-    is_again: bool
-    """Whether an earlier request of the member had used the node, too."""
+    count: int
+    """Number of requests of the member that have used the node."""
 
     def age(self, member: Member) -> int:
         """Return the number of requests that the member has ended since."""
@@ -120,16 +120,21 @@ class AgentPolicy(RequestObserver):
                 member.interval = passed if member.interval is None else (member.interval + passed) / 2
         member.last_turn = self.turn
         used = [(node, self.uses[node]) for node in nodes if node in self.uses]
-        self.note_call(call, used)
+        counts = self.note_call(call, used)
         for node, uses in used:
             before = uses.users.pop(member, None)
-            uses.users[member] = Use(member.calls, before is not None)
+            count = counts.get(node, 0) if before is None else before.count
+            uses.users[member] = Use(member.calls, count + 1)
             if len(uses.users) > MAX_USERS:
                 self.forget(node, next(iter(uses.users)))
         member.calls += 1
 
-    def note_call(self, call: Call, used: Sequence[tuple[Node, NodeUses]]) -> None:
-        """Note a request that has ended, and the nodes that it has used, with their earlier uses."""
+    def note_call(self, call: Call, used: Sequence[tuple[Node, NodeUses]]) -> Mapping[Node, int]:
+        """Note a request that has ended, and the nodes that it has used, with their earlier uses.
+
+        Return the number of earlier uses of nodes that are new, as they were evicted.
+        """
+        return {}
 
     def forget(self, node: Node, member: Member) -> None:
         """Remove a member from the users of a node."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.engine.policies.agents import AgentPolicy, Call, Member, NodeUses
@@ -65,15 +65,20 @@ class ContributionPolicy(AgentPolicy):
             expected += weight * self._reuse.probability(member, use) * self._presence(member)
         return expected, node.last_used
 
-    def note_call(self, call: Call, used: Sequence[tuple[Node, NodeUses]]) -> None:
+    def note_call(self, call: Call, used: Sequence[tuple[Node, NodeUses]]) -> Mapping[Node, int]:
         """See `AgentPolicy.note_call`."""
         self.scores.add(call)
-        self._reuse.note_call(call.member, used)
+        return self._reuse.note_call(call.member, used)
 
     def forget(self, node: Node, member: Member) -> None:
         """See `AgentPolicy.forget`."""
         self._reuse.forget(node, member, self.uses[node].users[member])
         super().forget(node, member)
+
+    def on_evict(self, node: Node) -> None:
+        """See `RequestObserver.on_evict`."""
+        if (uses := self.uses.pop(node, None)) is not None:
+            self._reuse.evict(node, uses)
 
     def on_reset(self) -> None:
         """See `RequestObserver.on_reset`."""

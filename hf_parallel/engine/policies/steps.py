@@ -39,7 +39,7 @@ class StepsToExecution(AgentPolicy):
         steps = min((self._distance(member) for member in uses.users), default=math.inf) if uses else math.inf
         return -steps, node.last_used
 
-    def note_call(self, call: Call, used: Sequence[tuple[Node, NodeUses]]) -> None:
+    def note_call(self, call: Call, used: Sequence[tuple[Node, NodeUses]]) -> Mapping[Node, int]:
         """See `AgentPolicy.note_call`."""
         member = call.member
         before = self._current.pop(member.workflow, None)
@@ -47,7 +47,7 @@ class StepsToExecution(AgentPolicy):
         if len(self._current) > MAX_STEPS:
             del self._current[next(iter(self._current))]
         if before is None or self.graph is not None:
-            return
+            return {}
         self._steps.append((before, member.agent))
         self._edges[before, member.agent] += 1
         if len(self._steps) > MAX_STEPS:
@@ -56,6 +56,7 @@ class StepsToExecution(AgentPolicy):
             if not self._edges[gone]:
                 del self._edges[gone]
         self._distances.clear()
+        return {}
 
     def _distance(self, member: Member) -> float:
         current = self._current.get(member.workflow)

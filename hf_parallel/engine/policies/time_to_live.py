@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.engine.policies.agents import AgentPolicy, Call, Member, NodeUses
@@ -45,7 +45,7 @@ class TimeToLive(AgentPolicy):
         soonest = min((returns for returns, end in expected if now <= end), default=None)
         return (0.0, node.last_used) if soonest is None else (1.0, -soonest)
 
-    def note_call(self, call: Call, used: Sequence[tuple[Node, NodeUses]]) -> None:
+    def note_call(self, call: Call, used: Sequence[tuple[Node, NodeUses]]) -> Mapping[Node, int]:
         """See `AgentPolicy.note_call`."""
         now, duration = self.clock(), call.hints.expected_tool_duration_ms
         self._returns.pop(call.member, None)
@@ -54,3 +54,4 @@ class TimeToLive(AgentPolicy):
             self._returns[call.member] = now + seconds, now + self.patience * seconds
         elif len(self._returns) > len(self._members):
             self._returns = {member: time for member, time in self._returns.items() if now <= time[1]}
+        return {}
