@@ -28,7 +28,7 @@ TEMPLATE = (
 
 def small_model() -> tuple[Any, Any]:
     """Return a random model, whose greedy text varies, and a tokenizer with a chat template."""
-    tokenizer = make("byte_level")
+    tokenizer = copy.deepcopy(make("byte_level"))  # tests share it
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     model = small_llama(tokenizer, initializer_range=0.5, tie_word_embeddings=False)
