@@ -788,3 +788,17 @@ def test_every_supervisor_searches_alike_on_an_engine(supervisor: Supervisor, en
     assert committed(first) == committed(second)
     assert texts(first) == texts(second)
     assert first.stats.passes > 0
+
+
+def test_copies_of_an_agent_on_several_paths_have_ids_of_their_own() -> None:
+    @agent
+    async def resumes() -> Any:
+        handle = spawn(yields_twice)
+        await next(handle)
+        await Chat().gen()
+        await resume(handle, "?")
+        return await next(handle)
+
+    result = Runtime(ScriptedModel(digits)).run(resumes.under(BestOfN(3)))
+    ended = sorted(event.agent for event in result.trace.events if event.kind == "yield" and event.state == "0.0.0.0")
+    assert ended == [f"resumes#0/yields_twice#0{suffix}" for suffix in ("", "@0.1", "@0.2")]

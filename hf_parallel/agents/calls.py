@@ -78,7 +78,8 @@ def _id_after(frame: Frame, before: Segment) -> str:
     state = frame.state
     owner = builtins.next((one for one in state.path if before in one.segments), None)
     origin = before.task.result()
-    number = sum(segment.origin is origin for one in state.path for segment in one.segments)
+    others = [segment for one in state.path for segment in one.segments if segment is not before]
+    number = sum(segment.origin is origin for segment in others)
     if owner is not None and not number and not state.id[len(owner.id) :].replace(".", "").strip("0"):
         return before.agent_id
     place = state.id if owner is not None else f"{state.agent_id}.{state.id}".replace("/", ".")
