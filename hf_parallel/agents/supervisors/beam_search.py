@@ -38,7 +38,7 @@ class BeamSearch(RoundSearch):
     def init(self, root: State) -> None:
         """Begin a search."""
         super().init(root)
-        self._next = [root] * (self.width * self.expand)
+        self.next_states = [root] * (self.width * self.expand)
 
     def choose(self, children: list[State]) -> list[State]:
         """Return the unfinished states among the best."""

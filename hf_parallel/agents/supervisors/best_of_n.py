@@ -33,4 +33,4 @@ class BestOfN(Single):
     def init(self, root: State) -> None:
         """Begin a search."""
         super().init(root)
-        self._next = [root] * self.n
+        self.next_states = [root] * self.n

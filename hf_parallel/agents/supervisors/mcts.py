@@ -56,7 +56,7 @@ class MCTS(Supervisor):
         """Begin a search."""
         super().init(root)
         self._nodes = {root: _Node()}
-        self._next: list[State] = []
+        self.next_states: list[State] = []
         self._num_left, self._num_running = self.iterations, 0
         self._range = (math.inf, -math.inf)
 
@@ -72,12 +72,12 @@ class MCTS(Supervisor):
                 node.visits += 1
                 node.losses += 1
             self._fire(state)
-        fired, self._next = self._next, []
+        fired, self.next_states = self.next_states, []
         return fired
 
     def _fire(self, state: State) -> None:
         self._nodes[state].running += 1
-        self._next.append(state)
+        self.next_states.append(state)
 
     def commit(self, parent: State, child: State) -> None:
         """Continue the iteration, or end it."""

@@ -26,7 +26,7 @@ class RoundSearch(Supervisor):
     def init(self, root: State) -> None:
         """Begin a search."""
         super().init(root)
-        self._next: list[State] = []
+        self.next_states: list[State] = []
         self._round: list[State] = []
         self._num_running = 0
         self._is_single = False
@@ -37,7 +37,7 @@ class RoundSearch(Supervisor):
 
     def select(self) -> Sequence[State | Fire]:
         """Return the states of the next round."""
-        fired, self._next = self._next, []
+        fired, self.next_states = self.next_states, []
         self._num_running += len(fired)
         return fired
 
@@ -49,9 +49,9 @@ class RoundSearch(Supervisor):
         if self._num_running:
             return
         children, self._round = self._round, []
-        self._next = [] if self._is_single else self.choose(children)
-        if not self._next and not any(state.is_final for state in self.states):
-            self._next = self._best_open(children if self._is_single else ()) or self._best_open(self.states)
+        self.next_states = [] if self._is_single else self.choose(children)
+        if not self.next_states and not any(state.is_final for state in self.states):
+            self.next_states = self._best_open(children if self._is_single else ()) or self._best_open(self.states)
             self._is_single = True
 
     @staticmethod

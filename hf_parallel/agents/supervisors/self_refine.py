@@ -55,7 +55,7 @@ class SelfRefine(Single):
 
     def select(self) -> Sequence[State | Fire]:
         """Return the new state, to be completed with feedback."""
-        fired, self._next = self._next, []
+        fired, self.next_states = self.next_states, []
         return [Fire(state, self._complete) for state in fired]
 
     async def _complete(self, chat: Chat) -> str:

@@ -11,20 +11,26 @@ from hf_parallel.agents.supervisors.base import Fire, Supervisor
 
 @dataclass(kw_only=True)
 class Single(Supervisor):
-    """Continues each state once."""
+    """Continues each state once.
+
+    Attributes
+    ----------
+    next_states : list of State
+        States that `select` returns next.
+    """
 
     def init(self, root: State) -> None:
         """Begin a search."""
         super().init(root)
-        self._next = [root]
+        self.next_states = [root]
 
     def select(self) -> Sequence[State | Fire]:
         """Return the new states."""
-        fired, self._next = self._next, []
+        fired, self.next_states = self.next_states, []
         return fired
 
     def commit(self, parent: State, child: State) -> None:
         """Continue with the new state."""
         super().commit(parent, child)
         if child.is_choice:
-            self._next.append(child)
+            self.next_states.append(child)

@@ -60,7 +60,7 @@ class TreeOfThoughts(RoundSearch):
         """Begin a search."""
         super().init(root)
         self._stack: list[State] = []  # depth-first: the best of the deepest last
-        self._next = [root] * self.expand
+        self.next_states = [root] * self.expand
 
     def choose(self, children: list[State]) -> list[State]:
         """Return the states to continue."""

@@ -63,7 +63,7 @@ class TreeQuest(RoundSearch):
         self._tree = self.algorithm.init_tree()
         self._num_left = self.iterations
         self._trials: list[str] = []
-        self._next = self._ask()
+        self.next_states = self._ask()
 
     def choose(self, children: list[State]) -> list[State]:
         """Tell the algorithm the new states, and ask it for the next."""
