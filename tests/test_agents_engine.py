@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from serving import small_model
 
-from hf_parallel.agents import AgentError, Chat, Runtime, agent, gather, next, spawn
+from hf_parallel.agents import AgentError, Chat, ContributionPolicy, Runtime, agent, gather, next, spawn
+from hf_parallel.agents.page import render
 from hf_parallel.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,6 +83,23 @@ def test_a_completion_may_use_a_mode(engine: Engine, mode: str, settings: dict[s
         yield text == chat.messages[-1]["content"]
 
     assert Runtime(engine).run(uses).value is True
+
+
+def test_the_trace_holds_the_size_of_the_cache_and_the_scores_of_the_agents() -> None:
+    @agent
+    async def several() -> Any:
+        for other in (talk, listener, talk):
+            await next(spawn(other, "fish"))
+        yield
+
+    listener = agent(name="listener")(talk.function)
+    model, tokenizer = small_model()
+    with Engine(model, tokenizer, policy=ContributionPolicy(round_turns=2)) as engine:
+        trace = Runtime(engine).run(several).trace
+        assert engine.stats.kv_bytes == [event for event in trace.events if event.kind == "kv"][-1].data["bytes"]
+    scores = [event.data["scores"] for event in trace.events if event.kind == "scores"]
+    assert set(scores[-1]) == {"talk", "listener"}
+    assert "<html" in render(trace)
 
 
 def test_an_error_of_a_request_reaches_the_agent(engine: Engine) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.errors import DeadlockError, ReplayError, ToolError
 from hf_parallel.agents.execution import Execution, source_line
-from hf_parallel.agents.models import Completion, Model
+from hf_parallel.agents.models import Completion, EngineModel, Model
 from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.segment import Segment
 from hf_parallel.agents.state import END, State, derive_seed
@@ -139,6 +139,9 @@ class Run:
             settings={name: repr(value) for name, value in settings.items()},
             line=source_line(state.agent.function),
         )
+        if isinstance(model, EngineModel):
+            for kind, data in model.residency().items():
+                self.trace.add(agent_id, kind, **data)
         return found.text, found.tokens
 
     def _hints(self, state: State, key: str) -> AgentHints:
