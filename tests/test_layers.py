@@ -34,7 +34,7 @@ LAYERS: dict[str, set[str]] = {
     "generation.resampling": {"kernels", "cache", "models", "transcript", "generation"},
     "generation.modes": {"kernels", "cache", "models", "transcript", "generation", "generation.resampling"},
     "engine": {"kernels", "cache", "models", "generation", "generation.modes"},
-    "agents": {"kernels", "cache", "models", "generation", "generation.modes", "engine"},
+    "agents": {"kernels", "cache", "models", "transcript", "generation", "generation.modes", "engine"},
 }
 """Layers that each layer may import besides itself and the ground; layers that are not listed may import any.
 
