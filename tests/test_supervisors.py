@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -802,3 +803,26 @@ def test_copies_of_an_agent_on_several_paths_have_ids_of_their_own() -> None:
     result = Runtime(ScriptedModel(digits)).run(resumes.under(BestOfN(3)))
     ended = sorted(event.agent for event in result.trace.events if event.kind == "yield" and event.state == "0.0.0.0")
     assert ended == [f"resumes#0/yields_twice#0{suffix}" for suffix in ("", "@0.1", "@0.2")]
+
+
+@with_every
+def test_a_recorded_search_replays_and_goes_on_where_it_was_cut(supervisor: Supervisor, tmp_path: Path) -> None:
+    if supervisor.value is not None:
+        supervisor = replace(supervisor, value=scored_in_thousandths)
+
+    def run(model: ScriptedModel | None) -> dict[str, Any]:
+        runtime = Runtime(model)
+        return everything(runtime.run(busy.under(supervisor), supervisor, record=tmp_path / "run.jsonl"))
+
+    whole = ScriptedModel(digits)
+    expected = run(whole)
+    assert run(None) == expected
+    lines = (tmp_path / "run.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run.jsonl").write_text("".join(lines[: len(lines) // 2]))
+    rest = ScriptedModel(digits)
+    assert run(rest) == expected
+    assert 0 < len(rest.calls) < len(whole.calls)
+
+
+async def scored_in_thousandths(state: State) -> float:
+    return await scored_by(judge)(state) / 1000
