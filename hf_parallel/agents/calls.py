@@ -193,7 +193,8 @@ async def tool(
                 return await attempt()
             except Exception as error:
                 if not left:
-                    what = f"took more than {timeout} seconds" if isinstance(error, asyncio.TimeoutError) else repr(error)
+                    is_late = isinstance(error, asyncio.TimeoutError)
+                    what = f"took more than {timeout} seconds" if is_late else repr(error)
                     raise ToolError(f"tool {name} failed after {retries + 1} attempts: {what}") from error
                 await asyncio.sleep(delay)
                 delay *= 2
