@@ -174,11 +174,11 @@ def test_tree_of_thoughts_breadth_first_ends_at_the_goal() -> None:
 
 
 def test_tree_of_thoughts_depth_first_goes_back_from_states_below_the_threshold() -> None:
-    model = tree({"": ["a 5", "b 7"], "b 7": ["c 1", "end 2"], "a 5": ["d 3", "end 6"]})
-    supervisor = TreeOfThoughts(expand=2, value=number, search="dfs", threshold=3)
+    model = tree({"": ["b 7", "a 5", "x 4"], "b 7": ["c 1", "end 2", "fail"], "a 5": ["d 3", "end 6", "fail"]})
+    supervisor = TreeOfThoughts(expand=3, value=number, search="dfs", threshold=3)
     result = Runtime(model).run(walk.under(supervisor))
     assert result.value == "end 6"
-    assert ids(result) == ["0.0", "0.1", "0.1.0", "0.1.1", "0.0.0", "0.0.1"]
+    assert ids(result) == ["0.0", "0.1", "0.2", "0.0.0", "0.0.1", "0.0.2", "0.1.0", "0.1.1", "0.1.2"]
 
 
 def test_tree_of_thoughts_depth_first_goes_on_to_the_goal() -> None:
@@ -191,6 +191,18 @@ def test_states_deeper_than_max_depth_get_one_completion() -> None:
     model = tree({"": ["a 1", "b 2"], "b 2": ["c 1"], "a 1": ["end 1"], "b 2/c 1": ["end 0"]})
     result = Runtime(model).run(walk.under(TreeOfThoughts(3, 2, value=number, max_depth=1)))
     assert (result.value, result.stats.completions) == ("end 1", 5)
+
+
+def test_depth_counts_from_the_yield_at_which_a_search_begins() -> None:
+    @agent
+    async def yields_first() -> Any:
+        chat = Chat()
+        yield await chat.gen()
+        await chat.gen()
+        yield await chat.gen()
+
+    search = TreeOfThoughts(3, 3, value=lambda state: int(state.text), max_depth=2)
+    assert Runtime(ScriptedModel(digits)).run(yields_first.under(search)).stats.completions == 3 + 3 + 9
 
 
 @pytest.mark.parametrize("search", ["bfs", "dfs"])
@@ -358,9 +370,23 @@ def test_mcts_continues_each_new_state_to_the_end_and_descends_by_uct() -> None:
 
 
 def test_mcts_with_much_exploration_visits_states_evenly() -> None:
-    model = tree({"": ["a", "b"], "a": ["end 0", "end 1"], "b": ["end 10", "end 9"]})
-    result = Runtime(model).run(walk.under(MCTS(4, 2, value=number, exploration=100.0)))
-    assert ids(result) == ["0.0", "0.0.0", "0.1", "0.1.0", "0.1.1", "0.0.1"]
+    ends = {"a": ["end 0", "end 1", "end 2"], "b": ["end 10", "end 9", "end 8"], "c": ["end 3", "end 4", "end 5"]}
+
+    def visited(exploration: float) -> list[str]:
+        search = MCTS(6, 3, value=number, exploration=exploration)
+        result = Runtime(tree({"": list("abc"), **ends})).run(walk.under(search))
+        return [state for state in ids(result) if state.count(".") == 2]
+
+    assert visited(100.0) == ["0.0.0", "0.1.0", "0.2.0", "0.1.1", "0.2.1", "0.0.1"]
+    assert visited(0.0) == ["0.0.0", "0.1.0", "0.2.0", "0.1.1", "0.1.2", "0.2.1"]
+
+
+def test_mcts_searches_alike_whatever_the_scale_of_the_values() -> None:
+    def visited(scale: float, offset: float) -> list[str]:
+        search = MCTS(20, 3, value=lambda state: scale * int(state.text) + offset, parallel=2)
+        return ids(Runtime(ScriptedModel(digits)).run(three_choices.under(search)))
+
+    assert visited(1, 0) == visited(1000, 7) == visited(0.25, -1e6)
 
 
 def test_mcts_ends_when_the_tree_is_complete() -> None:
@@ -595,19 +621,21 @@ def test_algorithms_of_treequest_search_alike_each_time(name: str) -> None:
     treequest = pytest.importorskip("treequest")
     supervisor = TreeQuest(getattr(treequest, name)(), 12, parallel=3, value=thousandths)
 
-    def run(seed: int) -> dict[str, Any]:
-        moments = random.Random(seed)
-        np.random.seed(seed)
+    def run(begin: int) -> dict[str, Any]:
+        moments = random.Random(begin)
+        np.random.seed(begin)
 
         async def script(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
             await asyncio.sleep(moments.random() / 1000)
             return digits(messages, settings, seed)
 
-        return everything(Runtime(ScriptedModel(script)).run(three_choices.under(supervisor)))
+        found = everything(Runtime(ScriptedModel(script)).run(three_choices.under(supervisor)))
+        assert np.random.random() == np.random.RandomState(begin).random_sample()
+        return found
 
     expected = run(0)
     assert len(expected) > 12
-    assert all(run(seed) == expected for seed in range(1, 20))
+    assert all(run(begin) == expected for begin in range(1, 20))
 
 
 INVALID = [
