@@ -29,6 +29,7 @@ SOURCES = {
     "train_pdos": "2026-11-23-cpu-2-cores-train-pdos.json",
     "engine": "2026-11-23-cpu-2-cores-engine.json",
     "engine_load": "2026-11-23-cpu-2-cores-engine-load.json",
+    "agents_cache": "2026-11-23-cpu-2-cores-agents-cache.json",
     "gpu_checks": "2026-11-22-h200-correctness.json",
     "gpu_attention": "2026-11-22-h200-attention.json",
     "gpu": "2026-11-22-h200-models.json",

@@ -13,7 +13,7 @@ from ascii_tokenizer import AsciiTokenizer
 
 pytest.importorskip("greenlet")
 
-from hf_parallel.engine import AgentHints, Engine
+from hf_parallel.engine import AgentHints, Engine, RequestObserver
 
 HINTS = {
     "workflow_id": "repair-7",
@@ -64,3 +64,29 @@ def test_bad_hints_raise_at_submission(engine: Engine, kind: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         engine.submit(PROMPT, agent_hints=hints)
     assert "agent_hints" in str(raised.value)
+
+
+class Recorder(RequestObserver):
+    """Policy that records the hints of all requests."""
+
+    def __init__(self) -> None:
+        self.seen: list[AgentHints] = []
+
+    def priority(self, node: Any) -> float:
+        return node.last_used
+
+    def on_end(self, request: Any, nodes: Any) -> None:
+        self.seen.append(request.hints)
+
+
+@pytest.mark.parametrize("given", [HINTS, {"agent_id": "Viewer", "step_id": None}, {}, None])
+def test_a_policy_receives_the_hints_of_a_request_over_http(given: Any) -> None:
+    for module in ("fastapi", "uvicorn", "prometheus_client", "httpx2", "llguidance"):
+        pytest.importorskip(module)
+    from serving import served, small_model
+
+    recorder = Recorder()
+    with Engine(*small_model(), policy=recorder) as engine, served(engine) as server:
+        server.chat(agent_hints=given)
+    expected = {name: value for name, value in (given or {}).items() if value is not None}
+    assert recorder.seen == [AgentHints(**expected)]

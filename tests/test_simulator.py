@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -14,9 +15,19 @@ import tiny
 pytest.importorskip("greenlet")
 
 import hf_parallel
-from hf_parallel.agents import FiveAgents, Trace, TraceRequest, random_trace, replay, simulate, with_adversary
+from hf_parallel.agents import (
+    FiveAgents,
+    Trace,
+    TraceRequest,
+    random_trace,
+    replay,
+    score_plot,
+    simulate,
+    with_adversary,
+)
 from hf_parallel.agents.simulator import POLICIES
 from hf_parallel.engine import ContributionPolicy, Engine, KVBudgetError, TimeToLive
+from hf_parallel.engine.policies import Contribution
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -180,3 +191,32 @@ def test_bad_arguments_raise() -> None:
         simulate(trace, object())  # type: ignore[arg-type]
     with pytest.raises(KVBudgetError):
         simulate(trace, max_tokens=1000)
+
+
+def test_the_scores_are_drawn_over_time() -> None:
+    policy = simulate(FiveAgents(7, 0).trace(), "contribution", 7100).policy
+    root = ElementTree.fromstring(score_plot(policy.scores.history))
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"Decision", "Patcher", "Viewer", "Summary", "Searcher"} <= set(texts)
+    lines = [element.get("points", "").split() for element in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert max(map(len, lines)) == len(policy.scores.history) > 5
+
+
+def test_a_plot_escapes_names_and_may_be_empty() -> None:
+    score = Contribution(*[0.5] * 7)
+    assert ElementTree.fromstring(score_plot([{"<b>&": score}], "intrinsic")) is not None
+    assert ElementTree.fromstring(score_plot([])) is not None
+    with pytest.raises(ValueError, match="part must be one of .* got 'total'"):
+        score_plot([], "total")
+
+
+def test_an_agent_whose_prefix_is_always_evicted_before_its_next_request_is_learned() -> None:
+    """The rules of two agents alternate with texts that are used once; all of a round do not fit."""
+    requests = []
+    for number in range(12):
+        texts = (("Searcher", f"text {number}", 30), ("Summary", f"report {number}", 30))
+        for agent, name, length in (("Patcher", "rules", 24), ("Viewer", "guide", 24), *texts):
+            requests.append(TraceRequest(agent, ((name, length),), ("answer", 2)))
+    lru, contribution = (simulate(Trace(tuple(requests)), policy, 100) for policy in ("lru", "contribution"))
+    assert lru.hits == 0
+    assert contribution.reused[-8:] == [24, 24, 0, 0] * 2

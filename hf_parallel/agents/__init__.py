@@ -14,6 +14,7 @@ from hf_parallel.agents.errors import (
 )
 from hf_parallel.agents.models import Completion, Model, ScriptedModel
 from hf_parallel.agents.runtime import AgentResult, Runtime
+from hf_parallel.agents.score_plot import score_plot
 from hf_parallel.agents.simulator import CacheResult, replay, simulate
 from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors import (
@@ -84,6 +85,7 @@ __all__ = [
     "reward_model",
     "rng",
     "scored_by",
+    "score_plot",
     "simulate",
     "spawn",
     "tool",

@@ -128,9 +128,11 @@ class ReuseEstimate:
         prefix = start + len(node.tokens), int(hashes[-1])
         for member, use in uses.users.items():
             evicted = self._evicted.setdefault(member, OrderedDict())
+            gone = [evicted.pop(prefix)] if prefix in evicted else []
             evicted[prefix] = use, len(node.tokens)
             if len(evicted) > MAX_EVICTED:
-                _, (old, length) = evicted.popitem(last=False)
+                gone.append(evicted.popitem(last=False)[1])
+            for old, length in gone:
                 self._forget(member, old, length)
 
     def forget(self, node: Node, member: Member, use: Use) -> None:

@@ -42,7 +42,6 @@ class _Totals:
     reused_tokens: int = 0
     new_tokens: int = 0
     concurrency: int = 0  # sum over calls
-    peak: int = 0
 
 
 @dataclass(slots=True)
@@ -51,6 +50,7 @@ class _Turn:
 
     agent: str
     totals: _Totals = field(default_factory=_Totals)
+    peak: int = 0  # concurrency
     shared: dict[str, list[int]] = field(default_factory=dict)  # tokens and events by the agent that computed them
 
 
@@ -67,7 +67,7 @@ class ContributionScores:
     as the maximum or the sum would. The window is counted in turns: consecutive requests of an agent are one turn, so
     that a flood of requests does not displace those of others.
 
-    Each request costs O(agents that it shares with), each round O(agents).
+    Each request costs O(agents that it shares with), each round O(agents in the window + turns of the window).
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ class ContributionScores:
             totals.reused_tokens += sum(call.reused.values())
             totals.new_tokens += call.new_tokens
             totals.concurrency += call.concurrency
-            totals.peak = max(totals.peak, call.concurrency)
+        turn.peak = max(turn.peak, call.concurrency)
         for owner, tokens in call.reused.items():
             if owner != agent:
                 entry = turn.shared.setdefault(owner, [0, 0])
@@ -127,11 +127,14 @@ class ContributionScores:
         """Compute the scores of all agents in the window."""
         agents = list(self._totals)
         totals = self._totals.values()
+        peaks = dict.fromkeys(agents, 0)
+        for turn in self._turns:
+            peaks[turn.agent] = max(peaks[turn.agent], turn.peak)
         columns = [
             _normalised([one.calls for one in totals]),
             _normalised([one.prompt_tokens + one.new_tokens for one in totals]),
             _normalised([one.reused_tokens / max(one.prompt_tokens, 1) for one in totals]),
-            _normalised([(one.concurrency / one.calls + one.peak) / 2 for one in totals]),
+            _normalised([(self._totals[a].concurrency / self._totals[a].calls + peaks[a]) / 2 for a in agents]),
         ]
         intrinsic = _normalised([math.prod(factors) for factors in zip(*columns, strict=True)])
         collaborative = _normalised([self._collaborative.get(agent, 0.0) for agent in agents])
@@ -152,8 +155,6 @@ class ContributionScores:
         totals.concurrency -= gone.concurrency
         if not totals.calls:
             del self._totals[turn.agent]
-        elif gone.peak == totals.peak:
-            totals.peak = max(one.totals.peak for one in self._turns if one.agent == turn.agent)
         for owner, (tokens, events) in turn.shared.items():
             self._share(owner, turn.agent, -tokens, -events)
 
