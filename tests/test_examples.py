@@ -25,7 +25,9 @@ from pages import (
     stand_in,
 )
 
-RECIPES = sorted({*(ROOT / "examples").glob("*.py")} - {*EXAMPLES})
+AGENTS = sorted((ROOT / "examples").glob("agents_*.py"))
+"""See test_agent_examples.py."""
+RECIPES = sorted({*(ROOT / "examples").glob("*.py")} - {*EXAMPLES, *AGENTS})
 """Scripts that train, see test_recipes.py and test_grpo.py."""
 
 

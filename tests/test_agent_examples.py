@@ -1,0 +1,356 @@
+"""The examples with agents: exact results with a scripted model, and a short run on the embedded model."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from pages import ROOT
+from test_examples import AGENTS, check_promised_lines
+
+import hf_parallel
+
+pytest.importorskip("greenlet")
+
+from hf_parallel.agents import BestOfN, Runtime, ScriptedModel, Single, TreeOfThoughts
+from hf_parallel.engine import Engine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def load(name: str) -> ModuleType:
+    """Import an example."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+game24, bug_repair = load("agents_game24"), load("agents_bug_repair")
+debate, hogwild = load("agents_debate"), load("agents_hogwild")
+
+
+@pytest.mark.parametrize("example", AGENTS, ids=lambda path: path.stem)
+def test_an_example_says_how_it_is_run(example: Path) -> None:
+    source = example.read_text()
+    assert f"Run: python examples/{example.name}" in str(ast.get_docstring(ast.parse(source)))
+    assert "\nMODEL = None  # " in source
+
+
+@pytest.mark.parametrize(
+    ("example", "small"),
+    [
+        (game24, {"PUZZLES": ("1 1 4 6",), "solve": game24.solve.under(TreeOfThoughts(2, 2, value=game24.judge))}),
+        (bug_repair, {"ROUNDS": 1, "BUGS": {name: bug_repair.BUGS[name] for name in ("mean", "flatten")}}),
+        (debate, {"SIDES": {"Ana": "a library", "Ben": "a pool", "Cem": "a park"}}),
+        (hogwild, {"ROUNDS": 1}),
+    ],
+    ids=lambda one: one.__name__ if isinstance(one, ModuleType) else "",
+)
+def test_example_runs_on_the_embedded_model(
+    example: ModuleType,
+    small: dict[str, Any],
+    embedded: tuple[Any, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(hf_parallel, "load_embedded_model", lambda: embedded)
+    monkeypatch.setattr(sys, "argv", [f"{example.__name__}.py"])
+    for name, value in small.items():
+        monkeypatch.setattr(example, name, value)
+    submit = Engine.submit
+
+    def short(self: Engine, *arguments: Any, max_new_tokens: int, **settings: Any) -> Any:
+        return submit(self, *arguments, max_new_tokens=min(8, max_new_tokens), **settings)
+
+    monkeypatch.setattr(Engine, "submit", short)
+    example.main()
+    printed = capsys.readouterr().out.replace("of 1\n", "of 4\n")
+    check_promised_lines(ROOT / "examples" / f"{example.__name__}.py", printed)
+
+
+# Game of 24
+
+STEPS = {
+    "1 1 4 6": ["6 / 1 = 6", "1 + 1 = 2", "6 - 4 = 3", "rubbish", "6 * 4 = 24"],
+    "1 4 6": ["6 * 4 = 24", "4 + 6 = 10", "1 / 6 = 1/6"],
+    "2 4 6": ["2 * 4 = 8"],
+    "1 24": ["1 * 24 = 24", "24 - 1 = 23"],
+}
+"""Proposed steps in turn."""
+SURE = {"1 4 6", "1 24"}
+
+
+def play(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
+    """Answer as a model: a proposal, or a vote."""
+    numbers = messages[-1]["content"]
+    if messages[0]["content"] == game24.JUDGE:
+        return "Sure" if numbers in SURE else "impossible"
+    proposals = STEPS.get(numbers, ["?"])
+    return proposals[seed % len(proposals)]
+
+
+def test_tree_of_thoughts_solves_a_game_of_24() -> None:
+    model = ScriptedModel(play)
+    result = Runtime(model).run(game24.solve, "1 1 4 6")
+    assert result.value["left"] == "24"
+    assert result.value["steps"][-1] == "1 * 24 = 24"
+    numbers = "1 1 4 6"
+    for step in result.value["steps"]:
+        numbers = game24.apply(step, numbers)
+    assert numbers == "24"
+    votes = [messages for messages in model.calls if messages[0]["content"] == game24.JUDGE]
+    assert votes
+    assert len(votes) % game24.VOTES == 0
+
+
+def test_a_wrong_step_ends_a_path_and_no_run() -> None:
+    result = Runtime(ScriptedModel(lambda *_: "5 + 5 = 10")).run(game24.solve, "1 2 3 4")
+    assert result.value == {"steps": [], "left": "1 2 3 4"}
+    assert result.stats.transitions == 5
+
+
+@pytest.mark.parametrize(
+    ("step", "left"),
+    [("1 / 3 = 1/3", "1/3 3 8"), (" 8 - 3 = 5 (good)", "1 3 5"), ("1 - 3 = -2", "-2 3 8"), ("3 * 3 = 9", "1 8 9")],
+)
+def test_steps_are_computed_exactly(step: str, left: str) -> None:
+    assert game24.apply(step, "1 3 3 8") == left
+
+
+@pytest.mark.parametrize(
+    "step", ["", "8", "8 + 8 = 16", "1 / 3 = 0.33", "3 - 3 = 1", "1 ^ 3 = 1", "8 / 0 = 8", "3+3=6"]
+)
+def test_a_step_that_is_wrong_raises_an_error(step: str) -> None:
+    with pytest.raises(ValueError, match="step"):
+        game24.apply(step, "1 3 3 8")
+
+
+def test_no_step_divides_by_zero() -> None:
+    with pytest.raises(ValueError, match="impossible step"):
+        game24.apply("3 / 0 = 0", "0 3")
+
+
+def test_puzzles_are_read_from_a_csv_file(tmp_path: Path) -> None:
+    path = tmp_path / "puzzles.csv"
+    path.write_text("Rank,Puzzles,AMT (s)\n1,1 1 4 6,4.4\n2,1 1 11 11,4.41\n3,1 1 3 8,4.45\n")
+    assert game24.read_puzzles(path, 2) == ["1 1 4 6", "1 1 11 11"]
+    assert len(game24.read_puzzles(path, 9)) == 3
+
+
+# Program repair
+
+PATCHES = {
+    "mean": ("sum(values) // len(values)", "sum(values) / len(values) if values else 0"),
+    "collect": ("into=[]):", "into=None):\n    into = [] if into is None else into"),
+    "flatten": ("flat.append(flatten(value))", "flat.extend(flatten(value))"),
+    "roman": (
+        "return sum(digits(text))",
+        "found = digits(text)\n    return sum(-a if a < b else a for a, b in zip(found, [*found[1:], 0]))",
+    ),
+    "search": (
+        "low = middle\n        else:\n            high = middle\n    return low if values[low] == wanted else None",
+        "low = middle + 1\n        else:\n            high = middle\n"
+        "    return low - 1 if low and values[low - 1] == wanted else None",
+    ),
+}
+"""What a correct patch replaces, and by what."""
+
+
+def programmer(name: str, right_round: int = 2, seeds: Callable[[int], bool] = lambda seed: True) -> ScriptedModel:
+    """Return a model that writes a patch that is not Python, and a correct one from a round on, for some seeds."""
+    source = bug_repair.BUGS[name]["source"]
+    correct = source.replace(*PATCHES[name])
+    assert correct != source
+
+    def write(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
+        if "find the function" in messages[0]["content"]:
+            return f"It is `{name}`."
+        number = sum(message["role"] == "assistant" for message in messages) + 1
+        is_right = number >= right_round and seeds(seed)
+        return f"Here it is:\n```python\n{correct}\n```\nDone." if is_right else "```python\ndef\n```"
+
+    return ScriptedModel(write)
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_two_agents_repair_a_bug_in_the_second_round(name: str) -> None:
+    model = programmer(name)
+    result = Runtime(model).run(bug_repair.bug_repair, bug_repair.BUGS[name])
+    assert result.value["passed"]
+    assert result.value["rounds"] == 2
+    assert result.stats.tool_calls == 2
+    assert result.stats.agents == 2
+    gathered = [messages[-1]["content"] for messages in model.calls if "find the function" in messages[0]["content"]]
+    assert len(gathered) == 2
+    assert "SyntaxError" in gathered[1]  # it has received the patch and what its tests print
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_no_bug_passes_its_tests(name: str) -> None:
+    bug = bug_repair.BUGS[name]
+    assert not asyncio.run(bug_repair.run_tests(bug["source"], bug["tests"], seconds=1))["passed"]
+
+
+def test_the_agents_end_after_the_last_round() -> None:
+    result = Runtime(programmer("mean", right_round=9)).run(bug_repair.bug_repair, bug_repair.BUGS["mean"])
+    assert not result.value["passed"]
+    assert result.value["rounds"] == result.stats.tool_calls == bug_repair.ROUNDS
+
+
+def test_best_of_n_repairs_what_most_runs_do_not() -> None:
+    numbers = itertools.count()
+    model = programmer("mean", right_round=1, seeds=lambda seed: next(numbers) == 2)
+    repair = bug_repair.bug_repair.under(BestOfN(3, value=bug_repair.passes))
+    result = Runtime(model).run(repair, bug_repair.BUGS["mean"])
+    assert result.value["passed"]
+    assert result.value["rounds"] == 1
+    assert result.stats.tool_calls == 1 + 2 * bug_repair.ROUNDS
+
+
+def run_tests(source: str, tests: str = "", **limits: Any) -> dict[str, Any]:
+    """Run tests in a process."""
+    found: dict[str, Any] = asyncio.run(bug_repair.run_tests(source, tests, **limits))
+    return found
+
+
+def test_tests_that_pass_are_told_from_tests_that_fail() -> None:
+    assert run_tests("x = 1", "assert x == 1") == {"passed": True, "output": "all tests passed"}
+    found = run_tests("x = 1", "assert x == 2")
+    assert not found["passed"]
+    assert "assert x == 2" in found["output"]
+    assert "AssertionError" in found["output"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("while True: pass", "more than 1 seconds"),
+        ("x = [0] * 10**9", "MemoryError"),
+        ("import socket; socket.create_connection(('127.0.0.1', 9))", "not allowed"),
+        ("import socket; socket.socket()", "not allowed"),
+        ("import subprocess; subprocess.run(['true'])", "not allowed"),
+        ("import os; os.system('true')", "not allowed"),
+        ("import os; os.fork()", "not allowed"),
+        ("import os; os.remove('tests.py')", "not allowed"),
+        ("open('file', 'w')", "not allowed"),
+        ("import ctypes; ctypes.CDLL(None)", "not allowed"),
+        ("raise SystemExit(0)", ""),
+        ("import os; os._exit(0)", ""),
+        ("print('x' * 10**7)", "x"),
+    ],
+)
+def test_code_that_does_what_it_may_not_fails(source: str, message: str) -> None:
+    found = run_tests(source, seconds=1)
+    assert not found["passed"]
+    assert message in found["output"]
+    assert len(found["output"]) < 1100
+
+
+def test_tests_see_no_environment_and_an_empty_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "1")
+    assert run_tests("import os", "assert 'SECRET' not in os.environ\nassert os.listdir() == []")["passed"]
+
+
+def test_a_test_that_takes_long_leaves_no_process() -> None:
+    async def cancelled() -> None:
+        task = asyncio.create_task(bug_repair.run_tests("while True: pass", "", seconds=60))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    psutil = pytest.importorskip("psutil")
+    assert not [one for one in psutil.Process().children(recursive=True) if bug_repair.CHILD in one.cmdline()]
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [("x = 1", "x = 1\n"), ("So:\n```python\nx = 1\n```\nbye", "x = 1\n"), ("```\nx = 1", "x = 1\n"), ("", "\n")],
+)
+def test_code_is_taken_from_an_answer(answer: str, code: str) -> None:
+    assert bug_repair.code_of(answer) == code
+
+
+# Debate
+
+
+def speak(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
+    """Answer as a model: an argument, or the judge's decision."""
+    last = messages[-1]["content"]
+    if last.startswith("You are the judge"):
+        return "I think that Cem was better than Ana."
+    return f"{last.split()[2]} argues\n  after {len(messages) - 3} arguments"
+
+
+def test_a_debate_has_an_argument_of_each_in_every_round_and_a_winner() -> None:
+    result = Runtime(ScriptedModel(speak)).run(debate.debate, "Why?", rounds=2)
+    names = [*debate.SIDES]
+    assert result.value == {
+        "arguments": [(name, f"{name} argues after {number} arguments") for number in (0, 3) for name in names],
+        "winner": "Cem",
+    }
+    assert result.stats.agents == 5
+
+
+def test_all_debaters_read_one_context() -> None:
+    model = ScriptedModel(speak)
+    Runtime(model).run(debate.debate, "Why?", rounds=2)
+    second = [messages for messages in model.calls if len(messages) == 6]
+    assert len(second) == 3
+    assert all(messages[:-1] == second[0][:-1] for messages in second)
+    assert len({messages[-1]["content"] for messages in second}) == 3
+
+
+def test_a_judge_that_names_nobody_decides_nothing() -> None:
+    assert Runtime(ScriptedModel(lambda *_: "hm")).run(debate.debate, "Why?", rounds=1).value["winner"] is None
+
+
+# Hogwild
+
+
+def test_workers_write_again_until_the_checker_is_content() -> None:
+    def write(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
+        if "check answers" in messages[0]["content"]:
+            return "OK." if "better" in messages[-1]["content"] else "No food."
+        assert settings["generation_mode"] == "hogwild"
+        return "a better plan" if messages[-1]["content"].startswith("No food.") else "a plan"
+
+    result = Runtime(ScriptedModel(write)).run(hogwild.team, "Plan.")
+    assert result.value == {"answer": "a better plan", "remarks": ["No food.", "OK."]}
+    content = Runtime(ScriptedModel(lambda *_: "ok")).run(hogwild.team, "Plan.")
+    assert content.value == {"answer": "ok", "remarks": ["ok"]}
+    assert content.stats.completions == 2
+
+
+# Every example under another supervisor
+
+EVERY: dict[str, tuple[Any, tuple[Any, ...], Callable[[Messages, Mapping[str, Any], int], str]]] = {
+    "game24": (game24.solve, ("1 1 4 6",), play),
+    "bug_repair": (bug_repair.bug_repair, (bug_repair.BUGS["mean"],), programmer("mean").script),
+    "debate": (debate.debate, ("Why?",), speak),
+    "hogwild": (hogwild.team, ("Plan.",), lambda *_: "ok"),
+}
+
+
+@pytest.mark.parametrize("supervisor", [Single(), BestOfN(3, value=lambda state: float(len(str(state.yielded))))])
+@pytest.mark.parametrize("name", EVERY)
+def test_an_example_gives_the_same_result_again(name: str, supervisor: Any) -> None:
+    agent, arguments, script = EVERY[name]
+    results = [Runtime(ScriptedModel(script), seed=7).run(agent.under(supervisor), *arguments) for _ in range(2)]
+    assert results[0].value == results[1].value
+    events = [sorted((e.agent, e.kind, e.state) for e in result.trace.events) for result in results]
+    assert events[0] == events[1]
