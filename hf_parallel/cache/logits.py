@@ -58,6 +58,7 @@ class LogitsCache:
         self.num_bytes = 0
         self._roots: dict[str, TrieNode] = {}
         self._clock = 0
+        self._computing: dict[TrieNode, Any] = {}  # nodes whose logits the model computes, with the call that does
         self._lock = threading.RLock()
         self._queue: list[tuple[int, int, TrieNode]] = []  # heap of leaves by last use; entries may be outdated
 
@@ -241,6 +242,7 @@ class Cursors:
     def __init__(self, cache: LogitsCache) -> None:
         self._cache = cache
         self._nodes: dict[Any, TrieNode] = {}
+        self._owners: dict[Any, Any] = {}
 
     def start(self, row: Any, key: str, tokens: Sequence[int]) -> None:
         """Place a row's cursor on the node of its prompt, `tokens`; `key` identifies the model."""
@@ -282,6 +284,18 @@ class Cursors:
                     cache.num_bytes += cached.num_bytes
             return node.logits is not None
 
+    def start_computing(self, row: Any, owner: Any) -> None:
+        """Note that the model computes the logits of the row's node, and then of those that it moves to."""
+        with self._cache._lock:
+            self._owners[row] = owner
+            self._cache._computing.setdefault(self._nodes[row], owner)
+
+    def computed_by(self, row: Any) -> Any | None:
+        """Return the owner of a row, of any cursors, whose next logits are those that this row lacks; None: no one."""
+        with self._cache._lock:
+            node = self._nodes[row]
+            return self._cache._computing.get(node) if node.logits is None else None
+
     def node(self, row: Any) -> TrieNode:
         """Return the row's node."""
         return self._nodes[row]
@@ -298,6 +312,8 @@ class Cursors:
         if row in self._nodes:
             self._unpin(row)
         self._nodes[row] = node
+        if row in self._owners:
+            self._cache._computing.setdefault(node, self._owners[row])
         self._cache._clock += 1
         node.last_used = self._cache._clock
         self._cache._evict()
@@ -305,6 +321,8 @@ class Cursors:
     def _unpin(self, row: Any) -> None:
         node = self._nodes.pop(row)
         node.pins -= 1
+        if row in self._owners and self._cache._computing.get(node) is self._owners[row]:
+            del self._cache._computing[node]
         self._cache._enqueue(node)
 
 

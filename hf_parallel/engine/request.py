@@ -62,7 +62,7 @@ class Request:
         self.hints = hints
         self.streamer = _Streamer(call.streamer, self._on_text)
         self.call = replace(call, executor=self, streamer=self.streamer)
-        self.chunk_size = 0
+        self.chunk_size = self.batch_rows = 0
         self.number = -1  # in the order of submission
         self.account: Any = None  # its submitter's, see `Scheduler`
         self.num_tokens = 0  # tokens generated
@@ -356,8 +356,9 @@ def record_passes(
         return run
     recorded = [request for request in requests if not request.is_rebuilding]
     run = DecodeRun(rows if len(recorded) == len(requests) else None, [joined.ids])
-    begin = 0
+    begin, num_rows = 0, sum(one.num_segments for one in pending)
     for request, one, count in zip(requests, pending, joined.counts, strict=True):
+        request.batch_rows = num_rows
         if not request.is_rebuilding:
             request.journal.record(one.original, one.ids, None if run.rows is None else run, begin)
         begin += count

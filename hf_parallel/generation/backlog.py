@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from hf_parallel.generation.call import Executor
 from hf_parallel.generation.rows import PassInputs, Row, RowGroup, collect_inputs
 from hf_parallel.generation.runner import ModelRunner
 
@@ -32,6 +33,12 @@ class TokenReplayer(Protocol):
         self, rows: Sequence[int], logits: torch.Tensor | None = None, drafted: bool = False
     ) -> tuple[list[int], list[bool]]:
         """Sample the next token of each row. Return tokens and whether each row has ended."""
+
+    def is_computed_by_other(self, row: int, executor: Executor) -> bool:
+        """Return whether another call computes the next logits of a row now."""
+
+    def start_computing(self, rows: Sequence[int], executor: Executor) -> None:
+        """Note that a call computes the logits of rows from now on."""
 
     def start_prefetch(self) -> None:
         """Start precomputing in the background."""

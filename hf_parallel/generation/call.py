@@ -30,6 +30,10 @@ class Executor(Protocol):
     """Maximum number of new tokens in a pass of a prefill."""
     stats: GenerationStats
     """Cost of the call so far; set by its runner."""
+    batch_rows: int
+    """Rows of all calls in the last pass."""
+    preempted: bool
+    """Whether the call has lost its keys and values, and continues later."""
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
         """Return a cache of a call."""
@@ -39,6 +43,9 @@ class Executor(Protocol):
 
     def sample(self, sampler: Any, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Any:
         """Sample the next token of each row; see `Sampler.sample`."""
+
+    def wait(self) -> None:
+        """Let the other calls go on for one step."""
 
 
 @dataclass(frozen=True, eq=False)

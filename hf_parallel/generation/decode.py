@@ -18,7 +18,7 @@ from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.trace import Trace
 from hf_parallel.generation.ahead import PassAhead
 from hf_parallel.generation.backlog import Backlog, SpeculativeDecoding, TokenReplayer
-from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.call import Executor, GenerationCall
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.runner import ModelRunner
@@ -169,22 +169,42 @@ class DecodeLoop:
         active = [row for row, token, end in zip(rows, tokens, ended, strict=True) if on_token(row, token, end)]
         return [row for row in active if row.is_active()]
 
-    def replay(self, rows: Sequence[R], on_token: OnToken | None = None) -> list[R]:
-        """Append tokens sampled from cached logits, before any forward pass. Return rows that need the model."""
+    def replay(self, rows: Sequence[R], on_token: OnToken | None = None, may_wait: bool = False) -> list[R]:
+        """Append tokens sampled from cached logits, before any forward pass. Return rows that need the model.
+
+        `may_wait`: in an engine, the call waits while other calls compute the next logits of all its rows, which then
+        are replayed. It must not hold what these calls could wait for.
+        """
         if self.replayer is None:
             return list(rows)
         began = time.perf_counter()
         active = {row.index: row for row in rows}
         indices = list(active)
-        while indices := self.replayer.replayable(indices):
-            replayed = [active.pop(index) for index in indices]
-            rest = self.append(replayed, *self.replayer.sample(indices), on_token, is_pass=False)
-            indices = [row.index for row in rest]
-            active |= zip(indices, rest, strict=True)
+        executor = self.call.executor
+        while True:
+            while indices := self.replayer.replayable(indices):
+                replayed = [active.pop(index) for index in indices]
+                rest = self.append(replayed, *self.replayer.sample(indices), on_token, is_pass=False)
+                indices = [row.index for row in rest]
+                active |= zip(indices, rest, strict=True)
+            if executor is None or not may_wait or not self._wait_for_others(self.replayer, executor, list(active)):
+                break
+            indices = list(active)
         if active:
+            if executor is not None:
+                self.replayer.start_computing(list(active), executor)
             self.replayer.start_prefetch()
         self.stats.decode_seconds += time.perf_counter() - began
         return [active[index] for index in sorted(active)]
+
+    @staticmethod
+    def _wait_for_others(replayer: TokenReplayer, executor: Executor, rows: Sequence[int]) -> bool:
+        """Wait while other calls compute the next logits of all rows. Return whether it has waited."""
+        has_waited = False
+        while rows and all(replayer.is_computed_by_other(row, executor) for row in rows):
+            executor.wait()
+            has_waited = True
+        return has_waited
 
     def num_tokens_left(self, row: Row) -> int:
         """Return the number of tokens that may still be appended to a row."""

@@ -109,7 +109,7 @@ class SharedPrefixRun:
     def generate(self) -> Any:
         """Generate. Return a tensor `int64 [rows, length]` or a `ParallelOutput`."""
         with self.loop.running(), replaying(self.loop, self.config, self.call.prompts, self.config.draft_tokens):
-            rows = self.loop.replay([Row(index, ()) for index in range(self.call.num_rows)])
+            rows = self.loop.replay([Row(index, ()) for index in range(self.call.num_rows)], may_wait=True)
             if rows:
                 self._decode(rows)
         self.loop.record_truncated()

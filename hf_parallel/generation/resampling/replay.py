@@ -14,7 +14,7 @@ from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.cache.placement import execution_device
-from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.call import Executor, GenerationCall
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.resampling.distributions import HOST, DistributionCache, dense
 from hf_parallel.generation.resampling.policies import ReplayPolicy, uncertainty_at
@@ -91,6 +91,16 @@ class Replayer:
                 self._cursors.start(row, self.model_key, [key])
                 self._tracked.add(row)
         return self._lookup(rows)
+
+    def is_computed_by_other(self, row: int, executor: Executor) -> bool:
+        """Return whether another call computes the next logits of a row now."""
+        other = self._cursors.computed_by(row)
+        return other is not None and other is not executor and not other.preempted
+
+    def start_computing(self, rows: Sequence[int], executor: Executor) -> None:
+        """Note that a call computes the logits of rows from now on."""
+        for row in rows:
+            self._cursors.start_computing(row, executor)
 
     def start_prefetch(self) -> None:
         """Start the prefetcher, if there is one."""

@@ -51,13 +51,14 @@ class SpeculativeDecoder:
 
     def step(self, rows: Sequence[R]) -> list[R]:
         """Verify drafts until no row has one. Return the active rows, each with one pending token."""
-        active, node_of = list(rows), self.replayer.node
+        active, node_of, executor = list(rows), self.replayer.node, self.loop.call.executor
         for row in active:
             self._drafter.observe(row.index, node_of(row.index))
         while active:
             nodes = [node_of(row.index) for row in active]
+            num_rows = len(active) if executor is None else max(len(active), executor.batch_rows)
             drafts = [
-                self._drafter.draft(row.index, node, len(active), self.loop.num_tokens_left(row) - 1)
+                self._drafter.draft(row.index, node, num_rows, self.loop.num_tokens_left(row) - 1)
                 for row, node in zip(active, nodes, strict=True)
             ]
             for node in nodes:
