@@ -132,6 +132,10 @@ class Request:
         finally:
             self.sampling = None
 
+    def fingerprint(self) -> str:
+        """See `Executor.fingerprint`."""
+        return self._storage.fingerprint(self.call.model)
+
     def wait(self) -> None:
         """Let the other requests go on for one step."""
         self.is_waiting = True

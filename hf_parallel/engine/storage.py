@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_parallel.cache.arena import Arena, Extent
+from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.layout import Block
 from hf_parallel.cache.shared_prefix import Node, SharedPrefixCache
 from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed, RequestObserver
@@ -96,6 +98,8 @@ class KVStorage(SharedPrefixCache):
         self.pins: dict[Node, set[Any]] = {}  # requests that use a node, by node
         self._leaves: dict[Any, list[Node]] = {}  # nodes at which the rows of a request begin or end, by request
         self.computing: dict[Node, Any] = {}  # the request that computes the uncached tokens of a node
+        self._checked = -1  # step in which the weights were checked, and no pass has run since
+        self._fingerprint = -1, ""  # of the model, and the step in which it was computed
 
     def reset(self) -> None:
         """Delete everything and release all memory."""
@@ -104,13 +108,31 @@ class KVStorage(SharedPrefixCache):
         self.arena = BoundedArena()
         self.arena.max_slots = self.max_tokens
         self.pins, self.computing, self._leaves = {}, {}, {}
+        self._checked, self._fingerprint = -1, (-1, "")
 
     def check_weights(self, model: nn.Module) -> None:
-        """Raise `WeightsChangedError` if the keys and values were computed with other weights of the model."""
+        """Raise `WeightsChangedError` if the keys and values were computed with other weights of the model.
+
+        Requests that begin or end in the same step, between two passes, share one check.
+        """
+        if self._checked == self.clock:
+            return
         try:
             self.claim(model)
         except ValueError as error:
             raise WeightsChangedError("the model's weights changed while the request ran") from error
+        self._checked = self.clock
+
+    def commit(self) -> None:
+        """See `BlockCache.commit`."""
+        super().commit()
+        self._checked = -1
+
+    def fingerprint(self, model: PreTrainedModel) -> str:
+        """Return the fingerprint of the model; requests that begin in the same step share it."""
+        if self._fingerprint[0] != self.clock:
+            self._fingerprint = self.clock, fingerprint(model)
+        return self._fingerprint[1]
 
     def set_token_size(self, bytes_per_token: int) -> None:
         """Apply the budget, given the bytes of one token over all layers."""

@@ -44,6 +44,9 @@ class Executor(Protocol):
     def sample(self, sampler: Any, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Any:
         """Sample the next token of each row; see `Sampler.sample`."""
 
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the model."""
+
     def wait(self) -> None:
         """Let the other calls go on for one step."""
 

@@ -49,7 +49,8 @@ class Replayer:
     def __init__(self, loop: DecodeLoop, cache: LogitsCache, policy: ReplayPolicy, prefetch: bool | None) -> None:
         self.cache, self.policy, self.sampler, self.stats = cache, policy, loop.sampler, loop.stats
         self._required = _required_logits(cache, loop.call)
-        self.model_key = fingerprint(loop.call.model)
+        executor = loop.call.executor
+        self.model_key = fingerprint(loop.call.model) if executor is None else executor.fingerprint()
         self.prompts: list[TrieNode] = []  # nodes of the distinct prompts
         self.distributions = DistributionCache(cache, self.sampler)
         self.origins: dict[int, list[str]] = {}  # of each token, by row; see `Record`
