@@ -6,6 +6,7 @@ import ast
 import asyncio
 import importlib.util
 import itertools
+import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,20 @@ import hf_parallel
 
 pytest.importorskip("greenlet")
 
-from hf_parallel.agents import BestOfN, Runtime, ScriptedModel, Single, TreeOfThoughts
+from hf_parallel.agents import (
+    DVTS,
+    MCTS,
+    BeamSearch,
+    BestOfN,
+    Runtime,
+    ScriptedModel,
+    SelfConsistency,
+    SelfRefine,
+    Single,
+    State,
+    Supervisor,
+    TreeOfThoughts,
+)
 from hf_parallel.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -336,7 +350,7 @@ def test_workers_write_again_until_the_checker_is_content() -> None:
     assert content.stats.completions == 2
 
 
-# Every example under another supervisor
+# Every example under every supervisor
 
 EVERY: dict[str, tuple[Any, tuple[Any, ...], Callable[[Messages, Mapping[str, Any], int], str]]] = {
     "game24": (game24.solve, ("1 1 4 6",), play),
@@ -346,11 +360,37 @@ EVERY: dict[str, tuple[Any, tuple[Any, ...], Callable[[Messages, Mapping[str, An
 }
 
 
-@pytest.mark.parametrize("supervisor", [Single(), BestOfN(3, value=lambda state: float(len(str(state.yielded))))])
+def length(state: State) -> float:
+    """Value of any state, from 0 to 1."""
+    return 1 - 1 / (1 + len(state.text if state.is_choice else repr(state.yielded)))
+
+
+SUPERVISORS = [
+    Single(),
+    BestOfN(3, value=length),
+    SelfConsistency(3, key=repr),
+    SelfRefine(1),
+    BeamSearch(2, 2, value=length),
+    TreeOfThoughts(2, 2, value=length),
+    TreeOfThoughts(2, 2, search="dfs", value=length),
+    MCTS(4, 2, value=length),
+    DVTS(2, 2, value=length),
+]
+"""Short searches by each."""
+
+
+@pytest.mark.parametrize("supervisor", SUPERVISORS, ids=lambda one: type(one).__name__)
 @pytest.mark.parametrize("name", EVERY)
-def test_an_example_gives_the_same_result_again(name: str, supervisor: Any) -> None:
+def test_every_supervisor_runs_every_example_and_builds_the_same_tree_again(name: str, supervisor: Supervisor) -> None:
     agent, arguments, script = EVERY[name]
-    results = [Runtime(ScriptedModel(script), seed=7).run(agent.under(supervisor), *arguments) for _ in range(2)]
-    assert results[0].value == results[1].value
+    rng = random.Random(5)
+
+    async def slow(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
+        await asyncio.sleep(rng.random() / 500)
+        return script(messages, settings, seed)
+
+    results = [Runtime(ScriptedModel(slow), seed=7).run(agent.under(supervisor), *arguments) for _ in range(2)]
+    assert results[0].value == results[1].value is not None
+    assert results[0].stats.agents >= 1
     events = [sorted((e.agent, e.kind, e.state) for e in result.trace.events) for result in results]
     assert events[0] == events[1]
