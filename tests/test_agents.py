@@ -438,3 +438,7 @@ def test_the_trace_names_each_agent_and_what_it_did() -> None:
     child = [event.kind for event in trace.events if event.agent == "root#0/research#0" and event.kind != "state"]
     assert child[:4] == ["gen", "tool", "gen", "yield"]
     assert all(re.fullmatch(r"0(\.\d+)*", event.state) for event in trace.events if event.state)
+
+
+def test_a_printed_result_leaves_the_trace_out() -> None:
+    assert "Event(" not in repr(scripted().run(counter, 1))

@@ -40,7 +40,7 @@ class AgentResult:
 
     value: Any
     values: list[Any]
-    trace: RunTrace
+    trace: RunTrace = field(repr=False)
     stats: AgentStats
     functions: dict[str, Any] = field(default_factory=dict, repr=False)
     """Functions of the agents, by name."""
