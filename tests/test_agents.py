@@ -441,4 +441,4 @@ def test_the_trace_names_each_agent_and_what_it_did() -> None:
 
 
 def test_a_printed_result_leaves_the_trace_out() -> None:
-    assert "Event(" not in repr(scripted().run(counter, 1))
+    assert "Event(" not in repr(scripted().run(research, "KV"))
