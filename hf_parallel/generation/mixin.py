@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import math
 import os
 import threading
@@ -235,12 +234,10 @@ class ParallelGenerationMixin:
         arguments.check_no_adapter_names(config.mode, self)  # type: ignore[arg-type]
         arguments.check_inputs(kwargs)
         arguments.check_objects(kwargs)
-        settings = set(vars(GenerationConfig()))
-        inputs = set(inspect.signature(self.forward).parameters)  # type: ignore[attr-defined]
+        settings = arguments.setting_names()
+        inputs = arguments.parameter_names(self.forward)  # type: ignore[attr-defined]
         arguments.check_model_inputs(config.mode, {n: v for n, v in kwargs.items() if n in inputs - settings})
-        known = settings | set(GenerationConfig().to_dict()) | inputs
-        known |= set(inspect.signature(super().generate).parameters)  # type: ignore[misc]
-        known |= {"input_ids", "attention_mask", "position_ids", "past_key_values", "tokenizer", "assistant_tokenizer"}
+        known = settings | arguments.OTHER_ARGUMENTS | inputs | arguments.parameter_names(super().generate)  # type: ignore[misc]
         check_setting_names(type(config), kwargs, known)
         given = kwargs.get("generation_config")
         for stored in (given, self.generation_config):  # type: ignore[attr-defined]
