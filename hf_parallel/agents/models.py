@@ -80,7 +80,7 @@ class EngineModel:
             given["seed"] = seed
         if self.logits_cache is not None and given.get("generation_mode") is None and "parallel_config" not in given:
             own = {name: given.pop(name) for name in ResampleConfig.fields() if name in given}
-            given["parallel_config"] = ResampleConfig(**{"logits_cache": self.logits_cache, "draft_tokens": 0, **own})
+            given["parallel_config"] = ResampleConfig(**{"logits_cache": self.logits_cache, **own})
         prompt: Any = list(messages)
         if not getattr(self.engine.tokenizer, "chat_template", None):
             prompt = "\n".join(str(message["content"]) for message in messages)
