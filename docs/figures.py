@@ -28,6 +28,7 @@ SOURCES = {
     "workers": "2026-11-23-cpu-2-cores-train-workers.json",
     "train_pdos": "2026-11-23-cpu-2-cores-train-pdos.json",
     "engine": "2026-11-23-cpu-2-cores-engine.json",
+    "agents_tot": "2026-11-23-cpu-2-cores-agents-tot.json",
     "engine_load": "2026-11-23-cpu-2-cores-engine-load.json",
     "agents_cache": "2026-11-23-cpu-2-cores-agents-cache.json",
     "gpu_checks": "2026-11-22-h200-correctness.json",
