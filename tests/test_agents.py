@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,7 @@ def test_a_cancelled_agent_ends_with_those_that_it_has_spawned() -> None:
         cancel(handle)
         with pytest.raises(AgentCancelledError, match="cancels#0/between#0 was cancelled"):
             await next(handle)
+        await tool(asyncio.sleep, 0.02)
         yield list(ended)
 
     assert scripted().run(cancels).value == [True]
@@ -442,3 +444,182 @@ def test_the_trace_names_each_agent_and_what_it_did() -> None:
 
 def test_a_printed_result_leaves_the_trace_out() -> None:
     assert "Event(" not in repr(scripted().run(research, "KV"))
+
+
+async def slow_script(messages: Sequence[Any], settings: Any, seed: int) -> str:
+    await asyncio.sleep(0.05)
+    return echo(messages, settings, seed)
+
+
+def test_an_agent_that_is_cancelled_while_it_generates_does_nothing_more() -> None:
+    done = []
+
+    @agent
+    async def generates() -> Any:
+        chat = Chat().user("q")
+        await chat.gen()
+        done.append("first")
+        await chat.gen()
+        done.append("second")
+        await tool(done.append, "tool")
+
+    @agent
+    async def cancels() -> Any:
+        handle = spawn(generates)
+        await tool(asyncio.sleep, 0.08)
+        cancel(handle)
+        await tool(asyncio.sleep, 0.15)
+        return list(done)
+
+    assert Runtime(ScriptedModel(slow_script)).run(cancels).value == ["first"]
+
+
+@pytest.mark.parametrize("how", ["end", "cancel"])
+def test_agents_end_with_the_one_that_spawned_them_before_it_yielded(how: str) -> None:
+    calls = []
+
+    @agent
+    async def works() -> Any:
+        while True:
+            await tool(asyncio.sleep, 0.01)
+            calls.append(1)
+
+    @agent
+    async def between() -> Any:
+        spawn(works)
+        yield "ready"
+        await tool(asyncio.sleep, 0.05 if how == "end" else 9)
+
+    @agent
+    async def parent() -> Any:
+        handle = spawn(between)
+        await next(handle)
+        await resume(handle)
+        if how == "cancel":
+            cancel(handle)
+        else:
+            with pytest.raises(AgentEndedError):
+                await next(handle)
+        await tool(asyncio.sleep, 0.03)
+        before = len(calls)
+        await tool(asyncio.sleep, 0.1)
+        return len(calls) - before
+
+    assert scripted().run(parent).value == 0
+
+
+def test_a_path_that_cancels_an_agent_leaves_it_to_the_other_paths() -> None:
+    @agent
+    async def answers() -> Any:
+        await tool(asyncio.sleep, 0.05)
+        return "answer"
+
+    @agent(supervisor=Paths(4))
+    async def chooses() -> Any:
+        handle = spawn(answers)
+        digit = int((await Chat().user("").gen())[-1])
+        if digit % 2:
+            cancel(handle)
+            with pytest.raises(AgentCancelledError):
+                await next(handle)
+            return "cancelled"
+        return await next(handle)
+
+    values = set()
+    for seed in range(4):
+        result = Runtime(ScriptedModel(echo), seed=seed).run(chooses)
+        values |= {event.data["value"] for event in result.trace.events if event.kind == "end"}
+    assert values >= {"'cancelled'", "'answer'"}
+
+
+def test_a_function_that_is_late_does_not_hold_up_the_run() -> None:
+    @agent
+    async def uses() -> Any:
+        with pytest.raises(ToolError, match="more than 0.05 seconds"):
+            await tool(time.sleep, 3, timeout=0.05)
+        with pytest.raises(ToolError, match="it was cancelled"):
+            await tool(raises_cancelled)
+
+    async def raises_cancelled() -> None:
+        raise asyncio.CancelledError
+
+    began = time.monotonic()
+    scripted().run(uses)
+    assert time.monotonic() - began < 2
+
+
+def test_a_tool_cannot_use_the_operations_of_its_agent() -> None:
+    @agent
+    async def uses() -> Any:
+        await tool(asks)
+
+    async def asks() -> str:
+        return await Chat().user("q").gen()
+
+    with pytest.raises(AgentError, match="not within a tool"):
+        scripted().run(uses)
+
+
+def test_errors_and_cancelled_operations_are_replayed() -> None:
+    @agent
+    async def one() -> str:
+        return "value"
+
+    async def fails() -> None:
+        raise OSError("no")
+
+    async def slow() -> list[Any]:
+        return [await tool(asyncio.sleep, 9)]
+
+    @agent(supervisor=Paths(3))
+    async def goes_on() -> Any:
+        handle = spawn(one)
+        found = [await next(handle)]
+        try:
+            await next(handle)
+        except AgentEndedError:
+            found.append("ended")
+        try:
+            await gather(slow(), tool(fails))
+        except ToolError:
+            found.append("failed")
+        return [*found, await Chat().user("q").gen()]
+
+    assert scripted().run(goes_on).value[:3] == ["value", "ended", "failed"]
+
+
+def test_a_recording_is_not_used_for_other_inputs_and_other_files_stay_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    result = scripted().run(research, "KV", record=path)
+    with pytest.raises(AgentError, match="records 'gen research .*' as research#0/0.0/0, but the run does"):
+        scripted().run(research, "another topic", record=path)
+    result.trace.save(tmp_path / "trace.json")
+    before = (tmp_path / "trace.json").read_text()
+    with pytest.raises(ValueError, match=r"trace.json must begin with|line 1: not a recording"):
+        scripted().run(research, "KV", record=tmp_path / "trace.json")
+    assert (tmp_path / "trace.json").read_text() == before
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:1], json.dumps({**json.loads(lines[1]), "value": {"text": 3}}), ""]))
+    with pytest.raises(ValueError, match="line 2: not an operation"):
+        scripted().run(research, "KV", record=path)
+
+
+def test_a_slow_value_function_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_parallel.agents.run.STALL_SECONDS", 0.1)
+
+    async def value(state: State) -> float:
+        await asyncio.sleep(0.4)
+        time.sleep(0.15)
+        return 1.0
+
+    @agent(supervisor=Paths(2, value=value))
+    async def answers() -> Any:
+        return await Chat().user("q").gen()
+
+    assert scripted().run(answers).value
+
+
+@pytest.mark.parametrize("name", ["a/b", "a#1", "", "x" * 101, 3])
+def test_names_that_cannot_be_part_of_an_id_raise(name: Any) -> None:
+    with pytest.raises(ValueError, match="name must be a text"):
+        agent(name=name)(counter.function)

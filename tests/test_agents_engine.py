@@ -123,3 +123,25 @@ def test_nothing_is_lost_or_left_when_agents_fail_time_out_and_are_cancelled() -
     assert all(report[kind] > 0 for kind in ("finished", "failed", "cancelled"))
     assert report["left"] == 0
     assert report["wrong"] == 0
+
+
+def test_runs_are_reproducible_where_the_generation_config_samples() -> None:
+    @agent
+    async def asks() -> Any:
+        return await Chat().user("Hello").gen(max_new_tokens=8)
+
+    model, tokenizer = small_model()
+    model.generation_config.do_sample = True
+    with Engine(model, tokenizer) as engine:
+        values = [Runtime(engine, seed=seed, logits_cache=False).run(asks).value for seed in (0, 0, 1, 2)]
+    assert values[0] == values[1]
+    assert len(set(values)) > 1
+
+
+def test_a_completion_is_one_sequence(engine: Engine) -> None:
+    @agent
+    async def several() -> Any:
+        return await Chat(**SAMPLED).user("q").gen(num_return_sequences=2)
+
+    with pytest.raises(AgentError, match=r"use chat.fork\(n\) and gather"):
+        Runtime(engine).run(several)

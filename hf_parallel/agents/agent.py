@@ -59,7 +59,10 @@ def agent(
     def decorate(function: Callable[..., Any]) -> Agent:
         if not (inspect.isasyncgenfunction(function) or inspect.iscoroutinefunction(function)):
             raise TypeError(f"an agent must be an async function, got {function!r}")
-        return Agent(function, chosen, name or function.__name__)
+        chosen_name = function.__name__ if name is None else name
+        if not isinstance(chosen_name, str) or not 0 < len(chosen_name) <= 100 or set("/#@") & set(chosen_name):
+            raise ValueError(f"name must be a text of 1 to 100 characters without / # @, got {chosen_name!r}")
+        return Agent(function, chosen, chosen_name)
 
     return decorate if function is None else decorate(function)
 

@@ -8,15 +8,18 @@ import inspect
 import random
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from hf_parallel.agents.agent import Agent
-from hf_parallel.agents.errors import AgentEndedError, ToolError
-from hf_parallel.agents.execution import Frame, current_frame, perform, source_line
+from hf_parallel.agents.errors import AgentCancelledError, AgentEndedError, ToolError
+from hf_parallel.agents.execution import Frame, current_frame, in_thread, outside_of_agents, perform, source_line
 from hf_parallel.agents.segment import Segment
-from hf_parallel.agents.state import END, Entry, State, derive_seed, fingerprint
+from hf_parallel.agents.state import END, Entry, State, derive_seed, digest, fingerprint
 from hf_parallel.generation.validation import check_int
 
+MAX_SHOWN = 2000
+"""Characters of a tool's result in a trace."""
 FIRST_DELAY = 0.05
 """Seconds before a tool is called a second time; they double each time."""
 
@@ -26,7 +29,7 @@ class AgentHandle:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        self._is_read = False
+        self._is_read = self._is_cancelled = False
 
     @property
     def agent_id(self) -> str:
@@ -35,7 +38,7 @@ class AgentHandle:
 
     def __deepcopy__(self, memo: Any) -> AgentHandle:
         copied = AgentHandle(self._segment)
-        copied._is_read = self._is_read
+        copied._is_read, copied._is_cancelled = self._is_read, self._is_cancelled
         return copied
 
     def __repr__(self) -> str:
@@ -88,7 +91,8 @@ def _id_after(frame: Frame, before: Segment) -> str:
 
 
 def _start(frame: Frame, origin: State, sent: Any, agent_id: str | None = None) -> Segment:
-    segment = Segment(frame.execution.segment.runtime, origin, sent, agent_id)
+    parent = frame.execution.segment
+    segment = Segment(parent.runtime, origin, sent, agent_id, parent.starts_exclusive)
     frame.state.segments.append(segment)
     return segment
 
@@ -112,6 +116,7 @@ async def next(handle: AgentHandle) -> Any:
     AgentCancelledError
         If it was cancelled.
     """
+    _check_live(handle)
     if handle._is_read:
         await resume(handle, None)
     segment = handle._segment
@@ -134,6 +139,7 @@ async def next(handle: AgentHandle) -> Any:
 
 async def resume(handle: AgentHandle, value: Any = None) -> None:
     """Continue an agent that has yielded; its `yield` returns the value. Waits until it has yielded."""
+    _check_live(handle)
     if not handle._is_read:
         await next(handle)
     frame, before = current_frame(), handle._segment
@@ -142,18 +148,32 @@ async def resume(handle: AgentHandle, value: Any = None) -> None:
     if entry is None:
         state = before.task.result()
         if state.status == END:
-            raise AgentEndedError(f"agent {before.agent_id} has ended and cannot be resumed")
-        entry = frame.record(operation, _start(frame, state, value, _id_after(frame, before)))
-        _trace(frame, "resume", child=before.agent_id)
+            entry = frame.record(operation)
+            entry.error = AgentEndedError(f"agent {before.agent_id} has ended and cannot be resumed")
+        else:
+            entry = frame.record(operation, _start(frame, state, value, _id_after(frame, before)))
+            _trace(frame, "resume", child=before.agent_id)
+    if entry.error is not None:
+        raise entry.error
     handle._segment, handle._is_read = entry.value, False
 
 
+def _check_live(handle: AgentHandle) -> None:
+    if handle._is_cancelled:
+        raise AgentCancelledError(f"agent {handle.agent_id} was cancelled")
+
+
 def cancel(handle: AgentHandle) -> None:
-    """End an agent and those that it has spawned; the memory of their requests is freed."""
+    """End an agent and those that it has spawned; the memory of their requests is freed.
+
+    An agent that other paths of a search have received, too, goes on for them.
+    """
     frame = current_frame()
     if frame.replayed(f"cancel {handle.agent_id}") is None:
         frame.record(f"cancel {handle.agent_id}")
-        handle._segment.close()
+        if frame.execution.segment.starts_exclusive or handle._segment in frame.state.segments:
+            handle._segment.close()
+    handle._is_cancelled = True
 
 
 async def tool(
@@ -164,7 +184,8 @@ async def tool(
     Parameters
     ----------
     function : callable
-        A coroutine function, or a function, which runs in a thread.
+        A coroutine function, or a function, which runs in a thread of its own. It cannot use the agent's `Chat`,
+        `spawn` and other operations.
     timeout : float, optional
         Seconds after which an attempt fails. A function in a thread goes on, and its result is ignored.
     retries : int
@@ -182,22 +203,30 @@ async def tool(
 
     async def attempt() -> Any:
         if inspect.iscoroutinefunction(function):
-            return await asyncio.wait_for(function(*arguments, **named), timeout)
-        result = await asyncio.wait_for(asyncio.to_thread(function, *arguments, **named), timeout)
-        return await asyncio.wait_for(result, timeout) if inspect.isawaitable(result) else result
+            return await function(*arguments, **named)
+        result = await in_thread(partial(function, *arguments, **named))
+        return await result if inspect.isawaitable(result) else result
 
     async def call() -> Any:
         delay = FIRST_DELAY
         for left in reversed(range(retries + 1)):
+            task = outside_of_agents(attempt())
             try:
-                return await attempt()
-            except Exception as error:
-                if not left:
-                    is_late = isinstance(error, asyncio.TimeoutError)
-                    what = f"took more than {timeout} seconds" if is_late else repr(error)
-                    raise ToolError(f"tool {name} failed after {retries + 1} attempts: {what}") from error
-                await asyncio.sleep(delay)
-                delay *= 2
+                done, _ = await asyncio.wait([task], timeout=timeout)
+            finally:
+                task.cancel()
+            if not done:
+                what, cause = f"took more than {timeout} seconds", None
+            elif task.cancelled():
+                what, cause = "it was cancelled", None
+            elif (cause := task.exception()) is None:
+                return task.result()
+            else:
+                what = repr(cause)
+            if not left:
+                raise ToolError(f"tool {name} failed after {retries + 1} attempts: {what}") from cause
+            await asyncio.sleep(delay)
+            delay *= 2
         raise AssertionError("unreachable")
 
     async def run(key: str, directive: Any) -> Any:
@@ -208,14 +237,14 @@ async def tool(
         error: str | None = None
         result: Any = None
         try:
-            result = await runtime.recorded(key, f"tool {name}", call)
+            result = await runtime.recorded(key, f"tool {name} {digest(arguments, named)}", call)
             return result
         except ToolError as failure:
             error = str(failure)
             raise
         finally:
             runtime.waited(frame.execution, time.monotonic() - began)
-            _trace(frame, "tool", begin=begin, name=name, result=repr(result), error=error)
+            _trace(frame, "tool", begin=begin, name=name, result=repr(result)[:MAX_SHOWN], error=error)
 
     return await perform(f"tool {name} {fingerprint(arguments)} {fingerprint(named)}", run)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_parallel.agents.execution import current_frame, perform, run_aside
-from hf_parallel.agents.state import fingerprint
+from hf_parallel.agents.state import digest
 from hf_parallel.generation.validation import check_text
 
 
@@ -33,6 +32,8 @@ class Chat:
         self, system: str | None = None, *, messages: Sequence[Mapping[str, Any]] = (), **settings: Any
     ) -> None:
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
+        if "forkable" in settings:
+            raise ValueError("forkable is an argument of each gen, not of Chat")
         self.settings = settings
         if system is not None:
             self._add("system", system)
@@ -83,10 +84,6 @@ class Chat:
                 state.text = text
             return text
 
-        text = await perform(f"gen {_digest(messages, settings)}", generate, messages if forkable else None)
+        text = await perform(f"gen {digest(messages, settings)}", generate, messages if forkable else None)
         self._add("assistant", text)
         return text
-
-
-def _digest(messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str:
-    return hashlib.sha256(repr((messages, fingerprint(settings))).encode()).hexdigest()[:16]

@@ -6,15 +6,17 @@ import asyncio
 import copy
 import inspect
 import sys
+import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
 from hf_parallel.agents.errors import ReplayError
 from hf_parallel.agents.state import CHOICE, END, ERROR, YIELD, Entry, State
 
-_frame: ContextVar[Frame] = ContextVar("hf_parallel_agent_frame")
+_frame: ContextVar[Frame | None] = ContextVar("hf_parallel_agent_frame", default=None)
 
 
 class Place:
@@ -99,9 +101,9 @@ class Frame:
 
 def current_frame() -> Frame:
     """Return the frame of the running agent; raise `RuntimeError` outside of one."""
-    frame = _frame.get(None)
+    frame = _frame.get()
     if frame is None:
-        raise RuntimeError("this function works only in an agent that a Runtime runs")
+        raise RuntimeError("this function works only in an agent that a Runtime runs, and not within a tool")
     if frame.task is not asyncio.current_task():
         raise RuntimeError("an agent's tasks must be made by gather of hf_parallel.agents, not by asyncio")
     return frame
@@ -146,7 +148,49 @@ async def perform(
             entry.value = await compute(key, directive)
         except Exception as error:
             entry.error = error
+        except asyncio.CancelledError as error:
+            entry.error = error
+            raise
+    elif isinstance(entry.error, asyncio.CancelledError):
+        if frame.is_main:
+            raise frame.departure("an operation was cancelled, as by asyncio.timeout, which cannot be replayed")
+        await asyncio.get_running_loop().create_future()  # until `gather` cancels it again
     return entry.result()
+
+
+def outside_of_agents(awaitable: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start a task whose code is no part of an agent."""
+    token = _frame.set(None)
+    try:
+        return asyncio.get_running_loop().create_task(awaitable)
+    finally:
+        _frame.reset(token)
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """Call a function in a thread of its own, for which the process does not wait when it ends."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def set_result(result: Any, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        result, raised = None, None
+        try:
+            result = function()
+        except BaseException as error:
+            raised = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(set_result, result, raised)
+
+    threading.Thread(target=work, name="hf_parallel-tool", daemon=True).start()
+    return await done
 
 
 async def run_aside(place: Place, prefix: str, awaitable: Awaitable[Any]) -> Any:

@@ -76,8 +76,10 @@ class EngineModel:
     ) -> Completion:
         """See `Model.generate`."""
         given = dict(settings)
-        if given.get("do_sample") and "seed" not in given:
-            given["seed"] = seed
+        if given.get("do_sample") is not False:  # the model's generation config may say that it samples
+            given.setdefault("seed", seed)
+        if (given.get("num_return_sequences") or 1) > 1:
+            raise ValueError("a completion is one sequence, not num_return_sequences: use chat.fork(n) and gather")
         if self.logits_cache is not None and given.get("generation_mode") is None and "parallel_config" not in given:
             own = {name: given.pop(name) for name in ResampleConfig.fields() if name in given}
             given["parallel_config"] = ResampleConfig(**{"logits_cache": self.logits_cache, **own})

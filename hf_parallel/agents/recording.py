@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hf_parallel.agents.errors import ReplayError, ToolError
 from hf_parallel.agents.models import Completion
+from hf_parallel.files import write_atomically
 
 FORMAT = "hf_parallel agents recording 1"
+_COMPLETION = [field.name for field in fields(Completion)]
 
 
 class Recording:
@@ -26,15 +30,17 @@ class Recording:
     def __init__(self, path: str | Path, seed: int) -> None:
         self.path = Path(path)
         self._results: dict[str, dict[str, Any]] = {}
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
-        if lines and not lines[-1].endswith("\n"):  # the process ended while it wrote
-            lines = lines[:-1]
-            self.path.write_text("".join(lines), encoding="utf-8")
         header = {"format": FORMAT, "seed": seed}
-        if lines:
-            self._load(lines, header)
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # a process that was killed may have written a part of a line
+        if whole:
+            self._load(whole.splitlines(), header)
+        elif not json.dumps(header).startswith(text):
+            raise ValueError(f"{self.path} must begin with {header}, got {text[:80]!r}")
         else:
-            self.path.write_text(json.dumps(header) + "\n", encoding="utf-8")
+            write_atomically(self.path, json.dumps(header) + "\n")
+        if whole and whole != text:
+            os.truncate(self.path, len(whole.encode()))
 
     def _load(self, lines: list[str], header: dict[str, Any]) -> None:
         for number, line in enumerate(lines, 1):
@@ -45,7 +51,7 @@ class Recording:
             if number == 1:
                 if found != header:
                     raise ValueError(f"{self.path} must begin with {header}, got {found!r}")
-            elif not isinstance(found, dict) or not isinstance(found.get("key"), str) or "operation" not in found:
+            elif not _is_result(found):
                 raise ValueError(f"{self.path}, line {number}: not an operation of an agent")
             else:
                 self._results[found["key"]] = found
@@ -72,8 +78,26 @@ class Recording:
         try:
             line = json.dumps({"key": key, "operation": operation, "value": value, "error": error})
         except TypeError as problem:
-            raise TypeError(f"{operation} returned {type(value).__name__}, which a recording cannot hold") from problem
+            raise TypeError(
+                f"{operation.rpartition(' ')[0]} returned {type(value).__name__}, which a recording cannot hold"
+            ) from problem
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         self._results[key] = json.loads(line)
         return None if error is not None else (self.get(key, operation) or [None])[0]
+
+
+def _is_result(found: Any) -> bool:
+    """Return whether a line holds a result."""
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in ("key", "operation")):
+        return False
+    value, error = found.get("value"), found.get("error")
+    if error is not None:
+        return isinstance(error, str)
+    if not found["operation"].startswith("gen"):
+        return "value" in found
+    return (
+        isinstance(value, dict)
+        and value.keys() == set(_COMPLETION)
+        and all(isinstance(one, str if name == "text" else int) for name, one in value.items())
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from hf_parallel.agents.execution import Execution, source_line
 from hf_parallel.agents.models import Completion, EngineModel, Model
 from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.segment import Segment
-from hf_parallel.agents.state import END, State, derive_seed
+from hf_parallel.agents.state import END, State, derive_seed, digest
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.engine.hints import MAX_ID, AgentHints
 
@@ -56,7 +57,9 @@ class Run:
 
     def __init__(self, model: Model | None, seed: int, max_requests: int, recording: Recording | None) -> None:
         self.model, self.seed, self.recording = model, seed, recording
+        self.id = secrets.token_hex(8)
         self.trace, self.stats = RunTrace(), AgentStats()
+        self._scores: Any = None  # last ones in the trace
         self.executions: set[Execution] = set()
         self.searches: set[asyncio.Task[Any]] = set()  # of segments
         self.functions: dict[str, Agent] = {}
@@ -94,13 +97,15 @@ class Run:
 
     async def _wait(self, segment: Segment) -> None:
         """Wait for the end of a segment. Raise `DeadlockError` if nothing goes on meanwhile."""
+        idle = 0
         while True:
             before = self._operations
-            done, _ = await asyncio.wait([segment.task], timeout=STALL_SECONDS)
+            done, _ = await asyncio.wait([segment.task], timeout=STALL_SECONDS / 2)
             if done:
                 return
-            if not self._busy and self._operations == before:
-                names = sorted({one.agent_id for one in self.executions if one.state is not None})
+            idle = idle + 1 if not self._busy and self._operations == before else 0
+            names = sorted({one.agent_id for one in self.executions if one.state is not None})
+            if idle > 1 and names:  # once: a function may have blocked the loop
                 raise DeadlockError(
                     f"nothing has happened for {STALL_SECONDS} seconds, and {', '.join(names)} wait: agents must wait "
                     "only for Chat.gen, next and tool, not for each other by objects of asyncio, nor for a network"
@@ -122,7 +127,8 @@ class Run:
             async with self._places:
                 return await model.generate(messages, settings, derive_seed(self.seed, key), hints)
 
-        found: Completion = await self.recorded(key, f"gen {state.agent.name}", compute)
+        operation = f"gen {state.agent.name} {digest(messages, settings)}"
+        found: Completion = await self.recorded(key, operation, compute)
         stats = self.stats
         stats.completions += 1
         for name in ("tokens", "prompt_tokens", "reused_tokens", "replayed_tokens"):
@@ -140,8 +146,11 @@ class Run:
             line=source_line(state.agent.function),
         )
         if isinstance(model, EngineModel):
-            for kind, data in model.residency().items():
-                self.trace.add(agent_id, kind, **data)
+            found_now = model.residency()
+            self.trace.add(agent_id, "kv", **found_now["kv"])
+            if (scores := found_now.get("scores")) not in (None, self._scores):
+                self.trace.add(agent_id, "scores", **scores)
+                self._scores = scores
         return found.text, found.tokens
 
     def _hints(self, state: State, key: str) -> AgentHints:
@@ -149,7 +158,7 @@ class Run:
         step = self._steps[state.agent_id] = key if len(key) <= MAX_ID else f"{derive_seed(key):x}"
         number, seconds = self._waits[state.agent.name]
         return AgentHints(
-            workflow_id=f"run-{self.seed}",
+            workflow_id=self.id,
             agent_id=state.agent.name,
             step_id=step,
             parent_step_id=parent,
@@ -168,18 +177,19 @@ class Run:
         """Return a recorded result, or compute and record it."""
         self._operations += 1
         if self.recording is None:
-            return await self._computed(compute)
+            return await self.computed(compute)
         if (found := self.recording.get(key, operation)) is not None:
             self.stats.replayed_completions += operation.startswith("gen")
             return found[0]
         try:
-            value = await self._computed(compute)
+            value = await self.computed(compute)
         except ToolError as error:
             self.recording.put(key, operation, error=str(error))
             raise
         return self.recording.put(key, operation, value)
 
-    async def _computed(self, compute: Callable[[], Awaitable[Any]]) -> Any:
+    async def computed(self, compute: Callable[[], Awaitable[Any]]) -> Any:
+        """Await what takes time, and is no sign of a deadlock."""
         self._busy += 1
         try:
             return await compute()

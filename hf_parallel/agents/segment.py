@@ -20,11 +20,14 @@ class Segment:
     """A search that runs. `task` returns the final state.
 
     `origin` is the state at whose yield it begins, with the value `sent`; or the state of an agent that starts. A copy
-    of an agent has an `agent_id` of its own from there on.
+    of an agent has an `agent_id` of its own from there on. `is_exclusive`: there can be no copies, as no supervisor of
+    those that have started the agent continues a state twice.
     """
 
-    def __init__(self, runtime: Any, origin: State, sent: Any = None, agent_id: str | None = None) -> None:
-        self.runtime, self.origin, self.sent = runtime, origin, sent
+    def __init__(
+        self, runtime: Any, origin: State, sent: Any = None, agent_id: str | None = None, is_exclusive: bool = True
+    ) -> None:
+        self.runtime, self.origin, self.sent, self.is_exclusive = runtime, origin, sent, is_exclusive
         self.agent_id = agent_id or origin.agent_id
         self._supervisor: Supervisor | None = None
         runtime.functions[origin.agent.name] = origin.agent
@@ -52,10 +55,19 @@ class Segment:
         if self._supervisor is not None and state is not None:
             self._supervisor.wake(state)
 
+    @property
+    def starts_exclusive(self) -> bool:
+        """Whether agents that this one starts belong to one path."""
+        return self.is_exclusive and self.origin.agent.supervisor.continues_once
+
     def close(self) -> None:
-        """Cancel the search, and all agents that it has started."""
+        """Cancel the search, and all agents that this one has started."""
         self.task.cancel()
-        self._drop(self._states, ())
+        self._drop(self._all_states(), ())
+
+    def _all_states(self) -> list[State]:
+        """Return the states of the search, and if there are no copies of the agent, all before them."""
+        return [*self._states, *(self.origin.path if self.is_exclusive else ())]
 
     async def _run(self) -> State:
         try:
@@ -65,10 +77,16 @@ class Segment:
             self.runtime.trace.add(self.agent_id, "cancel")
             raise
         except Exception as error:
-            raise self._failure(error) from error
+            failure = self._failure(error)
+            if failure is error:
+                raise
+            raise failure from error
         finally:
             final = self._final
-            self._drop(self._states, final.path if final is not None and final.status == YIELD else ())
+            if final is not None and final.status == YIELD:
+                self._drop(self._states, final.path)
+            else:
+                self._drop(self._all_states(), ())
         if final.error is not None:
             raise self._failure(final.error)
         self.runtime.trace.add(self.agent_id, final.status, final.id, value=repr(final.yielded))
@@ -123,8 +141,9 @@ class Segment:
                         running.append((fire.state, child, task))
                 if not running:
                     break
-                parent, child, task = running.popleft()
+                parent, child, task = running[0]  # removed afterwards: it is cancelled with the others
                 await asyncio.wait([task])
+                running.popleft()
                 task.result()
                 budget.tokens += child.tokens
                 self._note(child, "committed")
@@ -150,7 +169,8 @@ class Segment:
         await execution.advance(child, fire)
         self.runtime.stats.transitions += 1
         if supervisor.value is not None and child.error is None and supervisor.evaluates(child):
-            child.value = await run_aside(Place(execution.segment, child), "value.", _value(supervisor, child))
+            place, runtime = Place(execution.segment, child), self.runtime
+            child.value = await runtime.computed(lambda: run_aside(place, "value.", _value(supervisor, child)))
 
     def _note(self, state: State, status: str) -> None:
         parent = None if state.parent is None else state.parent.id

@@ -126,6 +126,11 @@ def derive_seed(*parts: Any) -> int:
     return int.from_bytes(digest[:8], "big") >> 2
 
 
+def digest(*values: Any) -> str:
+    """Return a short text that is equal for equal arguments in each replay; see `fingerprint`."""
+    return hashlib.sha256(repr(fingerprint(values)).encode()).hexdigest()[:16]
+
+
 def fingerprint(value: Any) -> Any:
     """Return what is equal for equal arguments in each replay: objects count by their type."""
     if isinstance(value, Mapping):

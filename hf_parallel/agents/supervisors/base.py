@@ -57,6 +57,8 @@ class Supervisor:
     max_seconds: float | None = None
     states: list[State] = field(default_factory=list, init=False, repr=False)
     needs_value: ClassVar[bool] = False
+    continues_once: ClassVar[bool] = False
+    """Whether no state is continued more than once."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_passes"):

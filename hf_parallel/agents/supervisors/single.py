@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors.base import Fire, Supervisor
@@ -18,6 +19,8 @@ class Single(Supervisor):
     next_states : list of State
         States that `select` returns next.
     """
+
+    continues_once: ClassVar[bool] = True
 
     def init(self, root: State) -> None:
         """Begin a search."""

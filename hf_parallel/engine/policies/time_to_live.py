@@ -52,6 +52,6 @@ class TimeToLive(AgentPolicy):
         if duration is not None and duration / 1000 <= self.max_seconds:
             seconds = duration / 1000
             self._returns[call.member] = now + seconds, now + self.patience * seconds
-        elif len(self._returns) > len(self._members):
+        if len(self._returns) > len(self._members):
             self._returns = {member: time for member, time in self._returns.items() if now <= time[1]}
         return {}
