@@ -15,6 +15,7 @@ import torch
 from engine_requests import assert_nothing_is_held, wait_until_idle
 
 from hf_parallel import LogitsCache
+from hf_parallel.cache.logits import Cursors
 
 pytest.importorskip("greenlet")
 
@@ -154,4 +155,16 @@ def test_random_requests_share_a_logits_cache_within_a_budget(model: Any, token_
             alone = model.generate(prompt[None], generation_mode="resample", logits_cache=LogitsCache(), **given)
             assert sequence == alone.tolist()
     assert all(node.pins == 0 for _, node in cache.nodes())
+    assert not cache._computing
+
+
+def test_a_row_that_has_ended_holds_no_logits_that_others_wait_for() -> None:
+    cache = LogitsCache()
+    first, second = Cursors(cache), Cursors(cache)
+    for cursors in (first, second):
+        cursors.start(0, "model", [5, 6])
+    first.start_computing(0, "a call")
+    assert (first.computed_by(0), second.computed_by(0)) == ("a call", "a call")
+    first.stop_computing(0)
+    assert second.computed_by(0) is None
     assert not cache._computing

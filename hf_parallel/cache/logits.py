@@ -290,6 +290,14 @@ class Cursors:
             self._owners[row] = owner
             self._cache._computing.setdefault(self._nodes[row], owner)
 
+    def stop_computing(self, row: Any) -> None:
+        """Note that the model computes no more logits for a row."""
+        with self._cache._lock:
+            owner = self._owners.pop(row, None)
+            node = self._nodes.get(row)
+            if owner is not None and node is not None and self._cache._computing.get(node) is owner:
+                del self._cache._computing[node]
+
     def computed_by(self, row: Any) -> Any | None:
         """Return the owner of a row, of any cursors, whose next logits are those that this row lacks; None: no one."""
         with self._cache._lock:

@@ -40,6 +40,9 @@ class TokenReplayer(Protocol):
     def start_computing(self, rows: Sequence[int], executor: Executor) -> None:
         """Note that a call computes the logits of rows from now on."""
 
+    def stop_computing(self, rows: Sequence[int]) -> None:
+        """Note that rows have ended."""
+
     def start_prefetch(self) -> None:
         """Start precomputing in the background."""
 

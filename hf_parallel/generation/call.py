@@ -34,6 +34,8 @@ class Executor(Protocol):
     """Rows of all calls in the last pass."""
     preempted: bool
     """Whether the call has lost its keys and values, and continues later."""
+    is_done: bool
+    """Whether the call has ended."""
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
         """Return a cache of a call."""

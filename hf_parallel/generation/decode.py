@@ -167,6 +167,9 @@ class DecodeLoop:
             shown[[row.index for row in rows]] = torch.tensor(tokens)
             self.streamer.put(shown)
         active = [row for row, token, end in zip(rows, tokens, ended, strict=True) if on_token(row, token, end)]
+        if self.replayer is not None and self.call.executor is not None and len(active) < len(rows):
+            kept = {row.index for row in active}
+            self.replayer.stop_computing([row.index for row in rows if row.index not in kept])
         return [row for row in active if row.is_active()]
 
     def replay(self, rows: Sequence[R], on_token: OnToken | None = None, may_wait: bool = False) -> list[R]:

@@ -96,12 +96,17 @@ class Replayer:
     def is_computed_by_other(self, row: int, executor: Executor) -> bool:
         """Return whether another call computes the next logits of a row now."""
         other = self._cursors.computed_by(row)
-        return other is not None and other is not executor and not other.preempted
+        return other is not None and other is not executor and not (other.preempted or other.is_done)
 
     def start_computing(self, rows: Sequence[int], executor: Executor) -> None:
         """Note that a call computes the logits of rows from now on."""
         for row in rows:
             self._cursors.start_computing(row, executor)
+
+    def stop_computing(self, rows: Sequence[int]) -> None:
+        """Note that rows have ended: other calls wait for them no more."""
+        for row in rows:
+            self._cursors.stop_computing(row)
 
     def start_prefetch(self) -> None:
         """Start the prefetcher, if there is one."""
