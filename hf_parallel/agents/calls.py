@@ -158,7 +158,9 @@ async def resume(handle: AgentHandle, value: Any = None) -> None:
     handle._segment, handle._is_read = entry.value, False
 
 
-def _check_live(handle: AgentHandle) -> None:
+def _check_live(handle: Any) -> None:
+    if not isinstance(handle, AgentHandle):
+        raise TypeError(f"next, resume and cancel need the handle that spawn returns, got {handle!r}")
     if handle._is_cancelled:
         raise AgentCancelledError(f"agent {handle.agent_id} was cancelled")
 
@@ -168,6 +170,9 @@ def cancel(handle: AgentHandle) -> None:
 
     An agent that other paths of a search have received, too, goes on for them.
     """
+    if isinstance(handle, AgentHandle) and handle._is_cancelled:
+        return
+    _check_live(handle)
     frame = current_frame()
     if frame.replayed(f"cancel {handle.agent_id}") is None:
         frame.record(f"cancel {handle.agent_id}")
@@ -224,7 +229,9 @@ async def tool(
             else:
                 what = repr(cause)
             if not left:
-                raise ToolError(f"tool {name} failed after {retries + 1} attempts: {what}") from cause
+                raise ToolError(
+                    f"tool {name} failed after {retries + 1} attempt{'s' if retries else ''}: {what}"
+                ) from cause
             await asyncio.sleep(delay)
             delay *= 2
         raise AssertionError("unreachable")

@@ -193,14 +193,17 @@ async def in_thread(function: Callable[[], Any]) -> Any:
     return await done
 
 
-async def run_aside(place: Place, prefix: str, awaitable: Awaitable[Any]) -> Any:
+async def run_aside(place: Place, prefix: str, awaitable: Coroutine[Any, Any, Any]) -> Any:
     """Await what is no part of the agent's code, such as a value function: nothing in it is replayed.
 
     `prefix` distinguishes the keys of its operations from those of the agent.
     """
     assert place.state is not None
     frame = Frame(Place(place.segment, place.state), prefix, entries=[])
-    return await asyncio.get_running_loop().create_task(frame.run(awaitable))
+    try:
+        return await asyncio.get_running_loop().create_task(frame.run(awaitable))
+    finally:
+        awaitable.close()  # if it was cancelled before it began
 
 
 class Execution(Place):
@@ -297,6 +300,8 @@ class Execution(Place):
             raise self.frame.departure(f"{state.pending!r} was recorded, {operation or status!r} is reached")
 
     async def _continue(self, directive: Any) -> None:
+        if self._go.done():  # the coroutine was closed
+            raise asyncio.CancelledError
         self._go.set_result(directive)
         try:
             await asyncio.shield(self._stopped)

@@ -49,6 +49,8 @@ class Recording:
             except ValueError as error:
                 raise ValueError(f"{self.path}, line {number}: not a recording of agents") from error
             if number == 1:
+                if isinstance(found, dict) and found == {**header, "seed": found.get("seed")} != header:
+                    raise ValueError(f"{self.path} has the seed {found['seed']}, this Runtime {header['seed']}")
                 if found != header:
                     raise ValueError(f"{self.path} must begin with {header}, got {found!r}")
             elif not _is_result(found):

@@ -108,7 +108,8 @@ class Run:
             if idle > 1 and names:  # once: a function may have blocked the loop
                 raise DeadlockError(
                     f"nothing has happened for {STALL_SECONDS} seconds, and {', '.join(names)} wait: agents must wait "
-                    "only for Chat.gen, next and tool, not for each other by objects of asyncio, nor for a network"
+                    "only for Chat.gen, next and tool. What else takes time, such as asyncio.sleep, a network or an "
+                    "asyncio.Event, belongs into await tool(function, ...)"
                 )
 
     async def generate(

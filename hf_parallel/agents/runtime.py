@@ -110,21 +110,32 @@ class Runtime:
         AgentError
             If the agent fails; the cause is its error.
         """
+        if asyncio._get_running_loop() is None:
+            return asyncio.run(self.run_async(agent, *arguments, record=record, **named))
         done: list[AgentResult | BaseException] = []
+        started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+        async def main() -> AgentResult:
+            task = asyncio.current_task()
+            assert task is not None
+            started.append((asyncio.get_running_loop(), task))
+            return await self.run_async(agent, *arguments, record=record, **named)
 
         def work() -> None:
             try:
-                done.append(asyncio.run(self.run_async(agent, *arguments, record=record, **named)))
+                done.append(asyncio.run(main()))
             except BaseException as error:
                 done.append(error)
 
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(self.run_async(agent, *arguments, record=record, **named))
         thread = threading.Thread(target=work, name="hf_parallel-agents")  # such as in a notebook
         thread.start()
-        thread.join()
+        try:
+            thread.join()
+        except BaseException:  # Ctrl-C
+            for loop, task in started:
+                loop.call_soon_threadsafe(task.cancel)
+            thread.join()
+            raise
         if isinstance(done[0], BaseException):
             raise done[0]
         return done[0]
@@ -135,6 +146,10 @@ class Runtime:
         """Run an agent in asyncio; see `run`."""
         if not isinstance(agent, Agent):
             raise TypeError(f"run needs an agent, got {agent!r}: decorate the function with @agent")
+        if self.model is None and (record is None or not Path(record).exists()):
+            raise ValueError(
+                f"this Runtime has no engine, so that it needs a recording that exists, got record={record!r}"
+            )
         recording = None if record is None else Recording(record, self.seed)
         run = Run(self.model, self.seed, self._max_requests, recording)
         values = await run.drive(agent, arguments, named)

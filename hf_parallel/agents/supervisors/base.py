@@ -6,7 +6,7 @@ It knows nothing of the agent. The runtime asks it which states to continue, and
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from hf_parallel.generation.validation import check_int
 
 ValueFunction = Callable[[State], float | Awaitable[float]]
 """Returns the value of a state; higher is better. May be a coroutine function that uses `Chat`, `spawn` and `tool`."""
-Complete = Callable[[Chat], Awaitable[str]]
+Complete = Callable[[Chat], Coroutine[Any, Any, str]]
 
 
 @dataclass(eq=False)
@@ -47,6 +47,7 @@ class Supervisor:
     max_tokens, max_passes : int, optional
         Budget of a search: new tokens of the committed states, and forward passes of the engine meanwhile. When it is
         used up, no more states are fired.
+        A completion whose logits are all cached needs no pass.
     max_seconds : float, optional
         The same, in seconds.
     """
