@@ -446,32 +446,36 @@ def test_a_printed_result_leaves_the_trace_out() -> None:
     assert "Event(" not in repr(scripted().run(research, "KV"))
 
 
-async def slow_script(messages: Sequence[Any], settings: Any, seed: int) -> str:
-    await asyncio.sleep(0.05)
-    return echo(messages, settings, seed)
-
-
 def test_an_agent_that_is_cancelled_while_it_generates_does_nothing_more() -> None:
-    done = []
+    done, begun = [], []
+
+    async def script(messages: Sequence[Any], settings: Any, seed: int) -> str:
+        begun.append(1)
+        if len(begun) == 2:
+            await asyncio.sleep(60)
+        return "text"
 
     @agent
     async def generates() -> Any:
         chat = Chat().user("q")
         await chat.gen()
         done.append("first")
-        await chat.gen()
-        done.append("second")
+        try:
+            await chat.gen()
+        finally:
+            done.append("ended")
         await tool(done.append, "tool")
 
     @agent
     async def cancels() -> Any:
         handle = spawn(generates)
-        await tool(asyncio.sleep, 0.08)
+        while len(begun) < 2:
+            await tool(asyncio.sleep, 0.005)
         cancel(handle)
-        await tool(asyncio.sleep, 0.15)
+        await tool(asyncio.sleep, 0.05)
         return list(done)
 
-    assert Runtime(ScriptedModel(slow_script)).run(cancels).value == ["first"]
+    assert Runtime(ScriptedModel(script)).run(cancels).value == ["first", "ended"]
 
 
 @pytest.mark.parametrize("how", ["end", "cancel"])
@@ -536,7 +540,7 @@ def test_a_function_that_is_late_does_not_hold_up_the_run() -> None:
     @agent
     async def uses() -> Any:
         with pytest.raises(ToolError, match="more than 0.05 seconds"):
-            await tool(time.sleep, 3, timeout=0.05)
+            await tool(time.sleep, 20, timeout=0.05)
         with pytest.raises(ToolError, match="it was cancelled"):
             await tool(raises_cancelled)
 
@@ -545,7 +549,7 @@ def test_a_function_that_is_late_does_not_hold_up_the_run() -> None:
 
     began = time.monotonic()
     scripted().run(uses)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 15
 
 
 def test_a_tool_cannot_use_the_operations_of_its_agent() -> None:
