@@ -23,8 +23,8 @@ from hf_parallel.agents import (
     ReplayError,
     Runtime,
     ScriptedModel,
+    Single,
     State,
-    Supervisor,
     ToolError,
     agent,
     cancel,
@@ -48,7 +48,7 @@ def scripted() -> Runtime:
 
 
 @dataclass
-class Paths(Supervisor):
+class Paths(Single):
     """Continues the first choice several times, all others once; takes the last path."""
 
     count: int = 3

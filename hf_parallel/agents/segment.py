@@ -58,7 +58,8 @@ class Segment:
     @property
     def starts_exclusive(self) -> bool:
         """Whether agents that this one starts belong to one path."""
-        return self.is_exclusive and self.origin.agent.supervisor.continues_once
+        cls = type(self.origin.agent.supervisor)
+        return self.is_exclusive and vars(cls).get("continues_once", False)
 
     def close(self) -> None:
         """Cancel the search, and all agents that this one has started."""

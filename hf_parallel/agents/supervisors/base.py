@@ -59,7 +59,7 @@ class Supervisor:
     states: list[State] = field(default_factory=list, init=False, repr=False)
     needs_value: ClassVar[bool] = False
     continues_once: ClassVar[bool] = False
-    """Whether no state is continued more than once."""
+    """Whether no state is continued more than once. Each class says it for itself: a subclass may do more."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_passes"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors.single import Single
@@ -26,7 +25,6 @@ class BestOfN(Single):
     """
 
     n: int
-    continues_once: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
