@@ -102,7 +102,7 @@ def test_agents_exchange_values() -> None:
         values = [await next(handle)]
         await resume(handle, 5)
         values.append(await next(handle))
-        values.append(await next(handle))  # goes on by itself
+        values.append(await next(handle))  # continues by itself
         await resume(handle, "stop")
         with pytest.raises(AgentEndedError, match="asks#0/counter#0 has ended"):
             await next(handle)

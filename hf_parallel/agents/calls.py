@@ -1,4 +1,4 @@
-"""What an agent does: `spawn` other agents, exchange values with them, and use tools, clocks and random numbers."""
+"""Operations of an agent: `spawn` others, exchange values with them, use tools, clocks and random numbers."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _trace(frame: Frame, kind: str, **data: Any) -> None:
 async def next(handle: AgentHandle) -> Any:
     """Wait for the next value that an agent yields, or that it returns.
 
-    If its last value was read already, the agent goes on first, as after `resume(handle, None)`.
+    If its last value was read already, the agent continues first, as after `resume(handle, None)`.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def _check_live(handle: Any) -> None:
 def cancel(handle: AgentHandle) -> None:
     """End an agent and those that it has spawned; the memory of their requests is freed.
 
-    An agent that other paths of a search have received, too, goes on for them.
+    An agent that other paths of a search have received, too, continues for them.
     """
     if isinstance(handle, AgentHandle) and handle._is_cancelled:
         return
@@ -192,7 +192,7 @@ async def tool(
         A coroutine function, or a function, which runs in a thread of its own. It cannot use the agent's `Chat`,
         `spawn` and other operations.
     timeout : float, optional
-        Seconds after which an attempt fails. A function in a thread goes on, and its result is ignored.
+        Seconds after which an attempt fails. A function in a thread continues, and its result is ignored.
     retries : int
         Further attempts after one has failed.
 

@@ -130,7 +130,7 @@ async def perform(
     Parameters
     ----------
     operation : str
-        What is done, with all its arguments: equal in each replay.
+        Name and arguments of the operation: equal in each replay.
     compute : coroutine function
         Receives the key of the operation, and what the supervisor passes to a choice. Returns the result.
     messages : list of dict, optional

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from hf_parallel.agents.state import joined_contents
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine, QueueFullError, RequestHandle
 from hf_parallel.engine.policies.scores import ContributionScores
@@ -85,7 +86,7 @@ class EngineModel:
             given["parallel_config"] = ResampleConfig(**{"logits_cache": self.logits_cache, **own})
         prompt: Any = list(messages)
         if not getattr(self.engine.tokenizer, "chat_template", None):
-            prompt = "\n".join(str(message["content"]) for message in messages)
+            prompt = joined_contents(messages)
         handle = await self._submit(prompt, hints, given)
         try:
             output = await handle.result_async()

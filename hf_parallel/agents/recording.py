@@ -1,4 +1,4 @@
-"""Recording: completions and results of tools of a run, in a file from which it replays or goes on."""
+"""Recording: completions and results of tools of a run, in a file from which it replays or continues."""
 
 from __future__ import annotations
 

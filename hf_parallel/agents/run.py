@@ -96,7 +96,7 @@ class Run:
             self.stats.passes = self.passes - passes
 
     async def _wait(self, segment: Segment) -> None:
-        """Wait for the end of a segment. Raise `DeadlockError` if nothing goes on meanwhile."""
+        """Wait for the end of a segment. Raise `DeadlockError` if nothing happens meanwhile."""
         idle = 0
         while True:
             before = self._operations

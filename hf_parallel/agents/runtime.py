@@ -24,7 +24,7 @@ MAX_REQUESTS = 256
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What an agent has yielded, and how.
+    """Values that an agent has yielded, with the trace and the cost of the run.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ class Runtime:
             Arguments of the agent, which are copied.
         record : path, optional
             File in which completions and results of tools are recorded. If it exists, the run takes from it what it
-            holds: a run that was killed goes on, and one that has ended replays without the model.
+            holds: a run that was killed continues, and one that has ended replays without the model.
 
         Returns
         -------

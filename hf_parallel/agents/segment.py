@@ -51,7 +51,7 @@ class Segment:
         return self.task.result()
 
     def wake(self, state: State | None) -> None:
-        """Tell the supervisor that a transition goes on, which has waited."""
+        """Call the supervisor's `wake` for a transition that has waited and continues."""
         if self._supervisor is not None and state is not None:
             self._supervisor.wake(state)
 
@@ -205,7 +205,7 @@ async def _value(supervisor: Supervisor, state: State) -> float:
 
 
 class _Budget:
-    """What a search has used."""
+    """Budget that a search has used."""
 
     def __init__(self, supervisor: Supervisor, runtime: Any) -> None:
         self._supervisor, self._runtime = supervisor, runtime

@@ -131,7 +131,7 @@ def replay(trace: Trace, engine: Engine) -> CacheResult:
     The engine must be open and idle, and its model must have all token ids of the trace. A `TimeToLive` policy receives
     the time of the trace.
     """
-    policy = engine._storage.policy
+    policy = engine.policy
     before, began = engine.stats.evicted_tokens, time.perf_counter()
     result = CacheResult(policy)
     for request in _requests(trace, policy):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,3 +138,8 @@ def fingerprint(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [fingerprint(one) for one in value]
     return value if value is None or isinstance(value, str | int | float | bool) else type(value).__name__
+
+
+def joined_contents(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a conversation for a tokenizer without a chat template."""
+    return "\n".join(str(message["content"]) for message in messages)

@@ -57,7 +57,7 @@ class RunTrace:
     Attributes
     ----------
     events
-        Appended while the run goes on. If there are events already, the time goes on from the last one.
+        Appended while the run continues. If there are events already, the time continues from the last one.
     clock
         Returns a number of seconds that never decreases.
     """

@@ -17,7 +17,7 @@ import torch
 from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.calls import gather, next, spawn
 from hf_parallel.agents.chat import Chat
-from hf_parallel.agents.state import State
+from hf_parallel.agents.state import State, joined_contents
 from hf_parallel.generation.validation import check_int, check_template
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def reward_model(
         if getattr(tokenizer, "chat_template", None):
             inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
         else:
-            inputs = tokenizer("\n".join(str(message["content"]) for message in messages), return_tensors="pt")
+            inputs = tokenizer(joined_contents(messages), return_tensors="pt")
         return float(model(**inputs.to(model.device)).logits[0, label or 0])
 
     async def value(state: State) -> float:

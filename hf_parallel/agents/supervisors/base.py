@@ -1,6 +1,6 @@
 """Supervisor: a test-time scaling algorithm that searches over the choices of an agent (Hive, section 5.1.1).
 
-It knows nothing of the agent. The runtime asks it which states to continue, and tells it the new states.
+It does not depend on the agent. The runtime calls it for the states to continue, and passes it the new states.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Supervisor:
         self.states.append(child)
 
     def wake(self, state: State) -> None:
-        """Note that the transition to a state goes on, which has waited for another agent."""
+        """Note that the transition to a state continues, which has waited for another agent."""
 
     def evaluates(self, state: State) -> bool:
         """Return whether the value function is called for a state: by default, where a search ends."""

@@ -1,4 +1,4 @@
-"""DVTS: several trees, in each of which the best step goes on."""
+"""DVTS: several trees, in each of which the best step continues."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hf_parallel.generation.validation import check_int
 class DVTS(Supervisor):
     """Diverse verifier tree search (Beeching et al., "Scaling Test-Time Compute with Open Models", 2024).
 
-    Several trees that do not compete: in each, a choice gets `expand` completions, and the best new state goes on. The
-    best of the ends of all trees counts. A tree does not wait for the others.
+    Several trees that do not compete: in each, a choice gets `expand` completions, and the best new state continues.
+    The best of the ends of all trees counts. A tree does not wait for the others.
 
     Parameters
     ----------
