@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from hf_parallel.agents.state import joined_contents
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine, QueueFullError, RequestHandle
-from hf_parallel.engine.policies.scores import ContributionScores
+from hf_parallel.engine.policies.scores import Contribution, ContributionScores
 from hf_parallel.generation.modes import ResampleConfig
 
 RETRY_SECONDS = 0.05
@@ -64,13 +64,11 @@ class EngineModel:
         """Number of forward passes so far."""
         return self.engine.stats.steps
 
-    def residency(self) -> dict[str, dict[str, Any]]:
-        """Return what a trace records of the cache: its bytes, and the agents' scores if the policy has any."""
-        found: dict[str, dict[str, Any]] = {"kv": {"bytes": self.engine.stats.kv_bytes}}
+    @property
+    def contributions(self) -> Mapping[str, Contribution]:
+        """Scores of the agents, as of the last round; another object in each. Empty: the policy has none."""
         scores = getattr(self.engine.policy, "scores", None)
-        if isinstance(scores, ContributionScores) and scores.current:
-            found["scores"] = {"scores": {name: one.score for name, one in dict(scores.current).items()}}
-        return found
+        return scores.current if isinstance(scores, ContributionScores) else {}
 
     async def generate(
         self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], seed: int, hints: Any

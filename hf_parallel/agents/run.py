@@ -147,10 +147,10 @@ class Run:
             line=source_line(state.agent.function),
         )
         if isinstance(model, EngineModel):
-            found_now = model.residency()
-            self.trace.add(agent_id, "kv", **found_now["kv"])
-            if (scores := found_now.get("scores")) not in (None, self._scores):
-                self.trace.add(agent_id, "scores", **scores)
+            self.trace.add(agent_id, "kv", bytes=model.engine.stats.kv_bytes)
+            scores = model.contributions
+            if scores and scores is not self._scores:
+                self.trace.add(agent_id, "scores", scores={name: one.score for name, one in scores.items()})
                 self._scores = scores
         return found.text, found.tokens
 
