@@ -22,7 +22,7 @@ from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, Toke
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.journal import DecodeRun
 from hf_parallel.engine.passes import JoinedPasses, join_passes
-from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed
+from hf_parallel.engine.policies.base import EvictionPolicy
 from hf_parallel.engine.request import NonFiniteLogitsError, Request, record_passes
 from hf_parallel.engine.scheduler import QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, Work, engine_stats
@@ -90,11 +90,11 @@ class Engine:
             raise ValueError(f"an engine cannot use a tensor-parallel model (tp_size={ranks}): use model.generate")
         self.tokenizer = tokenizer or self.model._parallel_tokenizer.tokenizer
         self.max_waiting = max_waiting
-        self.policy = policy or LeastRecentlyUsed()
         device = execution_device(self.model)
         self._storage = KVStorage(
-            self.model._parallel_capabilities.rotary, device, max_kv_bytes, self.policy, self._free_memory
+            self.model._parallel_capabilities.rotary, device, max_kv_bytes, policy, self._free_memory
         )
+        self.policy = self._storage.policy
         self._scheduler = Scheduler(self._storage, max_rows, max_batch_tokens or BATCH_TOKENS.get(device.type, 4096))
         self._current: Request | None = None  # whose code is running
         self._changed = threading.Condition()
