@@ -36,7 +36,7 @@ from hf_parallel.agents import (
     TreeOfThoughts,
 )
 from hf_parallel.engine import Engine
-from hf_parallel.evaluation.sandbox import CHILD
+from hf_parallel.evaluation.sandbox.run import CHILD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from hf_parallel.evaluation import math_comparison
 from hf_parallel.evaluation.grading import (
     answer_lists_equal,
     boxed,
@@ -24,7 +23,8 @@ from hf_parallel.evaluation.grading import (
     outputs_equal,
     score_by_position,
 )
-from hf_parallel.evaluation.math_comparison import FormulaComparer
+from hf_parallel.evaluation.sandbox import formulas as formulas_process
+from hf_parallel.evaluation.sandbox.formulas import FormulaComparer
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_a_comparison_that_was_interrupted_does_not_answer_the_next_one(monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(math_comparison, "_ask", interrupted)
+        patch.setattr(formulas_process, "_ask", interrupted)
         with pytest.raises(KeyboardInterrupt):
             comparer.compare("x + y", "y + x")
     assert not comparer.compare("x", "y")

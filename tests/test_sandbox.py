@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from hf_parallel.evaluation import sandbox
 from hf_parallel.evaluation.sandbox import SandboxResult, run_code
+from hf_parallel.evaluation.sandbox import run as sandbox_run
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs setrlimit")
 
@@ -65,7 +66,7 @@ def test_an_error_shows_the_line_and_nothing_of_the_sandbox() -> None:
     found = run("def f():\n    return 1 / 0\nf()")
     assert "return 1 / 0" in found.stderr
     assert "ZeroDivisionError" in found.stderr
-    assert "sandbox_child" not in found.stderr
+    assert "run_child" not in found.stderr
 
 
 def test_threads_deep_recursion_and_numpy_work() -> None:
@@ -182,6 +183,27 @@ def test_files_are_limited() -> None:
     assert found.truncated
     assert time.monotonic() - start < 15
     assert "File too large" in run("open('a', 'wb').write(bytes(10**8))").stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "kept = [open(str(n), 'wb') for n in range(10)]\nfor n in range(10): os.unlink(str(n))",
+        "os.mkdir('d', 0o300)\nkept = [open(f'd/{n}', 'wb') for n in range(10)]",
+    ],
+    ids=["deleted", "unlistable"],
+)
+def test_files_that_cannot_be_listed_are_limited(code: str) -> None:
+    found = run(f"import os, time\n{code}\nfor file in kept: file.write(bytes(10**7))\ntime.sleep(20)", timeout=20)
+    assert found.truncated
+
+
+def test_a_process_that_cannot_start_leaves_no_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    before = psutil.Process().num_fds()
+    with pytest.raises(FileNotFoundError):
+        run("")
+    assert psutil.Process().num_fds() == before
 
 
 @pytest.mark.parametrize(
@@ -370,9 +392,9 @@ def test_an_answer_that_ends_early_has_printed_nothing() -> None:
 def test_without_the_kernels_help_mistakes_are_contained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On other systems the audit hook is all there is: the same program, as if the kernel had neither."""
     child = tmp_path / "child.py"
-    text = Path(sandbox.CHILD).read_text().replace('sys.platform == "linux"', "False")
+    text = Path(sandbox_run.CHILD).read_text().replace('sys.platform == "linux"', "False")
     child.write_text(text)
-    monkeypatch.setattr(sandbox, "CHILD", str(child))
+    monkeypatch.setattr(sandbox_run, "CHILD", str(child))
     assert not run("").is_isolated
     path = secret_file(tmp_path)
     for code in (

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
-from hf_parallel.evaluation.math_comparison import compare_formulas
+from hf_parallel.evaluation.sandbox.formulas import compare_formulas
 from hf_parallel.generation.modes import normal_form
 
 MAX_ANSWER = 1000

@@ -101,10 +101,10 @@ class ResultStore:
 
     def add(self, results: Sequence[Result]) -> None:
         """Append results."""
-        lines = "".join(json.dumps(result) + "\n" for result in results)
+        lines = [json.dumps(result) for result in results]
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(lines)
-        self._results |= {key_of(result): json.loads(json.dumps(result)) for result in results}
+            file.writelines(f"{line}\n" for line in lines)
+        self._results |= {key_of(result): json.loads(line) for result, line in zip(results, lines, strict=True)}
 
     def close(self) -> None:
         """Let other processes write to the file."""

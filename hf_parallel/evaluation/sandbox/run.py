@@ -1,14 +1,4 @@
-"""Runs Python code of a model's answer in a process of its own, with limits.
-
-A Linux kernel with Landlock (5.13) and seccomp (x86-64, 64-bit ARM) guarantees the following, also for root and inside
-a container: no network, no other processes, no signals to them, no reading of files but Python's own and the shared
-libraries, no writing outside a folder of its own that is deleted afterwards, and limits on CPU time, memory, open
-files, disk space and output. Namespaces are not needed. Sizes and dates of files elsewhere can still be asked for.
-
-Without one of the two, an audit hook of Python refuses the same. This contains mistakes of a model, such as endless
-loops and stray files; code that wants to escape can. Use a container or a virtual machine there. On macOS memory is not
-limited. Windows is not supported. `SandboxResult.is_isolated` tells which of the two a run had.
-"""
+"""Starts code of a model in a process with limits and ends it; `run_child.py` is what runs there."""
 
 from __future__ import annotations
 
@@ -19,6 +9,7 @@ import os
 import selectors
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -31,7 +22,7 @@ from typing import Any
 
 from hf_parallel.generation.validation import check_int
 
-CHILD = str(Path(__file__).with_name("sandbox_child.py"))
+CHILD = str(Path(__file__).with_name("run_child.py"))
 READABLE = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache"),
     *("/etc/localtime", "/dev/null", "/dev/urandom", "/dev/zero"),
@@ -75,7 +66,7 @@ class SandboxResult:
 
     @property
     def is_isolated(self) -> bool:
-        """Whether the kernel has kept the code from files, network and other processes; see the module."""
+        """Whether the kernel has kept the code from files, network and other processes; see the package."""
         return self.enforced >= KERNEL
 
 
@@ -90,7 +81,7 @@ def run_code(
     writable: bool = True,
     stop: threading.Event | None = None,
 ) -> SandboxResult:
-    """Run Python code as `__main__` in a process with limits; see the module for what is guaranteed where.
+    """Run Python code as `__main__` in a process with limits; see the package for what is guaranteed where.
 
     Parameters
     ----------
@@ -131,27 +122,29 @@ def run_code(
             (folder / name).write_text(text, encoding="utf-8", errors="surrogatepass")
         Path(base, "code.py").write_text(code, encoding="utf-8", errors="surrogatepass")
         Path(base, "stdin").write_text(stdin, encoding="utf-8", errors="surrogatepass")
-        read_end, write_end = os.pipe()
         settings = limits(folder, math.ceil(timeout) + 1, max_memory, writable)
-        settings |= {"code": str(Path(base, "code.py")), "status": write_end}
-        with Path(base, "stdin").open("rb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-B", CHILD, json.dumps(settings)],
-                stdin=file,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=folder,
-                env={"PYTHONIOENCODING": "utf-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-                pass_fds=[write_end],
-            )
-        os.close(write_end)
-        try:
-            output, ended_by, seconds = _wait(process, folder, timeout, max_output, stop)
-        finally:
-            _kill(process)
-            with open(read_end, "rb") as pipe:
-                enforced = pipe.read(10_000)
+        settings |= {"code": str(Path(base, "code.py"))}
+        read_end, write_end = os.pipe()
+        with open(read_end, "rb") as status:
+            try:
+                with Path(base, "stdin").open("rb") as file:
+                    process = subprocess.Popen(
+                        [sys.executable, "-I", "-B", CHILD, json.dumps({**settings, "status": write_end})],
+                        stdin=file,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        cwd=folder,
+                        env={"PYTHONIOENCODING": "utf-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+                        start_new_session=True,
+                        pass_fds=[write_end],
+                    )
+            finally:
+                os.close(write_end)
+            try:
+                output, ended_by, seconds = _wait(process, folder, timeout, max_output, stop)
+            finally:
+                _kill(process)
+            enforced = status.read(10_000)
     if not enforced:
         raise RuntimeError(f"the process could not be limited: {output[1].decode(errors='replace')[-500:]}")
     code_ = process.returncode
@@ -167,7 +160,7 @@ def run_code(
 
 
 def limits(folder: Path | str, seconds: int, max_memory: int, writable: bool) -> dict[str, Any]:
-    """Return the settings of `sandbox_child.restrict`; `seconds` of CPU time."""
+    """Return the settings of `run_child.restrict`; `seconds` of CPU time."""
     own = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix} - {"/usr", "/usr/local", "/"}
     return {
         "folder": os.path.realpath(folder),
@@ -201,7 +194,7 @@ def _wait(
             if not selector.get_map():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(POLL_SECONDS)
-            if max(map(len, output)) > max_output or _size(folder) > MAX_DISK:
+            if max(map(len, output)) > max_output or _size(folder) + _unlinked(process.pid) > MAX_DISK:
                 ended_by = "size"
             elif time.monotonic() - start > timeout:
                 ended_by = "time"
@@ -226,18 +219,35 @@ def _folder() -> Iterator[str]:
 
 
 def _size(folder: Path) -> float:
-    """Return the bytes of all files in a folder; infinity for more than `MAX_FILES`."""
+    """Return the bytes of all files in a folder; infinity for more than `MAX_FILES`, or if they cannot be listed."""
     total, count, left = 0, 0, [str(folder)]
     while left:
-        with contextlib.suppress(OSError), os.scandir(left.pop()) as entries:
-            for entry in entries:
-                count += 1
-                if count > MAX_FILES:
-                    return math.inf
-                if entry.is_dir(follow_symlinks=False):
-                    left.append(entry.path)
-                else:
-                    total += entry.stat(follow_symlinks=False).st_size
+        try:
+            with os.scandir(left.pop()) as entries:
+                for entry in entries:
+                    count += 1
+                    if count > MAX_FILES:
+                        return math.inf
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append(entry.path)
+                    else:
+                        with contextlib.suppress(FileNotFoundError):
+                            total += entry.stat(follow_symlinks=False).st_size
+        except FileNotFoundError:  # the code has deleted the folder
+            continue
+        except OSError:
+            return math.inf
+    return total
+
+
+def _unlinked(process: int) -> int:
+    """Return the bytes of files that a process has deleted and keeps open; 0 where the system does not tell."""
+    total = 0
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{process}/fd") as files:
+        for file in files:
+            with contextlib.suppress(OSError):
+                found = file.stat()
+                total += found.st_size * (stat.S_ISREG(found.st_mode) and not found.st_nlink)
     return total
 
 

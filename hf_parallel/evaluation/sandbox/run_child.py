@@ -1,4 +1,4 @@
-"""Runs untrusted Python code in this process, after it has given up its rights. `sandbox.py` starts it as a script.
+"""Runs untrusted Python code in this process, after it has given up its rights. `run.py` starts it as a script.
 
 It imports the standard library only. `restrict` limits the whole process for good: resource limits, no capabilities,
 Landlock (files; Linux 5.13) and a seccomp filter (system calls; x86-64 and 64-bit ARM). An audit hook refuses the same

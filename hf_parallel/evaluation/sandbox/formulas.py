@@ -2,7 +2,7 @@
 
 math-verify limits its time by `signal.alarm`, which works in the main thread only and does not interrupt arithmetic
 with huge numbers, such as `10^{10^{10}}`. Here a process is ended that takes too long, from any thread; it may read the
-installed packages and do nothing else, see `sandbox`.
+packages that math-verify has loaded and do nothing else, see the package.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
-from hf_parallel.evaluation.sandbox import limits
+from hf_parallel.evaluation.sandbox.run import limits
 
-CHILD = str(Path(__file__).with_name("math_child.py"))
+CHILD = str(Path(__file__).with_name("formulas_child.py"))
 START_SECONDS = 60.0
 COMPARE_SECONDS = 5.0
 MAX_MEMORY = 2 << 30
@@ -40,6 +41,7 @@ class FormulaComparer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
+        self._end: Callable[[], object] = _nothing
 
     def compare(self, answer: str, given: str, tolerance: float = 0.0) -> bool:
         """Return whether two formulas are equal; numbers also if they differ by `tolerance` at most.
@@ -58,19 +60,17 @@ class FormulaComparer:
             reply = _ask(process, request, seconds)
         finally:
             if reply is None:
-                _end(process)
-                self._process = None
+                self._end()
         return reply
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
+        self._end()
         settings = limits("/dev/null", 1 << 20, MAX_MEMORY, writable=False)
-        path = [os.path.realpath(entry) for entry in sys.path if entry]
         settings |= {
             "alarm": math.ceil(self.seconds) + 1,
-            "path": path,
-            "readable": sorted({*settings["readable"], *path}),
+            "path": [os.path.realpath(entry) for entry in sys.path if entry],
         }
         process = subprocess.Popen(
             [sys.executable, "-I", "-B", CHILD, json.dumps(settings)],
@@ -81,11 +81,10 @@ class FormulaComparer:
             start_new_session=True,
         )
         self._process, self._owner = process, os.getpid()
-        weakref.finalize(self, _end_own, os.getpid(), process)
+        self._end = weakref.finalize(self, _end_own, os.getpid(), process)
         reply = self._reply(process, None, START_SECONDS)
         if reply != "ready":
-            _end(process)
-            self._process = None
+            self._end()
             reason = reply["error"] if isinstance(reply, dict) else "its process has ended"
             raise ImportError(f"comparing formulas needs math-verify: pip install 'hf_parallel[eval]' ({reason})")
         return process
@@ -108,13 +107,14 @@ def _ask(process: subprocess.Popen[bytes], request: str | None, seconds: float) 
         return None
 
 
+def _nothing() -> None:
+    """Stand for the end of a process before there is one."""
+
+
 def _end_own(owner: int, process: subprocess.Popen[bytes]) -> None:
     """End a process unless this one is a fork of its owner."""
-    if os.getpid() == owner:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
+    if os.getpid() != owner:
+        return
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):

@@ -1,6 +1,6 @@
-"""Compares formulas by math-verify, one JSON line after another. `math_comparison.py` starts it as a script.
+"""Compares formulas by math-verify, one JSON line after another. `formulas.py` starts it as a script.
 
-After its imports it gives up its rights as code of an answer does, see `sandbox_child.py`.
+After its imports it gives up its rights as code of an answer does, see `run_child.py`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def main() -> None:
         return
     logging.disable()  # math-verify warns that it has no time limit; the parent has one
     config = [LatexExtractionConfig()]
-    spec = importlib.util.spec_from_file_location("sandbox_child", Path(__file__).with_name("sandbox_child.py"))
+    spec = importlib.util.spec_from_file_location("run_child", Path(__file__).with_name("run_child.py"))
     assert spec is not None
     assert spec.loader is not None
     sandbox = importlib.util.module_from_spec(spec)
@@ -44,6 +45,8 @@ def main() -> None:
         return len(values) == 2 and abs(values[0] - values[1]) <= tolerance * 1.01
 
     read("1")  # loads the parser
+    loaded = [sys.modules[name] for name in sys.modules if "." not in name and hasattr(sys.modules[name], "__path__")]
+    settings["readable"] += sorted({os.path.realpath(path) for package in loaded for path in package.__path__})
     sandbox.restrict(settings)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
