@@ -36,6 +36,16 @@ def test_ratios_are_those_to_lru() -> None:
     assert unlimited["evicted_tokens"] == 0
 
 
+def test_no_policy_evicts_less_than_the_bound() -> None:
+    trace = FiveAgents(3, 0).trace()
+    storage_of_all = benchmark._stored(simulate(trace), trace)
+    assert simulate(trace, "lru", storage_of_all).evicted_tokens == 0
+    assert simulate(trace, "lru", storage_of_all - 1).evicted_tokens > 0
+    entries = benchmark.compare([trace], [7000], benchmark.POLICIES)
+    bound = entries[0]["fewer_evicted"]["mean"]
+    assert all(entry["fewer_evicted"]["mean"] <= bound for entry in entries[1:])
+
+
 def test_the_simulator_is_compared_with_an_engine_and_the_policy_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "AGENTS", 8)
     model: Any = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))

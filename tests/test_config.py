@@ -233,6 +233,7 @@ def test_given_settings_of_generate_override_those_of_the_preset(
     else:
         arguments = {"generation_mode": "echo", "generation_config": GenerationConfig(max_new_tokens=4, **given)}
     logging.warning_once.cache_clear()
+    caplog.clear()  # transformers warns of a temperature without do_sample when the config is made
     marked.generate(IDS, **arguments)
     (config,) = (call.generation_config for call in calls)
     assert (config.do_sample, config.temperature, config.no_repeat_ngram_size) == expected
