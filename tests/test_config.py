@@ -237,7 +237,7 @@ def test_given_settings_of_generate_override_those_of_the_preset(
     marked.generate(IDS, **arguments)
     (config,) = (call.generation_config for call in calls)
     assert (config.do_sample, config.temperature, config.no_repeat_ngram_size) == expected
-    assert not caplog.text
+    assert not caplog.text or where == "model"  # transformers warns of such a model in each call
     assert (
         arguments.get("generation_config", config).do_sample is given.get("do_sample") or where != "generation_config"
     )
