@@ -73,6 +73,8 @@ def test_a_value_that_is_json_is_one_value() -> None:
         (["--count", "0"], "count must be an int of at least 1, got 0"),
         (["--samples", "0"], "samples must be an int of at least 1, got 0"),
         (["--concurrent", "0"], "concurrent must be an int of at least 1, got 0"),
+        (["--budgets", "4,x"], "--budgets must be numbers of at least 1, separated by commas, got '4,x'"),
+        (["--mode", "self_consistency", "--greedy"], "answers that vote would be equal with greedy decoding"),
         (["--finisher-tokens", "-1"], "tokens must be an int of at least 0, got -1"),
         (["--model", "./no/such"], "no such folder"),
     ],
@@ -96,12 +98,6 @@ def test_plots_that_cannot_be_drawn_are_refused_only_if_asked_for(
     assert "hf_parallel[eval]" in capsys.readouterr().err
 
 
-def test_budgets_are_numbers(capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        cli.main([*TASK, "-o", "x", "--budgets", "4,x"])
-    assert "numbers of at least 1, separated by commas, got '4,x'" in capsys.readouterr().err
-
-
 def test_help_shows_commands_settings_and_files(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         cli.main(["evaluate", "--help"])
@@ -121,7 +117,7 @@ def test_results_table_and_plots_are_written_and_resumed(folder: Path, tmp_path:
         for mode, settings in (("none", {}), ("hogwild", {"num_workers": 1}), ("hogwild", {"num_workers": 2}))
         for budget in (4, 8)
     ]
-    assert all((row["problems"], row["samples"]) == (3, 6) for row in rows)
+    assert all((row["problems"], row["generations"]) == (3, 6) for row in rows)
     assert len(read_results(out)) == 36
     plots = importlib.util.find_spec("matplotlib") is not None
     assert len(list(out.glob("*.png"))) == 4 * plots
@@ -129,6 +125,19 @@ def test_results_table_and_plots_are_written_and_resumed(folder: Path, tmp_path:
     assert cli.main(command) == 0
     assert capsys.readouterr().out == shown
     assert lines_of(out) == before
+    assert cli.main([*command, "--count", "1"]) == 0
+    assert capsys.readouterr().out == shown, "the table is that of the folder"
+
+
+def test_an_interrupted_sweep_says_how_to_go_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_parallel.evaluation.solver.Solver.solve", interrupt)
+    assert cli.main([*SMALL, "--model", str(folder), "-o", str(tmp_path / "out")]) == 130
+    assert f"interrupted: give the same command again to go on from {tmp_path / 'out'}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

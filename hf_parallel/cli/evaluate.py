@@ -16,8 +16,9 @@ import torch
 from hf_parallel.cli.generate import check_model_options, load
 from hf_parallel.cli.serve import free_memory, parse_bytes
 from hf_parallel.cli.settings import GENERATION_SETTINGS, check_generation, parse
-from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_problems, table
+from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_problems, read_results, table
 from hf_parallel.evaluation.plots import FORMATS, check_matplotlib, save_plots
+from hf_parallel.evaluation.results import key_of
 from hf_parallel.evaluation.runs import NO_MODE, check_sweep
 from hf_parallel.files import write_atomically
 from hf_parallel.generation import MODES
@@ -55,7 +56,8 @@ what is measured:
 
 what is written to the output folder:
   results.rankN.jsonl  one JSON object for each mode, problem, sample and budget
-  table.txt, table.json, accuracy_by_passes.png, accuracy_by_tokens.png, accuracy_by_seconds.png, duplicated_work.png
+  table.txt, table.json: means over all results of the folder
+  accuracy_by_passes.png, accuracy_by_tokens.png, accuracy_by_seconds.png, duplicated_work.png
 """
 
 
@@ -68,18 +70,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--count", type=int, metavar="N", help="number of problems (all of the source; 100 generated ones)")
     add = parser.add_argument_group("what is compared").add_argument
     words = f"{', '.join(_modes())}, or {NO_MODE} (plain generate); may be repeated"
+    words += f"; default: {NO_MODE}, if --set names no mode"
     add("--mode", action="append", default=[], metavar="MODE", help=words)
     add(
         "--set", action="append", default=[], metavar="NAME=VALUES", help="a setting with one or more values, see below"
     )
     words = "budgets of forward passes, separated by commas (64,128,256)"
-    add("--budgets", type=_budgets, default=[64, 128, 256], metavar="N,N", help=words)
+    add("--budgets", default="64,128,256", metavar="N,N", help=words)
     add("--samples", type=int, default=1, metavar="N", help="generations per problem and mode (1)")
     add("--greedy", action="store_true", help="greedy decoding; default: sampling, which samples and votes need")
     add("--seed", type=int, default=0, metavar="N", help="seed of generated problems and of the sampling (0)")
-    default = Finisher()
-    words = f"tokens of the early finisher ({default.tokens}); 0: only answers given in time count"
-    add("--finisher-tokens", type=int, default=default.tokens, metavar="N", help=words)
+    words = "tokens of the early finisher (1024 for programs, 64 for formulas, else 32); 0: only answers in time count"
+    add("--finisher-tokens", type=int, metavar="N", help=words)
     add("--finisher-prompt", metavar="TEXT", help="text that it continues (default: one that fits the task)")
     add = parser.add_argument_group("model").add_argument
     add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the embedded SmolLM2-135M-Instruct)")
@@ -106,12 +108,13 @@ def evaluate(options: argparse.Namespace) -> int:
 
     from hf_parallel.evaluation.sweep import PROCESS_TIMEOUT, sweep
 
+    budgets = _budgets(options.budgets)
     common, runs, of_task = read_runs(options)
     check_model_options(options)
     finisher = Finisher(options.finisher_tokens, options.finisher_prompt)
     problems = load_problems(options.task, options.source, options.count, options.seed, **of_task)
     counts = {"samples": options.samples, "concurrent": options.concurrent}
-    check_sweep(problems, runs, options.budgets, common, options.seed, **counts)
+    check_sweep(problems, runs, budgets, common, options.seed, **counts)
     if options.plots not in (None, "none"):
         check_matplotlib()
     on_cpu = options.device == "cpu" or not torch.accelerator.is_available()
@@ -120,22 +123,27 @@ def evaluate(options: argparse.Namespace) -> int:
         options.device = str(state.device)
     model, tokenizer = load(options)
     share = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if model.device.type == "cpu" else 1
-    results = sweep(
-        model,
-        tokenizer,
-        problems,
-        runs,
-        options.budgets,
-        seed=options.seed,
-        output=options.output,
-        finisher=finisher,
-        **counts,
-        max_kv_bytes=options.max_kv_bytes or free_memory(model.device) // (2 * share),
-        progress=not options.quiet,
-        **common,
-    )
+    try:
+        results = sweep(
+            model,
+            tokenizer,
+            problems,
+            runs,
+            budgets,
+            seed=options.seed,
+            output=options.output,
+            finisher=finisher,
+            **counts,
+            max_kv_bytes=options.max_kv_bytes or free_memory(model.device) // (2 * share),
+            progress=not options.quiet,
+            **common,
+        )
+    except KeyboardInterrupt:
+        print(f"hf-parallel: interrupted: give the same command again to go on from {options.output}", file=sys.stderr)
+        raise
     if state.is_main_process:
-        rows = table(results)
+        stored = {key_of(result): result for result in [*results, *read_results(options.output)]}
+        rows = table(stored.values())
         write_atomically(options.output / "table.json", json.dumps(rows, indent=1) + "\n")
         write_atomically(options.output / "table.txt", format_table(rows))
         print(format_table(rows), end="")
@@ -203,9 +211,9 @@ def _values(owner: str, name: str, text: str) -> Iterator[Any]:
 
 
 def _budgets(text: str) -> list[int]:
-    numbers = text.split(",")
+    numbers = text.rstrip(", ").split(",")
     if not all(number.strip().isdigit() and int(number) for number in numbers):
-        raise argparse.ArgumentTypeError(f"must be numbers of at least 1, separated by commas, got {text!r}")
+        raise ValueError(f"--budgets must be numbers of at least 1, separated by commas, got {text!r}")
     return [int(number) for number in numbers]
 
 

@@ -59,9 +59,11 @@ def _save(rows: Sequence[Mapping[str, Any]], path: Path, x: str, y: str, x_label
     check_matplotlib()
     from matplotlib.figure import Figure
 
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        lines.setdefault(label_of(row), []).append(row)
+        lines.setdefault(" ".join([row["task"]] * (len(tasks) > 1) + [label_of(row)]), []).append(row)
+    counts = [row["problems"] for row in rows] or [0]
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")  # no pyplot, which keeps figures and picks a backend
     panel = figure.add_subplot()
     for label, points in lines.items():
@@ -69,7 +71,9 @@ def _save(rows: Sequence[Mapping[str, Any]], path: Path, x: str, y: str, x_label
         errors = [row["error"] or 0.0 for row in points] if y == "score" else None
         at, heights = [row[x] for row in points], [row[y] for row in points]
         panel.errorbar(at, heights, errors, label=label, marker="o", capsize=3)
-    panel.set(xlabel=x_label, ylabel=y_label)
+    problems = " to ".join(str(number) for number in sorted({min(counts), max(counts)}))
+    panel.set(xlabel=x_label, ylabel=y_label, title=f"{', '.join(tasks)}: {problems} problems")
+    panel.set_xlim(left=0)
     panel.set_ylim(bottom=0)
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)

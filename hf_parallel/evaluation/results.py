@@ -20,11 +20,12 @@ KEY = ("task", "index", "problem", "mode", "settings", "budget", "seed", "sample
 """Fields that identify a result; the others are measured."""
 MEASURED = ("passes", "tokens", "seconds", "duplicated", "answered", "score")
 COLUMNS = {
+    "task": "task",
     "mode": "mode",
     "settings": "settings",
     "budget": "budget",
     "problems": "problems",
-    "samples": "runs",
+    "generations": "generations",
     "score": "score",
     "error": "+-",
     "answered": "answered",
@@ -71,7 +72,10 @@ class ResultStore:
         self.folder = Path(folder)
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"output must be a folder, but {self.folder} is a file")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"output {self.folder} cannot be created: {error}") from error
         self.path = self.folder / f"results.rank{rank}.jsonl"
         self._lock = FileLock(f"{self.path}.lock", timeout=0)
         try:
@@ -86,7 +90,7 @@ class ResultStore:
 
     def _open(self, header: Mapping[str, Any]) -> list[Result]:
         first = json.dumps({"format": FORMAT, "version": VERSION, **header}, sort_keys=True) + "\n"
-        if not self.path.exists():
+        if not self.path.exists() or next(_read(self.path), None) is None:  # new, or of a sweep that has failed
             write_atomically(self.path, first)
         found = [result for path in _files(self.folder) for result in _read(path, json.loads(first))]
         os.truncate(self.path, len(_whole_lines(self.path).encode()))
@@ -112,7 +116,7 @@ class ResultStore:
 
 
 def read_results(folder: str | Path) -> list[Result]:
-    """Return all results of a folder, by mode, settings, problem, sample and budget.
+    """Return all results of a folder, by task, mode, settings, budget, problem and sample.
 
     Raises
     ------
@@ -141,25 +145,38 @@ def _whole_lines(path: Path) -> str:
 
 def _read(path: Path, expected: Mapping[str, Any] | None = None) -> Iterator[Result]:
     """Yield the results of a file. A last line without an end is ignored: a process may be writing it."""
+    header: Any = None
     for number, line in enumerate(_whole_lines(path).splitlines() or [""], start=1):
         try:
             entry = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: not JSON") from error
         if number == 1:
-            _check_header(path, entry, expected)
-        elif not isinstance(entry, dict) or not {*KEY, *MEASURED} <= entry.keys():
+            _check_format(path, entry)
+            header = entry
+            continue
+        if number == 2:
+            _check_header(path, header, expected or header)
+        if not isinstance(entry, dict) or not {*KEY, *MEASURED} <= entry.keys():
             raise ValueError(f"{path}, line {number}: not a result of a sweep")
         else:
             yield entry
 
 
-def _check_header(path: Path, header: Any, expected: Mapping[str, Any] | None) -> None:
+def _check_format(path: Path, header: Any) -> None:
     if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != VERSION:
         raise ValueError(f"{path} must begin with the format {FORMAT!r} and version {VERSION}, got {str(header)[:80]}")
-    for name in sorted({*header, *(expected or header)}):
-        stored, given = header.get(name), (expected or header).get(name)
+
+
+def _check_header(path: Path, header: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for name in sorted({*header, *expected}):
+        stored, given = header.get(name), expected.get(name)
         if stored != given:
+            if isinstance(stored, dict) and isinstance(given, dict):
+                stored, given = (
+                    {key: v for key, v in one.items() if two.get(key) != v}
+                    for one, two in ((stored, given), (given, stored))
+                )
             raise ValueError(
                 f"{path} has results with {name}={stored!r}, this sweep has {given!r}: give the same value to resume "
                 "it, or another output folder"
@@ -169,30 +186,30 @@ def _check_header(path: Path, header: Any, expected: Mapping[str, Any] | None) -
 # The table
 
 
-def group_of(result: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Return what the results of a row of the table have in common: mode, settings and budget."""
-    return result["mode"], json.dumps(result["settings"], sort_keys=True), result["budget"]
+def group_of(result: Mapping[str, Any]) -> tuple[str, str, str, int]:
+    """Return what the results of a row of the table have in common: task, mode, settings and budget."""
+    return result["task"], result["mode"], json.dumps(result["settings"], sort_keys=True), result["budget"]
 
 
 def table(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """Return the mean results for each mode, settings and budget: one row of a table each, in order of appearance.
+    """Return the mean results for each task, mode, settings and budget: one row each, in order of appearance.
 
     `score` is the mean over problems of their mean scores, and `error` its standard error. Samples of a problem are not
     independent, so that problems are the units (clustered standard errors: Miller, Adding Error Bars to Evals, 2024,
     section 2.2); None for a single problem.
     """
-    groups: dict[tuple[str, str, int], list[Result]] = {}
+    groups: dict[tuple[str, str, str, int], list[Result]] = {}
     for result in results:
         groups.setdefault(group_of(result), []).append(result)
     rows = []
-    for (mode, settings, budget), found in groups.items():
+    for (task, mode, settings, budget), found in groups.items():
         of_problem: dict[tuple[Any, ...], list[float]] = {}
         for result in found:
-            of_problem.setdefault((result["task"], result["index"], result["problem"]), []).append(result["score"])
+            of_problem.setdefault((result["index"], result["problem"]), []).append(result["score"])
         means = [statistics.fmean(scores) for scores in of_problem.values()]
         error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
-        row = {"mode": mode, "settings": json.loads(settings), "budget": budget}
-        row |= {"problems": len(means), "samples": len(found), "score": statistics.fmean(means), "error": error}
+        row: dict[str, Any] = {"task": task, "mode": mode, "settings": json.loads(settings), "budget": budget}
+        row |= {"problems": len(means), "generations": len(found), "score": statistics.fmean(means), "error": error}
         measured = [name for name in MEASURED if name != "score"]
         rows.append(row | {name: statistics.fmean(result[name] for result in found) for name in measured})
     return rows
@@ -212,7 +229,7 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows of `table` as plain text."""
     lines = [list(COLUMNS.values()), *([_cell(name, row[name]) for name in COLUMNS] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    words = ("mode", "settings")
+    words = ("task", "mode", "settings")
     aligned = [
         [
             text.ljust(width) if name in words else text.rjust(width)

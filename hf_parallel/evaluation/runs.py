@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_parallel.evaluation.tasks import Problem
-from hf_parallel.generation.config import ParallelConfig, make_config
+from hf_parallel.generation.arguments import setting_names
+from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
 from hf_parallel.generation.modes import BOXED, HogwildConfig
-from hf_parallel.generation.validation import check_int, check_text, json_error
+from hf_parallel.generation.validation import check_int, check_text, json_error, suggestion
 
 NO_MODE = "none"
 """Mode in the results of plain `generate`."""
@@ -29,25 +30,31 @@ class Run:
     Parameters
     ----------
     mode : str, optional
-        Default: plain `generate`.
+        Default, or "none": plain `generate`.
     settings : mapping
         Settings of the mode and of `generate`, JSON-serializable.
 
     Raises
     ------
     ValueError
-        For an unknown mode, invalid settings of it, and settings that a sweep chooses itself (`RESERVED`).
+        For an unknown mode, unknown or invalid settings of it, and settings that a sweep chooses itself (`RESERVED`).
     """
 
     mode: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.mode == NO_MODE:
+            object.__setattr__(self, "mode", None)
         for name, value in self.settings.items():
             if name in RESERVED:
                 raise ValueError(f"{name}={value!r} cannot be given: a sweep chooses {', '.join(RESERVED)} itself")
             if reason := json_error(value):
                 raise ValueError(f"{name}={value!r} cannot be stored in the results: {reason}")
+            if self.mode is not None:
+                check_setting_names(type(make_config(self.mode)), {name: value}, setting_names())
+            elif name not in setting_names():
+                raise ValueError(f"generate has no setting {name!r} (got {value!r}){suggestion(name, setting_names())}")
         if self.mode is not None and make_config(self.mode).needs_logits_cache:
             raise ValueError(f"{self.mode} cannot be swept: a logits cache makes samples of a problem depend on order")
         self.config()
@@ -78,24 +85,29 @@ class Finisher:
 
     Parameters
     ----------
-    tokens : int
+    tokens : int, optional
         Maximum number of tokens of its answer, which do not count towards the budget. The paper has 16 for a number,
-        64 for a formula and 1024 for a program. 0: there is none.
+        64 for a formula and 1024 for a program. 0: there is none. Default: the problem's `finisher_tokens`.
     prompt : str, optional
         Text that its answer continues. Default: the problem's `finisher_prompt`, or one that fits its `answer_pattern`.
     """
 
-    tokens: int = 32
+    tokens: int | None = None
     prompt: str | None = None
 
     def __post_init__(self) -> None:
-        check_int("tokens", self.tokens, at_least=0)
+        if self.tokens is not None:
+            check_int("the finisher's tokens", self.tokens, at_least=0)
         if self.prompt is not None:
             check_text("prompt", self.prompt)
 
+    def tokens_for(self, problem: Problem) -> int:
+        """Return the maximum number of tokens of its answer to a problem."""
+        return problem.finisher_tokens if self.tokens is None else self.tokens
+
     def prompt_for(self, problem: Problem) -> str:
         """Return the text that it continues for a problem; empty: nothing is asked."""
-        if not self.tokens:
+        if not self.tokens_for(problem):
             return ""
         if self.prompt is not None or problem.finisher_prompt:
             return self.prompt or problem.finisher_prompt
@@ -115,10 +127,16 @@ def check_sweep(
     seed: int,
     **counts: int,
 ) -> None:
-    """Raise `ValueError` for arguments of `sweep` that cannot work, also together."""
-    for name, given in (("problems", problems), ("runs", runs), ("budgets", budgets)):
+    """Raise `ValueError` for arguments of `sweep` that cannot work, also together, `TypeError` for other types."""
+    kinds: tuple[tuple[str, Any, type], ...] = (("problems", problems, Problem), ("runs", runs, Run))
+    for name, given, kind in (*kinds, ("budgets", budgets, object)):
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise TypeError(f"{name} must be a list, got {given!r:.80}")
         if not given:
             raise ValueError(f"{name} must not be empty")
+        for one in given:
+            if not isinstance(one, kind):
+                raise TypeError(f"{name} must be objects of the class {kind.__name__}, got {one!r:.80}")
     twice = [run for index, run in enumerate(runs) if run in runs[:index]]
     if twice:
         raise ValueError(f"runs must differ, got {twice[0]} twice")
@@ -130,4 +148,10 @@ def check_sweep(
     Run(None, generation)  # checks the names
     for run in runs:
         for pattern in {problem.answer_pattern for problem in problems}:
-            run.config(pattern)
+            config = run.config(pattern)
+        if {**generation, **run.settings}.get("do_sample") is False:
+            several = "answers that vote" if config is not None and config.rows_vote else ""
+            if counts.get("samples", 1) > 1:
+                several = "samples of a problem"
+            if several:
+                raise ValueError(f"{several} would be equal with greedy decoding (do_sample=False): {run}")

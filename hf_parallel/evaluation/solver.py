@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import groupby
+from numbers import Real
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Generation:
     def key(self, budget: int) -> Result:
         """Return the fields that identify a result."""
         return {
-            "task": self.problem.name,
+            "task": self.problem.task,
             "index": self.index,
             "problem": self._identity,
             "mode": self.run.mode or NO_MODE,
@@ -84,13 +85,12 @@ class PassClock:
 
 @dataclass(eq=False)
 class _Attempt:
-    """Text of a generation at a budget; `text` is the part that is scored."""
+    """What a generation has written at a budget; `texts` are the answers that vote, or the one text that is scored."""
 
     budget: int
     written: Written
     seconds: float
-    text: str
-    answered: bool
+    texts: Sequence[str]
 
 
 class Solver:
@@ -115,7 +115,7 @@ class Solver:
             return
         configs = [one.run.config() for one in generations]
         rows = self.concurrent * max(1 if config is None else config.max_rows_per_prompt for config in configs)
-        finishers = self.concurrent * max(len(one.budgets) for one in generations)
+        finishers = rows * max(len(one.budgets) for one in generations)
         limits: dict[str, Any] = {"max_rows": max(rows, 64), "max_waiting": max(rows, finishers)}
         with Engine(self.model, self.tokenizer, self.max_kv_bytes, **limits) as engine:
             for _, group in groupby(generations, key=lambda one: id(one.run)):
@@ -136,9 +136,12 @@ class Solver:
             finishing.append(self._finish(engine, one, output.record.prompts[0], attempts[-1]))
         for one, tried, conclusions in zip(batch, attempts, finishing, strict=True):
             found = {text: self._conclusion(one, handle) for text, handle in conclusions.items()}
-            texts = [attempt.text + found.get(attempt.text, "") for attempt in tried]
-            scores = {text: float(one.problem.score(text)) for text in dict.fromkeys(texts)}
-            yield [_result(one, attempt, text, scores[text]) for attempt, text in zip(tried, texts, strict=True)]
+            chosen = [_chosen(one, attempt, found) for attempt in tried]
+            scores = {text: _score(one, text) for text, _ in dict.fromkeys(chosen)}
+            yield [
+                _result(one, attempt, text, scores[text], answered)
+                for attempt, (text, answered) in zip(tried, chosen, strict=True)
+            ]
 
     def _submit(self, engine: Engine, one: Generation, clock: PassClock) -> Any:
         config = one.run.config(one.problem.answer_pattern)
@@ -155,25 +158,22 @@ class Solver:
     ) -> _Attempt:
         written = written_until(transcript, budget)
         seconds = clock.times[written.passes - 1] - started if written.passes else 0.0
-        pattern, config = one.problem.answer_pattern, one.run.config()
-        if config is not None and config.rows_vote:
-            found = [find_answer(pattern, text) for text in written.rows]
-            text = written.rows[majority(found)[0]] if any(found) else written.text
-        else:
-            text = written.text
-        return _Attempt(budget, written, seconds, text, one.problem.has_answer(text))
+        config = one.run.config()
+        texts = written.rows if config is not None and config.rows_vote else [written.text]
+        return _Attempt(budget, written, seconds, texts)
 
     def _finish(self, engine: Engine, one: Generation, prompt: Any, attempts: Sequence[_Attempt]) -> dict[str, Any]:
         """Submit early finishers of the texts without a final answer; return their handles by text."""
         suffix = self.finisher.prompt_for(one.problem)
-        texts = dict.fromkeys(attempt.text for attempt in attempts if not attempt.answered) if suffix else {}
+        texts = dict.fromkeys(text for attempt in attempts for text in attempt.texts) if suffix else {}
         return {
             text: engine.submit(
                 prompt.tolist() + encode(self.tokenizer, text + suffix),
-                max_new_tokens=self.finisher.tokens,
+                max_new_tokens=self.finisher.tokens_for(one.problem),
                 do_sample=False,
             )
             for text in texts
+            if not one.problem.has_answer(text)
         }
 
     def _conclusion(self, one: Generation, handle: Any) -> str:
@@ -186,7 +186,28 @@ class Solver:
         return (prompt + text)[: next((end for end in ends if end > len(prompt)), None)]
 
 
-def _result(one: Generation, attempt: _Attempt, text: str, score: float) -> Result:
+def _chosen(one: Generation, attempt: _Attempt, conclusions: Mapping[str, str]) -> tuple[str, bool]:
+    """Return the text that is scored, of several the winner's, and whether it held an answer without the finisher."""
+    texts = [text + conclusions.get(text, "") for text in attempt.texts]
+    winner, _ = majority([find_answer(one.problem.answer_pattern, text) for text in texts])
+    return texts[winner], one.problem.has_answer(attempt.texts[winner])
+
+
+def _score(one: Generation, text: str) -> float:
+    """Return the score of a text. Raises `RuntimeError` if the problem cannot rate it."""
+    where = f"{type(one.problem).__name__}.score of problem {one.index}"
+    try:
+        score = one.problem.score(text)
+    except Exception as error:
+        raise RuntimeError(
+            f"{where} raised {type(error).__name__}: {error} (the text ends with {text[-80:]!r})"
+        ) from error
+    if not isinstance(score, Real) or not 0 <= score <= 1:
+        raise ValueError(f"{where} must be a number from 0.0 to 1.0, got {score!r}")
+    return float(score)
+
+
+def _result(one: Generation, attempt: _Attempt, text: str, score: float, answered: bool) -> Result:
     written = attempt.written
     return {
         **one.key(attempt.budget),
@@ -194,7 +215,7 @@ def _result(one: Generation, attempt: _Attempt, text: str, score: float) -> Resu
         "tokens": written.tokens,
         "seconds": round(attempt.seconds, 4),
         "duplicated": written.duplicated,
-        "answered": attempt.answered,
+        "answered": answered,
         "score": score,
         "text": text,
     }

@@ -7,6 +7,7 @@ the rows of all modes are batched, and samples and early finishers share the key
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -65,7 +66,8 @@ def sweep(
         The tokens of a generation depend on `(seed, index of the problem, sample)`, not on the order.
     output : str or Path, optional
         Folder of the results. A sweep that was killed resumes from it, also with further problems, runs and samples,
-        and with other budgets below the largest. Default: nothing is stored.
+        and with other budgets below the largest. Scores are stored, too: after a change of `Problem.score`, use another
+        folder. Default: nothing is stored.
     finisher : Finisher, optional
         Early finisher of all modes. Default: `Finisher()`.
     concurrent : int
@@ -82,13 +84,15 @@ def sweep(
     list of dict
         One result for each run, problem, sample and budget, in this order. `passes`, `tokens` (of all rows), `seconds`
         (from the start of the request to the last pass) and `duplicated` (see `duplicated_work`) are those at the
-        budget. `answered`: whether there was a final answer without the finisher. `text` is what was scored.
+        budget. `answered`: whether the text that was scored, `text`, held a final answer without the finisher.
 
     Raises
     ------
     ValueError
-        For invalid arguments, and if `output` holds results of another model, seed, largest budget or finisher, or with
-        other settings of all runs.
+        For invalid arguments, if `output` holds results of another model, seed, largest budget or finisher, or with
+        other settings of all runs, and if a problem's score is not a number from 0 to 1.
+    RuntimeError
+        If a problem's `score` raises an error.
     ImportError
         If greenlet is not installed, which the engine needs.
 
@@ -109,6 +113,7 @@ def sweep(
         "seed": seed,
         "largest_budget": budgets[-1],
         "finisher": [finisher.tokens, finisher.prompt],
+        "defaults": _defaults(model),
         "concurrent": concurrent,
         "generation": generation,
     }
@@ -133,8 +138,9 @@ def sweep(
             results += [result for result in stored.values() if result is not None]
             one.budgets = [budget for budget, result in stored.items() if result is None]
         todo = [one for one in own if one.budgets]
-        shown = progress and state.is_main_process
-        with warnings.catch_warnings(), logging.tqdm(total=len(todo), unit=" generations", disable=not shown) as bar:
+        counts: dict[str, Any] = {"total": len(own), "initial": len(own) - len(todo), "unit": " generations"}
+        is_hidden = not progress or not state.is_main_process
+        with warnings.catch_warnings(), logging.tqdm(**counts, disable=is_hidden) as bar:
             # of modes that find no final answer: `answered` says so
             warnings.filterwarnings("ignore", "no .* matches answer_pattern", UserWarning)
             for solved in solver.solve(todo):
@@ -147,3 +153,9 @@ def sweep(
             store.close()
     found = {key_of(result): result for result in gather_object(results)}
     return [found[key] for key in keys]
+
+
+def _defaults(model: Any) -> dict[str, Any]:
+    """Return the settings that a model's generation config gives to all runs, with the name of its presets."""
+    settings = json.loads(model.generation_config.to_json_string())
+    return {name: value for name, value in settings.items() if name != "transformers_version"}

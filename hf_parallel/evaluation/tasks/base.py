@@ -22,11 +22,18 @@ class Problem:
     answer_pattern: ClassVar[str] = ""
     finisher_prompt: ClassVar[str] = ""
     """Text after which a model should give its final answer at once. Empty: one that fits `answer_pattern`."""
+    finisher_tokens: ClassVar[int] = 32
+    """Length of such an answer, in tokens."""
     source: ClassVar[str] = ""
     rows_per_problem: ClassVar[int] = 1
 
     prompt: str
     answer: str
+
+    @property
+    def task(self) -> str:
+        """Name of its task in results: `name`, or the name of the class."""
+        return self.name or type(self).__name__
 
     @property
     def levels(self) -> tuple[str, ...]:

@@ -82,6 +82,7 @@ class CodeProblem(Problem):
     """Wall-clock limit per test, as in LiveCodeBench."""
     max_memory: ClassVar[int] = 1 << 30
     finisher_prompt: ClassVar[str] = "\n\n```python\n"
+    finisher_tokens: ClassVar[int] = 1024
     nested_tuples: ClassVar[bool] = False
     """Whether tuples within the result of a function count as lists."""
 

@@ -84,6 +84,7 @@ class FormulaProblem(Problem):
     r"""A problem whose answer is a number or a formula. The last `\boxed{}` is compared by math-verify."""
 
     answer_pattern: ClassVar[str] = BOXED
+    finisher_tokens: ClassVar[int] = 64
     question_column: ClassVar[str] = "problem"
 
     @classmethod
@@ -138,6 +139,7 @@ class OlympiadBenchProblem(Problem):
 
     name: ClassVar[str] = "olympiadbench"
     answer_pattern: ClassVar[str] = BOXED
+    finisher_tokens: ClassVar[int] = 64
     source: ClassVar[str] = "Hothan/OlympiadBench:OE_TO_maths_en_COMP:train"
 
     answers: tuple[str, ...]
