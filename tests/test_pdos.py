@@ -12,7 +12,7 @@ import small_tokenizers
 import tiny
 import torch
 from dense import DenseOracle
-from stories import Scripted, after_blocks, answer, before_passes, tell
+from stories import after_blocks, answer, before_passes, tell
 from test_hogwild import VARIANTS
 from tiny import ARCHITECTURES
 from transformers import PreTrainedModel
@@ -90,10 +90,9 @@ def trunk_of(out: PDOSOutput, block: ParallelBlock) -> list[int]:
 # Branches
 
 
-@pytest.mark.parametrize("join", ["reencode", "rotate"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(("name", "join"), [("llama", "reencode"), ("qwen3", "rotate")])
 def test_every_branch_equals_greedy_generate(name: str, join: str) -> None:
-    out = tell(STORY, model=enabled(name), join=join, branch_max_new_tokens=30)
+    out = tell(STORY, model=enabled(name), join=join, branch_max_new_tokens=30, max_new_tokens=150)
     (block,) = out.blocks[0]
     assert out.titles == [[["A", "B b", "C 3"]]]
     assert [len(branch.tokens) for branch in block.branches] == [30, 30, 30]
@@ -136,7 +135,7 @@ def test_a_branch_after_a_token_that_was_split_equals_generate(name: str) -> Non
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_answer_that_opens_with_a_block_is_as_exact(name: str) -> None:
     """In every architecture: windows, soft-capping, sinks, any kind of RoPE or none, experts."""
-    settings: dict[str, Any] = {"branch_max_new_tokens": 12, "max_new_tokens": 110, "output_logits": True}
+    settings: dict[str, Any] = {"branch_max_new_tokens": 8, "max_new_tokens": 92, "output_logits": True}
     # With scaled queries, stock passes of one token and of all tokens differ by more than the bound in float32.
     dtype, bound = (torch.float64, 1e-6) if name == "ministral3" else (torch.float32, 1e-4)
     out = tell(None, opening=STORY, model=enabled(name, dtype), **settings)
@@ -144,9 +143,9 @@ def test_an_answer_that_opens_with_a_block_is_as_exact(name: str) -> None:
     assert_free_branches_equal_generate(tiny.build(name, dtype=dtype), trunk_of(out, block), block)
     plain = tiny.build(name, dtype=dtype)(out.sequences).logits[0, len("Tell: ") - 1 : -1].float()
     (span,) = after_blocks(out)
-    assert len(span) > 20
-    for place in span:
-        torch.testing.assert_close(out.logits[place][0], plain[place], rtol=0, atol=bound)
+    assert len(span) > 10
+    found = torch.cat([out.logits[place] for place in span])
+    torch.testing.assert_close(found, plain[span.start : span.stop], rtol=0, atol=bound)
 
 
 def test_prompts_of_a_batch_may_be_in_different_stages() -> None:
@@ -163,9 +162,7 @@ def test_prompts_of_a_batch_may_be_in_different_stages() -> None:
 
 def test_the_embedded_models_branches_equal_greedy_generate(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
-    script = Scripted([""])
     text = "Let us check.\n####Cost of wood:......\n####Noise:......\n####Travel time:......\n####%%%%"
-    script.scripts = [tokenizer(text, add_special_tokens=False).input_ids]
     ids = tokenizer("Should the town build a tram line?\n", return_tensors="pt").input_ids
     hf_parallel.enable(model)
     try:
@@ -173,10 +170,9 @@ def test_the_embedded_models_branches_equal_greedy_generate(embedded: tuple[Any,
             ids,
             generation_mode="pdos",
             tokenizer=tokenizer,
-            logits_processor=[script],
-            streamer=script.follow(1),
+            opening=text,
             parallel_hint=False,
-            max_new_tokens=56,
+            max_new_tokens=50,
             branch_max_new_tokens=7,
             do_sample=False,
             return_dict_in_generate=True,
@@ -192,23 +188,22 @@ def test_the_embedded_models_branches_equal_greedy_generate(embedded: tuple[Any,
 # Joined answers
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
-@pytest.mark.parametrize("name", [*SOME, "gpt2"])
+@pytest.mark.parametrize(("name", "chunk"), [("llama", 4), ("qwen3", 4), ("qwen3", None), ("gpt2", None)])
 def test_a_reencoded_answer_is_read_as_plain_text(name: str, chunk: int | None) -> None:
     second = " Then more. ####X:......\n####Y:......\n####%%%%"
     branches = ["aa\n####", ["b" * 9, EOS], None]
     settings: dict[str, Any] = {
         "branch_max_new_tokens": 12,
-        "max_new_tokens": 170,
+        "max_new_tokens": 145,
         "output_logits": True,
         "prefill_chunk_size": chunk,
     }
-    out = tell(STORY + second, branches=branches, model=enabled(name), **settings)
+    out = tell(second, opening=STORY, branches=branches, model=enabled(name), **settings)
     plain = tiny.build(name)(out.sequences).logits[0, len("Tell: ") - 1 : -1]
     spans = after_blocks(out)
     assert [len(span) > 10 for span in spans] == [True, True]
-    for place in [place for span in spans for place in span]:
-        torch.testing.assert_close(out.logits[place][0], plain[place], rtol=0, atol=1e-4)
+    places = [place for span in spans for place in span]
+    torch.testing.assert_close(torch.cat([out.logits[place] for place in places]), plain[places], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -221,12 +216,12 @@ def test_a_rotated_answer_equals_its_branches_with_keys_rotated_to_their_final_p
     """Against a dense oracle that computes every branch as text at given positions."""
     settings: dict[str, Any] = {
         "branch_max_new_tokens": 12,
-        "max_new_tokens": 110,
+        "max_new_tokens": 85,
         "output_logits": True,
         "prefill_chunk_size": chunk,
     }
     branches = ["aa\n####", ["b" * 9, EOS], None]
-    out = tell(STORY + " So be it.", branches=branches, model=enabled(name), join="rotate", **settings)
+    out = tell(None, opening=STORY, branches=branches, model=enabled(name), join="rotate", **settings)
     (block,), (span,) = out.blocks[0], after_blocks(out)
     tokens = answer(out)
     oracle = DenseOracle(tiny.build(name), probe_capabilities(enabled(name)).rotary)
@@ -241,7 +236,7 @@ def test_a_rotated_answer_equals_its_branches_with_keys_rotated_to_their_final_p
         at += length
     logits = oracle.forward([([trunk, *pieces, []], tokens[at:])])
     assert span == range(at + len("####%%%%"), len(tokens))
-    assert len(span) > 20
+    assert len(span) > 10
     found = torch.cat([out.logits[place] for place in span])
     torch.testing.assert_close(found, logits[len("####%%%%") - 1 : -1], rtol=0, atol=1e-3)
 
