@@ -261,6 +261,10 @@ ARCHITECTURES: dict[str, Architecture] = _by_name(
     _architecture("nemotron", {"head_dim": 16}),
 )
 
+REPRESENTATIVE = ("llama", "phi3", "glm", "smollm3", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "gpt_neox")
+"""For claims beside the main one of a mode: plain, partial and interleaved RoPE, layers without it, soft-capping,
+two rotary tables, sinks and experts, learned positions, a model that drops keyword arguments; five have windows."""
+
 REFUSED: dict[str, Architecture] = _by_name(
     _architecture(
         "gptj",
