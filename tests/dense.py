@@ -124,9 +124,12 @@ AttentionInterface.register(_IMPLEMENTATION, _attention)
 AttentionMaskInterface.register(_IMPLEMENTATION, lambda *args, **kwargs: None)
 
 
-def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy of a model that computes everything in float64, including norms and rotary tables."""
+def in_float64(model: PreTrainedModel, num_layers: int | None = None) -> PreTrainedModel:
+    """Copy of a model, or of its first layers, that computes all in float64, including norms and rotary tables."""
     model = copy.deepcopy(model).double()
+    if num_layers is not None:
+        model.model.layers = model.model.layers[:num_layers]
+        model.config.num_hidden_layers = num_layers
     for module in model.modules():
         if hasattr(module, "inv_freq"):
             module.inv_freq = module.inv_freq.double()

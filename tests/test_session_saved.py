@@ -39,15 +39,15 @@ def load(path: Path, model: Any = None, **helpers: Any) -> HogwildSession:
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loaded_session_continues_with_the_same_logits(tmp_path: Any, layout: str, num_workers: int) -> None:
-    model = hf_parallel.enable(dense.in_float64(tiny.build("starcoder2")))
+    model = hf_parallel.enable(dense.in_float64(tiny.build("starcoder2"), num_layers=2))
     session = begin(model, layout=layout, num_workers=num_workers, max_new_tokens=500)
     for part in range(2):
-        change_at_random(session, random.Random(f"{layout}{num_workers}{part}"), changes=6)
+        change_at_random(session, random.Random(f"{layout}{num_workers}{part}"), changes=5)
         session.save(tmp_path / "session.json")
         other = HogwildSession.load(tmp_path / "session.json", model, TOKENIZER)
         assert state(other)[:-1] == state(session)[:-1]
         continued = [
-            logits_during(model, lambda one=one: change_at_random(one, random.Random("on"), changes=4))
+            logits_during(model, lambda one=one: change_at_random(one, random.Random("on"), changes=2))
             for one in (session, other)
         ]
         for mine, its in zip(*continued, strict=True):
