@@ -62,7 +62,7 @@ def sample(model: PreTrainedModel, rows: int = len(TAILS), mode: str = "resample
     return model.generate(INPUT_IDS[:rows], **(given | settings))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("rows", "kept"), [(1, True), (3, False), (3, True)], ids=["one row", "rows", "rows with KV"])
+@pytest.mark.parametrize(("rows", "kept"), [(1, False), (3, True)], ids=["one row", "rows with KV"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -80,7 +80,7 @@ def test_drafts_change_no_token(model: PreTrainedModel, settings: dict[str, Any]
     caches = [LogitsCache(), LogitsCache()]
     kv_caches = [SharedPrefixCache() if kept else None for _ in caches]
     accepted = 0
-    for seed in range(3):
+    for seed in range(2):
         with_drafts, without = (
             sample(model, rows, logits_cache=cache, past_key_values=kv_cache, seed=seed, draft_tokens=most, **settings)
             for cache, kv_cache, most in zip(caches, kv_caches, (None, 0), strict=True)

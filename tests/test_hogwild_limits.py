@@ -94,7 +94,7 @@ def longest_view(recording: Recording) -> int:
     return max(len(segment.places) for one in recording.passes for segment in one.segments)
 
 
-LONG = encode("P") * 250
+LONG = encode("P") * 330
 TO_THE_END: dict[str, Any] = {**WORDY, "max_new_tokens": None, "max_length": tiny.MAX_POSITIONS, "finisher_tokens": 60}
 
 

@@ -247,7 +247,7 @@ def assert_well_formed(texts: Iterable[str], at_most: int) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_plain_generate_gives_a_well_formed_skeleton_in_100_of_100_runs(name: str) -> None:
+def test_plain_generate_gives_a_well_formed_skeleton_in_40_of_40_runs(name: str) -> None:
     tokenizer = small_tokenizers.make(name)
     model = copy.deepcopy(tiny.build("llama"))
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -259,7 +259,7 @@ def test_plain_generate_gives_a_well_formed_skeleton_in_100_of_100_runs(name: st
         stopping_criteria=StoppingCriteriaList([Closed(tokenizer, 0)]),
         do_sample=True,
         temperature=2.0,
-        num_return_sequences=100,
+        num_return_sequences=40,
         max_new_tokens=150,
         tokenizer=tokenizer,
     )
@@ -267,12 +267,12 @@ def test_plain_generate_gives_a_well_formed_skeleton_in_100_of_100_runs(name: st
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_mode_gives_a_well_formed_skeleton_in_50_of_50_runs(name: str) -> None:
+def test_the_mode_gives_a_well_formed_skeleton_in_20_of_20_runs(name: str) -> None:
     tokenizer = small_tokenizers.make(name)
     model = copy.deepcopy(tiny.build("llama"))
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     ids = torch.tensor([tokenizer.encode("Hi")])
-    for fill_in in (True, False):  # 50 runs in all
+    for fill_in in (True, False):  # 20 runs in all
         out = hf_parallel.enable(model).generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -284,17 +284,16 @@ def test_the_mode_gives_a_well_formed_skeleton_in_50_of_50_runs(name: str) -> No
             max_branches=3,
             max_title_tokens=3,
             branch_max_new_tokens=2,
-            max_new_tokens=140,
+            max_new_tokens=80,
             do_sample=True,
-            num_return_sequences=25,
+            num_return_sequences=10,
             return_dict_in_generate=True,
         )
-        assert out.fallback == [None] * 25
+        assert out.fallback == [None] * 10
         assert_well_formed((skeleton for (skeleton,) in out.skeletons), at_most=3)
 
 
-@pytest.mark.slow
-def test_the_embedded_model_gives_a_well_formed_skeleton_in_40_of_40_runs(embedded: tuple[Any, Any]) -> None:
+def test_the_embedded_model_gives_a_well_formed_skeleton_in_12_of_12_runs(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
     ids = tokenizer("####Noise:......####Time:......####%%%%\n####", return_tensors="pt").input_ids
     processor = ParallelBlockLogitsProcessor(
@@ -308,7 +307,7 @@ def test_the_embedded_model_gives_a_well_formed_skeleton_in_40_of_40_runs(embedd
             logits_processor=[processor],
             stopping_criteria=StoppingCriteriaList([Closed(tokenizer, ids.shape[1] - 1)]),
             do_sample=True,
-            num_return_sequences=40,
+            num_return_sequences=12,
             seed=0,
             max_new_tokens=60,
         )

@@ -125,7 +125,7 @@ def assert_nothing_is_lost(out: PDOSOutput, script: Scripted, texts: list[bytes]
 
 SETTINGS = st.fixed_dictionaries(
     {
-        "max_new_tokens": st.one_of(st.integers(1, 12), st.integers(1, 120)),
+        "max_new_tokens": st.one_of(st.integers(1, 12), st.integers(1, 80)),
         "join": st.sampled_from(["reencode", "rotate"]),
         "parallel_hint": st.booleans(),
         "fill_in": st.booleans(),
@@ -146,7 +146,7 @@ def fitting(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "opening": given["opening"][: given["max_new_tokens"] - 1]}
 
 
-FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @FUZZ

@@ -197,7 +197,7 @@ SETTINGS: list[dict[str, Any]] = [
 def test_samples_are_equal_with_and_without_prefetch(model: PreTrainedModel, replay: str) -> None:
     """Settings change from call to call, and return, on one cache."""
     prefetched, replayed = LogitsCache(), LogitsCache()
-    for number in range(12):
+    for number in (*range(6), 6, 8):  # the last two have settings of earlier calls
         settings = {"seed": number // 6, "replay": replay} | SETTINGS[number % 6]
         ours = sample(model, prefetched, prefetch=True, streamer=Pause(), **settings)
         assert torch.equal(ours, sample(model, replayed, prefetch=False, **settings)), settings

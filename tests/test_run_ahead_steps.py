@@ -59,11 +59,22 @@ def check_equal(expected: Any, actual: Any) -> None:
         assert ours.samples == theirs.samples
 
 
-@pytest.mark.parametrize("layout", ["combined", "interleaved", "contiguous"])
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("sampling", ["greedy", "seed", "global"])
+@pytest.mark.parametrize(
+    ("layout", "workers", "sampling"),  # every two of them in all combinations
+    [
+        ("combined", 1, "greedy"),
+        ("combined", 2, "seed"),
+        ("combined", 4, "global"),
+        ("interleaved", 1, "seed"),
+        ("interleaved", 2, "global"),
+        ("interleaved", 4, "greedy"),
+        ("contiguous", 1, "global"),
+        ("contiguous", 2, "greedy"),
+        ("contiguous", 4, "seed"),
+    ],
+)
 def test_workers_write_the_same_where_steps_end_often(both: Any, layout: str, workers: int, sampling: str) -> None:
-    settings: dict[str, Any] = {"num_workers": workers, "layout": layout, "finisher_tokens": 4, "max_new_tokens": 40}
+    settings: dict[str, Any] = {"num_workers": workers, "layout": layout, "finisher_tokens": 4, "max_new_tokens": 28}
     settings |= {"do_sample": sampling != "greedy", "seed": 3 if sampling == "seed" else None}
     settings |= {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
     streamers: list[Listener] = []

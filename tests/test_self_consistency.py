@@ -371,7 +371,7 @@ def test_a_kept_cache_holds_prompts_and_answers() -> None:
     assert answer(small_model(), more, **settings).stats.prefilled_tokens == 1 + len(PROMPTS[1])
 
 
-@pytest.mark.parametrize("at", [1, 2, 4, NEW + 1, NEW + 3])
+@pytest.mark.parametrize("at", [1, 4, NEW + 3])
 def test_an_interrupt_harms_neither_model_nor_kept_cache(at: int) -> None:
     model = small_model()
     before, expected = describe(model), greedy(model, BATCH, attention_mask=MASK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,9 @@ def token_bytes(model: Any) -> int:
         return engine._storage.arena.bytes_per_token
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("max_tokens", [500, 650])
+@pytest.mark.parametrize(("policy", "max_tokens"), [*zip(POLICIES, itertools.cycle([500, 650]))])
 def test_hits_and_evictions_are_those_of_the_engine(model: Any, token_bytes: int, policy: str, max_tokens: int) -> None:
-    trace = replace(FiveAgents(3, 0, **SMALL).trace(), vocabulary=VOCABULARY)
+    trace = replace(FiveAgents(2, 0, **SMALL).trace(), vocabulary=VOCABULARY)
     with Engine(model, max_kv_bytes=max_tokens * token_bytes, policy=POLICIES[policy]()) as engine:
         computed = replay(trace, engine)
     simulated = simulate(trace, policy, max_tokens)

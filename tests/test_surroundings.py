@@ -179,6 +179,7 @@ class Shifted(AsciiTokenizer):
         return super().decode([(int(token) + 1) % tiny.VOCAB_SIZE for token in tokens], **kwargs)
 
 
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
 @pytest.mark.parametrize("mode", BUILT_IN)
 def test_modes_use_the_tokenizer_of_enable_unless_the_call_has_one(model: PreTrainedModel, mode: str) -> None:
     def texts(**arguments: Any) -> Any:
