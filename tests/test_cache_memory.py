@@ -33,10 +33,10 @@ class Copied(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_ten_thousand_appends_copy_each_token_a_bounded_number_of_times(rows: int) -> None:
+def test_four_thousand_appends_copy_each_token_a_bounded_number_of_times(rows: int) -> None:
     cache = new_cache()
     blocks = cache.new_blocks(rows)
-    appends = 10_000 // rows
+    appends = 4_000 // rows
     key = torch.zeros(KV_HEADS, rows, HEAD_DIM, dtype=torch.float64)
     with Copied() as copied:
         for _ in range(appends):

@@ -122,7 +122,7 @@ def run_and_steps(model: PreTrainedModel, layout: str, num_workers: int, at_a_ti
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_passes_computed_as_one_equal_separate_passes(layout: str, num_workers: int) -> None:
     """Under a sliding window, with steps that end and move, and blocks that grow beyond their extents."""
-    run_and_steps(dense.in_float64(tiny.build("starcoder2")), layout, num_workers)
+    run_and_steps(dense.in_float64(tiny.build("starcoder2"), num_layers=2), layout, num_workers)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -130,10 +130,9 @@ def test_passes_may_be_computed_in_groups(layout: str) -> None:
     run_and_steps(dense.in_float64(tiny.build("llama")), layout, 3, at_a_time=4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_dense_reference_has_the_same_logits(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+def test_the_dense_reference_has_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_PARALLEL_BACKEND", "reference")
-    run_and_steps(dense.in_float64(tiny.build("llama")), layout, 2)
+    run_and_steps(dense.in_float64(tiny.build("llama")), "combined", 2)
 
 
 def test_blocks_may_grow_beyond_their_extents_between_passes() -> None:
@@ -201,7 +200,7 @@ def prepare_run(scene: Scene, passes: Sequence[Sequence[Segment]]) -> torch.Tens
     return torch.cat(truths)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(scene=scenes(), data=st.data())
 def test_every_query_sees_the_blocks_of_its_own_pass(scene: Scene, data: st.DataObject) -> None:
     """Trees, workers and arbitrary views under windows, sinks and soft-capping; some tokens are recomputed."""

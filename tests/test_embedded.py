@@ -104,7 +104,9 @@ def test_a_later_load_takes_half_a_second(embedded):
         begin = time.perf_counter()
         load_embedded_model()
         seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 3 * 0.5  # three times the claim, for busy machines
+        if seconds[-1] < 3 * 0.5:  # three times the claim, for busy machines
+            return
+    pytest.fail(f"loading took {seconds} s")
 
 
 def test_dtype_is_that_of_the_returned_weights(tiny_conversion, tmp_path):

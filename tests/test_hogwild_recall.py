@@ -62,8 +62,7 @@ def assert_same(one: Any, other: Any) -> None:
 # Replay
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "num_workers"), [*((layout, 3) for layout in LAYOUTS), ("combined", 1)])
 def test_the_same_seed_is_replayed_without_a_forward_pass(layout: str, num_workers: int) -> None:
     cache, settings = LogitsCache(), {"layout": layout, "num_workers": num_workers}
     expected = plain(**settings)
@@ -77,9 +76,7 @@ def test_the_same_seed_is_replayed_without_a_forward_pass(layout: str, num_worke
     assert len([step for history in expected.history for step in history if step.forward_pass]) > 4
 
 
-@pytest.mark.parametrize(
-    ("layout", "num_workers"), [("combined", 2), ("combined", 3), ("interleaved", 3), ("contiguous", 2)]
-)
+@pytest.mark.parametrize(("layout", "num_workers"), [("combined", 2), ("interleaved", 3), ("contiguous", 2)])
 def test_another_seed_leaves_the_cached_passes_and_continues_exactly(layout: str, num_workers: int) -> None:
     cache, settings = LogitsCache(), {"layout": layout, "num_workers": num_workers}
     replayed = left = 0
@@ -204,22 +201,23 @@ def test_with_hotspots_only_these_are_sampled_anew() -> None:
     assert_same(*some)
 
 
-@pytest.mark.parametrize("policy", [Hotspot(threshold=3.5), Hotspot(top_k=1)], ids=["threshold", "top_k"])
-def test_hotspots_replay_more_than_stepwise(policy: Hotspot) -> None:
+def test_hotspots_replay_more_than_stepwise() -> None:
     replayed = []
-    for replay in ("stepwise", policy):
+    for replay in ("stepwise", Hotspot(threshold=3.5), Hotspot(top_k=1)):
         cache = LogitsCache()
-        stats = [write(logits_cache=cache, seed=seed, replay=replay, temperature=1.0).stats for seed in range(4)]
+        stats = [write(logits_cache=cache, seed=seed, replay=replay, temperature=1.0).stats for seed in range(3)]
         replayed.append(sum(one.replayed_tokens for one in stats[1:]))
-    assert replayed[1] > 1.5 * replayed[0]
+    assert min(replayed[1:]) > 1.5 * replayed[0]
 
 
 # Cache hits and misses
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_other_settings_never_hit() -> None:
+    cache, ids = LogitsCache(), PROMPTS[1][None]
+    write(ids, logits_cache=cache)
+    hits = cache.hits
+    for other in (
         {"own_header": "[I]"},
         {"history_header": ""},
         {"layout": "contiguous"},
@@ -227,16 +225,11 @@ def test_hotspots_replay_more_than_stepwise(policy: Hotspot) -> None:
         {"num_workers": 3},
         {"worker_names": ["Ann", "Bob"]},
         {"step_prefix": "{name} {step}; "},
-    ],
-    ids=str,
-)
-def test_other_settings_never_hit(other: dict[str, Any]) -> None:
-    cache, ids = LogitsCache(), PROMPTS[1][None]
-    write(ids, logits_cache=cache)
-    hits = cache.hits
-    out = write(ids, logits_cache=cache, **other)
-    assert (cache.hits, out.stats.replayed_tokens) == (hits, 0)
-    assert_same(out, plain(ids, **other))
+    ):
+        given: dict[str, Any] = {"max_new_tokens": 7, "finisher_tokens": 0, **other}
+        out = write(ids, logits_cache=cache, **given)
+        assert (cache.hits, out.stats.replayed_tokens) == (hits, 0), other
+        assert_same(out, plain(ids, **given))
 
 
 def test_another_model_or_prompt_never_hits() -> None:

@@ -132,8 +132,9 @@ def greedy(model: PreTrainedModel, tokens: Sequence[int], new: int = NEW, **more
 # Equal to generate
 
 
-@pytest.mark.parametrize("workers", [None, 1, 2])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "workers"), [("llama", None), ("llama", 1), ("llama", 2), ("mistral", 2), ("gpt2", None)]
+)
 def test_points_and_conclusion_equal_greedy_generate_on_their_prompts(name: str, workers: int | None) -> None:
     model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
     budgets = {"max_new_tokens": NEW, "outline_tokens": 20}

@@ -108,7 +108,7 @@ def test_an_interrupt_harms_neither_model_nor_kept_cache(at: int) -> None:
 PIECES = st.sampled_from([*"ab.: \n", "1. ", "2. c\n", "3) **d**\n", "{x}", "\\boxed{", EOS, STOP_BLANK, BLANKS])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     outline=st.lists(PIECES, max_size=12),
     point=st.lists(PIECES, max_size=5),
