@@ -251,12 +251,12 @@ def test_what_an_agent_uses_once_is_evicted_before_what_agents_use_again(small_e
     for name in ("lru", "contribution"):
         agents = small_engine(POLICIES[name]())
         hits[name] = 0
-        for number in range(12):
+        for number in range(8):
             for agent, first in [("Patcher", 10), ("Viewer", 20)] * 2:
                 hits[name] += agents.ask(agent, text(first, 24))
             agents.ask("Searcher", text(30 + number, 30))
             agents.ask("Summary", text(50 + number, 30))
-    assert hits["lru"] == 12 * 2 * 24
+    assert hits["lru"] == 8 * 2 * 24
     assert hits["contribution"] > 1.5 * hits["lru"]
 
 

@@ -76,7 +76,7 @@ def test_max_bytes_limits_the_memory_kept_between_calls(common: int, model: PreT
     """The least recently used prompt is evicted; a prompt that every other call uses stays."""
     system, new = tiny.make_prompts([common], seed=6)[0], 6
     prompts = [
-        torch.cat((system, torch.tensor([10 + i]), prompt)) for i, prompt in enumerate(tiny.make_prompts([17] * 9))
+        torch.cat((system, torch.tensor([10 + i]), prompt)) for i, prompt in enumerate(tiny.make_prompts([17] * 7))
     ]
     per_token = generate(model, None).past_key_values.arena.bytes_per_token
     whole, cache = SharedPrefixCache(), SharedPrefixCache(max_bytes=80 * per_token)

