@@ -32,6 +32,8 @@ from hf_parallel.models.cuda_graph import CapturedGraph, DecodeGraphs, NoSyncMod
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 
 if __test__:
+    import interpreter  # noqa: F401
+
     from hf_parallel.kernels.triton import attention as triton_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,7 +88,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     return Graphs(monkeypatch)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     """One layer with one head, as the interpreter is slow."""
     config = copy.deepcopy(tiny.build("llama").config)
@@ -189,7 +191,7 @@ def test_a_failed_capture_warns_once_and_falls_back_to_eager(
 
 def test_unsupported_kernels_are_not_captured(graphs: Graphs, model: PreTrainedModel) -> None:
     """PyTorch's kernels read lengths on the CPU: a graph would keep those of the captured step."""
-    model = model.double()  # type: ignore[assignment]
+    model = copy.deepcopy(model).double()  # type: ignore[assignment]
     out = generate(model)
     assert torch.equal(out.sequences, generate(model, None).sequences)
     assert (graphs.captures, out.stats.graph_bytes) == ([], 0)

@@ -35,6 +35,8 @@ from hf_parallel.kernels import torch_attention as torch_backend
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 
 if __test__:
+    import interpreter  # noqa: F401
+
     from hf_parallel.kernels.triton import attention as triton_backend
     from hf_parallel.kernels.triton import launch as launches
     from hf_parallel.kernels.triton.launch import AttendLaunch, Tiling, WriteLaunch
@@ -76,13 +78,13 @@ def check(scene: Scene, dtype: torch.dtype = torch.float32) -> None:
 # Attention
 
 
-@few(8)
+@few(5)
 @given(scene=scenes())
 def test_kernels_equal_oracle(scene: Scene) -> None:
     check(scene)
 
 
-@few(4)
+@few(3)
 @given(scene=scenes())
 def test_kernels_equal_oracle_in_half_precision(scene: Scene) -> None:
     check(scene, torch.float16)
@@ -138,8 +140,7 @@ def test_the_keys_of_a_block_are_split_among_programs(monkeypatch: pytest.Monkey
     assert parts > triton_backend.PARTS_PER_STEP
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("heads", [1, 8, 11])
+@pytest.mark.parametrize(("heads", "sinks"), [(1, False), (8, True), (11, False), (11, True)])
 def test_many_queries_are_merged_several_heads_per_program(
     monkeypatch: pytest.MonkeyPatch, heads: int, sinks: bool
 ) -> None:
@@ -147,14 +148,14 @@ def test_many_queries_are_merged_several_heads_per_program(
     tape: list[Callable[[], None]] = []
     merge = Captured(triton_backend.merge_heads_kernel, tape)
     monkeypatch.setattr(triton_backend, "merge_heads_kernel", merge)
-    monkeypatch.setattr(triton_backend, "MERGED_BY_HEAD", 5 * heads)
-    scene = workers(Features(groups=heads, value_dim=13, sinks=sinks), 6, 1)
+    monkeypatch.setattr(triton_backend, "MERGED_BY_HEAD", 2 * heads)
+    scene = workers(Features(groups=heads, value_dim=13, sinks=sinks), 3, 1)
     check(scene)
     assert len(tape) == 1
-    assert merge.grids == [(6, -(-heads // 8))]
+    assert merge.grids == [(3, -(-heads // 8))]
     padded = scene.attend(lambda q, *args: triton_backend.block_attention(torch.cat((q, q)), *args), torch.float32)
-    assert not padded[6:].any()
-    check(workers(Features(groups=heads), 5, 1))
+    assert not padded[3:].any()
+    check(workers(Features(groups=heads), 2, 1))
     assert len(tape) == 2, "few queries are merged one head per program"
 
 
@@ -203,14 +204,14 @@ def test_following_steps_are_right_within_the_horizon_and_after_it(style: str, w
     segments = decoding(scene)
     scene.cache.reserve([(segment.view[-1], 30) for segment in segments])
     steps = []
-    for _ in range(7):
+    for _ in range(4):
         scene.step(segments)
         torch.testing.assert_close(attend(scene), scene.truth().float(), rtol=0, atol=1e-5)
         steps.append(attention(scene).step)
-    assert steps == [0, 1, 2, 0, 1, 2, 0]
+    assert steps == [0, 1, 2, 0]
 
 
-@few(4)
+@few(3)
 @given(scene=scenes())
 def test_following_steps_are_right_in_any_layout(scene: Scene) -> None:
     segments = decoding(scene)

@@ -215,12 +215,11 @@ def test_sampling_compiles_without_spills(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_triton.py", "test_graph.py", "test_triton_sampling.py"])
-def test_kernels_equal_the_oracle_in_the_interpreter(name: str) -> None:
-    """Run a file in a process that selects the interpreter before torch imports Triton."""
-    tests = Path(__file__).with_name(name)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
-    done = subprocess.run(
-        command, cwd=tests.parents[1], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
+def test_kernels_equal_the_oracle_in_the_interpreter() -> None:
+    """Run three files in a process that selects the interpreter before torch imports Triton."""
+    here = Path(__file__)
+    files = [str(here.with_name(name)) for name in ("test_triton.py", "test_graph.py", "test_triton_sampling.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=here.parents[1], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
