@@ -21,7 +21,7 @@ from hf_parallel.cache.fingerprint import fingerprint
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROWS = 2000
-CALLS = 12
+CALLS = 5
 NEW = 5
 CHOICES = 5
 SETTINGS = {"do_sample": True, "top_k": CHOICES, "temperature": 0.9, "max_new_tokens": NEW, "min_new_tokens": NEW}
@@ -145,7 +145,7 @@ def test_replayed_samples_diverge_with_the_probabilities_of_the_model(
     trie = divergences(model, reference, Stepwise())
     path = divergences(model, reference, Stepwise(), single_path=True)
     for counts in (plain, trie, path):
-        assert sum(counts.values()) >= 20_000
+        assert sum(counts.values()) >= 8_000
         assert fits(counts, exact) > 1e-3
     for counts in (trie, path):
         assert agree(counts, plain) > 1e-3
