@@ -209,31 +209,43 @@ import torch
 from test_native import shared_prompt
 from hf_parallel.kernels import AttentionParams, native, reference, torch_attention
 from hf_parallel.kernels.linear import linear_layers
-query, keys, values, plan = shared_prompt(700)
-params = AttentionParams(2, 0.125)
-for _ in range(2):
-    out = torch_attention.block_attention(query, keys, values, plan, params)
-expected = reference.block_attention(query, keys, values, plan, params)
-print(bool(native.unavailable_reason()), float((out - expected).abs().max()) < 1e-5)
-os.environ["HF_PARALLEL_LINEAR"] = "native"
-try:
-    with linear_layers(torch.nn.Linear(2, 2)):
-        pass
-except ValueError as error:
-    print(error)
+
+def check():
+    query, keys, values, plan = shared_prompt(700)
+    params = AttentionParams(2, 0.125)
+    for _ in range(2):
+        out = torch_attention.block_attention(query, keys, values, plan, params)
+    expected = reference.block_attention(query, keys, values, plan, params)
+    print(bool(native.unavailable_reason()), float((out - expected).abs().max()) < 1e-5)
+    os.environ["HF_PARALLEL_LINEAR"] = "native"
+    try:
+        with linear_layers(torch.nn.Linear(2, 2)):
+            pass
+    except ValueError as error:
+        print(error)
+
+for environment in {environments!r}:
+    if os.fork() == 0:
+        os.environ.update(environment)
+        check()
+        sys.exit()
+    os.wait()
+    for stream in sys.stdout, sys.stderr:
+        print("END", file=stream, flush=True)
 """
+ENVIRONMENTS = [{"CC": "no-such-compiler", "PATH": ""}, {"HF_PARALLEL_NATIVE": "0"}]
 
 
-@pytest.mark.parametrize(
-    ("environment", "warnings"), [({"CC": "no-such-compiler", "PATH": ""}, 1), ({"HF_PARALLEL_NATIVE": "0"}, 0)]
-)
-def test_without_the_kernel_results_are_the_same(environment: dict[str, str], warnings: int, tmp_path: Path) -> None:
+def test_without_the_kernel_results_are_the_same(tmp_path: Path) -> None:
     """A missing compiler is reported once, with the reason. Disabling the kernel is silent; selecting it raises."""
-    code = WITHOUT.format(tests=str(Path(__file__).parent))
+    code = WITHOUT.format(tests=str(Path(__file__).parent), environments=ENVIRONMENTS)
     root = str(Path(__file__).parent.parent)
-    variables = {**os.environ, "HF_PARALLEL_CACHE": str(tmp_path), "PYTHONPATH": root, **environment}
+    variables = {**os.environ, "HF_PARALLEL_CACHE": str(tmp_path), "PYTHONPATH": root}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, timeout=120)
-    results, error = done.stdout.splitlines()
-    assert results == "True True", done.stderr
-    assert done.stderr.count("no C compiler was found") == warnings
-    assert error.startswith("HF_PARALLEL_LINEAR=native cannot be used: ")
+    outputs, errors = (text.split("END\n") for text in (done.stdout, done.stderr))
+    assert (len(outputs), len(errors)) == (3, 3), done.stderr
+    for output, logged, warnings in zip(outputs, errors, (1, 0), strict=False):
+        results, error = output.splitlines()
+        assert results == "True True", logged
+        assert logged.count("no C compiler was found") == warnings
+        assert error.startswith("HF_PARALLEL_LINEAR=native cannot be used: ")
