@@ -122,7 +122,7 @@ def random_stand_in(folder: Path, device: torch.device | str = "cpu") -> tuple[A
     tokenizer = copy.deepcopy(small_tokenizers.make("byte_level"))
     tokenizer.chat_template, tokenizer.padding_side = CHAT, "left"
     tokenizer.init_kwargs[PRESET_MARK] = PRESET
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 8192}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 8192}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     config = transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends)
@@ -139,7 +139,7 @@ def run_on(path: Path, pair: tuple[Any, Any]) -> None:
     modules["IPython.display"].HTML = str  # type: ignore[attr-defined]
     sys.modules |= modules
     try:
-        with small_scale(pair, 2 * NEW_TOKENS):
+        with small_scale(pair, NEW_TOKENS + 1):
             run(code_of(path), name_of(path))
     finally:
         for name in modules:
