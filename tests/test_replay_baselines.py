@@ -85,7 +85,7 @@ def test_the_same_seed_again_needs_no_forward_pass(write: Any, settings: dict[st
 def test_other_seeds_give_the_outputs_without_a_cache(write: Any, settings: dict[str, Any], kept: bool) -> None:
     cache, replayed = LogitsCache(), 0
     more: dict[str, Any] = {"past_key_values": SharedPrefixCache()} if kept else {}
-    for seed in range(4):
+    for seed in range(3):
         out, expected = write(logits_cache=cache, seed=seed, **settings, **more), plain(write, seed=seed, **settings)
         assert_same(out, expected)
         assert out.stats.forward_passes <= expected.stats.forward_passes

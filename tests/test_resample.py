@@ -60,7 +60,7 @@ def test_the_same_seed_needs_no_forward_pass(model: PreTrainedModel, settings: d
 def test_other_seeds_give_the_samples_without_a_cache(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     caches = [{"logits_cache": LogitsCache(), "past_key_values": kept} for kept in (None, SharedPrefixCache())]
     replayed = [0, 0]
-    for seed in range(6):
+    for seed in range(3):
         settings = {**settings, "seed": seed, "eos_token_id": [3, 5, 9, 11]}
         expected = sample(model, "shared_prefix", **settings).sequences
         for i, cache in enumerate(caches):
