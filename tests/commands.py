@@ -8,8 +8,6 @@ import pty
 import re
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +15,13 @@ from typing import Any
 import pytest
 import tiny
 from ascii_tokenizer import SPECIAL, AsciiTokenizer
+from forkserver import start
 from transformers import BatchEncoding
 from workers import SETTINGS, Scripted, small_model
 
 from hf_parallel import ConsoleStreamer
 from hf_parallel.cli import generate as cli_generate
+from hf_parallel.cli.main import main
 
 STEPS = ("Ann.\n\nTwo.", "Bo is slow.\n\nx")
 """Texts of two workers."""
@@ -125,18 +125,10 @@ def in_a_terminal(*commands: tuple[list[str], str], timeout: float = 120) -> lis
 
     All run in one process, which imports torch once. Returns the output and exit status of each.
     """
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30", "OMP_NUM_THREADS": "1"}
-    environment = {name: value for name, value in environment.items() if name not in ("NO_COLOR", "CI")}
+    environment = {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", _RUN, json.dumps([arguments for arguments, _ in commands])],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environment,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore SIGINT
-    )
+    arguments = [arguments for arguments, _ in commands]
+    process = start(_run, arguments, environment=environment, files=dict.fromkeys(range(3), theirs))
     os.close(theirs)
     text, interrupts, end = "", 0, time.monotonic() + timeout
     while time.monotonic() < end:
@@ -149,9 +141,10 @@ def in_a_terminal(*commands: tuple[list[str], str], timeout: float = 120) -> lis
         outputs = text.split(_STATUS)
         if len(outputs) == interrupts + 1 <= len(commands) and re.search(commands[interrupts][1], outputs[-1]):
             interrupts += 1
-            process.send_signal(signal.SIGINT)
+            os.kill(process.pid or 0, signal.SIGINT)
     os.close(ours)
-    assert process.wait(timeout=30) == 0, text
+    process.join(30)
+    assert process.exitcode == 0, text
     first, *others = text.split(_STATUS)
     statuses = [int(other[: other.index("\x00")]) for other in others]
     outputs = [first, *(other[other.index("\x00") + 1 :] for other in others)]
@@ -159,10 +152,11 @@ def in_a_terminal(*commands: tuple[list[str], str], timeout: float = 120) -> lis
 
 
 _STATUS = "\x00status "
-_RUN = """
-import json, sys
-from hf_parallel.cli.main import main
-for arguments in json.loads(sys.argv[1]):
-    status = main(arguments)
-    print(f"\\x00status {status}\\x00", end="", flush=True)
-"""
+
+
+def _run(commands: list[list[str]]) -> None:
+    """Run commands and print their exit statuses."""
+    for name in ("NO_COLOR", "CI"):
+        os.environ.pop(name, None)
+    for arguments in commands:
+        print(f"{_STATUS}{main(arguments)}\x00", end="", flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ def sequences(model: Any, modes: Sequence[str] = BUILT_IN) -> dict[str, list[lis
     return found
 
 
-def main(path: str, results: str, kind: str) -> None:
+def generate_on_rank(path: str, results: str, kind: str) -> None:
     """Load this rank's part of a model and write the sequences and errors to a file of the rank.
 
     `kind` is the size of `DistributedConfig` that is 2, or `tp_plan`, which Transformers had before.
@@ -53,7 +52,3 @@ def main(path: str, results: str, kind: str) -> None:
     rank = torch.distributed.get_rank()
     (Path(results) / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

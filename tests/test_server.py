@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from array import array
@@ -19,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import date, datetime
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import pages
 import pytest
 import torch
+from forkserver import start
 
 pytest.importorskip("greenlet")
 pytest.importorskip("fastapi")
@@ -39,6 +40,7 @@ from server_faults import ServerFaults  # noqa: E402
 from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
 
 from hf_parallel.cli import top  # noqa: E402
+from hf_parallel.cli.main import main  # noqa: E402
 from hf_parallel.detokenizer import IncrementalDetokenizer  # noqa: E402
 from hf_parallel.engine import Engine, KVBudgetError  # noqa: E402
 from hf_parallel.engine.server import Limits, create_app  # noqa: E402
@@ -51,7 +53,6 @@ from hf_parallel.generation.stop_texts import StopFilter  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOT = Path(__file__).parent.parent
 CHAT = [{"role": "user", "content": "Hello"}]
 LONG = 900
 """New tokens of a request that is still running when a test looks."""
@@ -785,8 +786,6 @@ def test_metrics_count_requests_tokens_and_times(another: tuple[Any, Any]) -> No
 def test_top_shows_the_state_of_a_server(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     server.chat()
-    from hf_parallel.cli.main import main
-
     assert main(["top", f"{server.url}/v1", "--once"]) == 0
     printed = capsys.readouterr().out
     assert "0 running, 0 waiting" in printed
@@ -799,8 +798,6 @@ def test_top_shows_the_state_of_a_server(server: Served, capsys: pytest.CaptureF
 
 
 def test_top_names_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    from hf_parallel.cli.main import main
-
     for url in ("http://127.0.0.1:9", "file:///etc/passwd"):
         assert main(["top", url]) == 2
         assert capsys.readouterr().err.startswith("hf-parallel: error: ")
@@ -819,22 +816,31 @@ def folder(small: tuple[Any, Any], tmp_path: Path) -> Path:
 @contextmanager
 def command(
     folder: Path, port: int = 0, options: Sequence[str] = (), output: list[str] | None = None
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
+) -> Iterator[tuple[BaseProcess, str]]:
     """Run the command. Yield its process and the URL at which it serves; `output` gets what it prints afterwards."""
-    arguments = [sys.executable, "-m", "hf_parallel_command", "serve", "--model", str(folder), "--port", str(port)]
-    arguments += options
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_PARALLEL_API_KEY": "secret"}
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment)
+    arguments = ["serve", "--model", str(folder), "--port", str(port), *options]
+    ours, theirs = os.pipe()
+    process = start(main, arguments, environment={"HF_PARALLEL_API_KEY": "secret"}, files={2: theirs})
+    os.close(theirs)
     try:
-        assert process.stderr is not None
-        lines = iter(process.stderr.readline, "")
+        lines = iter(os.fdopen(ours).readline, "")
         url = next(line.split()[-1] for line in lines if line.startswith("Serving tiny at http://127.0.0.1:"))
         printed = [] if output is None else output
         threading.Thread(target=lambda: printed.extend(lines), daemon=True).start()
         yield process, url
     finally:
         process.kill()
-        process.wait()
+        process.join()
+
+
+def send(process: BaseProcess, number: int) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, number)
+
+
+def exit_status(process: BaseProcess) -> int | None:
+    process.join(30)
+    return process.exitcode
 
 
 @pytest.mark.slow
@@ -844,13 +850,13 @@ def test_sigterm_lets_running_requests_finish(folder: Path) -> None:
         arguments = {"model": "tiny", "messages": CHAT, "max_tokens": 200, "logit_bias": {"2": -100}}
         running = iter(client.chat.completions.create(**arguments, stream=True))
         next(running)
-        process.send_signal(signal.SIGTERM)
+        send(process, signal.SIGTERM)
         time.sleep(0.2)
         with pytest.raises(openai.APIConnectionError):
             client.with_options(max_retries=0).models.list(extra_headers={"Connection": "close"})
         *_, last = running
         assert last.choices[0].finish_reason == "length"
-        assert process.wait(30) == 0
+        assert exit_status(process) == 0
 
 
 @pytest.mark.slow
@@ -873,11 +879,11 @@ def test_requests_that_run_too_long_after_ctrl_c_get_an_error(folder: Path, seco
             while "hf_parallel_running 2" not in httpx.get(f"{url[:-3]}/metrics", headers=headers).text:
                 time.sleep(0.05)
             for _ in range(signals):
-                process.send_signal(signal.SIGINT)
+                send(process, signal.SIGINT)
                 time.sleep(0.5)
             *_, last = [line for line in lines if line]
         thread.join()
-        process.wait(30)
+        exit_status(process)
         assert "shutting down" in last
         assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "shutting_down")
         assert output[0].startswith("Stopping: 2 requests may finish within")
@@ -894,10 +900,10 @@ def test_a_server_that_was_killed_starts_again_on_its_port(folder: Path, small: 
         with httpx.stream("POST", f"{url}/chat/completions", json=body, headers=headers, timeout=30) as response:
             lines = response.iter_lines()
             assert "assistant" in next(lines)
-            process.send_signal(signal.SIGKILL)
+            send(process, signal.SIGKILL)
             with pytest.raises(httpx.TransportError):
                 list(lines)
-        assert process.wait(30) == -signal.SIGKILL
+        assert exit_status(process) == -signal.SIGKILL
     with command(folder, urlsplit(url).port or 0) as (_, again):
         assert again == url
         answer = httpx.post(f"{url}/chat/completions", json={**chat, "max_tokens": 24}, headers=headers, timeout=30)
@@ -905,8 +911,6 @@ def test_a_server_that_was_killed_starts_again_on_its_port(folder: Path, small: 
 
 
 def test_serve_names_a_port_that_is_taken_and_a_folder_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    from hf_parallel.cli.main import main
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", "--port", str(taken.getsockname()[1])]) == 2
     assert "cannot listen on 127.0.0.1 port" in (message := capsys.readouterr().err)
@@ -916,8 +920,6 @@ def test_serve_names_a_port_that_is_taken_and_a_folder_that_is_missing(capsys: p
 
 
 def test_limits_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str], another: tuple[Any, Any]) -> None:
-    from hf_parallel.cli.main import main
-
     with pytest.raises(SystemExit):
         main(["serve", "--port", "99999"])
     assert "from 0 to 65535, got '99999'" in capsys.readouterr().err

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
 import random
 import re
 import sys
@@ -19,6 +17,7 @@ pytest.importorskip("greenlet")
 
 import sweeps
 import torch
+from forkserver import start
 from pages import OWN_MODES
 from serving import small_model
 from sweeps import BUDGETS, PROBLEMS, RUNS, SAMPLING, Letters, Never, lines_of, small_sweep, timeless
@@ -193,18 +192,11 @@ def test_the_row_that_wrote_a_phrase_first_does_not_duplicate_it() -> None:
 KILLS = 3
 
 
-def test_a_sweep_that_is_killed_ends_with_the_same_results(
-    results: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = Path(__file__).parent
-    monkeypatch.setenv("PYTHONPATH", f"{here}{os.pathsep}{here.parent}")
-    processes = multiprocessing.get_context("forkserver")  # imports torch once
-    processes.set_forkserver_preload(["sweeps"])
+def test_a_sweep_that_is_killed_ends_with_the_same_results(results: list[dict[str, Any]], tmp_path: Path) -> None:
     draw, kills = random.Random(0), 0
     while kills < KILLS:
         before = len(lines_of(tmp_path))
-        process = processes.Process(target=sweeps.run, args=(str(tmp_path),))
-        process.start()
+        process = start(sweeps.run, str(tmp_path))
         goal = before + draw.randint(0, 15)
         while process.is_alive() and len(lines_of(tmp_path)) <= goal:
             time.sleep(0.001)

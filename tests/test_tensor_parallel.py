@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from tensor_parallel_rank import sequences
+from forkserver import start_ranks, wait
+from tensor_parallel_rank import generate_on_rank, sequences
 from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -25,16 +23,7 @@ SIZES = {field.name for field in dataclasses.fields(DistributedConfig)}
 def ranks(model: Any, kind: str, folder: Path) -> list[dict[str, Any]]:
     """Return what two ranks of a model have written."""
     model.save_pretrained(folder / "model")
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        + [str(here / "tensor_parallel_rank.py"), str(folder / "model"), str(folder), kind],
-        env={**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    wait(start_ranks(2, generate_on_rank, str(folder / "model"), str(folder), kind), 300)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

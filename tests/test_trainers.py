@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from forkserver import start_ranks, wait
 from small_tokenizers import make
 from test_training import COMPLETIONS, PROMPT, hogwild, mean_loss
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -186,25 +186,13 @@ def test_the_trainer_of_trl_gives_the_losses_of_trainer(
     assert_equal([{name: log[name] for name in ("loss", "grad_norm")} for log in logs], expected)
 
 
-DISTRIBUTED = """
-import os, sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from test_trainers import make_examples, train
-steps = train(Path({folder!r}), make_examples(), per_device_train_batch_size=4)
-if os.environ["RANK"] == "0":
-    print("STEPS", steps)
-"""
+def train_on_rank(folder: str) -> None:
+    torch.set_num_threads(1)
+    steps = train(Path(folder), make_examples(), per_device_train_batch_size=4)
+    (Path(folder) / f"steps.{os.environ['RANK']}").write_text(json.dumps(steps))
 
 
 def test_two_processes_give_the_loss_of_one(tmp_path: Path, examples: list[ParallelExample]) -> None:
     expected = train(tmp_path, examples, per_device_train_batch_size=8)
-    script = tmp_path / "script.py"
-    script.write_text(DISTRIBUTED.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    root = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("STEPS"))
-    assert_equal(eval(line.removeprefix("STEPS")), expected)
+    wait(start_ranks(2, train_on_rank, str(tmp_path)))
+    assert_equal(json.loads((tmp_path / "steps.0").read_text()), expected)
