@@ -39,6 +39,8 @@ READABLE = (ValueError, TypeError, ImportError)
 """Errors that malformed calls may raise; `RuntimeError` only if the call itself is valid."""
 PACKAGES = [str(Path(module.__file__).parent) for module in (hf_parallel, transformers)]
 GREEDY = {"input_ids": BATCH, "attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
+AFTERWARDS = {**GREEDY, "max_new_tokens": 2, "generation_mode": "shared_prefix"}
+"""The call after each case: one pass over the prompts, one over keys and values."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:transformers.*"),
@@ -56,6 +58,13 @@ class Bench:
     plain: Any
     before: dict[str, Any]
     tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return the logits of a plain forward pass."""
+    with torch.no_grad():
+        return model(BATCH, attention_mask=MASK).logits
 
 
 def describe(model: Any) -> dict[str, Any]:
@@ -94,7 +103,8 @@ def bench(one_bench: list[Bench]) -> Iterator[Bench]:
     if not one_bench:
         plain = copy.deepcopy(build("llama"))
         model = hf_parallel.enable(copy.deepcopy(plain))
-        one_bench.append(Bench(model, plain, describe(model), plain.generate(**GREEDY)))
+        tokens = plain.generate(**GREEDY)[:, : BATCH.shape[1] + 2]
+        one_bench.append(Bench(model, plain, describe(model), tokens, logits(plain)))
     bench = one_bench[0]
     try:
         yield bench
@@ -105,10 +115,10 @@ def bench(one_bench: list[Bench]) -> Iterator[Bench]:
 
 
 def assert_unharmed(bench: Bench) -> None:
-    """Assert that state and greedy output, plain and with shared prefixes, are unchanged."""
+    """Assert that state, plain logits and greedy output with shared prefixes are unchanged."""
     assert describe(bench.model) == bench.before
-    assert torch.equal(bench.model.generate(**GREEDY), bench.tokens)
-    assert torch.equal(bench.model.generate(**GREEDY, generation_mode="shared_prefix"), bench.tokens)
+    assert torch.equal(logits(bench.model), bench.logits)
+    assert torch.equal(bench.model.generate(**AFTERWARDS), bench.tokens)
     assert describe(bench.model) == bench.before
 
 
@@ -273,15 +283,25 @@ class Calls:
                 raise KeyboardInterrupt
 
 
+@pytest.fixture(scope="module")
+def number_of_calls() -> int:
+    """Calls of the package's functions in a run."""
+    model = hf_parallel.enable(copy.deepcopy(build("llama")))
+    _, long = growing_calls()
+    with Calls() as calls:
+        model.generate(**long, generation_mode="shared_prefix")
+    return calls.count
+
+
 @pytest.mark.parametrize("share", range(40))
-def test_interrupt_in_any_function_leaves_model_and_kept_cache_intact(share: int, bench: Bench) -> None:
+def test_interrupt_in_any_function_leaves_model_and_kept_cache_intact(
+    share: int, number_of_calls: int, bench: Bench
+) -> None:
     """Like a signal, which may arrive between any two lines: at 40 places spread over a run."""
     short, long = growing_calls()
-    with Calls() as calls:
-        bench.model.generate(**long, generation_mode="shared_prefix")
     kept = {"generation_mode": "shared_prefix", "past_key_values": SharedPrefixCache()}
     bench.model.generate(**short, **kept)
-    with pytest.raises(KeyboardInterrupt), Calls(at=1 + share * calls.count // 40):
+    with pytest.raises(KeyboardInterrupt), Calls(at=1 + share * number_of_calls // 40):
         bench.model.generate(**long, **kept)
     for arguments in (short, long):
         assert torch.equal(bench.model.generate(**arguments, **kept), bench.plain.generate(**arguments))
