@@ -107,7 +107,7 @@ def test_new_submitters_do_not_starve_one_that_was_served_much(model: Any) -> No
         handles: list[Any] = []
 
         def arrive(module: Any, args: Any) -> None:  # two requests of other submitters always wait
-            while len(engine._scheduler.waiting) + len(engine._submitted) < 5 and len(handles) < 150:
+            while len(engine._scheduler.waiting) + len(engine._submitted) < 5 and len(handles) < 80:
                 submitter = next(new)
                 handles.append(
                     gate.submit("new", prompt(submitter + 100), max_new_tokens=3, submitter=f"new{submitter}")

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,9 +67,14 @@ SOURCES = {**MODULES, "hf_parallel_command": ROOT / "hf_parallel_command.py"}
 """Modules of the package and the one beside it."""
 
 
+@cache
+def syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(name: str) -> Iterator[str]:
     """Yield the modules of the package that a module imports, also under TYPE_CHECKING."""
-    for node in _import_nodes(ast.parse(SOURCES[name].read_text(encoding="utf-8"))):
+    for node in _import_nodes(syntax_tree(SOURCES[name])):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         else:
@@ -110,7 +116,7 @@ def test_imports_point_down(name: str) -> None:
 def test_the_package_imports_neither_tests_nor_benchmarks() -> None:
     beside = {path.name for path in ROOT.iterdir() if path.is_dir()} - {PACKAGE}
     for name, path in MODULES.items():
-        for node in _import_nodes(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in _import_nodes(syntax_tree(path)):
             roots = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             assert not beside & {root.split(".")[0] for root in roots}, f"{name} imports {roots}"
 
@@ -146,7 +152,7 @@ def test_a_cycle_would_be_found() -> None:
 @pytest.mark.parametrize("name", [name for name in SOURCES if layer(name) != "generation.modes"])
 def test_modes_are_named_in_generation_modes_alone(name: str) -> None:
     """Neither in strings (except docstrings), nor as identifiers, nor by imports of a mode's files."""
-    tree = ast.parse(SOURCES[name].read_text(encoding="utf-8"))
+    tree = syntax_tree(SOURCES[name])
     word = re.compile(rf"(?<![\w.])({'|'.join(MODE_NAMES)})(?!\w)")
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = []
@@ -165,12 +171,12 @@ def test_file_is_short_and_has_a_docstring(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     if path.parent.name != "tests":
         assert text.count("\n") <= MAX_LINES
-    assert ast.get_docstring(ast.parse(text)), "the module has no docstring"
+    assert ast.get_docstring(syntax_tree(path)), "the module has no docstring"
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_public_functions_and_classes_are_documented(name: str) -> None:
-    tree = ast.parse(SOURCES[name].read_text(encoding="utf-8"))
+    tree = syntax_tree(SOURCES[name])
     assert not (missing := list(undocumented(tree, name))), f"no docstring: {missing}"
 
 
