@@ -261,8 +261,8 @@ def test_a_fault_ends_its_request_and_no_other(model: Any, others: Any, name: st
         assert_nothing_is_held(engine)
         assert (engine.stats.failed, engine.stats.finished) == (1, len(others))
         clear_hooks(model)
-        again = Case(prompt, None, {"max_new_tokens": 20})
-        assert engine.submit(prompt, max_new_tokens=20).result(30).sequences.tolist() == again.beside(model)
+        again = Case(prompt, None, {"max_new_tokens": 4})
+        assert engine.submit(prompt, max_new_tokens=4).result(30).sequences.tolist() == again.beside(model)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import small_tokenizers
 import tiny
 import torch
+from forkserver import start, wait
 from hub_server import Hub, running_hub
 from mode_cases import BUILT_IN, every_setting
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, pipeline
@@ -291,14 +293,18 @@ json.dump(found, sys.stdout)
 """A process that imports transformers alone."""
 
 
+def constants(hub: Hub, cache: Path) -> dict[str, Any]:
+    """Return constants of huggingface_hub with which it uses a Hub."""
+    template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    found = {"ENDPOINT": hub.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
+    return {**found, "HF_HUB_DISABLE_XET": True, "HF_HUB_CACHE": str(cache)}
+
+
 @pytest.fixture
 def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub on this machine, which huggingface_hub uses in this process."""
     with running_hub() as hub:
-        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        constants = {"ENDPOINT": hub.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
-        constants |= {"HF_HUB_DISABLE_XET": True, "HF_HUB_CACHE": str(tmp_path / "hub")}
-        for name, value in constants.items():
+        for name, value in constants(hub, tmp_path / "hub").items():
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
         monkeypatch.setenv("HF_TOKEN", "hf_none")
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -494,6 +500,13 @@ def test_an_adapter_that_could_not_be_loaded_again_is_not_exported(adapted: Any,
     assert not folder.exists()
 
 
+def execute(code: str, given: dict[str, Any]) -> None:
+    """Run code in a process in which huggingface_hub has other constants."""
+    for name, value in given.items():
+        setattr(huggingface_hub.constants, name, value)
+    exec(code, {})
+
+
 def test_an_uploaded_adapter_is_loaded_elsewhere_in_one_line(
     adapted: Any, model: Any, tokenizer: Any, tmp_path: Path, local_hub: Hub
 ) -> None:
@@ -507,7 +520,12 @@ def test_an_uploaded_adapter_is_loaded_elsewhere_in_one_line(
     card = uploaded[CARD].decode()
     assert "base_model: somebody/base" in card
     assert "- custom_generate" in card
-    printed = run(example(card) + "print(output.tolist())", local_hub, tmp_path).splitlines()
+    environment = {"HF_TOKEN": "hf_none", "NO_PROXY": "127.0.0.1"}
+    with (tmp_path / "stdout").open("w+") as stdout:
+        given = (example(card) + "print(output.tolist())", constants(local_hub, tmp_path / "elsewhere"))
+        wait([start(execute, *given, environment=environment, files={1: stdout.fileno()})])
+        stdout.seek(0)
+        printed = stdout.read().splitlines()
     ids = hf_parallel.hogwild_prompt("Plan a day in Rome for six friends.", tokenizer, **SETTINGS)
     expected = hf_parallel.enable(adapted).generate(**ids, tokenizer=tokenizer, max_new_tokens=64)
     assert json.loads(printed[-1]) == expected.tolist()

@@ -68,10 +68,10 @@ def prepared(mode: str, prompt: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
     return tokenizer.apply_chat_template(prompt, return_tensors="pt", return_dict=True, add_generation_prompt=True)
 
 
-def generated(model: Any, tokenizer: Any, mode: str, prompts: list[Any]) -> list[Any]:
+def generated(model: Any, tokenizer: Any, mode: str, prompts: list[Any], **settings: Any) -> list[Any]:
     """Return the tokens that `generate` returns for each prompt of a batch: a row, or all rows if they are merged."""
     ids, mask = tiny.left_pad([prepared(mode, prompt, tokenizer)["input_ids"][0] for prompt in prompts])
-    arguments = {**small_call(mode), "tokenizer": tokenizer}
+    arguments = {**small_call(mode), "tokenizer": tokenizer, **settings}
     tokens = hf_parallel.enable(model).generate(ids, attention_mask=mask, **arguments).tolist()
     return grouped(tokens, len(prompts)) if MODES[mode].merges_rows else tokens
 
@@ -144,9 +144,10 @@ def _column(rows: list[Any]) -> Any:
 def test_a_dataset_gives_the_tokens_of_generate_batch_by_batch(
     batch_size: int | None, prompts: Any, model: Any, tokenizer: Any
 ) -> None:
-    pipe = make(model, tokenizer, **small_call("hogwild"))
+    few = {"max_new_tokens": 4}
+    pipe = make(model, tokenizer, **{**small_call("hogwild"), **few})
     cuts = [prompts[i : i + (batch_size or 1)] for i in range(0, 3, batch_size or 1)]
-    expected = [row for cut in cuts for row in generated(model, tokenizer, "hogwild", cut)]
+    expected = [row for cut in cuts for row in generated(model, tokenizer, "hogwild", cut, **few)]
     sources: list[Callable[..., Any]] = [Rows, _generator, _keyed, _column]
     for source in sources:
         results = pipe(source(prompts), batch_size=batch_size, return_tensors=True)
