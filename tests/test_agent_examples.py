@@ -1,4 +1,4 @@
-"""The examples with agents: exact results with a scripted model, and a short run on a small model."""
+"""The examples with agents: exact results with a scripted model, and a short run on the embedded model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from pages import ROOT, stand_in
+from pages import ROOT
 from test_examples import AGENTS, check_promised_lines
 
 import hf_parallel
@@ -74,14 +74,14 @@ def test_an_example_says_how_it_is_run(example: Path) -> None:
     ],
     ids=lambda one: one.__name__ if isinstance(one, ModuleType) else "",
 )
-def test_example_runs_on_a_small_model(
+def test_example_runs_on_the_embedded_model(
     example: ModuleType,
     small: dict[str, Any],
     embedded: tuple[Any, Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(hf_parallel, "load_embedded_model", lambda: stand_in(embedded))
+    monkeypatch.setattr(hf_parallel, "load_embedded_model", lambda: embedded)
     monkeypatch.setattr(sys, "argv", [f"{example.__name__}.py"])
     for name, value in small.items():
         monkeypatch.setattr(example, name, value)

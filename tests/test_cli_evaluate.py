@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ import pytest
 
 pytest.importorskip("greenlet")
 
-from forkserver import start_ranks, wait
 from serving import small_model
 from sweeps import lines_of, timeless
 
@@ -143,17 +144,37 @@ def test_an_interrupted_sweep_says_how_to_go_on(
 def test_two_processes_share_the_problems_and_report_as_one(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert cli.main([*SMALL, "--model", str(folder), "-o", str(tmp_path / "one")]) == 0
     alone = capsys.readouterr().out
-    with (tmp_path / "stdout").open("w+") as stdout:
-        arguments = [*SMALL, "--model", str(folder), "-o", str(tmp_path / "two")]
-        wait(start_ranks(2, cli.main, arguments, files={1: stdout.fileno()}))
-        stdout.seek(0)
-        printed = stdout.read()
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes=2",
+        "--num_machines=1",
+    ]
+    launch += [
+        "--num_machines=1",
+        "--mixed_precision=no",
+        "--dynamo_backend=no",
+        "--main_process_port=0",
+        "-m",
+        "hf_parallel_command",
+    ]
+    done = subprocess.run(
+        [*launch, *SMALL, "--model", str(folder), "-o", str(tmp_path / "two")],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
     both = read_results(tmp_path / "two")
     assert timeless(both) == timeless(read_results(tmp_path / "one"))
     ranks = [lines_of_rank(tmp_path / "two", rank) for rank in range(2)]
     assert [{result["index"] for result in found} for found in ranks] == [{0, 1}, {2}]
-    assert printed.count("duplicated") == 1, "one process prints"
-    assert without_seconds(printed) == without_seconds(alone)
+    assert done.stdout.count("duplicated") == 1, "one process prints"
+    assert without_seconds(done.stdout) == without_seconds(alone)
     assert timeless(table(both)) == timeless(table(read_results(tmp_path / "one")))
 
 

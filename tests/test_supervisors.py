@@ -595,7 +595,7 @@ def test_results_do_not_depend_on_when_requests_end(supervisor: Supervisor) -> N
             return {"error": str(error)}
 
     expected = run(None)
-    for delays in range(15):
+    for delays in range(50):
         assert run(delays) == expected
 
 
