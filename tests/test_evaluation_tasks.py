@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from hf_parallel.evaluation import GENERATED, TASKS, CodeProblem, Finisher, NeedleProblem, Problem, load_problems
-from hf_parallel.evaluation.tasks.code import Test, last_block
+from hf_parallel.evaluation.tasks import Test, check_task_options
+from hf_parallel.evaluation.tasks.code import last_block
 
 SANDBOX = pytest.mark.skipif(os.name != "posix", reason="the sandbox needs setrlimit")
 
@@ -154,6 +155,17 @@ def test_options_reach_the_generator() -> None:
         ("gsm8k", "./rows.txt", {}, r"the format of './rows.txt' must be one of \['.jsonl'"),
         ("gsm8k", "rows.jsonl", {"count": 0}, "count must be an int of at least 1, got 0"),
         ("gsm8k", "rows.jsonl", {"split": "x"}, r"gsm8k has no options, got \['split'\]"),
+        (
+            "gsm8k",
+            [{"question": "q"}],
+            {},
+            r"source must be .*, got \[.*TASKS\['gsm8k'\].from_rows makes a problem of rows",
+        ),
+        (
+            *("arithmetic", None, {"num_question": 2}),
+            r"no option 'num_question' \(got 2\); did you mean 'num_questions'\? It has \['num_questions'\]",
+        ),
+        ("needles", "book.txt", {"text": "x"}, r"'text' \(got 'x'\); it has \['characters', 'num_facts'\]"),
         ("retrieval", "rows.jsonl", {}, "retrieval is generated and has no source, got 'rows.jsonl'"),
         ("needles", None, {}, "needles needs a source"),
         ("needles", "missing.txt", {}, "no file 'missing.txt'"),
@@ -161,7 +173,7 @@ def test_options_reach_the_generator() -> None:
 )
 def test_malformed_calls_raise(
     task: str,
-    source: str | None,
+    source: Any,
     settings: dict[str, Any],
     message: str,
     tmp_path: Path,
@@ -204,6 +216,53 @@ def test_a_missing_column_is_named(task: str, tmp_path: Path) -> None:
         ValueError, match=rf"row 0 of .*rows.jsonl, task {task}: no column '\w+'; there are \['other'\]"
     ):
         load_problems(task, path)
+
+
+@pytest.mark.parametrize("name", ["seed", "count"])
+def test_an_argument_of_load_problems_is_no_option_of_a_task(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"arithmetic has no option '{name}' \(got 3\); it has \['num_questions'\]"):
+        check_task_options("arithmetic", {name: 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", b"", "rows.jsonl has no rows"),
+        ("rows.json", b"", "rows.json has no rows"),
+        ("rows.csv", b"", "rows.csv has no rows"),
+        ("rows.jsonl", b'{"question": "q", "answer": "#### 1"}\n{broken\n', "line 2 of .*rows.jsonl is not JSON"),
+        ("rows.jsonl", b'\n{"question": "\xe9"}\n', "line 2 of .*rows.jsonl is not JSON"),
+        ("rows.jsonl", b"[1]\n", r"line 1 of .*rows.jsonl must be a JSON object, got \[1\]"),
+        ("rows.json", b'{"question": "q", "answer": "#### 1"}\n{broken\n', "rows.json cannot be read: "),
+        ("rows.parquet", b"PAR", "rows.parquet cannot be read: "),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_problems("gsm8k", path)
+
+
+def test_answers_of_a_file_may_be_texts_and_numbers_with_blank_lines_between(tmp_path: Path) -> None:
+    rows = [{"problem": "Halve 2.", "answer": answer} for answer in ("1", 1)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, rows)) + "\n\n")
+    first, second = load_problems("math500", path)
+    assert first == second
+
+
+def test_a_problem_without_its_methods_names_them() -> None:
+    with pytest.raises(NotImplementedError, match=r"Problem must define score\(text\)"):
+        Problem("prompt", "answer").score("text")
+    with pytest.raises(NotImplementedError, match=r"Problem must define from_row\(row\)"):
+        Problem.from_rows([{}])
+
+
+def test_a_test_of_a_program_that_is_no_test_raises() -> None:
+    with pytest.raises(ValueError, match=r"tests must be objects Test\(input, output\), got \('', '42"):
+        CodeProblem("", "", own="", tests=(("", "42\n"),))  # type: ignore[arg-type]
 
 
 def test_five_rows_make_a_problem_and_the_rest_is_left_out(tmp_path: Path) -> None:

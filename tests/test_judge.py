@@ -102,6 +102,18 @@ def test_malformed_settings_raise(setting: str) -> None:
         judge("text", str, **{setting: 0})
 
 
+@pytest.mark.parametrize("transcript", [{}, "", " \n", {"Alice": ""}, ["I add."], {"Alice": None}], ids=str)
+def test_a_transcript_without_text_raises(transcript: Any) -> None:
+    with pytest.raises(ValueError, match="transcript must be a non-blank text, or texts by worker, got"):
+        judge(transcript, lambda _: "Score: 4")
+
+
+def test_a_reply_that_is_no_text_raises() -> None:
+    complete, _ = replies(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="complete must return a text, got None"):
+        judge("text", complete)
+
+
 def test_an_openai_compatible_endpoint_is_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     openai = pytest.importorskip("openai")
     asked: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from hf_parallel.evaluation.tasks import (
     Problem,
     RetrievalProblem,
     Student,
+    Test,
     load_problems,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "RetrievalProblem",
     "Run",
     "Student",
+    "Test",
     "format_table",
     "load_problems",
     "read_results",

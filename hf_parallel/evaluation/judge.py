@@ -69,7 +69,7 @@ def judge(transcript: str | Mapping[str, str], complete: Complete, *, votes: int
         The text, or the whole text of each worker by name: the paper joins a worker's paragraphs, as judges otherwise
         favor short turns, and compares beginnings of equal length.
     complete : Callable[[str], str]
-        Returns a model's reply to a prompt.
+        Returns a model's reply to a prompt; an empty text if it refuses.
     votes : int
         Number of independent ratings, whose mean is the score. The paper uses 3.
     attempts : int
@@ -77,6 +77,8 @@ def judge(transcript: str | Mapping[str, str], complete: Complete, *, votes: int
 
     Raises
     ------
+    ValueError
+        If the transcript is no text or blank, or a reply is no text.
     UnreadableReplyError
         If no reply of a rating has a score.
     """
@@ -89,6 +91,9 @@ def judge(transcript: str | Mapping[str, str], complete: Complete, *, votes: int
 
 def judge_prompt(transcript: str | Mapping[str, str]) -> str:
     """Return the prompt of a judge: rubric, transcript between two lines that it does not contain, and a reminder."""
+    texts = transcript.values() if isinstance(transcript, Mapping) else [transcript]
+    if not all(isinstance(text, str) for text in texts) or not "".join(texts).strip():
+        raise ValueError(f"transcript must be a non-blank text, or texts by worker, got {transcript!r:.80}")
     if isinstance(transcript, Mapping):
         transcript = "\n\n".join(f"Text of {name}:\n{text.strip()}" for name, text in transcript.items())
     mark = f"===== {hashlib.sha256(transcript.encode('utf-8', 'replace')).hexdigest()[:12]} ====="
@@ -110,6 +115,8 @@ def _rate(prompt: str, complete: Complete, attempts: int) -> tuple[int, str]:
     for number in range(attempts):
         repeated = "\n\nYour last reply had no line with one score." if number else ""
         reply = complete(prompt + repeated)
+        if not isinstance(reply, str):
+            raise ValueError(f"complete must return a text, got {reply!r:.80}")
         if (found := read_reply(reply)) is not None:
             return found
     raise UnreadableReplyError(

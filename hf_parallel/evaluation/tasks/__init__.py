@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hf_parallel.evaluation.tasks.base import Problem
-from hf_parallel.evaluation.tasks.code import APPSProblem, CodeProblem, LiveCodeBenchProblem
+from hf_parallel.evaluation.tasks.code import APPSProblem, CodeProblem, LiveCodeBenchProblem, Test
 from hf_parallel.evaluation.tasks.game24 import Game24Problem
 from hf_parallel.evaluation.tasks.generated import ArithmeticProblem, PlanningProblem, RetrievalProblem, Student
 from hf_parallel.evaluation.tasks.math import (
@@ -45,6 +47,8 @@ __all__ = [
     "RetrievalProblem",
     "Student",
     "TASKS",
+    "Test",
+    "check_task_options",
     "load_problems",
 ]
 
@@ -59,7 +63,7 @@ LOADED: tuple[type[Problem], ...] = (
 _ALL: tuple[type[Problem], ...] = (*GENERATED.values(), *LOADED, NeedleProblem)
 TASKS: dict[str, type[Problem]] = {cls.name: cls for cls in _ALL}
 """All tasks by name."""
-FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+FORMATS = {".jsonl": None, ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 GENERATED_COUNT = 100
 
 
@@ -85,14 +89,18 @@ def load_problems(
     Raises
     ------
     ValueError
-        If the task is unknown, the file is missing or has another format, or a row lacks a column.
+        If the task or an option is unknown, the file is missing or has another format, or a row lacks a column.
     ImportError
-        If `datasets` is not installed.
+        If the source is not a .jsonl file and `datasets` is not installed.
     """
     if task not in TASKS:
         raise ValueError(f"task must be one of {list(TASKS)}, got {task!r}{suggestion(task, TASKS)}")
     if count is not None:
         check_int("count", count, at_least=1)
+    if source is not None and not isinstance(source, str | os.PathLike):
+        hint = f"; TASKS[{task!r}].from_rows makes a problem of rows"
+        raise ValueError(f"source must be a file or the id of a dataset, got {source!r:.80}{hint}")
+    check_task_options(task, options)
     if task in GENERATED:
         if source is not None:
             raise ValueError(f"{task} is generated and has no source, got {os.fspath(source)!r}")
@@ -104,8 +112,6 @@ def load_problems(
             raise ValueError("needles needs a source: a text file, such as a book of Project Gutenberg")
         text = _existing(Path(source)).read_text(encoding="utf-8", errors="replace")
         return [*NeedleProblem.from_text(text, count or GENERATED_COUNT, seed, **options)]
-    if options:
-        raise ValueError(f"{task} has no options, got {sorted(options)}")
     rows, size = _rows(os.fspath(source or cls.source), cls), cls.rows_per_problem
     groups = iter(lambda: list(itertools.islice(rows, size)), [])
     problems: list[Problem] = []
@@ -121,23 +127,69 @@ def load_problems(
     return problems
 
 
+def check_task_options(task: str, options: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless all options are options of the task; `count` and `seed` are not."""
+    names: list[str] = []
+    if task in GENERATED:
+        names = [*inspect.signature(GENERATED[task].make).parameters]
+    elif TASKS[task] is NeedleProblem:
+        names = [*inspect.signature(NeedleProblem.from_text).parameters]
+    names = [name for name in names if name not in ("text", "count", "seed")]
+    if options and not names:
+        raise ValueError(f"{task} has no options, got {sorted(options)}")
+    for name, value in options.items():
+        if name not in names:
+            near = suggestion(name, names)
+            raise ValueError(
+                f"{task} has no option {name!r} (got {value!r}){f'{near} It' if near else '; it'} has {names}"
+            )
+
+
 def _rows(source: str, cls: type[Problem]) -> Iterator[Mapping[str, Any]]:
     """Read the rows of a file or of a dataset on the Hub, one after another."""
     suffix = Path(source).suffix.lower()
-    if suffix not in FORMATS and (Path(source).exists() or source.startswith((".", "/", "~"))):
-        raise ValueError(f"the format of {source!r} must be one of {list(FORMATS)}")
     if suffix in FORMATS:
-        _existing(Path(source))
+        return _rows_of_file(_existing(Path(source)), FORMATS[suffix])
+    if Path(source).exists() or source.startswith((".", "/", "~")):
+        raise ValueError(f"the format of {source!r} must be one of {list(FORMATS)}")
+    name, config, split = (source.split(":") + ["", ""])[:3]
+    default = cls.source.split(":")
+    config = config or (default[1] if name == default[0] else "")
+    return iter(_load_dataset()(name, config or None, split=split or default[2], streaming=True))
+
+
+def _rows_of_file(path: Path, builder: str | None) -> Iterator[Mapping[str, Any]]:
+    """Read the rows of a file by a builder of `datasets`; without one: JSON objects, one per line."""
+    if builder is None:
+        yield from _json_lines(path)
+    elif path.stat().st_size:
+        load_dataset = _load_dataset()
+        try:
+            yield from load_dataset(builder, data_files=str(path), split="train", streaming=True)
+        except Exception as error:  # of pyarrow, pandas or json, without the name of the file
+            raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"line {number} of {path} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} of {path} must be a JSON object, got {row!r:.80}")
+            yield row
+
+
+def _load_dataset() -> Any:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError("loading problems needs datasets: pip install 'hf_parallel[eval]'") from error
-    if suffix in FORMATS:
-        return iter(load_dataset(FORMATS[suffix], data_files=source, split="train", streaming=True))
-    name, config, split = (source.split(":") + ["", ""])[:3]
-    default = cls.source.split(":")
-    config = config or (default[1] if name == default[0] else "")
-    return iter(load_dataset(name, config or None, split=split or default[2], streaming=True))
+    return load_dataset
 
 
 def _existing(path: Path) -> Path:

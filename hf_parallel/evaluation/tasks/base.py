@@ -13,17 +13,35 @@ from hf_parallel.generation.modes import find_answer
 class Problem:
     """A prompt with its answer. `score` rates a generated text.
 
-    `answer_pattern` is a regular expression for the final answer, a setting of several modes; empty: no final answer.
-    A generated task has a class method `make(seed, ...)`, which returns equal problems for equal seeds. A loaded task
-    has `source`, `id:config:split` of its data on the Hub, and class methods `from_row(row)` and `from_rows(rows)`.
+    A problem of your own is a frozen dataclass that derives from this class. It must define `score`; all else has a
+    default. A generated task has a class method `make(seed, ...)`, which returns equal problems for equal seeds. A
+    loaded task has `source`, `id:config:split` of its data on the Hub, and class methods `from_row(row)` and
+    `from_rows(rows)`.
+
+    Parameters
+    ----------
+    prompt : str
+        Text for the model, without chat template.
+    answer : str
+        Correct answer. Only `score` reads it.
+
+    Attributes
+    ----------
+    name : str
+        Name of the task in results and tables. Empty: the name of the class.
+    answer_pattern : str
+        Regular expression for the final answer, a setting of several modes. Empty: there is no final answer.
+    finisher_prompt : str
+        Text after which a model should give its final answer at once, if the budget has ended without one. Empty: a
+        text that fits `answer_pattern`.
+    finisher_tokens : int
+        Maximum number of tokens of that answer.
     """
 
     name: ClassVar[str] = ""
     answer_pattern: ClassVar[str] = ""
     finisher_prompt: ClassVar[str] = ""
-    """Text after which a model should give its final answer at once. Empty: one that fits `answer_pattern`."""
     finisher_tokens: ClassVar[int] = 32
-    """Length of such an answer, in tokens."""
     source: ClassVar[str] = ""
     rows_per_problem: ClassVar[int] = 1
 
@@ -43,7 +61,7 @@ class Problem:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Problem:
         """Make a problem of a row of the dataset. Raises `ValueError` if a column is missing or malformed."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{cls.__name__} must define from_row(row), which makes a problem of a row")
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Problem:
@@ -51,12 +69,15 @@ class Problem:
         return cls.from_row(rows[0])
 
     def has_answer(self, text: str) -> bool:
-        """Return whether a generated text holds a final answer; without an `answer_pattern`, any text does."""
+        """Return whether a generated text holds a final answer; without an `answer_pattern`, any text does.
+
+        If none is held within a budget, the early finisher asks for one.
+        """
         return not self.answer_pattern or find_answer(self.answer_pattern, text) is not None
 
     def score(self, text: str) -> float:
         """Return the score of a generated text, without its prompt: from 0.0 (wrong) to 1.0 (correct)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define score(text), which returns 0.0 to 1.0")
 
 
 def column(row: Mapping[str, Any], name: str) -> Any:

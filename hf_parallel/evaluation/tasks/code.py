@@ -75,6 +75,7 @@ class Test:
 class CodeProblem(Problem):
     """A programming problem with tests. `answer` is empty: any program that passes all tests is correct.
 
+    `tests` are `Test` objects. `own` is the part of the prompt after the part that problems share, `shared`.
     Programs read stdin and write stdout; if `function` is set, this function (or method of `Solution`) is called.
     """
 
@@ -90,6 +91,11 @@ class CodeProblem(Problem):
     tests: tuple[Test, ...] = field(repr=False)
     function: str = ""
     shared: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        for test in self.tests:
+            if not isinstance(test, Test):
+                raise ValueError(f"tests must be objects Test(input, output), got {test!r:.80}")
 
     @property
     def levels(self) -> tuple[str, ...]:
