@@ -110,6 +110,7 @@ def test_an_error_names_the_file_without_a_prompt(
         (["x", "--device", "nope"], "--device nope: "),
         (["x", "--device", "cuda:99"], "--device cuda:99: "),
         (["x", "--model", "./nothere"], "--model ./nothere: no such folder"),
+        (["x", "--model", "/proc"], "--model /proc: no model in this folder, there must be a config.json"),
         (["x", "--model", "/nowhere"], "--model /nowhere: no such folder"),
         (["x", "--model", "~nobody/model"], "--model ~nobody/model: no such folder"),
         (["x", "--lines"], "--lines splits files and stdin, but the prompts are arguments"),

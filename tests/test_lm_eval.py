@@ -15,6 +15,7 @@ import yaml
 
 pytest.importorskip("lm_eval")
 
+import lm_eval.__main__
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -269,11 +270,58 @@ def test_the_entry_point_names_the_backend() -> None:
         ({"generation_mode": "hogwyld"}, "generation_mode must be one of .* did you mean 'hogwild'"),
         ({"generation_mode": "hogwild", "num_workers": 0}, "num_workers must be an int of at least 1"),
         ({"max_batch_tokens": 0}, "max_batch_tokens must be"),
+        ({"num_workers": 2}, r"'shared_prefix' has no setting 'num_workers' \(got 2\); it is one of hogwild"),
+        ({"batch_size": "0"}, "batch_size must be an int of at least 1 or 'auto', got '0'"),
+        ({"batch_size": -1}, "batch_size must be an int of at least 1 or 'auto', got -1"),
+        ({"max_batch_size": 0}, "max_batch_size must be an int of at least 1, got 0"),
     ],
 )
 def test_invalid_settings_are_named_before_the_model_is_loaded(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelLM("no/such/model", **options)
+
+
+MISSPELT = r"'hogwild' has no setting 'num_worker' \(got 2\); did you mean 'num_workers'\? It has"
+
+
+def test_a_misspelt_setting_is_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match=MISSPELT):
+        backend(folder, generation_mode="hogwild", num_worker=2)
+    with pytest.raises(ValueError, match="no setting 'dtyp' .* did you mean 'dtype'"):
+        backend(folder, dtyp="float32")
+    tokenizer = small_tokenizers.make("byte_level")
+    with pytest.raises(ValueError, match=MISSPELT):
+        ParallelLM(small_tokenizers.small_llama(tokenizer), "hogwild", tokenizer=tokenizer, num_worker=2)
+
+
+def test_arguments_of_transformers_and_of_the_config_reach_the_model(folder: Path) -> None:
+    lm = backend(folder, attn_implementation="eager", rms_norm_eps=0.5, batch_size="auto:2")
+    assert (lm.model.config._attn_implementation, lm.model.config.rms_norm_eps) == ("eager", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "message"),
+    [
+        (None, "pretrained must be a model id, folder or model: give --model_args pretrained=ID"),
+        ("/no/such/model", "pretrained /no/such/model: no such folder"),
+        ("{folder}", r"pretrained .*: no model in this folder, there must be a config.json"),
+    ],
+)
+def test_a_model_that_is_not_there_is_named(pretrained: str | None, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelLM(pretrained and pretrained.format(folder=tmp_path), device="cpu")
+
+
+def test_messages_of_the_command_line_name_arguments_of_lm_eval(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def generate() -> None:
+        votes = request("Let us", generation_mode="self_consistency", num_answers=3)
+        backend(folder).generate_until([votes], disable_tqdm=True)
+
+    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", generate)
+    assert cli.main(["lm-eval"]) == 2
+    assert "num_answers=3 greedy answers would be equal: give do_sample=True" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

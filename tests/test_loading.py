@@ -51,3 +51,19 @@ def test_a_folder_is_loaded_without_the_hub(
     monkeypatch.setattr(loading, "get_hf_file_metadata", lambda url: pytest.fail("the Hub was requested"))
     model, tokenizer = load_model(str(tmp_path), dtype)
     assert (model.dtype, model.training, tokenizer) == (expected, False, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (False, "name .*folder: no model in this folder, there must be a config.json"),
+        (True, "the tokenizer of '.*folder' cannot be loaded: "),
+    ],
+)
+def test_a_folder_without_a_model_or_tokenizer_is_named(tmp_path: Path, config: bool, message: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    if config:
+        tiny.build("llama").config.save_pretrained(folder)
+    with pytest.raises(ValueError, match=message):
+        load_model(str(folder))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from hf_parallel.generation.rng import mix
 from hf_parallel.generation.validation import is_int
 from hf_parallel.models.capabilities import embedded_capabilities
 from hf_parallel.models.embedded import MODEL_NAME
-from hf_parallel.models.loading import load_model
+from hf_parallel.models.loading import check_model_folder, load_model
 from hf_parallel.transcript.page import render
 
 FORMATS = ("text", "jsonl", "live")
@@ -210,10 +209,9 @@ def check_options(options: argparse.Namespace, prompts: Sequence[str]) -> None:
 
 
 def check_model_options(options: argparse.Namespace) -> None:
-    """Raise `ValueError` for a folder or device that does not exist."""
-    name = options.model or ""
-    if name.startswith((os.sep, ".", "~")) and not Path(name).is_dir():
-        raise ValueError(f"--model {name}: no such folder")
+    """Raise `ValueError` for a folder or device that does not exist, and for a folder without a model."""
+    if options.model is not None:
+        check_model_folder("--model", options.model)
     try:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:  # the following lines are for developers of torch

@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         known = isinstance(error, ValueError | OSError | ImportError)
-        message = ("" if known else f"{type(error).__name__}: ") + _in_options(str(error))
+        text = " ".join(str(error).split()) if options.forwards else _in_options(str(error))
+        message = ("" if known else f"{type(error).__name__}: ") + text
         print(f"hf-parallel: error: {message}", file=sys.stderr)
         status = 2
     finally:

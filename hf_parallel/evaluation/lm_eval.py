@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.evaluation.scoring import loglikelihoods
 from hf_parallel.generation import ParallelOutput, enable
-from hf_parallel.generation.config import ParallelConfig, make_config
+from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
 from hf_parallel.generation.modes import PLAIN_MODE
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.rng import mix
@@ -27,6 +29,7 @@ from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.stop_texts import StopTexts
 from hf_parallel.generation.validation import check_int, is_int, suggestion
 from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.models.loading import check_model_folder
 
 try:
     from lm_eval import utils
@@ -52,7 +55,7 @@ class ParallelLM(HFLM):
     Parameters
     ----------
     pretrained : str or PreTrainedModel
-        As of `HFLM`.
+        As of `HFLM`. Required; None is the default of a command without `--model_args`.
     generation_mode : str
         Mode of requests that generate text. Those whose `gen_kwargs` name another one use that.
     max_batch_tokens : int
@@ -69,7 +72,7 @@ class ParallelLM(HFLM):
     Raises
     ------
     ValueError
-        For an unknown mode, or invalid settings of it.
+        For an unknown mode, invalid or unknown settings of it, a folder without a model, or a batch size below 1.
     UnsupportedModelError
         If block attention cannot serve the model, with the reason.
 
@@ -80,17 +83,34 @@ class ParallelLM(HFLM):
 
     def __init__(
         self,
-        pretrained: Any,
+        pretrained: Any = None,
         generation_mode: str = PLAIN_MODE,
         max_batch_tokens: int = PREFILL_CHUNK,
         **kwargs: Any,
     ) -> None:
+        if pretrained is None:
+            raise ValueError("pretrained must be a model id, folder or model: give --model_args pretrained=ID")
         check_int("max_batch_tokens", max_batch_tokens, at_least=1)
+        _check_batch_sizes(kwargs)
         self.max_batch_tokens, self.generation_mode = max_batch_tokens, _known_mode(generation_mode)
         self.settings = {name: kwargs.pop(name) for name in _setting_names(generation_mode) if name in kwargs}
         make_config(generation_mode, self.settings)  # checks them before the model is loaded
         self.stats = GenerationStats()
-        super().__init__(pretrained, **kwargs)
+        if isinstance(pretrained, str):
+            of_modes = {name for cls in MODES.values() for name in cls.fields()}
+            _check_others(generation_mode, {name: kwargs[name] for name in kwargs if name in of_modes})
+            if not kwargs.get("gguf_file"):
+                subfolder = kwargs.get("subfolder")
+                check_model_folder("pretrained", os.path.join(pretrained, subfolder) if subfolder else pretrained)
+        else:  # `HFLM` would ignore other names
+            _check_others(generation_mode, kwargs)
+        try:
+            super().__init__(pretrained, **kwargs)
+        except TypeError as error:  # of the model's class, for a name that its config does not have either
+            name = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if name and name[1] in kwargs:
+                _check_others(generation_mode, {name[1]: kwargs[name[1]]})
+            raise
         try:
             enable(self.model, tokenizer=self.tokenizer)
         except UnsupportedModelError as error:
@@ -275,6 +295,22 @@ def _known_mode(mode: Any) -> str:
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"generation_mode must be one of {sorted(MODES)}, got {mode!r}{suggestion(mode, MODES)}")
     return mode
+
+
+def _check_batch_sizes(given: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless the batch sizes are at least 1; the command gives texts."""
+    for name in ("batch_size", "max_batch_size"):
+        value = given.get(name)
+        if name == "batch_size" and str(value).startswith("auto"):
+            continue
+        if value is not None and not (str(value).isdecimal() and int(value) >= 1):
+            choice = " or 'auto'" if name == "batch_size" else ""
+            raise ValueError(f"{name} must be an int of at least 1{choice}, got {value!r}")
+
+
+def _check_others(mode: str, given: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a name that is neither a setting of the mode nor an argument of `HFLM`."""
+    check_setting_names(MODES[mode], given, _OWN_ARGUMENTS)
 
 
 def _setting_names(mode: str) -> list[str]:

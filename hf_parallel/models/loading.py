@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_parallel.models.embedded import load_embedded_model
+
+CONFIGS = ("config.json", "adapter_config.json")
+"""Configs of a model and of an adapter of PEFT."""
 
 
 def load_model(
@@ -23,15 +27,28 @@ def load_model(
 
     `name` is a folder, or a model id on the Hub (default: the embedded model). With `dtype=None`, weights keep the
     dtype in which they were saved; the embedded model has float32. `preset`: see `load_embedded_model`. Raises
-    `ValueError` if `name` is not a folder, the model is not in the Hub's cache, and the Hub cannot be reached.
+    `ValueError` if the folder holds no model, or if `name` is not a folder, the model is not in the Hub's cache, and
+    the Hub cannot be reached.
     """
     if name is None:
         return load_embedded_model(dtype=dtype or torch.float32, device=device, preset=preset)
+    check_model_folder("name", name)
     if not Path(name).is_dir():
         _check_hub(name)
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except ValueError as error:
+        raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {error}") from error
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
     return model.to(device).eval(), tokenizer
+
+
+def check_model_folder(name: str, value: str) -> None:
+    """Raise `ValueError` for a path that is not a folder, and for a folder without a model or adapter."""
+    if value.startswith((os.sep, ".", "~")) and not Path(value).is_dir():
+        raise ValueError(f"{name} {value}: no such folder")
+    if Path(value).is_dir() and not any((Path(value) / file).is_file() for file in CONFIGS):
+        raise ValueError(f"{name} {value}: no model in this folder, there must be a config.json")
 
 
 def _check_hub(name: str) -> None:
