@@ -71,6 +71,25 @@ def test_code_of_section_runs_in_the_modes_that_it_names(
         assert cache.kv_bytes > 0  # it was filled and kept
 
 
+def test_right_texts_have_the_score_1_in_the_task_for_lm_eval(
+    small: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    from hf_parallel.evaluation.lm_eval import ParallelLM
+
+    def right(_: Any, requests: Any, **__: Any) -> list[str]:
+        numbers = (re.search(r"(\d+) \+", request.args[0]) for request in requests)
+        return [f" {2 * int(number[1])}" for number in numbers if number]
+
+    monkeypatch.setattr(ParallelLM, "generate_until", right)
+    section = SECTIONS[TITLES.index("lm-eval")]
+    namespace = run([*blocks_of(INTRODUCTION, "python"), *blocks_of(section, "python")], "lm-eval")
+    scores = [
+        value for name, value in namespace["sampled"]["results"]["sums"].items() if name.startswith("exact_match,")
+    ]
+    assert scores == [1.0]
+
+
 def imported(code: str) -> set[str]:
     """Return the top-level packages that a block imports."""
     nodes = list(ast.walk(ast.parse(code)))
