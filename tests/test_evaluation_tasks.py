@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hf_parallel.evaluation import GENERATED, TASKS, CodeProblem, Finisher, NeedleProblem, Problem, load_problems
-from hf_parallel.evaluation.tasks import Test, check_task_options
+from hf_parallel.evaluation.tasks import Test, check_task
 from hf_parallel.evaluation.tasks.code import last_block
 
 SANDBOX = pytest.mark.skipif(os.name != "posix", reason="the sandbox needs setrlimit")
@@ -221,7 +221,7 @@ def test_a_missing_column_is_named(task: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["seed", "count"])
 def test_an_argument_of_load_problems_is_no_option_of_a_task(name: str) -> None:
     with pytest.raises(ValueError, match=rf"arithmetic has no option '{name}' \(got 3\); it has \['num_questions'\]"):
-        check_task_options("arithmetic", {name: 3})
+        check_task("arithmetic", {name: 3})
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,13 @@ def test_an_argument_of_load_problems_is_no_option_of_a_task(name: str) -> None:
         ("rows.jsonl", b"", "rows.jsonl has no rows"),
         ("rows.json", b"", "rows.json has no rows"),
         ("rows.csv", b"", "rows.csv has no rows"),
-        ("rows.jsonl", b'{"question": "q", "answer": "#### 1"}\n{broken\n', "line 2 of .*rows.jsonl is not JSON"),
-        ("rows.jsonl", b'\n{"question": "\xe9"}\n', "line 2 of .*rows.jsonl is not JSON"),
-        ("rows.jsonl", b"[1]\n", r"line 1 of .*rows.jsonl must be a JSON object, got \[1\]"),
+        (
+            "rows.jsonl",
+            b'{"question": "q", "answer": "#### 1"}\n{broken\n',
+            "line 2 of .*rows.jsonl must be a JSON object, got '{broken'",
+        ),
+        ("rows.jsonl", b'\n{"question": "\xe9"}\n', "line 2 of .*rows.jsonl must be a JSON object, got '{"),
+        ("rows.jsonl", b"[1]\n", r"line 1 of .*rows.jsonl must be a JSON object, got '\[1\]'"),
         ("rows.json", b'{"question": "q", "answer": "#### 1"}\n{broken\n', "rows.json cannot be read: "),
         ("rows.parquet", b"PAR", "rows.parquet cannot be read: "),
     ],

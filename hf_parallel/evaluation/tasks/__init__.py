@@ -48,7 +48,7 @@ __all__ = [
     "Student",
     "TASKS",
     "Test",
-    "check_task_options",
+    "check_task",
     "load_problems",
 ]
 
@@ -93,14 +93,12 @@ def load_problems(
     ImportError
         If the source is not a .jsonl file and `datasets` is not installed.
     """
-    if task not in TASKS:
-        raise ValueError(f"task must be one of {list(TASKS)}, got {task!r}{suggestion(task, TASKS)}")
+    check_task(task, options)
     if count is not None:
         check_int("count", count, at_least=1)
     if source is not None and not isinstance(source, str | os.PathLike):
         hint = f"; TASKS[{task!r}].from_rows makes a problem of rows"
         raise ValueError(f"source must be a file or the id of a dataset, got {source!r:.80}{hint}")
-    check_task_options(task, options)
     if task in GENERATED:
         if source is not None:
             raise ValueError(f"{task} is generated and has no source, got {os.fspath(source)!r}")
@@ -127,8 +125,10 @@ def load_problems(
     return problems
 
 
-def check_task_options(task: str, options: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless all options are options of the task; `count` and `seed` are not."""
+def check_task(task: str, options: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for an unknown task, and for a name that is no option of it; `count` and `seed` are none."""
+    if task not in TASKS:
+        raise ValueError(f"task must be one of {list(TASKS)}, got {task!r}{suggestion(task, TASKS)}")
     names: list[str] = []
     if task in GENERATED:
         names = [*inspect.signature(GENERATED[task].make).parameters]
@@ -177,10 +177,11 @@ def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
                 continue
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"line {number} of {path} is not JSON: {error}") from error
+            except (ValueError, RecursionError):
+                row = None
             if not isinstance(row, dict):
-                raise ValueError(f"line {number} of {path} must be a JSON object, got {row!r:.80}")
+                text = line.decode(errors="replace").strip()
+                raise ValueError(f"line {number} of {path} must be a JSON object, got {text!r:.80}")
             yield row
 
 

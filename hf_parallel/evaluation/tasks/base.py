@@ -23,7 +23,7 @@ class Problem:
     prompt : str
         Text for the model, without chat template.
     answer : str
-        Correct answer. Only `score` reads it.
+        Correct answer, for `score`.
 
     Attributes
     ----------
