@@ -20,6 +20,7 @@ from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_prob
 from hf_parallel.evaluation.plots import FORMATS, check_matplotlib, save_plots
 from hf_parallel.evaluation.results import key_of
 from hf_parallel.evaluation.runs import NO_MODE, check_sweep
+from hf_parallel.evaluation.tasks import check_task
 from hf_parallel.files import write_atomically
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import SAMPLING_ONLY, check_setting_names
@@ -112,6 +113,7 @@ def evaluate(options: argparse.Namespace) -> int:
     common, runs, of_task = read_runs(options)
     check_model_options(options)
     finisher = Finisher(options.finisher_tokens, options.finisher_prompt)
+    check_task(options.task, of_task)
     problems = load_problems(options.task, options.source, options.count, options.seed, **of_task)
     counts = {"samples": options.samples, "concurrent": options.concurrent}
     check_sweep(problems, runs, budgets, common, options.seed, **counts)
