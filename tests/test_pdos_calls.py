@@ -149,6 +149,17 @@ def fitting(given: dict[str, Any]) -> dict[str, Any]:
 FUZZ = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.parametrize("budget", [*range(44, 52), 100])
+def test_a_token_that_is_cut_into_several_stays_within_the_budget(budget: int) -> None:
+    """The second branch stops inside a token whose beginning takes two tokens."""
+    settings = {"opening": "So, ####A:......####B:......####%%%%", "branch_separator": "; ", "max_new_tokens": budget}
+    script = Scripted(["#A#"], ["a" * 60, [4, "b"]])
+    out = tell(script=script, branch_stops=("\n",), join="reencode", **settings)
+    (block,) = out.blocks[0]
+    assert block.branches[1].ended_by == "stop"
+    assert len(answer(out)) <= budget
+
+
 @FUZZ
 @given(story=stories(), branches=st.lists(BROKEN, max_size=8), given=SETTINGS)
 def test_no_generated_text_is_lost(story: Any, branches: Any, given: dict[str, Any]) -> None:

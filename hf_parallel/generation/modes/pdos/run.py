@@ -339,7 +339,12 @@ class PDOSRun:
         branch.kept = branch.tokens[:-1] if cause == "eos" else branch.tokens
         if length is not None:
             with suppress(ValueError):  # a part that cannot be encoded stays whole
-                branch.kept = slice_tokens(branch.tokens, self.vocabulary, 0, length)
+                cut = slice_tokens(branch.tokens, self.vocabulary, 0, length)
+                more = max(len(cut) - len(branch.tokens), 0)  # a part of a token may be several
+                others = sum(not other.ended_by for other in branch.trunk.branches)
+                if more <= max(branch.trunk.branch_budget - others, 0):
+                    branch.trunk.branch_budget -= more
+                    branch.kept = cut
         separated = text_of(branch.kept).endswith(text_of(self.separator))
         branch.joined = branch.prefix + branch.kept + ([] if separated else self.separator)
         self._show(branch, b"", "end")
