@@ -18,6 +18,7 @@ from hf_parallel.agents import (
     AgentCancelledError,
     AgentEndedError,
     AgentError,
+    BestOfN,
     Chat,
     DeadlockError,
     ReplayError,
@@ -384,6 +385,28 @@ def test_a_run_that_was_killed_goes_on_from_its_last_result(tmp_path: Path) -> N
         assert value[:3] == whole[:3]
         recorded = sum(json.loads(line)["operation"].startswith("gen") for line in lines[1:kept])
         assert model.passes == 2 - recorded
+
+
+def test_a_path_that_the_recording_lacks_is_no_dead_end(tmp_path: Path) -> None:
+    """Without a model, a part of a recording gives an error instead of another result."""
+    path = tmp_path / "run.jsonl"
+
+    @agent(supervisor=BestOfN(3, value=lambda state: len(str(state.yielded))))
+    async def twice() -> Any:
+        chat = Chat()
+        chat.user("Write.")
+        return [await chat.gen(), await chat.gen()]
+
+    whole = scripted().run(twice, record=path).value
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 7
+    for kept in range(2, len(lines)):
+        path.write_text("".join(lines[:kept]))
+        with pytest.raises(AgentError, match="the recording has no completion") as raised:
+            Runtime().run(twice, record=path)
+        assert isinstance(raised.value.__cause__, ReplayError)
+    path.write_text("".join(lines))
+    assert Runtime().run(twice, record=path).value == whole
 
 
 def test_results_that_json_cannot_hold_raise_where_they_are_recorded(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from typing import Any
 
-from hf_parallel.agents.errors import AgentCancelledError, AgentError, BudgetExceededError
+from hf_parallel.agents.errors import AgentCancelledError, AgentError, BudgetExceededError, ReplayError
 from hf_parallel.agents.execution import Execution, Place, run_aside
 from hf_parallel.agents.state import YIELD, State
 from hf_parallel.agents.supervisors.base import Fire, Supervisor
@@ -169,6 +169,8 @@ class Segment:
         execution = await self._execution(fire.state)
         await execution.advance(child, fire)
         self.runtime.stats.transitions += 1
+        if child.error is not None and _is_replay_error(child.error):  # no dead end: the run is not what was recorded
+            raise child.error
         if supervisor.value is not None and child.error is None and supervisor.evaluates(child):
             place, runtime = Place(execution.segment, child), self.runtime
             child.value = await runtime.computed(lambda: run_aside(place, "value.", _value(supervisor, child)))
@@ -226,3 +228,10 @@ class _Budget:
     def describe(self) -> str:
         limits = self._supervisor
         return f"max_tokens={limits.max_tokens}, max_passes={limits.max_passes}, max_seconds={limits.max_seconds}"
+
+
+def _is_replay_error(error: BaseException | None) -> bool:
+    """Return whether an error, or one that has caused it, is a `ReplayError`."""
+    while error is not None and not isinstance(error, ReplayError):
+        error = error.__cause__
+    return error is not None
