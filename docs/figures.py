@@ -31,7 +31,7 @@ SOURCES = {
     "agents_tot": "2026-11-23-cpu-2-cores-agents-tot.json",
     "engine_load": "2026-11-23-cpu-2-cores-engine-load.json",
     "lm_eval": "2026-11-23-cpu-2-cores-lm-eval.json",
-    "agents_cache": "2026-11-23-cpu-2-cores-agents-cache.json",
+    "agents_cache": "2026-11-24-cpu-2-cores-agents-cache.json",
     "gpu_checks": "2026-11-22-h200-correctness.json",
     "gpu_attention": "2026-11-22-h200-attention.json",
     "gpu": "2026-11-22-h200-models.json",
