@@ -98,7 +98,7 @@ def compare(traces: Sequence[Trace], budgets: Sequence[int], policies: Iterable[
     """Return, for each policy, means over traces, and spreads of the ratios to LRU; without a limit as `unlimited`.
 
     Each token is computed at least once, and no more than the budget remain: the other tokens are evicted under any
-    policy. The entry `unlimited` has as `fewer_evicted` the ratio of LRU to those.
+    policy. In the entry `unlimited`, `fewer_evicted` is the number of tokens that LRU evicts, divided by this minimum.
     """
     unlimited = [simulate(trace) for trace in traces]
     lru = [simulate(trace, "lru", budget) for trace, budget in zip(traces, budgets, strict=True)]

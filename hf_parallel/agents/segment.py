@@ -231,7 +231,9 @@ class _Budget:
 
 
 def _is_replay_error(error: BaseException | None) -> bool:
-    """Return whether an error, or one that has caused it, is a `ReplayError`."""
-    while error is not None and not isinstance(error, ReplayError):
-        error = error.__cause__
-    return error is not None
+    """Return whether an error, or one during whose handling it was raised, is a `ReplayError`."""
+    seen: set[int] = set()  # `raise error from error` makes a loop
+    while error is not None and not isinstance(error, ReplayError) and id(error) not in seen:
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return isinstance(error, ReplayError)

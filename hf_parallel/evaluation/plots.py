@@ -62,7 +62,8 @@ def _save(rows: Sequence[Mapping[str, Any]], path: Path, x: str, y: str, x_label
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        lines.setdefault(" ".join([row["task"]] * (len(tasks) > 1) + [label_of(row)]), []).append(row)
+        label = f"{row['task']} {label_of(row)}" if len(tasks) > 1 else label_of(row)
+        lines.setdefault(label, []).append(row)
     counts = [row["problems"] for row in rows] or [0]
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")  # no pyplot, which keeps figures and picks a backend
     panel = figure.add_subplot()
@@ -72,7 +73,7 @@ def _save(rows: Sequence[Mapping[str, Any]], path: Path, x: str, y: str, x_label
         at, heights = [row[x] for row in points], [row[y] for row in points]
         panel.errorbar(at, heights, errors, label=label, marker="o", capsize=3)
     problems = " to ".join(str(number) for number in sorted({min(counts), max(counts)}))
-    panel.set(xlabel=x_label, ylabel=y_label, title=f"{', '.join(tasks)}: {problems} problems")
+    panel.set(xlabel=x_label, ylabel=y_label, title=f"{', '.join(tasks)}; problems: {problems}")
     panel.set_xlim(left=0)
     panel.set_ylim(bottom=0)
     panel.grid(alpha=0.3)

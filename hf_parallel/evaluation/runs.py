@@ -127,16 +127,16 @@ def check_sweep(
     seed: int,
     **counts: int,
 ) -> None:
-    """Raise `ValueError` for arguments of `sweep` that cannot work, also together, `TypeError` for other types."""
+    """Raise `ValueError` for arguments of `sweep` that cannot work, also together."""
     kinds: tuple[tuple[str, Any, type], ...] = (("problems", problems, Problem), ("runs", runs, Run))
     for name, given, kind in (*kinds, ("budgets", budgets, object)):
         if isinstance(given, str) or not isinstance(given, Sequence):
-            raise TypeError(f"{name} must be a list, got {given!r:.80}")
+            raise ValueError(f"{name} must be a sequence, got {given!r:.80}")
         if not given:
             raise ValueError(f"{name} must not be empty")
         for one in given:
             if not isinstance(one, kind):
-                raise TypeError(f"{name} must be objects of the class {kind.__name__}, got {one!r:.80}")
+                raise ValueError(f"{name} must be objects of the class {kind.__name__}, got {one!r:.80}")
     twice = [run for index, run in enumerate(runs) if run in runs[:index]]
     if twice:
         raise ValueError(f"runs must differ, got {twice[0]} twice")
@@ -147,10 +147,10 @@ def check_sweep(
     check_int("seed", seed, at_least=0)
     Run(None, generation)  # checks the names
     for run in runs:
-        for pattern in {problem.answer_pattern for problem in problems}:
-            config = run.config(pattern)
+        configs = [run.config(pattern) for pattern in {problem.answer_pattern for problem in problems}]
         if {**generation, **run.settings}.get("do_sample") is False:
-            several = "answers that vote" if config is not None and config.rows_vote else ""
+            voting = any(one is not None and one.rows_vote and one.max_rows_per_prompt > 1 for one in configs)
+            several = "answers that vote" if voting else ""
             if counts.get("samples", 1) > 1:
                 several = "samples of a problem"
             if several:

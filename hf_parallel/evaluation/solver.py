@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import groupby
-from numbers import Real
 from typing import Any
 
 import torch
@@ -127,9 +126,9 @@ class Solver:
         """Solve a batch: all generations, then all early finishers, so that these do not delay the former."""
         clocks = [PassClock() for _ in batch]
         handles = [self._submit(engine, one, clock) for one, clock in zip(batch, clocks, strict=True)]
+        outputs = [handle.result() for handle in handles]
         attempts, finishing = [], []
-        for one, clock, handle in zip(batch, clocks, handles, strict=True):
-            output = handle.result()
+        for one, clock, handle, output in zip(batch, clocks, handles, outputs, strict=True):
             transcript = output.to_dict(self.tokenizer)
             started = handle.times.started
             attempts.append([self._attempt(one, transcript, budget, clock, started) for budget in one.budgets])
@@ -159,7 +158,8 @@ class Solver:
         written = written_until(transcript, budget)
         seconds = clock.times[written.passes - 1] - started if written.passes else 0.0
         config = one.run.config()
-        texts = written.rows if config is not None and config.rows_vote else [written.text]
+        votes = config is not None and config.rows_vote
+        texts = [row.rstrip() for row in written.rows] if votes else [written.text]
         return _Attempt(budget, written, seconds, texts)
 
     def _finish(self, engine: Engine, one: Generation, prompt: Any, attempts: Sequence[_Attempt]) -> dict[str, Any]:
@@ -197,14 +197,16 @@ def _score(one: Generation, text: str) -> float:
     """Return the score of a text. Raises `RuntimeError` if the problem cannot rate it."""
     where = f"{type(one.problem).__name__}.score of problem {one.index}"
     try:
-        score = one.problem.score(text)
+        score = float(one.problem.score(text))
+    except ImportError:  # a package that is missing
+        raise
     except Exception as error:
         raise RuntimeError(
             f"{where} raised {type(error).__name__}: {error} (the text ends with {text[-80:]!r})"
         ) from error
-    if not isinstance(score, Real) or not 0 <= score <= 1:
+    if not 0 <= score <= 1:
         raise ValueError(f"{where} must be a number from 0.0 to 1.0, got {score!r}")
-    return float(score)
+    return score
 
 
 def _result(one: Generation, attempt: _Attempt, text: str, score: float, answered: bool) -> Result:

@@ -66,8 +66,8 @@ def sweep(
         The tokens of a generation depend on `(seed, index of the problem, sample)`, not on the order.
     output : str or Path, optional
         Folder of the results. A sweep that was killed resumes from it, also with further problems, runs and samples,
-        and with other budgets below the largest. Scores are stored, too: after a change of `Problem.score`, use another
-        folder. Default: nothing is stored.
+        and with other budgets below the largest. Scores are stored, too: after a change of anything of a problem but
+        its prompt and answer, use another folder. Default: nothing is stored.
     finisher : Finisher, optional
         Early finisher of all modes. Default: `Finisher()`.
     concurrent : int

@@ -242,13 +242,14 @@ def _size(folder: Path) -> float:
 
 def _unlinked(process: int) -> int:
     """Return the bytes of files that a process has deleted and keeps open; 0 where the system does not tell."""
-    total = 0
+    sizes: dict[tuple[int, int], int] = {}
     with contextlib.suppress(OSError), os.scandir(f"/proc/{process}/fd") as files:
         for file in files:
             with contextlib.suppress(OSError):
                 found = file.stat()
-                total += found.st_size * (stat.S_ISREG(found.st_mode) and not found.st_nlink)
-    return total
+                if stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                    sizes[found.st_dev, found.st_ino] = found.st_size
+    return sum(sizes.values())
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

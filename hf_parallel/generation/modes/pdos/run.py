@@ -365,7 +365,7 @@ class PDOSRun:
         trunk.parser, trunk.parsed_from = SkeletonParser(self.config), len(trunk.tokens)
         trunk.decoder.reset()
         self._show(trunk, text_of(joined), "join")
-        if not self._budget(trunk):
+        if self._budget(trunk) <= 0:
             self._finish(trunk, "budget")
         else:
             sampled_last = sum(token.draw >= 0 for branch in branches for token in branch.uncached)
