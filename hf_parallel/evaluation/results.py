@@ -155,8 +155,8 @@ def _read(path: Path, expected: Mapping[str, Any] | None = None) -> Iterator[Res
             _check_format(path, entry)
             header = entry
             continue
-        if number == 2:
-            _check_header(path, header, expected or header)
+        if number == 2 and expected is not None:
+            _check_header(path, header, expected)
         if not isinstance(entry, dict) or not {*KEY, *MEASURED} <= entry.keys():
             raise ValueError(f"{path}, line {number}: not a result of a sweep")
         else:

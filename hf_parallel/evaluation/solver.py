@@ -84,7 +84,7 @@ class PassClock:
 
 @dataclass(eq=False)
 class _Attempt:
-    """What a generation has written at a budget; `texts` are the answers that vote, or the one text that is scored."""
+    """State of a generation at a budget; `texts` are the answers that vote, or the one text that is scored."""
 
     budget: int
     written: Written

@@ -8,7 +8,7 @@ files elsewhere can still be asked for.
 
 Without one of the two, an audit hook of Python refuses the same. This contains mistakes of a model, such as endless
 loops and stray files; code that wants to escape can. Use a container or a virtual machine there. On macOS memory is not
-limited. Windows is not supported. `SandboxResult.is_isolated` tells which of the two a run had.
+limited. Windows is not supported. `SandboxResult.is_isolated`: whether the kernel enforced the limits of a run.
 """
 
 from hf_parallel.evaluation.sandbox.run import SandboxResult, run_code
