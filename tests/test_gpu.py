@@ -41,7 +41,15 @@ from benchmarks.gpu_parts.layer import Features, Layer, shared_prefix
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.rng import RowRNG, draw, exponential_noise
 from hf_parallel.generation.warpers import split_warpers
-from hf_parallel.kernels import BACKEND_VARIABLE, AttentionParams, AttentionPlan, backends, block_attention, reference
+from hf_parallel.kernels import (
+    BACKEND_VARIABLE,
+    AttentionParams,
+    AttentionPlan,
+    backends,
+    block_attention,
+    dense,
+    reference,
+)
 from hf_parallel.kernels.sampling import race, sample
 from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model, tree_logprobs
 from hf_parallel.training.attention import LayoutBatch
@@ -112,6 +120,25 @@ def test_problems_of_the_benchmark_equal_the_oracle(case: Case) -> None:
     """Uses the backend that dispatch selects: FlashAttention for long prefills, from its package if installed."""
     figures = case.run()
     assert figures["ok"], figures
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_cudnn_computes_prefills_as_the_oracle(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """With all calls long enough for it: keys before a run, whose number is no multiple of the run's, and its own."""
+    chosen = []
+
+    def is_preferred(*args: Any) -> bool:
+        chosen.append(preferred(*args))
+        return chosen[-1]
+
+    preferred = dense._cudnn_is_preferred
+    monkeypatch.setattr(dense, "CUDNN_SCORES", 0)
+    monkeypatch.setattr(dense, "_cudnn_is_preferred", is_preferred)
+    (case,) = CorrectnessStage(head_dims=(128,), dtypes=(dtype,), problems=("prefill",)).cases(DEVICE)
+    figures = case.run()
+    assert figures["ok"], figures
+    if not any(chosen):
+        pytest.skip("PyTorch prefers another kernel on this GPU")
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -23,7 +23,13 @@ from hf_parallel.models.compiled import compiled_layers, num_moves
 from hf_parallel.models.cuda_graph import DecodeGraphs
 
 PREFILL_CHUNK = 4096
-"""New tokens per forward pass of a prefill; overridden by `generation_config.prefill_chunk_size`."""
+LARGE_PREFILL_CHUNK = 16384
+"""New tokens per forward pass of a prefill; overridden by `generation_config.prefill_chunk_size`.
+
+The larger one is for a GPU of at least `LARGE_MEMORY` bytes: activations take more memory, and fewer chunks have keys
+before them, attention to which is computed by itself and merged.
+"""
+LARGE_MEMORY = 40 << 30
 
 
 class CachedModel:
@@ -94,6 +100,13 @@ class CachedModel:
             return self.model(use_cache=True, return_dict=True, **kwargs)
 
 
+def prefill_chunk(device: torch.device) -> int:
+    """Return the default number of new tokens per forward pass of a prefill."""
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE_MEMORY:
+        return PREFILL_CHUNK
+    return LARGE_PREFILL_CHUNK
+
+
 class ModelRunner:
     """Runs the model of a call over a block cache, and updates `stats`.
 
@@ -103,7 +116,7 @@ class ModelRunner:
     def __init__(self, call: GenerationCall, cache: BlockCache, stats: GenerationStats) -> None:
         self.call, self.cache, self.stats = call, cache, stats
         self.device = call.input_ids.device
-        self.chunk_size = call.generation_config.prefill_chunk_size or PREFILL_CHUNK
+        self.chunk_size = call.generation_config.prefill_chunk_size or prefill_chunk(self.device)
         self.model: CachedModel | None = None  # in an engine: None
         if call.executor is None:
             settings = call.cuda_graph, call.compile, call.max_new_tokens

@@ -1,8 +1,8 @@
 """Dense attention that also returns the log-sum-exp, computed by the fastest kernel available on the device.
 
 PyTorch's fused kernels serve most calls. On a GPU, FlashAttention serves calls without a mask: the flash-attn package
-where it is installed, PyTorch's own otherwise. Calls that no fused kernel supports (for example with
-soft-capping) are computed by plain matrix products.
+where it is installed, PyTorch's own otherwise. cuDNN computes long prefills if PyTorch prefers it on that GPU. Calls
+that no fused kernel supports (for example with soft-capping) are computed by plain matrix products.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALIGNED_BYTES = 16
 """Alignment of heads that PyTorch's fused kernels require on a GPU: head dimensions of 8 in half precision."""
+CUDNN_SCORES = 1 << 26
+"""Scores per head (M * L) from which cuDNN may compute a call. It compiles a kernel for each new shape, and shapes of
+prefills seldom repeat: a smaller call does not repay it."""
 
 
 def dense_attention(
@@ -39,6 +43,9 @@ def dense_attention(
             out, lse = dense_attention(q, k, v, mask, causal, scale, softcap)
             return out[..., :dim], lse
         if mask is None and flash_supports(q):
+            if q.shape[2] * k.shape[2] >= CUDNN_SCORES and _cudnn_is_preferred(q, k, v, causal, scale):
+                out, lse, *_ = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+                return out, lse.squeeze(-1)
             return _flash(q, k, v, causal, scale)
         if q.device.type == "cuda" and q.dtype in (torch.float32, torch.bfloat16, torch.float16):
             k, v = _repeat_heads(q, k, v)
@@ -54,6 +61,13 @@ def flash_supports(q: Tensor) -> bool:
     """Whether FlashAttention supports queries of this dtype, head size and device."""
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
     return q.is_cuda and fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def _cudnn_is_preferred(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> bool:
+    """Whether PyTorch's `scaled_dot_product_attention` would compute this call by cuDNN, as it does on Hopper GPUs."""
+    grouped = q.shape[1] != k.shape[1]
+    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)
+    return chosen == SDPBackend.CUDNN_ATTENTION.value
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
