@@ -51,9 +51,13 @@ def _surroundings() -> Iterator[None]:
 def _plain_models() -> Iterator[None]:
     """Each file begins with plain models, also after one that left a shared model enabled."""
     yield
-    if "tiny" in sys.modules:
-        for model in sys.modules["tiny"].built_models():
-            hf_parallel.disable(model)
+    shared = sys.modules["tiny"].built_models() if "tiny" in sys.modules else []
+    for model in (*shared, *_embedded):
+        hf_parallel.disable(model)
+
+
+_embedded: list[Any] = []
+"""The embedded model, once it is loaded."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,9 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def embedded() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """The embedded model and its tokenizer, float32 on the CPU; the first use on a machine converts it (20 s)."""
-    return hf_parallel.load_embedded_model()
+    model, tokenizer = hf_parallel.load_embedded_model()
+    _embedded.append(model)
+    return model, tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -41,11 +41,25 @@ VOCABULARY = 300
 EOS = torch.tensor([2, 5])
 
 
+def takes_lengths() -> bool:
+    """Whether a repetition penalty ignores a number of tokens per row; in transformers 5.17.0 one for all."""
+    try:
+        RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=torch.tensor([0]))
+    except ValueError:
+        return False
+    return True
+
+
+IGNORES_BY_ROW = takes_lengths()
+
+
 def random_processors(rng: random.Random, prompts: torch.Tensor) -> list[LogitsProcessor]:
     """Return processors in the order of `generate`."""
     found: list[LogitsProcessor] = []
     if rng.random() < 0.5:
-        ignored = torch.tensor([rng.randrange(prompts.shape[1]) for _ in prompts]) if rng.random() < 0.5 else None
+        lengths = [rng.randrange(prompts.shape[1]) for _ in prompts]
+        some = torch.tensor(lengths) if IGNORES_BY_ROW else lengths[0]
+        ignored: Any = some if rng.random() < 0.5 else None
         found.append(RepetitionPenaltyLogitsProcessor(rng.choice([0.8, 1.3]), prompt_ignore_length=ignored))
     if rng.random() < 0.5:
         found.append(MinLengthLogitsProcessor(rng.randint(1, 20), EOS))
