@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported
@@ -30,6 +31,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files of slow tests, so that no process is left alone with one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Leave all objects of imports and collection, which stay, out of later garbage collections."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Extension modules report objects that are left at the end of the process."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
