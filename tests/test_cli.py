@@ -86,7 +86,7 @@ def test_an_error_names_the_file_without_a_prompt(
         (["x", "--set", "num_workers=two"], "num_workers must be an int of at least 1, got 'two'"),
         (["x", "--set", "num_workers"], "--set must be NAME=VALUE, got 'num_workers'"),
         (["x", "--set", "logits_cache=1"], "--set cannot hold the object logits_cache (got 'logits_cache=1'); use --l"),
-        (["x", "--mode", "generate", "--set", "layout=combined"], "generate has no setting 'layout'"),
+        (["x", "--mode", "generate", "--set", "layout=combined"], "generate has no setting 'layout' (got 'combined')"),
         (["x", "--greedy", "--temperature", "0.5"], "--greedy disables sampling, so it cannot be combined with --t"),
         (["x", "--greedy", "--set", "top_k=5"], "--greedy disables sampling, so it cannot be combined with --set t"),
         (["x", "--set", "do_sample=false", "--top-p", "0.5"], "--set do_sample=False disables sampling, so it"),

@@ -62,6 +62,8 @@ def test_a_value_that_is_json_is_one_value() -> None:
         (["--mode", "hogwld"], "did you mean 'hogwild'"),
         (["--mode", "resample"], "resample cannot be swept"),
         (["--set", "hogwild.num_worker=2"], "did you mean 'num_workers'"),
+        (["--set", "hogwld.num_workers=2"], "did you mean 'hogwild'"),
+        (["--set", "num_workers=2"], "generate has no setting 'num_workers' (got 2); it is one of hogwild"),
         (["--set", "hogwild.num_workers=2,0"], "num_workers must be an int of at least 1, got 0"),
         (["--set", "hogwild.num_workers"], "--set must be NAME=VALUE"),
         (["--set", "temprature=1"], "did you mean 'temperature'"),

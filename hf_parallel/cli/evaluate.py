@@ -15,7 +15,7 @@ import torch
 
 from hf_parallel.cli.generate import check_model_options, load
 from hf_parallel.cli.serve import free_memory, parse_bytes
-from hf_parallel.cli.settings import GENERATION_SETTINGS, check_generation, parse
+from hf_parallel.cli.settings import check_generation, parse
 from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_problems, read_results, table
 from hf_parallel.evaluation.plots import FORMATS, check_matplotlib, save_plots
 from hf_parallel.evaluation.results import key_of
@@ -23,7 +23,7 @@ from hf_parallel.evaluation.runs import NO_MODE, check_sweep
 from hf_parallel.evaluation.tasks import check_task
 from hf_parallel.files import write_atomically
 from hf_parallel.generation import MODES
-from hf_parallel.generation.config import SAMPLING_ONLY, check_setting_names
+from hf_parallel.generation.config import SAMPLING_ONLY
 from hf_parallel.generation.modes import HogwildConfig, SelfConsistencyConfig
 from hf_parallel.generation.validation import suggestion
 
@@ -113,7 +113,7 @@ def evaluate(options: argparse.Namespace) -> int:
     common, runs, of_task = read_runs(options)
     check_model_options(options)
     finisher = Finisher(options.finisher_tokens, options.finisher_prompt)
-    check_task(options.task, of_task)
+    check_task(options.task, of_task)  # before options such as `seed` meet the arguments of the same names
     problems = load_problems(options.task, options.source, options.count, options.seed, **of_task)
     counts = {"samples": options.samples, "concurrent": options.concurrent}
     check_sweep(problems, runs, budgets, common, options.seed, **counts)
@@ -176,6 +176,7 @@ def read_runs(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run], d
     several = [name for name, values in [*swept.items(), *given.get(TASK, {}).items()] if len(values) > 1]
     if several:
         raise ValueError(f"only settings of a mode may have several values, got {several[0]}: give MODE.{several[0]}")
+    Run(None, common)  # checks the names
     for run in runs:
         _check_sampling({**common, **run.generation()})
     return common, runs, {name: values[0] for name, values in given.get(TASK, {}).items()}
@@ -197,12 +198,7 @@ def _runs(mode: str, settings: Mapping[str, Sequence[Any]]) -> Iterator[Run]:
 
 def _values(owner: str, name: str, text: str) -> Iterator[Any]:
     """Yield the values of a `--set` option."""
-    cls = MODES.get(owner) if owner in MODES else None
-    if cls is not None:
-        check_setting_names(cls, {name: text}, GENERATION_SETTINGS)
-    elif owner != TASK and name not in GENERATION_SETTINGS:
-        raise ValueError(f"generate has no setting {name!r} (got {text!r}){suggestion(name, GENERATION_SETTINGS)}")
-    default = getattr(cls, name, None)
+    default = getattr(MODES[owner], name, None) if owner in MODES else None
     try:
         json.loads(text)
         texts = [text]

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.generation import MODES, ParallelConfig
-from hf_parallel.generation.arguments import check_values
+from hf_parallel.generation.arguments import GENERATION_SETTINGS, check_values
 from hf_parallel.generation.config import SAMPLING_ONLY, check_setting_names, make_config
 
 PLAIN = "generate"  # value of `--mode` for `generate` without a mode
@@ -27,7 +27,6 @@ GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("repetition_penalty", float, "above 1: repeat less"),
 )
 """Settings of `generate` that have an option: name, type, help."""
-GENERATION_SETTINGS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
 _CONSTANTS = {"True": True, "False": False, "None": None}
 _PROCESSORS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "temperature": (transformers.TemperatureLogitsWarper, 1),
@@ -104,10 +103,7 @@ def _parse_set(text: str, cls: type[ParallelConfig] | None, flags: Mapping[str, 
     if cls is not None and name in cls.not_stored:
         hint = "; use --logits-cache FILE" if name == "logits_cache" else ""
         raise ValueError(f"--set cannot hold the object {name} (got {text!r}){hint}")
-    if cls is not None:
-        check_setting_names(cls, {name: value}, GENERATION_SETTINGS)
-    elif name not in GENERATION_SETTINGS:
-        raise ValueError(f"generate has no setting {name!r} (got {value!r})")
+    check_setting_names(cls, {name: value}, GENERATION_SETTINGS)
     is_of_mode = cls is not None and name in cls.fields()
     return name, parse(value, getattr(cls if is_of_mode else GenerationConfig(), name, None))
 

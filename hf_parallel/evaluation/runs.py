@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_parallel.evaluation.tasks import Problem
-from hf_parallel.generation.arguments import setting_names
+from hf_parallel.generation.arguments import GENERATION_SETTINGS
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
 from hf_parallel.generation.modes import BOXED, HogwildConfig
-from hf_parallel.generation.validation import check_int, check_text, json_error, suggestion
+from hf_parallel.generation.validation import check_int, check_text, json_error
 
 NO_MODE = "none"
 """Mode in the results of plain `generate`."""
@@ -51,11 +51,9 @@ class Run:
                 raise ValueError(f"{name}={value!r} cannot be given: a sweep chooses {', '.join(RESERVED)} itself")
             if reason := json_error(value):
                 raise ValueError(f"{name}={value!r} cannot be stored in the results: {reason}")
-            if self.mode is not None:
-                check_setting_names(type(make_config(self.mode)), {name: value}, setting_names())
-            elif name not in setting_names():
-                raise ValueError(f"generate has no setting {name!r} (got {value!r}){suggestion(name, setting_names())}")
-        if self.mode is not None and make_config(self.mode).needs_logits_cache:
+        cls = None if self.mode is None else type(make_config(self.mode))
+        check_setting_names(cls, self.settings, GENERATION_SETTINGS)
+        if cls is not None and cls.needs_logits_cache:
             raise ValueError(f"{self.mode} cannot be swept: a logits cache makes samples of a problem depend on order")
         self.config()
 

@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.registry import MODES
-from hf_parallel.generation.validation import check_bool, check_text, is_int, json_error, suggestion
+from hf_parallel.generation.validation import check_bool, check_text, is_int, json_error, names_hint, suggestion
 from hf_parallel.models.embedded import PRESET_MARK
 from hf_parallel.transcript.sections import TranscriptStyle
 
@@ -267,15 +267,18 @@ def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) 
     return cls(**merged)
 
 
-def check_setting_names(cls: type[ParallelConfig], settings: Mapping[str, Any], others: Iterable[str] = ()) -> None:
-    """Raise `ValueError` for a name that is neither a setting of the mode nor one of `others`."""
+def check_setting_names(
+    cls: type[ParallelConfig] | None, settings: Mapping[str, Any], others: Iterable[str] = ()
+) -> None:
+    """Raise `ValueError` for a name that is neither a setting of the mode (None: `generate`) nor one of `others`."""
+    fields = [] if cls is None else cls.fields()
     for name, value in settings.items():
-        if name in cls.fields() or name in others:
+        if name in fields or name in others:
             continue
         owners = [mode for mode, other in MODES.items() if name in other.fields()]
-        near = suggestion(name, [*cls.fields(), *others])
-        hint = f"{near} It" if near else "; it"
-        if owners:
-            hint = f"; it is one of {' and '.join(owners)}. {cls.mode}"
+        hint = f"; it is one of {' and '.join(owners)}" if owners else names_hint(name, fields, others)
+        if owners and cls is not None:
+            hint += f". {cls.mode} has {fields}"
         got = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ValueError(f"{cls.mode!r} has no setting {name!r} (got {got}){hint} has {cls.fields()}")
+        owner = "generate" if cls is None else repr(cls.mode)
+        raise ValueError(f"{owner} has no setting {name!r} (got {got}){hint}")

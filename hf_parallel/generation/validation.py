@@ -56,6 +56,12 @@ def suggestion(name: Any, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def names_hint(name: Any, known: Sequence[str], others: Iterable[str] = ()) -> str:
+    """Return the end of a message about an unknown name: which known or other name it resembles, and the known ones."""
+    near = suggestion(name, [*known, *others])
+    return f"{near}{' It' if near else '; it'} has {list(known)}" if known else near
+
+
 def check_text(name: str, value: Any) -> None:
     """Raise `ValueError` unless `value` is a string that can be encoded as UTF-8, which tokenizers need."""
     if not isinstance(value, str):

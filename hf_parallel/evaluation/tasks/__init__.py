@@ -24,7 +24,7 @@ from hf_parallel.evaluation.tasks.math import (
     OlympiadBenchProblem,
 )
 from hf_parallel.evaluation.tasks.reading import DocumentsProblem, NeedleProblem
-from hf_parallel.generation.validation import check_int, suggestion
+from hf_parallel.generation.validation import check_int, names_hint, suggestion
 
 __all__ = [
     "APPSProblem",
@@ -139,10 +139,7 @@ def check_task(task: str, options: Mapping[str, Any]) -> None:
         raise ValueError(f"{task} has no options, got {sorted(options)}")
     for name, value in options.items():
         if name not in names:
-            near = suggestion(name, names)
-            raise ValueError(
-                f"{task} has no option {name!r} (got {value!r}){f'{near} It' if near else '; it'} has {names}"
-            )
+            raise ValueError(f"{task} has no option {name!r} (got {value!r}){names_hint(name, names)}")
 
 
 def _rows(source: str, cls: type[Problem]) -> Iterator[Mapping[str, Any]]:
