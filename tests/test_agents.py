@@ -8,6 +8,7 @@ import random
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hf_parallel.agents import (
     AgentError,
     BestOfN,
     Chat,
+    Completion,
     DeadlockError,
     ReplayError,
     Runtime,
@@ -279,6 +281,48 @@ def test_an_agent_that_departs_from_its_log_raises_an_error_that_says_where() ->
     assert isinstance(caught.value.__cause__, ReplayError)
 
 
+def test_an_agent_that_handles_all_errors_cannot_hide_that_it_departs_from_its_log() -> None:
+    calls = []
+
+    @agent(supervisor=Paths(2))
+    async def changes() -> Any:
+        calls.append(1)
+        for _ in range(2):
+            with suppress(Exception):
+                await Chat().user(f"question {len(calls)}").gen()
+        return "hidden"
+
+    @agent
+    async def waits() -> Any:
+        with suppress(Exception):
+            await next(spawn(changes))
+        return "hidden, too"
+
+    for one in (changes, waits):
+        calls.clear()
+        with pytest.raises(AgentError, match="changes#0 departs from its log") as caught:
+            scripted().run(one)
+        assert isinstance(caught.value.__cause__, ReplayError)
+
+
+def test_code_that_cleans_up_after_a_path_is_dropped_does_not_end_the_run() -> None:
+    times = []
+
+    @agent(supervisor=BestOfN(3, value=lambda state: 1.0))
+    async def cleans_up() -> Any:
+        try:
+            for _ in range(3):
+                await Chat().user("q").gen()
+                yield "a value"
+        finally:
+            with suppress(ReplayError):
+                times.append(now())
+            times.append(0.0)
+
+    assert scripted().run(cleans_up).values == ["a value"] * 3
+    assert times.count(0.0) > 1, "also on the paths that were dropped"
+
+
 def test_tools_are_repeated_and_time_out() -> None:
     attempts = []
 
@@ -407,6 +451,76 @@ def test_a_path_that_the_recording_lacks_is_no_dead_end(tmp_path: Path) -> None:
         assert isinstance(raised.value.__cause__, ReplayError)
     path.write_text("".join(lines))
     assert Runtime().run(twice, record=path).value == whole
+
+
+def test_an_agent_that_handles_all_errors_cannot_hide_that_a_recording_is_of_another_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    @agent
+    async def careless(question: str) -> Any:
+        text = "nothing"
+        with suppress(Exception):
+            text = await Chat().user(question).gen()
+        return text
+
+    scripted().run(careless, "one", record=path)
+    with pytest.raises(AgentError, match="but the run does 'gen careless .*' with .*'content': 'another'") as raised:
+        scripted().run(careless, "another", record=path)
+    assert isinstance(raised.value.__cause__, ReplayError)
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(AgentError, match="the recording has no completion for careless#0/0.0/0") as raised:
+        Runtime().run(careless, "one", record=path)
+    assert isinstance(raised.value.__cause__, ReplayError)
+
+
+def test_a_completion_of_a_value_function_that_the_recording_lacks_ends_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    async def value(state: State) -> float:
+        return float(len("".join(await gather(*(Chat().user("Rate it.").gen() for _ in range(2))))))
+
+    @agent(supervisor=BestOfN(2, value=value))
+    async def answers() -> Any:
+        return await Chat().user("q").gen()
+
+    scripted().run(answers, record=path)
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 7
+    for kept in range(1, len(lines)):
+        path.write_text("".join(lines[:kept]))
+        with pytest.raises(AgentError, match="the recording has no completion"):
+            Runtime().run(answers, record=path)
+
+
+def test_a_completion_that_the_recorded_run_did_not_wait_for_is_not_missing(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    class Slow:
+        passes = 0
+
+        async def generate(self, messages: Any, settings: Any, seed: int, hints: Any) -> Completion:
+            await asyncio.sleep(0 if messages[-1]["content"] == "first" else 9)
+            return Completion(("text",))
+
+    @agent
+    async def writes() -> Any:
+        yield await Chat().user("first").gen()
+        yield await Chat().user("second").gen()
+
+    async def fails() -> None:
+        raise OSError("no")
+
+    @agent
+    async def reads() -> Any:
+        handle = spawn(writes)
+        text = await next(handle)
+        await resume(handle)
+        with suppress(ToolError):
+            await gather(Chat().user("second").gen(forkable=False), tool(fails))
+        return text
+
+    assert Runtime(Slow()).run(reads, record=path).value == "text"
+    assert Runtime().run(reads, record=path).value == "text"
 
 
 def test_results_that_json_cannot_hold_raise_where_they_are_recorded(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.errors import AgentCancelledError, AgentEndedError, ToolError
 from hf_parallel.agents.execution import Frame, current_frame, in_thread, outside_of_agents, perform, source_line
 from hf_parallel.agents.segment import Segment
-from hf_parallel.agents.state import END, Entry, State, derive_seed, digest, fingerprint
+from hf_parallel.agents.state import END, Entry, State, derive_seed, fingerprint
 from hf_parallel.generation.validation import check_int
 
 MAX_SHOWN = 2000
@@ -244,7 +244,7 @@ async def tool(
         error: str | None = None
         result: Any = None
         try:
-            result = await runtime.recorded(key, f"tool {name} {digest(arguments, named)}", call)
+            result = await runtime.recorded(frame.execution, key, f"tool {name}", (arguments, named), call)
             return result
         except ToolError as failure:
             error = str(failure)
@@ -291,7 +291,7 @@ def now() -> float:
     if entry is None:
         key = frame.key()
         entry = frame.record("now")
-        entry.value = frame.execution.segment.runtime.recorded_now(key)
+        entry.value = frame.execution.segment.runtime.recorded_now(frame.execution, key)
     return entry.value
 
 

@@ -5,6 +5,13 @@ class AgentError(RuntimeError):
     """Raised by an agent that waits for one that failed, and by `Runtime.run`; its cause is the error."""
 
 
+def agent_failure(agent_id: str, error: BaseException) -> AgentError:
+    """Return the error of an agent that has failed."""
+    failure = AgentError(f"agent {agent_id} failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
 class AgentEndedError(RuntimeError):
     """Raised by `next` if the agent has ended and yields nothing more."""
 
@@ -18,7 +25,10 @@ class DeadlockError(RuntimeError):
 
 
 class ReplayError(RuntimeError):
-    """Raised if an agent does something else when it is replayed: its code is not deterministic."""
+    """Raised if an agent does something else when it is replayed, and ends the run, also if the agent handles it.
+
+    Its code is not deterministic, or the recording is of other arguments.
+    """
 
 
 class ToolError(RuntimeError):

@@ -22,9 +22,21 @@ _frame: ContextVar[Frame | None] = ContextVar("hf_parallel_agent_frame", default
 class Place:
     """A state that a value function evaluates: it takes the place of an execution, and has no choices."""
 
+    is_running = True
+    """Whether the next state is being computed or reached by a replay, and has not been cancelled."""
+
     def __init__(self, segment: Any, state: State) -> None:
         self.segment, self.agent_id = segment, state.agent_id
         self.state: State | None = state
+
+    def end_run(self, error: ReplayError) -> ReplayError:
+        """End the run by an error, which agents may handle, and return it.
+
+        Code that only cleans up after the end or a cancellation is not replayed, and ends nothing.
+        """
+        if self.is_running:
+            self.segment.runtime.end(self.agent_id, error)
+        return error
 
 
 class Frame:
@@ -83,11 +95,12 @@ class Frame:
         return entry
 
     def departure(self, what: str) -> ReplayError:
-        """Return the error for an agent that is not deterministic."""
-        return ReplayError(
+        """End the run, as the agent is not deterministic; return the error."""
+        error = ReplayError(
             f"agent {self.execution.agent_id} departs from its log when it is replayed: {what}. Its code must do the "
             "same each time: use now(), rng() and tool() for what changes"
         )
+        return self.execution.end_run(error)
 
     async def run(self, awaitable: Awaitable[Any]) -> Any:
         """Await an awaitable in this frame. The caller makes a task of it."""
@@ -223,6 +236,7 @@ class Execution(Place):
         self.task.add_done_callback(self._done)
 
     def _begin(self) -> None:
+        self.is_running = False
         self._stopped = asyncio.get_running_loop().create_future()
 
     def _done(self, task: asyncio.Task[Any]) -> None:
@@ -293,15 +307,16 @@ class Execution(Place):
         """Run to a state, whose log was given."""
         await self._continue(None)
         status, operation, value = self._stopped.result()
-        self._begin()
         if status == ERROR:
             raise value
         if (status, operation) != (state.status, state.pending) or self.frame.replay:
             raise self.frame.departure(f"{state.pending!r} was recorded, {operation or status!r} is reached")
+        self._begin()
 
     async def _continue(self, directive: Any) -> None:
         if self._go.done():  # the coroutine was closed
             raise asyncio.CancelledError
+        self.is_running = True
         self._go.set_result(directive)
         try:
             await asyncio.shield(self._stopped)
@@ -311,4 +326,5 @@ class Execution(Place):
 
     def close(self) -> None:
         """End the coroutine."""
+        self.is_running = False
         self.task.cancel()

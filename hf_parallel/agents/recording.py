@@ -10,9 +10,12 @@ from typing import Any
 
 from hf_parallel.agents.errors import ReplayError, ToolError
 from hf_parallel.agents.models import Completion
+from hf_parallel.agents.state import fingerprint
 from hf_parallel.files import write_atomically
 
 FORMAT = "hf_parallel agents recording 1"
+MAX_SHOWN = 500
+"""Characters of the arguments of an operation in an error."""
 _COMPLETION = [field.name for field in fields(Completion)]
 
 
@@ -61,13 +64,19 @@ class Recording:
     def __len__(self) -> int:
         return len(self._results)
 
-    def get(self, key: str, operation: str) -> Any | None:
-        """Return a recorded result in a list; None if there is none. Raise the recorded `ToolError`."""
+    def get(self, key: str, operation: str, arguments: Any = ()) -> Any | None:
+        """Return a recorded result in a list; None if there is none. Raise the recorded `ToolError`.
+
+        Raises `ReplayError` if another operation was recorded; it names the arguments of this one.
+        """
         found = self._results.get(key)
         if found is None:
             return None
         if found["operation"] != operation:
-            raise ReplayError(f"{self.path} records {found['operation']!r} as {key}, but the run does {operation!r}")
+            raise ReplayError(
+                f"{self.path} records {found['operation']!r} as {key}, but the run does {operation!r} with "
+                f"{fingerprint(arguments)!r:.{MAX_SHOWN}}"
+            )
         if found.get("error") is not None:
             raise ToolError(str(found["error"]))
         if operation.startswith("gen"):

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_parallel.agents.agent import Agent
-from hf_parallel.agents.errors import DeadlockError, ReplayError, ToolError
-from hf_parallel.agents.execution import Execution, source_line
+from hf_parallel.agents.errors import AgentError, DeadlockError, ReplayError, ToolError, agent_failure
+from hf_parallel.agents.execution import Execution, Place, source_line
 from hf_parallel.agents.models import Completion, EngineModel, Model
 from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.segment import Segment
@@ -22,6 +22,8 @@ from hf_parallel.engine.hints import MAX_ID, AgentHints
 
 STALL_SECONDS = 5.0
 """Time without completions and tools after which a run counts as deadlocked."""
+MISSING_SECONDS = 0.5
+"""The same for agents that wait for completions that a recording lacks."""
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Run:
         self._places = asyncio.Semaphore(max_requests)
         self._waits: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])  # number and seconds, by agent
         self._steps: dict[str, str] = {}  # last request of each instance
+        self._end: asyncio.Future[AgentError] = asyncio.get_running_loop().create_future()  # see `end`
 
     @property
     def passes(self) -> int:
@@ -96,21 +99,38 @@ class Run:
             self.stats.passes = self.passes - passes
 
     async def _wait(self, segment: Segment) -> None:
-        """Wait for the end of a segment. Raise `DeadlockError` if nothing happens meanwhile."""
-        idle = 0
+        """Wait for the end of a segment or of the run. Raise `DeadlockError` if nothing happens meanwhile."""
         while True:
-            before = self._operations
-            done, _ = await asyncio.wait([segment.task], timeout=STALL_SECONDS / 2)
-            if done:
+            stall = asyncio.get_running_loop().create_task(self._stall(STALL_SECONDS))
+            awaited: list[asyncio.Future[Any]] = [segment.task, self._end, stall]
+            try:
+                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                stall.cancel()
+            if self._end.done():
+                raise self._end.result()
+            if segment.task.done():
                 return
-            idle = idle + 1 if not self._busy and self._operations == before else 0
             names = sorted({one.agent_id for one in self.executions if one.state is not None})
-            if idle > 1 and names:  # once: a function may have blocked the loop
+            if names:
                 raise DeadlockError(
                     f"nothing has happened for {STALL_SECONDS} seconds, and {', '.join(names)} wait: agents must wait "
                     "only for Chat.gen, next and tool. What else takes time, such as asyncio.sleep, a network or an "
                     "asyncio.Event, belongs into await tool(function, ...)"
                 )
+
+    async def _stall(self, seconds: float) -> None:
+        """Wait until no completion or tool has run, begun or ended for some time."""
+        idle = 0
+        while idle < 2:  # once: a function may have blocked the loop
+            before = self._operations
+            await asyncio.sleep(seconds / 2)
+            idle = idle + 1 if self._busy <= 0 and self._operations == before else 0
+
+    def end(self, agent_id: str, error: ReplayError) -> None:
+        """End the run by the error of an agent, whether or not the agents handle it."""
+        if not self._end.done():
+            self._end.set_result(agent_failure(agent_id, error))
 
     async def generate(
         self, execution: Execution, key: str, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
@@ -123,13 +143,14 @@ class Run:
 
         async def compute() -> Completion:
             if model is None:
-                raise ReplayError(f"the recording has no completion for {key}, and this Runtime has no engine")
+                raise await self._missing(execution, key)
             hints = self._hints(state, key)
             async with self._places:
                 return await model.generate(messages, settings, derive_seed(self.seed, key), hints)
 
-        operation = f"gen {state.agent.name} {digest(messages, settings)}"
-        found: Completion = await self.recorded(key, operation, compute)
+        found: Completion = await self.recorded(
+            execution, key, f"gen {state.agent.name}", (messages, settings), compute
+        )
         stats = self.stats
         stats.completions += len(found.texts)
         for name in ("tokens", "prompt_tokens", "reused_tokens", "replayed_tokens"):
@@ -154,6 +175,17 @@ class Run:
                 self._scores = scores
         return found
 
+    async def _missing(self, execution: Place, key: str) -> ReplayError:
+        """End the run, unless other agents go on and cancel this one, as in the recorded run; return the error."""
+        waiting = 1 if isinstance(execution, Execution) else 2  # with the value function
+        self._busy -= waiting
+        try:
+            await self._stall(MISSING_SECONDS)
+        finally:
+            self._busy += waiting
+        error = ReplayError(f"the recording has no completion for {key}, and this Runtime has no engine")
+        return execution.end_run(error)
+
     def _hints(self, state: State, key: str) -> AgentHints:
         parent = self._steps.get(state.agent_id)
         step = self._steps[state.agent_id] = key if len(key) <= MAX_ID else f"{derive_seed(key):x}"
@@ -174,12 +206,15 @@ class Run:
             wait[1] += seconds
         execution.segment.wake(execution.state)
 
-    async def recorded(self, key: str, operation: str, compute: Callable[[], Awaitable[Any]]) -> Any:
-        """Return a recorded result, or compute and record it."""
+    async def recorded(
+        self, execution: Place, key: str, name: str, arguments: Any, compute: Callable[[], Awaitable[Any]]
+    ) -> Any:
+        """Return the recorded result of an operation with a name and arguments, or compute and record it."""
         self._operations += 1
         if self.recording is None:
             return await self.computed(compute)
-        if (found := self.recording.get(key, operation)) is not None:
+        operation = f"{name} {digest(*arguments)}"
+        if (found := self._found(execution, key, operation, arguments)) is not None:
             self.stats.replayed_completions += operation.startswith("gen")
             return found[0]
         try:
@@ -198,9 +233,17 @@ class Run:
             self._busy -= 1
             self._operations += 1
 
-    def recorded_now(self, key: str) -> float:
+    def _found(self, execution: Place, key: str, operation: str, arguments: Any = ()) -> Any | None:
+        assert self.recording is not None
+        try:
+            return self.recording.get(key, operation, arguments)
+        except ReplayError as error:
+            execution.end_run(error)
+            raise
+
+    def recorded_now(self, execution: Place, key: str) -> float:
         """Return the time of the run that was recorded, or the time now."""
         if self.recording is None:
             return time.time()
-        found = self.recording.get(key, "now")
+        found = self._found(execution, key, "now")
         return float(found[0] if found is not None else self.recording.put(key, "now", time.time()))

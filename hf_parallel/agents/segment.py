@@ -10,7 +10,7 @@ import time
 from collections import deque
 from typing import Any
 
-from hf_parallel.agents.errors import AgentCancelledError, AgentError, BudgetExceededError, ReplayError
+from hf_parallel.agents.errors import AgentCancelledError, AgentError, BudgetExceededError, agent_failure
 from hf_parallel.agents.execution import Execution, Place, run_aside
 from hf_parallel.agents.state import YIELD, State
 from hf_parallel.agents.supervisors.base import Fire, Supervisor
@@ -97,9 +97,7 @@ class Segment:
         self.runtime.trace.add(self.agent_id, "error", error=f"{type(error).__name__}: {error}")
         if isinstance(error, AgentError):
             return error  # of an agent that it has waited for
-        failure = AgentError(f"agent {self.agent_id} failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        return failure
+        return agent_failure(self.agent_id, error)
 
     async def _first(self) -> State:
         """Run the code before the first choice."""
@@ -169,8 +167,6 @@ class Segment:
         execution = await self._execution(fire.state)
         await execution.advance(child, fire)
         self.runtime.stats.transitions += 1
-        if child.error is not None and _is_replay_error(child.error):  # no dead end: the run is not what was recorded
-            raise child.error
         if supervisor.value is not None and child.error is None and supervisor.evaluates(child):
             place, runtime = Place(execution.segment, child), self.runtime
             child.value = await runtime.computed(lambda: run_aside(place, "value.", _value(supervisor, child)))
@@ -228,12 +224,3 @@ class _Budget:
     def describe(self) -> str:
         limits = self._supervisor
         return f"max_tokens={limits.max_tokens}, max_passes={limits.max_passes}, max_seconds={limits.max_seconds}"
-
-
-def _is_replay_error(error: BaseException | None) -> bool:
-    """Return whether an error, or one during whose handling it was raised, is a `ReplayError`."""
-    seen: set[int] = set()  # `raise error from error` makes a loop
-    while error is not None and not isinstance(error, ReplayError) and id(error) not in seen:
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return isinstance(error, ReplayError)
