@@ -14,6 +14,7 @@ from hf_parallel.agents.errors import (
     ToolError,
 )
 from hf_parallel.agents.models import Completion, Model, ScriptedModel
+from hf_parallel.agents.run import AgentStats
 from hf_parallel.agents.runtime import AgentResult, Runtime
 from hf_parallel.agents.simulation.simulator import CacheResult, replay, simulate
 from hf_parallel.agents.simulation.traces import Trace, TraceRequest
@@ -45,6 +46,7 @@ __all__ = [
     "AgentError",
     "AgentHandle",
     "AgentResult",
+    "AgentStats",
     "BeamSearch",
     "BestOfN",
     "BudgetExceededError",
