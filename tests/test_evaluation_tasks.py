@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import pickle
+import warnings
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -255,6 +256,15 @@ def test_answers_of_a_file_may_be_texts_and_numbers_with_blank_lines_between(tmp
     path.write_text("\n\n".join(map(json.dumps, rows)) + "\n\n")
     first, second = load_problems("math500", path)
     assert first == second
+
+
+def test_a_source_with_fewer_problems_than_count_warns(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"problem": "Halve 2.", "answer": "1"}] * 2)
+    with pytest.warns(UserWarning, match="rows.jsonl has 2 problems of math500, fewer than count=3"):
+        assert len(load_problems("math500", path, count=3)) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(load_problems("math500", path, count=2)) == 2
 
 
 def test_a_problem_without_its_methods_names_them() -> None:

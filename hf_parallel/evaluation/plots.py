@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ PLOTS = {
 }
 """Plots by file name: columns of the table on both axes, and their names."""
 FORMATS = ("png", "svg")
+MARKERS = "os^Dv*"
+"""Markers of the lines, which are hollow, so that all are seen where lines coincide."""
 
 
 def save_plots(rows: Sequence[Mapping[str, Any]], folder: str | Path, suffix: str = "png") -> list[Path]:
@@ -67,15 +70,15 @@ def _save(rows: Sequence[Mapping[str, Any]], path: Path, x: str, y: str, x_label
     counts = [row["problems"] for row in rows] or [0]
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")  # no pyplot, which keeps figures and picks a backend
     panel = figure.add_subplot()
-    for label, points in lines.items():
+    for (label, points), marker in zip(lines.items(), cycle(MARKERS), strict=False):
         points = sorted(points, key=lambda row: row["budget"])
         errors = [row["error"] or 0.0 for row in points] if y == "score" else None
         at, heights = [row[x] for row in points], [row[y] for row in points]
-        panel.errorbar(at, heights, errors, label=label, marker="o", capsize=3)
+        panel.errorbar(at, heights, errors, label=label, marker=marker, fillstyle="none", markersize=8, capsize=3)
     problems = " to ".join(str(number) for number in sorted({min(counts), max(counts)}))
     panel.set(xlabel=x_label, ylabel=y_label, title=f"{', '.join(tasks)}; problems: {problems}")
     panel.set_xlim(left=0)
-    panel.set_ylim(bottom=0)
+    panel.set_ylim(bottom=-0.03 * panel.get_ylim()[1])  # markers at 0 are drawn whole
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
     if lines:

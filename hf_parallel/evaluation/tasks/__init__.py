@@ -24,6 +24,7 @@ from hf_parallel.evaluation.tasks.math import (
     OlympiadBenchProblem,
 )
 from hf_parallel.evaluation.tasks.reading import DocumentsProblem, NeedleProblem
+from hf_parallel.generation.caller import warn_caller
 from hf_parallel.generation.validation import check_int, names_hint, suggestion
 
 __all__ = [
@@ -81,6 +82,7 @@ def load_problems(
         `id:config:split`. Default: the source of the task. Generated tasks have none.
     count : int, optional
         Number of problems: the first ones. Default: all; 100 of generated tasks and of `needles`.
+        A source that has fewer gives a warning.
     seed : int
         Seed of generated tasks: problem i has the seed `seed + i`. Loaded tasks keep their order.
     **options
@@ -122,6 +124,8 @@ def load_problems(
             raise ValueError(f"row {number * size} of {source or cls.source}, task {task}: {error}") from error
     if not problems:
         raise ValueError(f"{source or cls.source} has no rows")
+    if count is not None and len(problems) < count:
+        warn_caller(f"{source or cls.source} has {len(problems)} problems of {task}, fewer than count={count}")
     return problems
 
 
