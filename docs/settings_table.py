@@ -1,7 +1,7 @@
 """Extension of griffe (see mkdocs.yml) that completes the tables of parameters in the documentation.
 
 Each of several names in one line gets its own default, long defaults are truncated, and the settings of a mode include
-inherited ones.
+inherited ones. Fields of a dataclass that are described one by one become a table, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_LENGTH = 40
 
 
 class SettingsTable(griffe.Extension):
-    """Completes the tables of parameters of all docstrings."""
+    """Completes the tables of parameters and of fields of all docstrings."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         """Process all docstrings once all modules are loaded."""
@@ -24,6 +24,8 @@ class SettingsTable(griffe.Extension):
             for name, row in _rows(obj).items():
                 row.value = _short(obj.parameters[name].default) if name in obj.parameters else row.value
         for obj in list(_documented(pkg)):
+            if isinstance(obj, griffe.Class) and "dataclass" in obj.labels:
+                _add_attributes(obj)
             if isinstance(obj, griffe.Class) and "ParallelConfig" in [base.name for base in obj.mro()]:
                 _add_inherited(obj)
 
@@ -52,6 +54,23 @@ def _short(default: str | griffe.Expr | None) -> str | griffe.Expr | None:
     """Return a default of at most `MAX_LENGTH` characters."""
     text = "" if default is None else str(default)
     return default if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH - 1]}…"
+
+
+def _add_attributes(cls: griffe.Class) -> None:
+    """Add a table of the fields whose docstrings stand below them, if the docstring of the class has no table."""
+    assert cls.docstring is not None
+    fields = [field for field in cls.attributes.values() if "instance-attribute" in field.labels]
+    if len(cls.docstring.parsed) > 1 or not any(field.docstring for field in fields):
+        return
+    rows = [
+        griffe.DocstringAttribute(
+            field.name,
+            annotation=field.annotation,
+            description="" if field.docstring is None else field.docstring.value,
+        )
+        for field in fields
+    ]
+    cls.docstring.parsed.append(griffe.DocstringSectionAttributes(rows))
 
 
 def _add_inherited(mode: griffe.Class) -> None:

@@ -289,6 +289,12 @@ def test_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -
     for field in hf_parallel.HogwildConfig.fields():
         assert f"<code>{field}</code>" in settings
     assert "What I am writing right now" in settings  # names in one line have their own defaults
+    for page, name in (
+        ("agents", "replayed_completions"),
+        ("engine", "evicted_tokens"),
+        ("api/outputs", "plan_seconds"),
+    ):
+        assert f">{name}</span></code>" in (site / f"{page}.html").read_text()  # fields that are described one by one
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -125,7 +125,7 @@ def load_problems(
     if not problems:
         raise ValueError(f"{source or cls.source} has no rows")
     if count is not None and len(problems) < count:
-        warn_caller(f"{source or cls.source} has {len(problems)} problems of {task}, fewer than count={count}")
+        warn_caller(f"number of problems in {source or cls.source}: {len(problems)}, fewer than count={count}")
     return problems
 
 
