@@ -21,7 +21,7 @@ from hf_parallel.generation.processors import MinLengthProcessor, check_signatur
 from hf_parallel.generation.rng import Candidates, check_drawn, draw, draw_among_each, make_rngs, next_keys
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.warpers import split_warpers
-from hf_parallel.kernels import HostCopy
+from hf_parallel.kernels import HostCopy, to_device
 from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, sample
 
 
@@ -231,8 +231,8 @@ class Sampler:
                 return self._apply(self.table.left_padded(rows), logits, processors)
             out = torch.empty_like(logits)
             for same in _groups(lengths):
-                self.rows = [rows[i] for i in same]
-                out[same] = self._apply(self.table.left_padded(self.rows), logits[same], processors).to(out.dtype)
+                self.rows, index = [rows[i] for i in same], to_device(same, out.device)
+                out[index] = self._apply(self.table.left_padded(self.rows), logits[index], processors).to(out.dtype)
             self.rows = rows
             return out
         if len(rows) == self.num_rows:
@@ -269,7 +269,8 @@ class Sampler:
             return self._judge(self._whole_batch(rows), scores)[self.table.index(rows)]
         ended = torch.empty(len(rows), dtype=torch.bool, device=self.table.ids.device)
         for same in _groups(range(len(rows)) if self._criteria_need_batch else lengths):
-            ended[same] = self._judge(self.table.left_padded([rows[i] for i in same]), scores)
+            index = to_device(same, ended.device)  # a list would be copied while the host waits
+            ended[index] = self._judge(self.table.left_padded([rows[i] for i in same]), scores)
         return ended
 
     def _judge(self, ids: torch.Tensor, scores: Any) -> torch.Tensor:
@@ -303,7 +304,8 @@ class Sampler:
             if len(same) == len(rows):
                 record[step][self.table.index(rows)] = values.float()
             else:
-                record[step][[rows[i] for i in same]] = values[same].float()
+                of_rows, index = (to_device(numbers, values.device) for numbers in ([rows[i] for i in same], same))
+                record[step][of_rows] = values[index].float()
 
     def _count(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -329,7 +331,7 @@ class RowPenaltyProcessor(LogitsProcessor):
         padding = [self.padding[row] + max(0, input_ids.shape[1] - lengths[row]) for row in rows]
         if any(padding):
             if padding != self._ends[0]:
-                self._ends = padding, torch.tensor(padding, device=input_ids.device)[:, None]
+                self._ends = padding, to_device(padding, input_ids.device)[:, None]
             is_padding = torch.arange(input_ids.shape[1], device=input_ids.device) < self._ends[1]
             input_ids = torch.where(is_padding, input_ids[:, -1:], input_ids)
         return self.processor(input_ids, scores)

@@ -69,7 +69,7 @@ class TokenTable:
         ids = self.ids if len(rows) == len(self.lengths) else self.ids[self.index(rows)]
         if min(lengths) == longest:
             return ids[:, :longest]
-        shift = longest - torch.tensor(lengths, device=ids.device)[:, None]
+        shift = longest - to_device(lengths, ids.device)[:, None]
         column = torch.arange(longest, device=ids.device) - shift
         return ids.gather(1, column.clamp(min=0)).masked_fill(column < 0, self.pad_token_id)
 
