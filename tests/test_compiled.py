@@ -259,6 +259,31 @@ def test_graphs_that_read_the_weights_before_their_fusion_are_dropped() -> None:
     assert calls == [0, 1, 1, 2]
 
 
+@pytest.mark.usefixtures("fusing")
+def test_weights_fused_in_inference_mode_can_be_trained() -> None:
+    model = enabled("qwen2")
+    with torch.inference_mode():
+        generate(model, compile=True)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    model(PROMPT[None], labels=PROMPT[None]).loss.backward()
+    with torch.inference_mode():
+        hf_parallel.disable(model)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_compiled_layers_serve_calls_under_autocast(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+    """AOTAutograd runs compiled code without autocast, whatever the caller's context is."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    model = enabled("qwen2")
+    if before:
+        generate(model, compile=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, out = (generate(model, compile=compile) for compile in (False, True))  # noqa: A001
+    assert torch.equal(out.sequences, expected.sequences)
+    assert out.stats.compiled_passes == 4
+
+
 def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 

@@ -304,12 +304,12 @@ class BlockCache(Cache):
         `[rows, kv_heads, L, head_dim]`. Under autocast, keys and values get its dtype. In a compiled layer, the
         attention operation stores them.
         """
-        if torch.compiler.is_compiling():
-            return key_states, value_states
         device = key_states.device.type
-        if torch.is_autocast_enabled(device):
+        if torch.is_autocast_enabled(device):  # as long as the layer is traced: compiled code runs without autocast
             dtype = torch.get_autocast_dtype(device)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+        if torch.compiler.is_compiling():
+            return key_states, value_states
         active = active_attention.get()
         if active is not None and active.cache is self:
             self.arena.write(layer_idx, key_states[0], value_states[0], self.plan)

@@ -92,6 +92,7 @@ def block_attention_forward(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if torch.compiler.is_compiling() and not dropout:
         layer: Any = module.layer_idx
+        query = query.to(key.dtype)  # under autocast: the result has the dtype that the compiler expects
         return _attend(query, key, value, layer, scale, sliding_window, softcap, s_aux), None
     active = active_attention.get()
     cache = block_cache if block_cache is not None or active is None else active.cache

@@ -96,7 +96,8 @@ class CompiledLayers:
         intact = self._intact()
         if execution_device(model).type not in FUSING_DEVICES or len(intact) == self._num_fused:
             return
-        fused, reason = fuse(model, self.layers)
+        with torch.inference_mode(False):  # weights may be trained later
+            fused, reason = fuse(model, self.layers)
         if fused:
             _num_moves[model] = num_moves(model) + 1
         if reason and self._num_fused is None:
@@ -107,7 +108,8 @@ class CompiledLayers:
     def separate(self, model: nn.Module) -> None:
         """Undo the fusion of projections."""
         for group in self._intact():
-            group.separate()
+            with torch.inference_mode(False):
+                group.separate()
             _num_moves[model] = num_moves(model) + 1
         self._fused = []
 
