@@ -209,10 +209,12 @@ def test_inductor_computes_fused_projections_as_one_product(monkeypatch: pytest.
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     model = enabled("qwen2")  # with biases
     expected = generate(model, compile=False).sequences
-    tokens, sources = run_and_get_code(lambda: generate(model, compile=True).sequences)
-    assert torch.equal(tokens, expected)
-    products = ("extern_kernels.addmm(", "extern_kernels.mm(")
-    assert sum(sources[0].count(product) for product in products) == 4  # q, k, v; o; gate, up; down
+    for mixed in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            tokens, sources = run_and_get_code(lambda: generate(model, compile=True).sequences)
+        assert mixed or torch.equal(tokens, expected)
+        products = ("extern_kernels.addmm(", "extern_kernels.mm(")
+        assert sum(sources[0].count(product) for product in products) == 4  # q, k, v; o; gate, up; down
 
 
 @pytest.mark.usefixtures("fusing")

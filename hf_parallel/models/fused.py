@@ -23,7 +23,10 @@ GROUPS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Names of projections of one input. Correct for others, too: each computes the product with its own input."""
 
 _aten = torch.ops.aten
-_MERGED = (_aten.mm.default, _aten.addmm.default, _aten.view.default, _aten.reshape.default, _aten.permute.default)
+_MERGED = (
+    *(_aten.mm.default, _aten.addmm.default, _aten.view.default, _aten.reshape.default, _aten.permute.default),
+    torch.ops.prims.convert_element_type.default,  # of the arguments under autocast
+)
 
 
 @dataclass(eq=False)
@@ -127,7 +130,7 @@ class _MergeProducts(CustomGraphPass):
     """Computes equal matrix products of a graph once."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        """Replace equal products, and the views of their arguments. All operations are functional at this stage."""
+        """Replace equal products, and the views and conversions of their arguments. All operations are functional at this stage."""
         first: dict[Any, torch.fx.Node] = {}
         for node in list(graph.nodes):
             if node.target not in _MERGED:
@@ -139,7 +142,7 @@ class _MergeProducts(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Key of the pass in Inductor's cache."""
-        return "hf_parallel.models.fused 1"
+        return "hf_parallel.models.fused 2"
 
 
 MERGE = _MergeProducts()
