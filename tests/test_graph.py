@@ -126,6 +126,16 @@ def test_finished_rows_lead_to_smaller_graphs(
     assert len(graphs.captures) < graphs.replays
 
 
+def test_the_last_of_several_rows_needs_no_graph_of_one_row(graphs: Graphs, model: PreTrainedModel) -> None:
+    """Which compiled layers would compile in the middle of a call."""
+    plain = generate(model, None).sequences[:, INPUT_IDS.shape[1] :]
+    settings: dict[str, Any] = {"eos_token_id": [int(plain[0, 1]), int(plain[1, 1])]}
+    expected = generate(model, None, **settings).sequences
+    assert torch.equal(generate(model, **settings).sequences, expected)
+    assert graphs.captures == [3, 2]
+    assert graphs.replays == NEW - 1
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_steps_moved_into_the_history_need_no_new_capture(
     graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, ahead: bool

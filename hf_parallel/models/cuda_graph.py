@@ -85,6 +85,8 @@ class DecodeGraphs:
         the model on the cache's prepared pass and must be the same for every step.
         """
         rows = bucket_size(len(ids))
+        if rows == 1 and self._steps and 1 not in self._steps:
+            rows = 2  # padded: compiled layers have another graph for one row, which takes seconds to compile
         captured = self._steps.get(rows)
         if (
             captured is None
