@@ -13,14 +13,16 @@ from benchmarks.gpu_parts import graphs, models, run
 from benchmarks.gpu_parts.cases import attempt
 from hf_parallel.cache import BlockCache
 from hf_parallel.generation.runner import ModelRunner
+from hf_parallel.models import compiled
 from hf_parallel.models import cuda_graph as graph
 from hf_parallel.models.cuda_graph import DecodeGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("way", ["shared_prefix", "rows end", "hogwild"])
+@pytest.mark.parametrize("way", ["shared_prefix", "rows end", "compiled, rows end", "hogwild"])
 def test_a_replay_with_stale_logits_is_detected(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
     cases = {
         case.settings["way"]: case for case in run.TOY.graphs.cases(models.Models(torch.device("cpu"), torch.float32))
     }

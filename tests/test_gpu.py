@@ -190,6 +190,22 @@ def test_rows_that_end_at_different_times_equal_those_on_the_cpu(cuda_graph: boo
     assert torch.equal(out.sequences.cpu(), expected)
 
 
+@GRAPHS
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen2"])
+def test_compiled_layers_generate_as_on_the_cpu(name: str, cuda_graph: bool) -> None:
+    """With fused projections (of Qwen2, with biases), for several rows and for one."""
+    batch, model = clear_batch(name), on_device(name)
+    weight = model.get_decoder().layers[0].self_attn.k_proj.weight
+    for rows in (slice(None), slice(1)):
+        inputs = {key: tensor[rows] for key, tensor in sent(batch.inputs).items()}
+        out = shared(model, **inputs, cuda_graph=cuda_graph, compile=True)
+        assert torch.equal(out.sequences.cpu(), batch.expected[rows])
+        assert out.stats is not None
+        assert out.stats.compiled_passes > 5
+        assert bool(out.stats.graph_bytes) == cuda_graph
+        assert weight.untyped_storage().nbytes() > weight.nbytes, "not fused"
+
+
 def generate_hogwild(model: PreTrainedModel, ids: torch.Tensor, layout: str, **more: Any) -> Any:
     """Generate with three workers whose steps end at different times."""
     settings = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}

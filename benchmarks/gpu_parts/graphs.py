@@ -56,13 +56,14 @@ class GraphStage:
         checks: dict[str, Callable[..., dict[str, Any]]] = {
             "shared_prefix": self.check_rows,
             "rows end": partial(self.check_rows, end=True),
+            "compiled, rows end": partial(self.check_rows, end=True, compiles=True),
             "hogwild": self.check_workers,
         }
         for name, (way, check) in itertools.product(self.models, checks.items()):
             rows = self.workers if way == "hogwild" else self.rows
             yield Case({"model": name, "way": way, "rows": rows, "steps": self.steps}, partial(check, models, name))
 
-    def check_rows(self, models: Models, name: str, end: bool = False) -> dict[str, Any]:
+    def check_rows(self, models: Models, name: str, end: bool = False, compiles: bool = False) -> dict[str, Any]:
         """Compare `shared_prefix` with plain `generate`. If rows end, the others use smaller graphs."""
         model = models.get(name)
         prompt = draw_prompt(model, self.rows, self.prefix)
@@ -73,7 +74,10 @@ class GraphStage:
             ends = late_tokens(expected.sequences[:, self.prefix :])
             expected = self._generate(model, prompt, generation_mode=None, eos_token_id=ends)
         with reasons() as messages:
-            ours = self._generate(model, prompt, generation_mode="shared_prefix", eos_token_id=ends or None)
+            settings = {"generation_mode": "shared_prefix", "compile": compiles, "eos_token_id": ends or None}
+            ours = self._generate(model, prompt, **settings)
+        if compiles and not ours.stats.compiled_passes:
+            raise RuntimeError("no decode step ran compiled layers")
         return compare(ours, expected, messages, ends)
 
     def check_workers(self, models: Models, name: str) -> dict[str, Any]:
