@@ -10,6 +10,7 @@ import copy
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -158,6 +159,22 @@ def test_rows_that_cannot_be_drawn_are_marked(bad: float, warpers: Warpers) -> N
     drawn, _ = sample(scores, warpers, KEYS)
     assert drawn[1].tolist() == [0, 2, 0, 0]
     assert drawn[0, 1] == 0
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("name", ["temperature", "all", "top_k", "top_p", "min_p"])
+def test_long_ranges_of_suppressed_tokens_change_nothing(name: str, lowest: float) -> None:
+    """Whole groups and chunks of tokens cannot be drawn, and dividing by the temperature overflows."""
+    warpers = replace(SETTINGS[name], temperature=0.5)
+    scores = random_scores(torch.float32, SEVERAL_CHUNKS)
+    scores[:, 128:300] = lowest
+    scores[0, 4000:] = lowest
+    scores[1, :4500] = lowest
+    probs = warped(scores, warpers).softmax(dim=-1)
+    drawn, found = sample(scores, warpers, KEYS)
+    expected = (probs / exponential_noise(KEYS[:, None], torch.arange(SEVERAL_CHUNKS))).argmax(dim=-1)
+    assert drawn.tolist() == [expected.tolist(), [0] * 4]
+    torch.testing.assert_close(found, probs.gather(1, expected[:, None])[:, 0], rtol=1e-5, atol=0)
 
 
 def test_warpers_are_split_off_in_the_order_of_generate_only() -> None:

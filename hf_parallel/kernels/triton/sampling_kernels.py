@@ -146,7 +146,7 @@ def group_kernel(
         at = scores + row.to(tl.int64) * stride + tokens
         score = tl.load(at, mask=tokens < vocabulary, other=-float("inf")).to(tl.float32)
         highest = tl.max(score, 1)
-        relative = score * inverse - (tl.maximum(highest, LOWEST) * inverse)[:, None]
+        relative = score * inverse - tl.maximum(highest * inverse, LOWEST)[:, None]  # LOWEST * inverse may overflow
         mask = group < num_groups
         tl.store(maxima + row * num_groups + group, highest, mask=mask)
         tl.store(sums + row * num_groups + group, tl.sum(tl.exp(relative), 1), mask=mask)
