@@ -197,14 +197,21 @@ def test_other_kernels_compile(
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("seeded", [True, False], ids=["seeded", "noise"])
+@pytest.mark.parametrize("vocabulary", [151_936, 262_208])
 def test_sampling_compiles_without_spills(
-    seeded: bool, dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    vocabulary: int,
+    seeded: bool,
+    dtype: torch.dtype,
+    capability: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    """At least two programs that search a row fit on a processor."""
     names = ("race", "winner", "group", "choose")
     made = {name: Recorder(getattr(triton_sampling, f"{name}_kernel")) for name in names}
     for name in names:
         monkeypatch.setattr(triton_sampling, f"{name}_kernel", made[name])
-    scores = torch.zeros(2, 151_936, dtype=dtype)
+    scores = torch.zeros(2, vocabulary, dtype=dtype)
     keys, noise = (torch.zeros(2, dtype=torch.int64), None) if seeded else (None, scores.float())
     triton_sampling.sample(scores, torch.zeros(2, 4), keys, noise, True, True)
     for name in names:
@@ -212,6 +219,7 @@ def test_sampling_compiles_without_spills(
         used = resources(kernel.asm["cubin"], tmp_path)
         assert used["STACK"] == used["LOCAL"] == 0
         assert kernel.metadata.shared <= 48 << 10
+    assert 2 * used["REG"] * 32 * kernel.metadata.num_warps <= REGISTERS_PER_PROCESSOR
 
 
 @pytest.mark.slow

@@ -13,9 +13,10 @@ from hf_parallel.kernels.triton.sampling_kernels import choose_kernel, group_ker
 
 _GROUP = 128  # as in the kernels
 _GROUPS_PER_PROGRAM = 32
-_BLOCK = 1024  # tokens that a program searches at once
-_WARPS = 16  # of a program that searches
-_CHUNK = 4096  # tokens among which a program races
+_WARPS = 8  # of a program that searches a row; two to four fit on a processor
+_RACED = 1024  # tokens that it races among at once
+_MOST_GROUPS, _REGISTERS = 2048, 128  # with more groups and without a limit ptxas spills to fit more programs
+_CHUNK = 4096  # tokens among which a program without filters races
 _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Lowest bits of a float32 that a score of each dtype does not have."""
 
@@ -76,6 +77,7 @@ class _Call:
         rows, num_groups = len(self.scores), -(-self.vocabulary // _GROUP)
         maxima, sums = (self.probs.new_empty(rows, num_groups) for _ in range(2))
         inputs = self.scores, self.scores.stride(0), self.vocabulary, *self.settings
+        registers = {"maxnreg": _REGISTERS} if num_groups > _MOST_GROUPS else {}
         with on_device(self.scores.device):
             group_kernel[(rows, -(-num_groups // _GROUPS_PER_PROGRAM))](
                 *inputs, maxima, sums, num_groups, BLOCK_G=_GROUPS_PER_PROGRAM, num_warps=8, enable_fp_fusion=False
@@ -83,7 +85,8 @@ class _Call:
             choose_kernel[(rows,)](
                 *inputs, *self.sources, maxima, sums, self._integers(rows, num_groups), num_groups,
                 self.drawn, self.probs, SHIFT=_SHIFTS[self.scores.dtype],
-                BLOCK_G=_power(num_groups), BLOCK=_BLOCK, num_warps=_WARPS, **self.constants,
+                BLOCK_G=_power(num_groups), BLOCK=32 * _WARPS, RACED=_RACED, num_warps=_WARPS,
+                **registers, **self.constants,
             )  # fmt: skip
 
     def _integers(self, *shape: int) -> Tensor:

@@ -173,10 +173,10 @@ def _score_of(key, SHIFT: tl.constexpr):
 @triton.jit
 def _tile(scores, groups, start, num_active, vocabulary, BLOCK: tl.constexpr):
     """Tokens and scores of a tile of the active groups; -inf outside of them."""
-    index = start + tl.arange(0, BLOCK)
-    slot = index // GROUP
+    lane = tl.arange(0, BLOCK)
+    slot = start // GROUP + lane // GROUP
     group = tl.load(groups + slot, mask=slot < num_active, other=0)
-    tokens = group * GROUP + index % GROUP
+    tokens = group * GROUP + lane % GROUP
     mask = (slot < num_active) & (tokens < vocabulary)
     score = tl.load(scores + tokens, mask=mask, other=-float("inf")).to(tl.float32)
     return tokens, score, mask
@@ -204,6 +204,9 @@ def _search(
     Counts tokens of the active groups, or sums the weights of those whose keys are at least `least`, to which `base`
     is added. The limit is given: the number of tokens to be kept, or the fraction of the sum that is removed.
     Returns the key, what is below it, what is below the following key, and the whole sum.
+
+    `BLOCK` is the number of threads. With one token each, no thread needs another's keys and weights: loops over tokens
+    have no barriers, and programs use so few registers that several run on a processor.
     """
     ways = tl.arange(0, WAYS)
     below_low, below_high, total = base, base, base
@@ -284,6 +287,7 @@ def choose_kernel(
     LIBDEVICE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
+    RACED: tl.constexpr,
 ):
     """Find the tokens that a row's filters keep, and race among them."""
     row = tl.program_id(0)
@@ -331,13 +335,13 @@ def choose_kernel(
                 first_ties = tl.maximum(tl.minimum(tl.floor((removed * whole - below) / weight), ties - 1), 0.0)
             kept_key = least.to(tl.int32)
             key_of_row = tl.load(keys + row)
-            ratios = tl.full((BLOCK,), -1.0, tl.float32)
-            winners = tl.zeros((BLOCK,), tl.int32)
-            weights = tl.zeros((BLOCK,), tl.float32)
-            sum_kept = tl.zeros((BLOCK,), tl.float32)
+            ratios = tl.full((RACED,), -1.0, tl.float32)
+            winners = tl.zeros((RACED,), tl.int32)
+            weights = tl.zeros((RACED,), tl.float32)
+            sum_kept = tl.zeros((RACED,), tl.float32)
             seen = 0
-            for start in range(0, num_active * GROUP, BLOCK):
-                tokens, score, mask = _tile(scores, groups, start, num_active, vocabulary, BLOCK)
+            for start in range(0, num_active * GROUP, RACED):
+                tokens, score, mask = _tile(scores, groups, start, num_active, vocabulary, RACED)
                 key = _key_of(score, SHIFT)
                 weight = tl.exp(score * inverse - highest)
                 kept = mask & (key >= kept_key) & (weight >= min_p)
