@@ -207,7 +207,7 @@ class Sampler:
         if self.rngs is not None and self.do_sample:
             for row in rows:
                 self.rngs[row].skip()
-        self.append_drawn(rows, torch.tensor(tokens, device=self.table.ids.device))
+        self.append_drawn(rows, to_device(tokens, self.table.ids.device))
 
     def _for_rows(self, processor: Any) -> Any:
         padding = getattr(processor, "prompt_ignore_length", None)

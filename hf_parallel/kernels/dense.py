@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend
 FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALIGNED_BYTES = 16
 """Alignment of heads that PyTorch's fused kernels require on a GPU: head dimensions of 8 in half precision."""
-CUDNN_SCORES = 1 << 26
-"""Scores per head (M * L) from which cuDNN may compute a call. It compiles a kernel for each new shape, and shapes of
-prefills seldom repeat: a smaller call does not repay it."""
+CUDNN_SCORES = 1 << 28
+"""Scores per head (M * L) from which cuDNN may compute a call: 16,384 tokens to as many keys. It plans each new shape and
+stride, thus each length of a prompt, and a smaller call is not likely to repay that."""
 
 
 def dense_attention(
