@@ -15,7 +15,7 @@ from workers import small_model
 
 from hf_parallel import Hotspot, LogitsCache
 from hf_parallel.generation import rng as noise
-from hf_parallel.generation.rng import RowRNG, draw, exponential_noise, mix
+from hf_parallel.generation.rng import RowRNG, draw, exponential_noise, mix, next_keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,3 +138,12 @@ def test_rows_of_seeds_and_of_generators_draw_together() -> None:
 def test_shares_that_are_none_are_refused(bad: float) -> None:
     with pytest.raises(RuntimeError, match="cannot draw"):
         draw(torch.full((1, 4), bad), [RowRNG(1)])
+
+
+def test_keys_of_many_rows_are_those_of_each_alone() -> None:
+    """Also of rows that share a generator of seeds, and of seeds beyond 64 bits."""
+    seeds = [0, 1, 2**63 - 1, 2**64 + 5, -3]
+    together, alone = ([RowRNG(seed) for seed in seeds] for _ in range(2))
+    for rows in ([0, 1, 2, 3, 4], [2, 2], [4, 0]):
+        keys = next_keys([together[row] for row in rows], torch.device("cpu"))
+        assert keys.tolist() == [alone[row].next() for row in rows]

@@ -84,7 +84,14 @@ def make_rngs(seed: Any, num_rows: int) -> list[RowRNG] | None:
 
 def next_keys(rngs: Sequence[RowRNG], device: torch.device) -> torch.Tensor:
     """Return the RNG keys `int64 [rows]` of the next tokens of rows that have their own RNGs, and advance these."""
-    return to_device([key for key in (rng.next() for rng in rngs) if isinstance(key, int)], device)
+    seeds, numbers = [], []
+    for rng in rngs:
+        seeds.append(rng._source % 2**64)  # type: ignore[operator]  # no generator
+        rng.skip()
+        numbers.append(rng._count)
+    increment, factor = map(np.uint64, _SPLITMIX[:2])
+    bits = _finalise(np.array(seeds, np.uint64) * increment + np.array(numbers, np.uint64) * factor)  # as `mix`
+    return to_device((bits & np.uint64(2**63 - 1)).astype(np.int64), device)
 
 
 def check_drawn(flags: Sequence[int]) -> None:
@@ -141,15 +148,19 @@ def draw_among(tokens: torch.Tensor, probs: torch.Tensor, key: int) -> int:
 
 def _winner(tokens: np.ndarray, probs: np.ndarray, key: int) -> int:
     """Return the winner of the race of a row; `exponential_noise` in NumPy, which is faster for a few tokens."""
-    increment, first, second = map(np.uint64, _SPLITMIX)
-    bits = np.uint64(key) + tokens.astype(np.uint64) * increment
-    bits = (bits ^ (bits >> np.uint64(30))) * first
-    bits = (bits ^ (bits >> np.uint64(27))) * second
-    uniform = ((bits ^ (bits >> np.uint64(31))) >> np.uint64(32)).astype(np.float32)
+    bits = _finalise(np.uint64(key) + tokens.astype(np.uint64) * np.uint64(_SPLITMIX[0]))
+    uniform = (bits >> np.uint64(32)).astype(np.float32)
     uniform = (uniform + np.float32(0.5)) * np.float32(2.0**-32)
     with np.errstate(divide="ignore"):
         noise = np.minimum(-np.log1p(-uniform), np.float32(_MAX_NOISE))
     return int(tokens[(probs / noise).argmax()])
+
+
+def _finalise(bits: np.ndarray) -> np.ndarray:
+    """Finaliser of splitmix64 of `uint64` numbers."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_SPLITMIX[1])
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_SPLITMIX[2])
+    return bits ^ (bits >> np.uint64(31))
 
 
 def exponential_noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ class Warpers:
     @property
     def is_filter(self) -> bool:
         """Whether tokens may be removed."""
-        return bool(self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return bool(self.top_k > 0 or self.top_p < 1 or np.float32(self.min_p) > 0)
 
     @property
     def is_quick(self) -> bool:
