@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from workers import SETTINGS
 
 import hf_parallel
+from hf_parallel import SharedPrefixCache
 from hf_parallel.cache import BlockCache
 from hf_parallel.generation.runner import CachedModel
 from hf_parallel.models import compiled
@@ -62,6 +63,19 @@ def test_compiled_layers_generate_the_same_tokens(name: str) -> None:
         out = generate(model, rows, compile=True)
         assert torch.equal(out.sequences, expected.sequences)
         assert (out.stats.compiled_passes, expected.stats.compiled_passes) == (4, 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # layers of one kind, and of two
+def test_an_engine_compiles_all_graphs_before_its_first_request(name: str) -> None:
+    model = enabled(name)
+    before = num_graphs()
+    with torch.no_grad():
+        cached = CachedModel(model, model._parallel_capabilities, SharedPrefixCache(), cuda_graph=False, compile=True)
+        cached.token_bytes()
+    compiled_at_start = num_graphs() - before
+    for rows in (1, 2, 5):
+        assert generate(model, rows, compile=True).stats.compiled_passes == 4
+    assert compiled_at_start == num_graphs() - before > 0
 
 
 def test_inductor_generates_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

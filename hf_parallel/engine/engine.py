@@ -266,7 +266,7 @@ class Engine:
             self._abandon()
 
     def _open_storage(self) -> None:
-        """Delete all keys and values. Compute one token to measure the bytes of its keys and values."""
+        """Delete all keys and values. Compute a few tokens to measure the bytes of their keys and values."""
         storage = self._storage
         storage.reset()
         storage.device = execution_device(self.model)

@@ -74,12 +74,17 @@ class CachedModel:
         return self._layers is not None and not self._layers.failed
 
     def token_bytes(self) -> int:
-        """Compute one token; return the bytes of its keys and values."""
-        block = self.cache.new_block(1)
-        forward = self.cache.prepare([Segment([block], 1)])
-        self.logits(forward, torch.zeros(1, dtype=torch.int64, device=self.device), None)
-        self.cache.commit()
-        self.cache.free(block)
+        """Compute passes of one and of two rows; return the bytes of the keys and values of a token.
+
+        Compiled layers have a graph for one row and another for more, which are compiled here.
+        """
+        for rows in (1, 2):
+            blocks = self.cache.new_blocks(rows, 1)
+            forward = self.cache.prepare([Segment([block], 1) for block in blocks])
+            self.logits(forward, torch.zeros(rows, dtype=torch.int64, device=self.device), None)
+            self.cache.commit()
+            for block in blocks:
+                self.cache.free(block)
         return self.cache.arena.bytes_per_token
 
     def _decode(self, ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
