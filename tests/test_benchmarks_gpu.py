@@ -23,7 +23,7 @@ from benchmarks.gpu_parts.layer import Features, Layer
 from benchmarks.gpu_parts.timing import Ceilings, Deadline, OutOfTimeError, Timer
 from hf_parallel.cache import Arena
 from hf_parallel.kernels import BACKEND_VARIABLE
-from hf_parallel.models import attention
+from hf_parallel.models import attention, compiled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -294,7 +294,8 @@ def test_decoding_is_compared_with_and_without_compilation(monkeypatch: pytest.M
     assert [settings.get("compile") for settings in given] == [None] * 3 + [True, False, True]
 
 
-def test_attention_is_skipped_and_restored() -> None:
+def test_attention_is_skipped_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
     toy, usual = models.Models(CPU, torch.float32).get("toy"), attention.block_attention
     with models.attention_skipped() as asked:
         assert attention.block_attention is not usual
