@@ -59,8 +59,11 @@ def _short(default: str | griffe.Expr | None) -> str | griffe.Expr | None:
 def _add_attributes(cls: griffe.Class) -> None:
     """Add a table of the fields whose docstrings stand below them, if the docstring of the class has no table."""
     assert cls.docstring is not None
-    fields = [field for field in cls.attributes.values() if "instance-attribute" in field.labels]
-    if len(cls.docstring.parsed) > 1 or not any(field.docstring for field in fields):
+    attributes = [field for field in cls.attributes.values() if "instance-attribute" in field.labels]
+    fields = [field for field in attributes if not field.is_private]
+    tables = griffe.DocstringSectionKind.parameters, griffe.DocstringSectionKind.attributes
+    has_table = any(section.kind in tables for section in cls.docstring.parsed)
+    if has_table or not any(field.docstring for field in fields):
         return
     rows = [
         griffe.DocstringAttribute(

@@ -33,7 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
-gc.disable()
+def pytest_collection() -> None:
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:

@@ -26,6 +26,7 @@ from hf_parallel.agents import (
     ReplayError,
     Runtime,
     ScriptedModel,
+    SelfRefine,
     Single,
     State,
     ToolError,
@@ -305,6 +306,27 @@ def test_an_agent_that_handles_all_errors_cannot_hide_that_it_departs_from_its_l
         assert isinstance(caught.value.__cause__, ReplayError)
 
 
+def test_an_agent_that_fails_only_when_it_is_replayed_ends_the_run() -> None:
+    calls = []
+
+    @agent(supervisor=Paths(2))
+    async def fails_later() -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            raise OSError("not in the first run")
+        return await Chat().user("question").gen()
+
+    @agent
+    async def waits() -> Any:
+        with suppress(Exception):
+            await next(spawn(fails_later))
+        return "hidden"
+
+    with pytest.raises(AgentError, match="fails_later#0 departs from its log") as caught:
+        scripted().run(waits)
+    assert isinstance(caught.value.__cause__.__cause__, OSError)  # type: ignore[union-attr]
+
+
 def test_code_that_cleans_up_after_a_path_is_dropped_does_not_end_the_run() -> None:
     times = []
 
@@ -473,7 +495,10 @@ def test_an_agent_that_handles_all_errors_cannot_hide_that_a_recording_is_of_ano
     assert isinstance(raised.value.__cause__, ReplayError)
 
 
-def test_a_completion_of_a_value_function_that_the_recording_lacks_ends_the_run(tmp_path: Path) -> None:
+def test_a_completion_of_a_value_function_that_the_recording_lacks_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_parallel.agents.run.MISSING_SECONDS", 0.05)
     path = tmp_path / "run.jsonl"
 
     async def value(state: State) -> float:
@@ -492,15 +517,44 @@ def test_a_completion_of_a_value_function_that_the_recording_lacks_ends_the_run(
             Runtime().run(answers, record=path)
 
 
-def test_a_completion_that_the_recorded_run_did_not_wait_for_is_not_missing(tmp_path: Path) -> None:
+class Slow:
+    """A model that does not finish any completion but the first."""
+
+    passes = 0
+
+    async def generate(self, messages: Any, settings: Any, seed: int, hints: Any) -> Completion:
+        await asyncio.sleep(0 if messages[-1]["content"] == "first" else 9)
+        return Completion(("text",))
+
+
+@pytest.mark.parametrize("aside", ["value", "complete"])
+def test_completions_that_the_recording_lacks_wait_while_a_tool_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside: str
+) -> None:
+    monkeypatch.setattr("hf_parallel.agents.run.MISSING_SECONDS", 0.05)
     path = tmp_path / "run.jsonl"
 
-    class Slow:
-        passes = 0
+    async def value(state: State) -> float:
+        return float(len(await gather(*(Chat().user("Rate it.").gen() for _ in range(2)))))
 
-        async def generate(self, messages: Any, settings: Any, seed: int, hints: Any) -> Completion:
-            await asyncio.sleep(0 if messages[-1]["content"] == "first" else 9)
-            return Completion(("text",))
+    @agent(supervisor=BestOfN(1, value=value) if aside == "value" else SelfRefine(1))
+    async def rated() -> Any:
+        return await Chat().user("first").gen()
+
+    @agent
+    async def reads() -> Any:
+        handle = spawn(rated)
+        await tool(asyncio.sleep, 0.4)
+        cancel(handle)
+        return "done"
+
+    assert Runtime(Slow()).run(reads, record=path).value == "done"
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if "tool" not in line))
+    assert Runtime().run(reads, record=path).value == "done"
+
+
+def test_a_completion_that_the_recorded_run_did_not_wait_for_is_not_missing(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
 
     @agent
     async def writes() -> Any:

@@ -66,7 +66,7 @@ def test_compiled_layers_generate_the_same_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])  # layers of one kind, and of two
-def test_an_engine_compiles_all_graphs_before_its_first_request(name: str) -> None:
+def test_measuring_the_bytes_of_a_token_compiles_all_graphs(name: str) -> None:
     model = enabled(name)
     before = num_graphs()
     with torch.no_grad():

@@ -25,6 +25,7 @@ from workers import SETTINGS
 import hf_parallel
 from hf_parallel.generation import decode
 from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.runner import CachedModel
 from hf_parallel.kernels import BACKEND_VARIABLE
 from hf_parallel.models import cuda_graph as graph
 from hf_parallel.models.cuda_graph import CapturedGraph, DecodeGraphs, NoSyncMode, bucket_size, capture_graph
@@ -127,13 +128,21 @@ def test_finished_rows_lead_to_smaller_graphs(
 
 
 def test_the_last_of_several_rows_needs_no_graph_of_one_row(graphs: Graphs, model: PreTrainedModel) -> None:
-    """Which compiled layers would compile in the middle of a call."""
+    """Compiled layers would compile it in the middle of the call."""
     plain = generate(model, None).sequences[:, INPUT_IDS.shape[1] :]
     settings: dict[str, Any] = {"eos_token_id": [int(plain[0, 1]), int(plain[1, 1])]}
     expected = generate(model, None, **settings).sequences
     assert torch.equal(generate(model, **settings).sequences, expected)
     assert graphs.captures == [3, 2]
     assert graphs.replays == NEW - 1
+
+
+def test_an_engine_has_a_graph_of_one_row_for_a_single_request(graphs: Graphs, model: PreTrainedModel) -> None:
+    """It measures the bytes of a token when it starts."""
+    capabilities = model._parallel_capabilities
+    with torch.no_grad():
+        CachedModel(model, capabilities, hf_parallel.SharedPrefixCache(), cuda_graph=True).token_bytes()  # type: ignore[arg-type]
+    assert graphs.captures == [1]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -219,7 +219,8 @@ def test_sampling_compiles_without_spills(
         used = resources(kernel.asm["cubin"], tmp_path)
         assert used["STACK"] == used["LOCAL"] == 0
         assert kernel.metadata.shared <= 48 << 10
-    assert 2 * used["REG"] * 32 * kernel.metadata.num_warps <= REGISTERS_PER_PROCESSOR
+        if name == "choose":
+            assert 2 * used["REG"] * 32 * kernel.metadata.num_warps <= REGISTERS_PER_PROCESSOR
 
 
 @pytest.mark.slow

@@ -128,6 +128,15 @@ def test_the_tokens_that_are_kept_are_those_of_transformers(name: str, dtype: to
         assert choose(scores, warpers, noise).tolist() == order[last].tolist()
 
 
+def test_a_row_is_searched_in_tiles_that_are_smaller_than_those_of_its_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(triton_backend, "_WARPS", 8)
+    scores = random_scores(torch.bfloat16)
+    small = sample(scores, SETTINGS["all"], KEYS)
+    monkeypatch.setattr(triton_backend, "_WARPS", 32)
+    torch.testing.assert_close(small, sample(scores, SETTINGS["all"], KEYS))
+
+
 @pytest.mark.parametrize(("name", "dtype", "vocabulary"), CASES, ids=str)
 def test_tokens_and_their_probabilities_are_those_of_the_noise(name: str, dtype: torch.dtype, vocabulary: int) -> None:
     scores = random_scores(dtype, vocabulary)

@@ -252,16 +252,33 @@ def test_long_prefills_on_a_gpu_use_the_torch_backend(
     assert not dispatch.is_prefill(layer.keys, layer.values, plan, None)
 
 
+def with_last_logits(logits_to_keep: int) -> None:
+    """Signature of `forward` of most models."""
+
+
 @pytest.mark.parametrize(
-    ("device", "gigabytes", "expected"),
-    [("cuda", 80, LARGE_PREFILL_CHUNK), ("cuda", 24, PREFILL_CHUNK), ("cpu", 80, PREFILL_CHUNK)],
+    ("device", "gigabytes", "weights", "forward", "expected"),
+    [
+        ("cuda", 80, 16, with_last_logits, LARGE_PREFILL_CHUNK),
+        ("cuda", 80, 64, with_last_logits, PREFILL_CHUNK),
+        ("cuda", 24, 2, with_last_logits, PREFILL_CHUNK),
+        ("cuda", 80, 16, lambda input_ids: None, PREFILL_CHUNK),
+        ("cpu", 80, 16, with_last_logits, PREFILL_CHUNK),
+    ],
+    ids=["large", "full of weights", "small", "logits of all tokens", "cpu"],
 )
-def test_prefills_of_large_gpus_have_larger_chunks(
-    device: str, gigabytes: int, expected: int, monkeypatch: pytest.MonkeyPatch
+def test_prefills_of_gpus_with_free_memory_have_larger_chunks(
+    device: str,
+    gigabytes: int,
+    weights: int,
+    forward: Callable[..., None],
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     properties = SimpleNamespace(total_memory=gigabytes << 30)
+    model = SimpleNamespace(forward=forward, get_memory_footprint=lambda: weights << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert prefill_chunk(torch.device(device)) == expected
+    assert prefill_chunk(model, torch.device(device)) == expected
 
 
 # FlashAttention, with replacements for its kernels

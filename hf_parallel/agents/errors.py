@@ -27,7 +27,7 @@ class DeadlockError(RuntimeError):
 class ReplayError(RuntimeError):
     """Raised if an agent does something else when it is replayed, and ends the run, also if the agent handles it.
 
-    Its code is not deterministic, or the recording is of other arguments.
+    Its code is not deterministic, or the recording is of other arguments, or lacks a completion and there is no engine.
     """
 
 

@@ -214,7 +214,8 @@ async def run_aside(place: Place, prefix: str, awaitable: Coroutine[Any, Any, An
     assert place.state is not None
     frame = Frame(Place(place.segment, place.state), prefix, entries=[])
     try:
-        return await asyncio.get_running_loop().create_task(frame.run(awaitable))
+        create_task = asyncio.get_running_loop().create_task
+        return await place.segment.runtime.computed(lambda: create_task(frame.run(awaitable)))
     finally:
         awaitable.close()  # if it was cancelled before it began
 
@@ -307,10 +308,9 @@ class Execution(Place):
         """Run to a state, whose log was given."""
         await self._continue(None)
         status, operation, value = self._stopped.result()
-        if status == ERROR:
-            raise value
         if (status, operation) != (state.status, state.pending) or self.frame.replay:
-            raise self.frame.departure(f"{state.pending!r} was recorded, {operation or status!r} is reached")
+            error = self.frame.departure(f"{state.pending!r} was recorded, {operation or status!r} is reached")
+            raise error from (value if status == ERROR else None)
         self._begin()
 
     async def _continue(self, directive: Any) -> None:

@@ -73,9 +73,11 @@ class Recording:
         if found is None:
             return None
         if found["operation"] != operation:
+            shown = repr(fingerprint(arguments))
+            if len(shown) > MAX_SHOWN:  # the end of a conversation tells more than its middle
+                shown = f"{shown[: MAX_SHOWN // 2]} ... {shown[-MAX_SHOWN // 2 :]}"
             raise ReplayError(
-                f"{self.path} records {found['operation']!r} as {key}, but the run does {operation!r} with "
-                f"{fingerprint(arguments)!r:.{MAX_SHOWN}}"
+                f"{self.path} records {found['operation']!r} as {key}, but the run does {operation!r} with {shown}"
             )
         if found.get("error") is not None:
             raise ToolError(str(found["error"]))

@@ -67,6 +67,7 @@ class Run:
         self.functions: dict[str, Agent] = {}
         self._busy = self._operations = 0  # completions and tools that run, and have begun or ended
         self._places = asyncio.Semaphore(max_requests)
+        self._missing_at: list[Place] = []  # where agents wait for completions that the recording lacks
         self._waits: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])  # number and seconds, by agent
         self._steps: dict[str, str] = {}  # last request of each instance
         self._end: asyncio.Future[AgentError] = asyncio.get_running_loop().create_future()  # see `end`
@@ -125,7 +126,9 @@ class Run:
         while idle < 2:  # once: a function may have blocked the loop
             before = self._operations
             await asyncio.sleep(seconds / 2)
-            idle = idle + 1 if self._busy <= 0 and self._operations == before else 0
+            aside = {place for place in self._missing_at if not isinstance(place, Execution)}
+            waiting = len(self._missing_at) + len(aside)  # what runs aside is busy itself
+            idle = idle + 1 if self._busy == waiting and self._operations == before else 0
 
     def end(self, agent_id: str, error: ReplayError) -> None:
         """End the run by the error of an agent, whether or not the agents handle it."""
@@ -177,12 +180,11 @@ class Run:
 
     async def _missing(self, execution: Place, key: str) -> ReplayError:
         """End the run, unless other agents go on and cancel this one, as in the recorded run; return the error."""
-        waiting = 1 if isinstance(execution, Execution) else 2  # with the value function
-        self._busy -= waiting
+        self._missing_at.append(execution)
         try:
             await self._stall(MISSING_SECONDS)
         finally:
-            self._busy += waiting
+            self._missing_at.remove(execution)
         error = ReplayError(f"the recording has no completion for {key}, and this Runtime has no engine")
         return execution.end_run(error)
 

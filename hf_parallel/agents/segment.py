@@ -168,8 +168,7 @@ class Segment:
         await execution.advance(child, fire)
         self.runtime.stats.transitions += 1
         if supervisor.value is not None and child.error is None and supervisor.evaluates(child):
-            place, runtime = Place(execution.segment, child), self.runtime
-            child.value = await runtime.computed(lambda: run_aside(place, "value.", _value(supervisor, child)))
+            child.value = await run_aside(Place(execution.segment, child), "value.", _value(supervisor, child))
 
     def _note(self, state: State, status: str) -> None:
         parent = None if state.parent is None else state.parent.id

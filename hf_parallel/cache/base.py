@@ -305,7 +305,7 @@ class BlockCache(Cache):
         attention operation stores them.
         """
         device = key_states.device.type
-        if torch.is_autocast_enabled(device):  # as long as the layer is traced: compiled code runs without autocast
+        if torch.is_autocast_enabled(device):  # also while a layer is traced: its compiled code runs without
             dtype = torch.get_autocast_dtype(device)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if torch.compiler.is_compiling():

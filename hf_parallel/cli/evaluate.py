@@ -23,7 +23,8 @@ from hf_parallel.evaluation.runs import NO_MODE, check_sweep
 from hf_parallel.evaluation.tasks import check_task
 from hf_parallel.files import write_atomically
 from hf_parallel.generation import MODES
-from hf_parallel.generation.config import SAMPLING_ONLY
+from hf_parallel.generation.arguments import GENERATION_SETTINGS
+from hf_parallel.generation.config import SAMPLING_ONLY, check_setting_names
 from hf_parallel.generation.modes import HogwildConfig, SelfConsistencyConfig
 from hf_parallel.generation.validation import suggestion
 
@@ -113,7 +114,7 @@ def evaluate(options: argparse.Namespace) -> int:
     common, runs, of_task = read_runs(options)
     check_model_options(options)
     finisher = Finisher(options.finisher_tokens, options.finisher_prompt)
-    check_task(options.task, of_task)  # before options such as `seed` meet the arguments of the same names
+    check_task(options.task, of_task)  # `load_problems` has arguments of its own, such as `seed`
     problems = load_problems(options.task, options.source, options.count, options.seed, **of_task)
     counts = {"samples": options.samples, "concurrent": options.concurrent}
     check_sweep(problems, runs, budgets, common, options.seed, **counts)
@@ -176,7 +177,7 @@ def read_runs(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run], d
     several = [name for name, values in [*swept.items(), *given.get(TASK, {}).items()] if len(values) > 1]
     if several:
         raise ValueError(f"only settings of a mode may have several values, got {several[0]}: give MODE.{several[0]}")
-    Run(None, common)  # checks the names
+    check_setting_names(None, common, GENERATION_SETTINGS)
     for run in runs:
         _check_sampling({**common, **run.generation()})
     return common, runs, {name: values[0] for name, values in given.get(TASK, {}).items()}

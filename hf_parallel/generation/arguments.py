@@ -119,13 +119,13 @@ OTHER_ARGUMENTS = frozenset(
 """Arguments of `generate` that are neither settings nor named in its signature."""
 
 
-GENERATION_SETTINGS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+GENERATION_SETTINGS = tuple(name for name in vars(GenerationConfig()) if not name.startswith("_"))
 """Names of the settings of `generate`."""
 
 
 @cache
 def setting_names() -> frozenset[str]:
-    """Return the names of the settings of a `GenerationConfig`, and what else it stores."""
+    """Return the names in a saved `GenerationConfig`: the settings, and entries such as `transformers_version`."""
     config = GenerationConfig()
     return frozenset(vars(config)) | frozenset(config.to_dict())
 

@@ -103,10 +103,9 @@ def check_drawn(flags: Sequence[int]) -> None:
 
 def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
     """Sample one token for each row, `int64 [rows]`, from `probs`, `float32 [rows, vocabulary]`."""
+    if all(rng.is_own for rng in rngs):
+        return _race(probs, next_keys(rngs, probs.device))
     sources = [rng.next() for rng in rngs]
-    keys = [source for source in sources if isinstance(source, int)]
-    if len(keys) == len(sources):
-        return _race(probs, to_device(keys, probs.device))
     tokens = [
         _race(row, to_device([source], row.device))
         if isinstance(source, int)

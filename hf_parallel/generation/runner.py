@@ -26,10 +26,10 @@ PREFILL_CHUNK = 4096
 LARGE_PREFILL_CHUNK = 16384
 """New tokens per forward pass of a prefill; overridden by `generation_config.prefill_chunk_size`.
 
-The larger one is for a GPU of at least `LARGE_MEMORY` bytes: activations take more memory, and fewer chunks have keys
-before them, attention to which is computed by itself and merged.
+The larger one is for a GPU with at least `LARGE_MEMORY` bytes beside the weights: activations take more memory, and
+fewer chunks have keys before them, which need a call of their own and a merge.
 """
-LARGE_MEMORY = 40 << 30
+LARGE_MEMORY = 24 << 30
 
 
 class CachedModel:
@@ -52,7 +52,7 @@ class CachedModel:
         self.graphs = DecodeGraphs(cache) if cuda_graph and DecodeGraphs.supports(model, self.device) else None
         self._layers = compiled_layers(model, compile, steps)
         self._num_moves = num_moves(model)
-        self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._has_logits_to_keep = _has_logits_to_keep(model)
 
     def logits(self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None) -> torch.Tensor:
         """Run the prepared pass over packed tokens `ids`, `int64 [T]` on the device.
@@ -74,11 +74,12 @@ class CachedModel:
         return self._layers is not None and not self._layers.failed
 
     def token_bytes(self) -> int:
-        """Compute passes of one and of two rows; return the bytes of the keys and values of a token.
+        """Compute passes of two rows and of one; return the bytes of the keys and values of a token.
 
-        Compiled layers have a graph for one row and another for more, which are compiled here.
+        Compiled layers have a graph for one row and another for more, which are compiled here. The first pass allocates
+        the storage, so that only the second can be captured: `DecodeGraphs` pads one row to two if none was captured.
         """
-        for rows in (1, 2):
+        for rows in (2, 1):
             blocks = self.cache.new_blocks(rows, 1)
             forward = self.cache.prepare([Segment([block], 1) for block in blocks])
             self.logits(forward, torch.zeros(rows, dtype=torch.int64, device=self.device), None)
@@ -105,11 +106,16 @@ class CachedModel:
             return self.model(use_cache=True, return_dict=True, **kwargs)
 
 
-def prefill_chunk(device: torch.device) -> int:
+def prefill_chunk(model: Any, device: torch.device) -> int:
     """Return the default number of new tokens per forward pass of a prefill."""
-    if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE_MEMORY:
+    if device.type != "cuda" or not _has_logits_to_keep(model):  # logits of all tokens take more than activations
         return PREFILL_CHUNK
-    return LARGE_PREFILL_CHUNK
+    free = torch.cuda.get_device_properties(device).total_memory - model.get_memory_footprint()
+    return LARGE_PREFILL_CHUNK if free >= LARGE_MEMORY else PREFILL_CHUNK
+
+
+def _has_logits_to_keep(model: Any) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 class ModelRunner:
@@ -121,7 +127,7 @@ class ModelRunner:
     def __init__(self, call: GenerationCall, cache: BlockCache, stats: GenerationStats) -> None:
         self.call, self.cache, self.stats = call, cache, stats
         self.device = call.input_ids.device
-        self.chunk_size = call.generation_config.prefill_chunk_size or prefill_chunk(self.device)
+        self.chunk_size = call.generation_config.prefill_chunk_size or prefill_chunk(call.model, self.device)
         self.model: CachedModel | None = None  # in an engine: None
         if call.executor is None:
             settings = call.cuda_graph, call.compile, call.max_new_tokens

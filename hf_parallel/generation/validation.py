@@ -57,7 +57,7 @@ def suggestion(name: Any, known: Iterable[str]) -> str:
 
 
 def names_hint(name: Any, known: Sequence[str], others: Iterable[str] = ()) -> str:
-    """Return the end of a message about an unknown name: which known or other name it resembles, and the known ones."""
+    """Return the end of a message about an unknown name: a similar name, if there is one, and the known names."""
     near = suggestion(name, [*known, *others])
     return f"{near}{' It' if near else '; it'} has {list(known)}" if known else near
 

@@ -19,8 +19,8 @@ FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALIGNED_BYTES = 16
 """Alignment of heads that PyTorch's fused kernels require on a GPU: head dimensions of 8 in half precision."""
 CUDNN_SCORES = 1 << 28
-"""Scores per head (M * L) from which cuDNN may compute a call: 16,384 tokens to as many keys. It plans each new shape
-and stride, thus each length of a prompt, and a smaller call is not likely to repay that."""
+"""Scores per head (M * L) from which cuDNN may compute a call, such as 16,384 tokens to as many keys. It plans each new
+shape and stride, thus each chunk of a prompt of a new length, and a smaller call is not likely to repay that."""
 
 
 def dense_attention(

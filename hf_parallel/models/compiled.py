@@ -107,10 +107,10 @@ class CompiledLayers:
 
     def separate(self, model: nn.Module) -> None:
         """Undo the fusion of projections."""
-        for group in self._intact():
-            with torch.inference_mode(False):
+        with torch.inference_mode(False):
+            for group in self._intact():
                 group.separate()
-            _num_moves[model] = num_moves(model) + 1
+                _num_moves[model] = num_moves(model) + 1
         self._fused = []
 
     def _intact(self) -> list[FusedLinear]:

@@ -130,7 +130,10 @@ class _MergeProducts(CustomGraphPass):
     """Computes equal matrix products of a graph once."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        """Replace equal products, and what prepares their arguments. All operations are functional at this stage."""
+        """Replace equal products, and equal operations that prepare their arguments.
+
+        All operations are functional at this stage.
+        """
         first: dict[Any, torch.fx.Node] = {}
         for node in list(graph.nodes):
             if node.target not in _MERGED:
