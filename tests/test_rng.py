@@ -39,15 +39,21 @@ WRITERS = {
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The keys with which tokens were drawn."""
     keys: list[int] = []
-    following = RowRNG.next
+    one, several = RowRNG.next, noise.next_keys
 
     def noted(self: RowRNG) -> Any:
-        key = following(self)
+        key = one(self)
         assert isinstance(key, int)
         keys.append(key)
         return key
 
+    def all_noted(*given: Any) -> torch.Tensor:
+        found = several(*given)
+        keys.extend(found.tolist())
+        return found
+
     monkeypatch.setattr(RowRNG, "next", noted)
+    monkeypatch.setattr(noise, "next_keys", all_noted)
     return keys
 
 
