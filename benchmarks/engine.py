@@ -41,7 +41,7 @@ from .__main__ import about, add_model_options, finish, new_path, set_up
 from .engine_load import LoadBenchmark, SoakBenchmark, load_targets, show_load
 from .engine_servers import check_url
 from .rounds import compare, targets_table
-from .shared_prefix import PAGE, PAGE_SIZE
+from .shared_prefix import PAGE, page_settings
 
 TARGETS = (
     ("one_after_another_by_engine", "at least", 4.0, "all requests: one after another relative to the engine"),
@@ -187,8 +187,7 @@ class EngineBenchmark:
     def _generate_batch(self, model: Any, prompts: list[list[int]]) -> list[list[int]]:
         """Return the new tokens of continuous batching, which shares the pages of equal prefixes."""
         pages = sum(-(-(len(prompt) + self.new_tokens) // PAGE) + 1 for prompt in prompts)
-        sizes: dict[str, Any] = {PAGE_SIZE: PAGE, "num_blocks": pages, "max_batch_tokens": max(self.prompt, PAGE)}
-        batching = ContinuousBatchingConfig(**sizes)
+        batching = ContinuousBatchingConfig(**page_settings(pages, self.prompt))
         if model.device.type == "cpu":
             batching.use_cuda_graph, batching.use_async_batching = False, False
         config = GenerationConfig(max_new_tokens=self.new_tokens, **FIXED_LENGTH)

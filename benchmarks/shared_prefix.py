@@ -20,8 +20,12 @@ from .rounds import Bar, PrefilledCache, Times, prefill_ratio, run_rounds, step_
 BOUND_PROMPT = 4
 PAGE = 256
 """Tokens per page of the cache of continuous batching."""
-PAGE_SIZE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
-"""Its name in `ContinuousBatchingConfig`: the second in transformers 5.17.0."""
+
+
+def page_settings(pages: int, prompt: int) -> dict[str, Any]:
+    """Return the settings of continuous batching for so many pages, and prompts computed in one pass."""
+    name = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # in transformers 5.17.0
+    return {name: PAGE, "num_blocks": pages, "max_batch_tokens": max(prompt, PAGE)}
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ class SharedPrefixBenchmark:
         """Measure continuous batching with `num_return_sequences`, whose rows share the pages of the prompt."""
         bar.next("generate_batch (continuous batching)")
         pages = self.rows * (-(-(self.prompt + self.new_tokens) // PAGE) + 1)
-        batching: dict[str, Any] = {PAGE_SIZE: PAGE, "num_blocks": pages, "max_batch_tokens": max(self.prompt, PAGE)}
+        batching = page_settings(pages, self.prompt)
         if model.device.type == "cpu":
             batching |= {"use_cuda_graph": False, "use_async_batching": False}
         config = GenerationConfig(do_sample=False, max_new_tokens=self.new_tokens, eos_token_id=-1, pad_token_id=0)

@@ -39,7 +39,7 @@ from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
 from .__main__ import about, finish, new_path, set_up
 from .rounds import compare, targets_table
-from .shared_prefix import PAGE, PAGE_SIZE
+from .shared_prefix import PAGE, page_settings
 
 TARGETS = (
     ("loss_of_full_rows_by_tree", "at least", 6.0, "forward and backward pass: full rows relative to the tree"),
@@ -150,8 +150,7 @@ class TrainingBenchmark:
             found[mode or "generate"] = timed(partial(model.generate, batch, **given))[0]
         log("rollouts, continuous batching")
         pages = self.completions * (-(-(self.prompt + self.new_tokens) // PAGE) + 1)
-        sizes: dict[str, Any] = {PAGE_SIZE: PAGE, "num_blocks": pages, "max_batch_tokens": max(self.prompt, PAGE)}
-        batching = ContinuousBatchingConfig(**sizes, use_cuda_graph=False)
+        batching = ContinuousBatchingConfig(**page_settings(pages, self.prompt), use_cuda_graph=False)
         batching.use_async_batching = False
         config = GenerationConfig(do_sample=True, max_new_tokens=self.new_tokens, eos_token_id=-1, pad_token_id=0)
         try:

@@ -179,7 +179,7 @@ class Run:
         return found
 
     async def _missing(self, execution: Place, key: str) -> ReplayError:
-        """End the run, unless other agents go on and cancel this one, as in the recorded run; return the error."""
+        """End the run, unless other agents continue and cancel this one, as in the recorded run; return the error."""
         self._missing_at.append(execution)
         try:
             await self._stall(MISSING_SECONDS)

@@ -117,7 +117,7 @@ def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
 
 def draw_among_each(candidates: Sequence[Candidates], rngs: Sequence[RowRNG]) -> torch.Tensor:
     """Sample one token for each row, `int64 [rows]`, on the CPU: that of `draw` with the same probabilities."""
-    keys = [key for key in (rng.next() for rng in rngs) if isinstance(key, int)]
+    keys = next_keys(rngs, torch.device("cpu")).tolist()
     tokens = [draw_among(ids, probs, key) for (ids, probs), key in zip(candidates, keys, strict=True)]
     return torch.tensor(tokens, dtype=torch.int64)
 

@@ -127,14 +127,15 @@ class ModelRunner:
     def __init__(self, call: GenerationCall, cache: BlockCache, stats: GenerationStats) -> None:
         self.call, self.cache, self.stats = call, cache, stats
         self.device = call.input_ids.device
-        self.chunk_size = call.generation_config.prefill_chunk_size or prefill_chunk(call.model, self.device)
+        chunk = call.generation_config.prefill_chunk_size
         self.model: CachedModel | None = None  # in an engine: None
         if call.executor is None:
             settings = call.cuda_graph, call.compile, call.max_new_tokens
             self.model = CachedModel(call.model, call.capabilities, cache, *settings)
+            self.chunk_size = chunk or prefill_chunk(call.model, self.device)
         else:
             call.executor.stats = stats
-            self.chunk_size = min(self.chunk_size, call.executor.chunk_size)
+            self.chunk_size = min(chunk or PREFILL_CHUNK, call.executor.chunk_size)
 
     @property
     def graphs(self) -> DecodeGraphs | None:
