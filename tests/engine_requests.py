@@ -92,6 +92,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
     nodes = list(storage.nodes())
     assert not storage.pins
     assert not storage.computing
+    assert all(any(root.children.values()) for root in storage.roots.values() if root is not storage.root)
     assert storage.blocks == {node.block for node in nodes}
     assert all(len(node.tokens) == node.block.length > 0 for node in nodes)
     for layer in storage.arena.layers.values():

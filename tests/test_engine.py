@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import random
 import threading
 import time
@@ -44,7 +45,7 @@ def submit_all(engine: Engine, cases: list[Case], rng: random.Random) -> list[Re
         for i in range(first, len(cases), 4):
             try:
                 handle = handles[i] = engine.submit(
-                    cases[i].prompt, cases[i].mode, submitter=first, **cases[i].arguments
+                    cases[i].prompt, cases[i].mode, submitter=first, cache_salt=str(i % 2), **cases[i].arguments
                 )
             except KVBudgetError:
                 continue
@@ -217,3 +218,22 @@ def test_prefixes_of_earlier_and_of_running_requests_are_computed_once() -> None
             engine.stats.prefilled_tokens - stats.prefilled_tokens == 3
         )  # the last token of an answer has no keys yet
     assert outputs == [model.generate(prompt, max_new_tokens=8).tolist() for prompt in prompts]
+
+
+def test_requests_share_prefixes_with_those_of_their_salt_only() -> None:
+    model, rng = enabled("llama"), random.Random(0)
+    prompts = [
+        torch.cat((prefix[: rng.randint(1, 30)], torch.randint(32, 126, (5,))))
+        for prefix in random_prefixes(rng, 8, 30)[:2] * 6
+    ]
+    seen: dict[str | None, list[list[int]]] = {None: [], "": [], "a": [], "b": []}
+    with Engine(model, TOKENIZER) as engine:
+        for _ in range(60):
+            prompt, salt = rng.choice(prompts).tolist(), rng.choice(list(seen))
+            output = engine.submit(prompt, max_new_tokens=4, cache_salt=salt).result(20)
+            shared = [len(os.path.commonprefix([prompt[:-1], other[:-1]])) for other in seen[salt]]
+            assert min(output.stats.reused_tokens, len(prompt) - 1) == max(shared, default=0)
+            seen[salt].append(output.sequences[0].tolist())
+        assert_nothing_is_held(engine)
+        with pytest.raises(ValueError, match="cache_salt must be a string or None, got 5"):
+            engine.submit(prompts[0], cache_salt=5)

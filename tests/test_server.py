@@ -615,6 +615,25 @@ def test_a_request_needs_a_valid_key(another: tuple[Any, Any]) -> None:
             openai.OpenAI(base_url=f"{running.url}/v1", api_key="two").models.list()
 
 
+def test_a_key_or_salt_learns_nothing_about_prefixes_of_another(another: tuple[Any, Any]) -> None:
+    secret = "The code of the vault in Oslo is 4711."
+
+    def cached(key: str, prompt: str, **body: Any) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        usage = running.post("/v1/completions", headers, prompt=prompt, max_tokens=1, **body).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    with Engine(*another) as engine:
+        with served(engine, api_keys=["one", "two"]) as running:
+            assert cached("one", secret) == cached("two", secret) == 0
+            assert cached("one", secret) > 10
+            assert cached("one", secret, cache_salt="0:") == cached("two", secret, cache_salt="0:") == 0
+            assert cached("two", secret, cache_salt="0:") > 10
+        with served(engine, api_keys=["one"]) as running:
+            assert cached("one", secret) == cached("one", secret, cache_salt="mine") == 0
+            assert cached("one", secret) > 10
+
+
 def test_a_local_server_answers_for_its_own_names_only(another: tuple[Any, Any]) -> None:
     with Engine(*another) as engine, served(engine, hosts=["127.0.0.1", "localhost", "::1"]) as running:
         for host, status in (("localhost:1", 200), ("[::1]:8000", 200), ("127.0.0.1", 200), ("evil.com", 400)):

@@ -1,14 +1,15 @@
 """`SharedPrefixCache`: a radix tree of token sequences, each stored once (Hydragen, section 3.3).
 
 A node holds a sequence of tokens and the block of their keys and values. A row sees the blocks from the root to its
-leaf. Keys are stored at their true positions, so nothing is ever rotated.
+leaf. Keys are stored at their true positions, so nothing is ever rotated. Prefixes are shared within an identity only:
+each has a root of its own.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ class Node:
     children: dict[int, list[Node]] = field(default_factory=dict)  # by first token, which several may share
     last_used: int = 0  # index of the last call that used the node or a descendant
     is_finite: bool = False  # whether keys and values were found to be finite
+    identity: Hashable = None  # of a root: what its prefixes have in common apart from tokens, such as a salt
 
     @property
     def siblings(self) -> list[Node]:
@@ -253,8 +255,8 @@ class SharedPrefixCache(BlockCache):
                     self._remove(child)
 
     def nodes(self) -> Iterator[Node]:
-        """Yield all nodes except the root, parents before children."""
-        stack = self.root.all_children()[::-1]
+        """Yield all nodes of all identities except the roots, parents before children."""
+        stack = [child for root in self.roots.values() for child in root.all_children()][::-1]
         while stack:
             node = stack.pop()
             yield node
@@ -264,6 +266,7 @@ class SharedPrefixCache(BlockCache):
         """Delete everything and release all memory; the cache can then be used with another model."""
         super().reset()
         self.root = Node(np.empty(0, np.int64))
+        self.roots = {self.root.identity: self.root}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_user": None}

@@ -14,7 +14,7 @@ from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import PLAIN_MODE
 from hf_parallel.generation.prompts import check_task, encode_task
 from hf_parallel.generation.registry import MODES
-from hf_parallel.generation.validation import check_int, check_text
+from hf_parallel.generation.validation import check_int, check_text, is_int
 
 
 def check_limits(*, is_optional: bool = False, **limits: Any) -> None:
@@ -22,6 +22,14 @@ def check_limits(*, is_optional: bool = False, **limits: Any) -> None:
     for name, limit in limits.items():
         if not (is_optional and limit is None):
             check_int(name, limit, at_least=1)
+
+
+def check_request(priority: Any, cache_salt: Any) -> None:
+    """Raise `ValueError` for a priority that is not an int, or a salt that is not a string or None."""
+    if not is_int(priority):
+        raise ValueError(f"priority must be an int, got {priority!r}")
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise ValueError(f"cache_salt must be a string or None, got {cache_salt!r}")
 
 
 def submitter_key(submitter: Any) -> tuple[type, int]:

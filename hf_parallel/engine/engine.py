@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from hf_parallel.cache.layout import ForwardPass
 from hf_parallel.cache.placement import cpu_as_default, execution_device
-from hf_parallel.engine.arguments import check_limits, split_arguments, submitter_key
+from hf_parallel.engine.arguments import check_limits, check_request, split_arguments, submitter_key
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.journal import DecodeRun
@@ -31,7 +31,6 @@ from hf_parallel.generation.claim import ENGINE_OPEN, Claim
 from hf_parallel.generation.joint_sampling import sample_jointly
 from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.runner import CachedModel
-from hf_parallel.generation.validation import is_int
 from hf_parallel.kernels.linear import linear_layers
 from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.attention import gradient_checkpointing_disabled
@@ -155,6 +154,7 @@ class Engine:
         priority: int = 0,
         submitter: Any = None,
         agent_hints: AgentHints | Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
         **settings: Any,
     ) -> RequestHandle:
         """Submit a request and return its handle.
@@ -172,6 +172,8 @@ class Engine:
             Submitters with equal priority get equally many tokens.
         agent_hints : AgentHints or mapping, optional
             The agent that submits it, for eviction policies.
+        cache_salt : str, optional
+            Cached prefixes are shared among requests of equal salt only, so that others cannot tell what is cached.
         **settings
             As of `model.generate`: settings of the mode and of `GenerationConfig`, processors, criteria, a streamer.
 
@@ -187,15 +189,14 @@ class Engine:
             If the engine is not open.
         """
         self.check_open()
-        if not is_int(priority):
-            raise ValueError(f"priority must be an int, got {priority!r}")
+        check_request(priority, cache_salt)
         key, hints = submitter_key(submitter), AgentHints.of(agent_hints)
         config, arguments = split_arguments(self.model, self.tokenizer, prompt, generation_mode, settings)
         assert self._claim is not None
         call = self.model.prepare_call(config, arguments, self._claim)
         decoder = None if config.streams_text else TokenDecoder(call.tokenizer, call.eos_token_ids)
         handle = RequestHandle(lambda: self._cancel(request), self._check_wait, decoder)
-        request = Request(config, call, handle, priority, key, hints)
+        request = Request(config, call, handle, priority, key, hints, cache_salt)
         self._scheduler.check_budget(request)
         with self._changed:
             self.check_open()

@@ -23,8 +23,10 @@ class PromptRouter(PrefixCacheAffinityRouter):
         text = prompt_text(arguments[0]) if arguments else ""
         if not text:
             return None
-        mode = arguments[1] if len(arguments) > 1 else pending_request.kwargs.get("generation_mode")
-        return f"{mode}\n{text}"  # a mode may have instructions of its own, which come before the text
+        given = pending_request.kwargs
+        mode = arguments[1] if len(arguments) > 1 else given.get("generation_mode")
+        # a mode may have instructions of its own, which come before the text
+        return f"{given.get('cache_salt')}\n{mode}\n{text}"
 
 
 def prompt_text(prompt: Any) -> str:

@@ -57,9 +57,10 @@ class Request:
         priority: int,
         submitter: Any,
         hints: AgentHints,
+        cache_salt: str | None = None,
     ) -> None:
         self.config, self.handle, self.priority, self.submitter = config, handle, priority, submitter
-        self.hints = hints
+        self.hints, self.identity = hints, cache_salt
         self.streamer = _Streamer(call.streamer, self._on_text)
         self.call = replace(call, executor=self, streamer=self.streamer)
         self.chunk_size = self.batch_rows = 0

@@ -26,7 +26,7 @@ class RequestCache(SharedPrefixCache):
     def attach(self, storage: KVStorage, request: Any, journal: Journal) -> None:
         """Use the storage of an engine."""
         self.storage_of_all, self.request, self.trace = storage, request, journal  # type: ignore[assignment]
-        self.arena, self.root = storage.arena, storage.root
+        self.arena, self.root = storage.arena, storage.add_request(request)
 
     def reset(self) -> None:
         """Free the request's own blocks."""
@@ -72,7 +72,7 @@ class RequestCache(SharedPrefixCache):
             else:
                 self.request.fill(self)
                 is_own = True
-        node = self.storage_of_all.insert(tokens, root)
+        node = self.storage_of_all.insert(tokens, root or self.root)
         self.storage_of_all.pin(node, self.request)
         self.storage_of_all.start_computing([one for one in node.path if len(one.uncached)], self.request)
         return node

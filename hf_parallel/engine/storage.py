@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -251,7 +252,25 @@ class KVStorage(SharedPrefixCache):
             self.arena.release(block.extent)
         block.extent, block.first, block.length = Extent(0, 0), 0, 0
 
+    def _remove(self, node: Node) -> None:
+        super()._remove(node)
+        if node.parent is not None and node.parent.parent is None:
+            self._forget(node.parent)
+
+    def _forget(self, root: Node) -> None:
+        """Delete a root without nodes that no request uses: identities may be many."""
+        is_used = any(root.children.values()) or any(request.identity == root.identity for request in self._leaves)
+        if root is not self.root and not is_used:
+            self.roots.pop(root.identity, None)
+
     # Requests
+
+    def add_request(self, request: Any) -> Node:
+        """Note that a request runs. Return the root of its identity, which stays until `unpin`."""
+        self._leaves.setdefault(request, [])
+        if request.identity not in self.roots:
+            self.roots[request.identity] = Node(np.empty(0, np.int64), identity=request.identity)
+        return self.roots[request.identity]
 
     def pin(self, node: Node, request: Any) -> None:
         """Note that a request uses a node and those before it."""
@@ -282,6 +301,8 @@ class KVStorage(SharedPrefixCache):
                 self.trim(node)
             else:
                 self._remove(node)
+        if (root := self.roots.get(request.identity)) is not None:
+            self._forget(root)
 
     def trim(self, node: Node) -> None:
         """Remove the uncached tokens of a node, and the node if none is left."""

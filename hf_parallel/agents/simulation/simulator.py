@@ -176,6 +176,7 @@ class _SimulatedRequest:
     hints: AgentHints
     num_tokens: int
     preempted: bool = False
+    identity: None = None
 
     def run(self, storage: KVStorage, prompt: np.ndarray, output: np.ndarray, chunk: int) -> int:
         """Run the request as an engine does. Return the number of prompt tokens that were cached."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -132,8 +132,7 @@ class _Server:
         if body.candidates * len(prompts) > self.limits.rows:
             cause = name if len(prompts) > 1 else "best_of" if body.candidates > choices else "n"
             raise APIError(400, f"a request may have at most {self.limits.rows} answers", cause)
-        submitter = request.scope.get("submitter")
-        submission = self.executor.submit(self._submit, body, prompts, name, submitter)
+        submission = self.executor.submit(self._submit, body, prompts, name, request.scope)
         try:
             answers = await asyncio.shield(asyncio.wrap_future(submission))
         except asyncio.CancelledError:
@@ -151,13 +150,14 @@ class _Server:
             if not body.stream:
                 self._close(answers)
 
-    def _submit(self, body: Body, prompts: Sequence[Any], name: str, submitter: Any) -> list[Answers]:
-        """Submit all prompts, or none."""
+    def _submit(self, body: Body, prompts: Sequence[Any], name: str, scope: Mapping[str, Any]) -> list[Answers]:
+        """Submit all prompts, or none. Clients with different keys share no cached prefixes."""
         answers: list[Answers] = []
+        salt = scope["cache_salt"] + (body.cache_salt or "")
         try:
             submissions = [self.translator.translate(body, prompt, name) for prompt in prompts]
             for submission in submissions:
-                handle = submission.submit(submitter)
+                handle = submission.submit(scope["submitter"], salt)
                 answers.append(Answers(submission, handle, len(answers) * submission.choices))
         except Exception as error:
             for one in answers:

@@ -74,7 +74,8 @@ class Gate:
             if self._hosts and re.sub(rb"^\[|\]?(:\d*)?$", b"", host) not in self._hosts:
                 raise APIError(400, f"this server does not answer for the host {host.decode('latin-1')[:100]!r}")
             if scope["path"] not in OPEN_PATHS:
-                scope["submitter"] = self._submitter(scope, headers)
+                submitter = scope["submitter"] = self._submitter(scope, headers)
+                scope["cache_salt"] = f"{submitter}:" if len(self._keys) > 1 else ""
             if scope["method"] == "POST":
                 receive = await self._with_body(headers, receive)
         except APIError as error:

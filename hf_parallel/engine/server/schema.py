@@ -149,6 +149,7 @@ class Body(BaseModel):
     no_repeat_ngram_size: Annotated[int, Field(strict=True, ge=0, le=MAX_NGRAM)] | None = None
     min_new_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
     agent_hints: Hints | None = None
+    cache_salt: Annotated[Id, Field(min_length=1)] | None = None
     # Fields of OpenAI that do not change an answer
     user: Text | None = None
     metadata: Annotated[dict[str, Text], _entries(MAX_METADATA)] | None = None

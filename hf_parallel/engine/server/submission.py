@@ -98,10 +98,10 @@ class Submission:
             return self.config.row_name(row)
         return self.config.row_name(self.config.place(row, self.prompts).index)
 
-    def submit(self, submitter: Any) -> RequestHandle:
+    def submit(self, submitter: Any, cache_salt: str | None) -> RequestHandle:
         """Submit it to the engine."""
         given = {"parallel_config": self.config, "agent_hints": self.hints, **self.arguments}
-        return self.engine.submit(self.prompt, submitter=submitter, **given)
+        return self.engine.submit(self.prompt, submitter=submitter, cache_salt=cache_salt, **given)
 
 
 class Translator:
