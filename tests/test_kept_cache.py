@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from ascii_tokenizer import AsciiTokenizer
+from mode_cases import BUILT_IN, small_call
 from test_fingerprint import SWITCHES, adapted_model
-from transformers import PreTrainedModel
+from test_malformed import failing
+from transformers import LogitsProcessor, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
@@ -250,3 +253,40 @@ def test_a_plain_forward_pass_over_the_cache_of_a_mode_raises(model: PreTrainedM
         model(out.sequences[:, -1:], past_key_values=out.past_key_values)
     again = generate(model, out.past_key_values)
     assert torch.equal(again.sequences, out.sequences)
+
+
+class Leak(LogitsProcessor):
+    """Creates blocks that nobody frees and prompts that nobody computes, as a careless mode would."""
+
+    def __init__(self, cache: SharedPrefixCache) -> None:
+        self.cache = cache
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.cache.new_block(7)
+        self.cache.insert(np.array([3, 1, 4, len(self.cache.blocks)]))
+        return scores
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 5], ids=lambda at: f"interrupted in pass {at}" if at else "complete")
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_after_every_call_the_blocks_of_a_kept_cache_are_those_of_its_tree(
+    mode: str, at: int, model: PreTrainedModel
+) -> None:
+    cache = SharedPrefixCache()
+
+    def call(*processors: LogitsProcessor) -> None:
+        given = small_call(mode) | {"tokenizer": AsciiTokenizer(), "past_key_values": cache, "eos_token_id": None}
+        model.generate(IDS, logits_processor=[*processors], **given)
+
+    try:
+        call()
+    except ValueError:  # the mode makes its own cache
+        with pytest.raises(ValueError, match="past_key_values cannot be given"):
+            call()
+        return
+    for processors in ([Leak(cache)], []):
+        interrupted = failing(model, at, KeyboardInterrupt()) if at else contextlib.nullcontext()
+        with contextlib.suppress(KeyboardInterrupt), interrupted:
+            call(*processors)
+        assert cache.blocks == {node.block for node in cache.nodes()}
+        assert not any(len(node.uncached) for node in cache.nodes())

@@ -183,8 +183,12 @@ class SharedPrefixCache(BlockCache):
     def add(self, parent: Node, tokens: np.ndarray, block: Block | None = None) -> Node:
         """Append a node to `parent`, without a search for shared prefixes.
 
-        `block` holds the keys and values of a finished completion; tokens beyond its length are dropped.
+        `block` holds the keys and values of a finished completion; tokens beyond its length are dropped. An empty block
+        is freed, and `parent` is returned.
         """
+        if block is not None and not block.length:
+            self.free(block)
+            return parent
         held = tokens if block is None else tokens[: block.length]
         node = Node(np.asarray(held, np.int64), parent, block, last_used=self._calls)
         parent.children.setdefault(int(node.tokens[0]), []).append(node)
@@ -203,6 +207,17 @@ class SharedPrefixCache(BlockCache):
             if child is None:
                 return
             node, rest = child, rest[shared:]
+
+    def end_call(self) -> None:
+        """Free blocks that a call has neither attached to the tree nor freed, and remove what it did not compute.
+
+        Blocks of `rows`, which plain forward passes continue, stay.
+        """
+        attached = {node.block for node in self.nodes()}.union(*self.rows)
+        for block in self.blocks - attached:
+            self.free(block)
+        self.discard_uncached()
+        self.discard_nonfinite()
 
     def discard_nonfinite(self) -> None:
         """Remove nodes with keys or values that are not finite, as a transient error of the model leaves them.

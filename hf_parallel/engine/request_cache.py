@@ -101,6 +101,9 @@ class RequestCache(SharedPrefixCache):
 
     def add(self, parent: Node, tokens: np.ndarray, block: Block | None = None) -> Node:
         """See `SharedPrefixCache.add`. The block becomes one of the tree, or is freed if the tree has its tokens."""
+        if block is not None and not block.length:
+            self.free(block)
+            return parent
         found = None if block is None else self._cached(parent, tokens[: block.length])
         if found is not None and block is not None:
             self.free(block)

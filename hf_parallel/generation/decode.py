@@ -73,7 +73,10 @@ class DecodeLoop:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Enable fast linear layers, which an engine has done already, and record memory statistics at the end."""
+        """Enable fast linear layers, which an engine has done already, and record memory statistics at the end.
+
+        Ends the call of a kept cache, however the context ends: blocks outside its tree are freed.
+        """
         model = self.call.model
         try:
             with ExitStack() as stack:
@@ -84,7 +87,7 @@ class DecodeLoop:
         finally:
             if self.call.past_key_values is not None and isinstance(self.cache, SharedPrefixCache):
                 try:
-                    self.cache.discard_nonfinite()
+                    self.cache.end_call()
                 except RuntimeError:  # out of memory: what cannot be checked is not kept
                     self.cache.reset()
         self.stats.kv_bytes = self.cache.kv_bytes
@@ -260,6 +263,11 @@ class DecodeLoop:
         if self.streamer is not None and len(self.table.lengths) == 1 and not hasattr(self.streamer, "write_row"):
             self.streamer.put(torch.tensor(tokens))
 
+    def new_tokens(self, row: Row) -> list[int]:
+        """Return the tokens that follow a row's prompt in the table."""
+        begin, end = self.call.input_ids.shape[1], self.table.lengths[row.index]
+        return self.table.ids[row.index, begin:end].tolist()
+
     def record_truncated(self) -> None:
         """Record the rows that `max_length` ended, in a loop whose rows are those of the call."""
         rows = [row for row, length in enumerate(self.table.lengths) if length >= self.call.max_length]
@@ -270,10 +278,15 @@ class DecodeLoop:
         self.call.record.truncated.update(row for row, token in zip(rows, last, strict=True) if token not in ends)
 
     def output(self, cls: type[ParallelOutput] = ParallelOutput, count: int | None = None, **fields: Any) -> Any:
-        """End the streamer and return the output of `generate` for the first `count` rows (default: all)."""
+        """End the streamer and return the output of `generate` for the first `count` rows (default: all).
+
+        Empties a cache that nobody receives.
+        """
         if self.call.streamer is not None:
             self.call.streamer.end()
         if not self.call.generation_config.return_dict_in_generate:
+            if self.call.past_key_values is None:
+                self.cache.reset()
             return self.table.padded(count)
         return self.result(cls, count, **fields)
 

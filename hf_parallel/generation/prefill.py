@@ -32,17 +32,13 @@ def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[
     """Compute all uncached tokens of the tree. Return the logits after each row's leaf, `[len(leaves), vocabulary]`."""
     distinct = list(dict.fromkeys(leaves))
     reused = sum(len(node.tokens) - len(node.uncached) for leaf in leaves for node in leaf.path)
-    try:
-        nodes = cache.nodes_to_prefill()
-        new = set(nodes)
-        cached = [leaf for leaf in distinct if leaf not in new]  # recompute the last token for its logits
-        inputs: PassInputs = [(Segment(cache.view(node), len(node.uncached)), node.uncached.tolist()) for node in nodes]
-        inputs += [(Segment(cache.view(leaf), 1, write=False), leaf.tokens[-1:].tolist()) for leaf in cached]
-        index = {node: i for i, node in enumerate([*nodes, *cached])}
-        logits = loop.runner.prefill(inputs)
-    except BaseException:
-        cache.discard_uncached()
-        raise
+    nodes = cache.nodes_to_prefill()
+    new = set(nodes)
+    cached = [leaf for leaf in distinct if leaf not in new]  # recompute the last token for its logits
+    inputs: PassInputs = [(Segment(cache.view(node), len(node.uncached)), node.uncached.tolist()) for node in nodes]
+    inputs += [(Segment(cache.view(leaf), 1, write=False), leaf.tokens[-1:].tolist()) for leaf in cached]
+    index = {node: i for i, node in enumerate([*nodes, *cached])}
+    logits = loop.runner.prefill(inputs)
     loop.stats.reused_tokens += reused
     return logits[torch.tensor([index[leaf] for leaf in leaves], device=logits.device)]
 

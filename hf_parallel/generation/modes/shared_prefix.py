@@ -113,10 +113,7 @@ class SharedPrefixRun:
             if rows:
                 self._decode(rows)
         self.loop.record_truncated()
-        output = self.loop.output()
-        if self.call.past_key_values is None and isinstance(output, torch.Tensor):
-            self.cache.reset()
-        return output
+        return self.loop.output()
 
     def _leaf(self, row: int) -> Node:
         """Insert a prompt into the cache, node by node if given as `levels`. Return its leaf."""
@@ -145,23 +142,13 @@ class SharedPrefixRun:
         for row, leaf, block in zip(rows, leaves, cache.new_blocks(len(rows), capacity), strict=True):
             block.base = leaf.start + len(leaf.tokens)
             row.view = [*cache.view(leaf), block]
-        unattached = list(zip(rows, leaves, begins, strict=True))
-        try:
-            self.loop.decode(rows, logits)
-            while unattached:
-                self._keep_completion(*unattached.pop())
-        except BaseException:
-            for row, _, _ in unattached:
-                cache.free(row.view[-1])
-            raise
-
-    def _keep_completion(self, row: Row, leaf: Node, begin: int) -> None:
-        block = row.view[-1]
-        if self.config.keep_completions and block.length:
-            completion = self.loop.table.ids[row.index, begin : begin + block.length]
-            self.cache.add(leaf, completion.cpu().numpy(), block)
-        else:
-            self.cache.free(block)
+        self.loop.decode(rows, logits)
+        for row, leaf, begin in zip(rows, leaves, begins, strict=True):
+            block = row.view[-1]
+            if self.config.keep_completions:
+                cache.add(leaf, table.ids[row.index, begin : begin + block.length].cpu().numpy(), block)
+            else:
+                cache.free(block)
 
 
 def _leaf_paths(node: Any, tokenizer: Any, parents: Path = ()) -> Iterator[Path]:

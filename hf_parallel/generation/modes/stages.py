@@ -149,15 +149,10 @@ class _Stage:
         for row in rows:
             row.leaf = self.cache.insert(row.sequence)
         logits = prefill_leaves(self.loop, self.cache, [row.leaf for row in rows])
-        try:
-            first = self._start_rows(Counter())
-            indices = [index for index, row in enumerate(rows) if row in first]
-            self.loop.decode(first, logits[indices], self._on_token, schedule=self._schedule)
-            self._keep_completions(rows)
-        except BaseException:
-            for block in self.cache.blocks - {node.block for node in self.cache.nodes()}:
-                self.cache.free(block)
-            raise
+        first = self._start_rows(Counter())
+        indices = [index for index, row in enumerate(rows) if row in first]
+        self.loop.decode(first, logits[indices], self._on_token, schedule=self._schedule)
+        self._keep_completions(rows)
 
     def _start_rows(self, num_active: Counter[int]) -> list[CompletionRow]:
         """Start as many rows of each group as `max_active` allows, given the number of active ones by group."""
@@ -196,10 +191,7 @@ class _Stage:
         """Attach completions to the tree; the keys of their last tokens were never computed."""
         for row in rows:
             block = row.view[-1]
-            if block.length:
-                self.cache.add(row.leaf, np.array(row.tokens[block.base - len(row.prompt) :]), block)
-            else:
-                self.cache.free(block)
+            self.cache.add(row.leaf, np.array(row.tokens[block.base - len(row.prompt) :], np.int64), block)
 
 
 class StagedRun:
@@ -251,10 +243,7 @@ class StagedRun:
         if hasattr(call.streamer, "put"):
             for column in table.padded()[:, call.input_ids.shape[1] :].T:
                 call.streamer.put(column.cpu())
-        output = DecodeLoop(call, self.cache, table, stats=self.stats, stream=False).output(cls, **fields)
-        if call.past_key_values is None and isinstance(output, torch.Tensor):
-            self.cache.reset()
-        return output
+        return DecodeLoop(call, self.cache, table, stats=self.stats, stream=False).output(cls, **fields)
 
 
 def _left_padded(call: GenerationCall, rows: Sequence[CompletionRow]) -> torch.Tensor:

@@ -92,8 +92,6 @@ class HogwildRun:
             self.loop.decode(self.workers, logits, Worker.advance, self.move_ended_steps)
             self.finish()
         output = self.loop.output(HogwildOutput, **self.fields())
-        if isinstance(output, torch.Tensor):
-            self.cache.reset()
         self.warn_unanswered()
         return output
 

@@ -135,8 +135,6 @@ class PDOSRun:
             fallback=[trunk.fallback for trunk in trunks],
             stages=self.stages,
         )
-        if isinstance(output, torch.Tensor):
-            cache.reset()
         none = "the model opened no block; pass titles=[...]"
         warn_sequential([None if trunk.blocks else trunk.fallback or none for trunk in trunks])
         return output
