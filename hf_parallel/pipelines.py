@@ -7,7 +7,7 @@ It adds the mode, its prompt builder, and the mode's own output fields. `import 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import GeneratorType
 from typing import Any
 
@@ -23,8 +23,11 @@ from transformers.utils.chat_template_utils import is_valid_message
 from hf_parallel.generation import ParallelConfig, ParallelOutput, enable
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.outputs import grouped
-from hf_parallel.generation.prompts import render_prompt
+from hf_parallel.generation.prompts import NOT_RENDERED, check_unused_template_kwargs, render_prompt
 from hf_parallel.generation.validation import check_bool
+
+_OF_TOKENIZER = {"max_length", "padding", "truncation"}
+"""Arguments in `tokenizer_encode_kwargs` that are for the tokenizer; others are for the chat template."""
 
 
 class ParallelTextGenerationPipeline(TextGenerationPipeline):
@@ -40,6 +43,8 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         Whether the mode's instructions (`ParallelConfig.system_prompt`) are added to prompts, as `build_prompt` does.
         If False, and in modes without instructions, strings are used unchanged, and chats are formatted with the chat
         template only. Default: True.
+    chat_template_kwargs : mapping
+        Variables of the chat template, such as `{"enable_thinking": False}`. May also be given per call.
     **kwargs
         Settings of the mode, arguments of `generate`, and those of transformers' text-generation pipeline. Each may
         also be given per call. A call that names another mode or passes a `parallel_config` ignores the settings of the
@@ -108,12 +113,18 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         return config
 
     def _sanitize_parameters(  # type: ignore[override]
-        self, prompt_helper: bool | None = None, parallel_config: ParallelConfig | None = None, **kwargs: Any
+        self,
+        prompt_helper: bool | None = None,
+        parallel_config: ParallelConfig | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
         if prompt_helper is not None:
             check_bool("prompt_helper", prompt_helper)
             preprocess["prompt_helper"] = prompt_helper
+        if chat_template_kwargs is not None:
+            preprocess["chat_template_kwargs"] = chat_template_kwargs
         preprocess["parallel_config"] = parallel_config
         forward["generation_mode"] = None if parallel_config is None else parallel_config.mode
         if parallel_config is not None:
@@ -121,7 +132,12 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         return preprocess, forward, postprocess
 
     def preprocess(  # type: ignore[override]
-        self, prompt_text: Any, prompt_helper: bool = True, parallel_config: ParallelConfig | None = None, **kwargs: Any
+        self,
+        prompt_text: Any,
+        prompt_helper: bool = True,
+        parallel_config: ParallelConfig | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Encode a string or a chat, with the mode's instructions."""
         if isinstance(prompt_text, list | tuple) and prompt_text and all(map(is_valid_message, prompt_text)):
@@ -130,17 +146,23 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
             raise _invalid_inputs(prompt_text)
         config = parallel_config if prompt_helper else None
         rules = None if config is None else config.system_prompt()
-        if config is None or rules is None:
+        if rules is None and isinstance(prompt_text, str):
+            check_unused_template_kwargs(chat_template_kwargs, NOT_RENDERED)
             return super().preprocess(prompt_text, **kwargs)
-        task: Any = config.task_text(prompt_text) if isinstance(prompt_text, str) else prompt_text
+        task: Any = config.task_text(prompt_text) if config is not None and isinstance(prompt_text, str) else None
         template: dict[str, Any] = {}
         if isinstance(prompt_text, Chat):
             task = prompt_text.messages
+            kwargs.pop("prefix", None)  # of texts
             template = {name: kwargs.pop(name, None) for name in ("tools", "documents", "continue_final_message")}
         if getattr(self.tokenizer, "chat_template", None):
-            template |= kwargs.pop("tokenizer_encode_kwargs", None) or {}
+            given = kwargs.pop("tokenizer_encode_kwargs", None) or {}
+            template |= {name: value for name, value in given.items() if name not in _OF_TOKENIZER}
+            kwargs["tokenizer_encode_kwargs"] = {name: given[name] for name in given.keys() & _OF_TOKENIZER}
             kwargs["add_special_tokens"] = False  # the template contains them
-        inputs = super().preprocess(render_prompt(rules, task, self.tokenizer, **template), **kwargs)
+        thinking = None if config is None else config.thinking
+        text = render_prompt(rules or "", task, self.tokenizer, thinking, chat_template_kwargs, **template)
+        inputs = super().preprocess(text, **kwargs)
         inputs["prompt_text"] = prompt_text
         return inputs
 

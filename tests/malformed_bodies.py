@@ -149,6 +149,7 @@ SHARED = [
     Place("agent_hints", '{"expected_tool_duration_ms": @}', valid={*NUMBERS, "a fraction", "a large number"}),
     Place("agent_hints", '{"agent": @}', valid=NOTHING),
     Place("user", valid={"null", *TEXTS}),
+    Place("chat_template_kwargs", valid={"null", "an empty object", "an object"}),
     Place("metadata", valid={"null", "an empty object"}),
     Place("metadata", '{"a": @}', valid=TEXTS),
     Place("store", valid={"null", "a truth value"}),

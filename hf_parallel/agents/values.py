@@ -18,6 +18,7 @@ from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.calls import next, spawn
 from hf_parallel.agents.chat import Chat
 from hf_parallel.agents.state import State, joined_contents
+from hf_parallel.generation.prompts import apply_template
 from hf_parallel.generation.validation import check_int, check_template
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ def reward_model(
     def logit(messages: list[dict[str, Any]]) -> float:
         inputs: Any
         if getattr(tokenizer, "chat_template", None):
-            inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
+            text = apply_template(messages, tokenizer)
+            inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         else:
             inputs = tokenizer(joined_contents(messages), return_tensors="pt")
         return float(model(**inputs.to(model.device)).logits[0, label or 0])

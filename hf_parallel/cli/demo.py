@@ -19,6 +19,7 @@ from rich.table import Column, Table
 
 from hf_parallel.cli.live import live_view, make_console
 from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
+from hf_parallel.cli.settings import add_template_option
 from hf_parallel.generation import build_prompt, enable
 from hf_parallel.generation.config import SAMPLING
 from hf_parallel.generation.modes import HogwildConfig, SharedPrefixConfig
@@ -75,7 +76,8 @@ def load(name: str | None, console: Console) -> tuple[Any, Any]:
 def show_workers(console: Console, model: Any, tokenizer: Any, options: argparse.Namespace, passes: int) -> None:
     """Show workers that generate concurrently."""
     config = HogwildConfig(seed=options.seed)
-    prompt = build_prompt(HogwildConfig, options.task, tokenizer, config)
+    template = options.chat_template_kwargs
+    prompt = build_prompt(HogwildConfig, options.task, tokenizer, config, chat_template_kwargs=template)
     console.print(Rule(f"1. {config.num_workers} workers, one KV cache", align="left"))
     console.print(
         f"{' and '.join(config.names)} are rows of one batch over one KV cache. Each sees the text of the others token "
@@ -185,6 +187,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", metavar="ID_OR_PATH", help="a chat model (default: the embedded one)")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of each worker (128)")
     parser.add_argument("--task", default=TASK, metavar="TEXT", help=f"task of the workers ({TASK})")
+    add_template_option(parser.add_argument)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
     options = parser.parse_args(arguments)
     if options.max_new_tokens is not None and options.max_new_tokens < 1:

@@ -15,11 +15,11 @@ import torch
 
 from hf_parallel.cli.generate import check_model_options, load
 from hf_parallel.cli.serve import free_memory, parse_bytes
-from hf_parallel.cli.settings import check_generation, parse
+from hf_parallel.cli.settings import add_template_option, check_generation, parse
 from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_problems, read_results, table
 from hf_parallel.evaluation.plots import FORMATS, check_matplotlib, save_plots
 from hf_parallel.evaluation.results import key_of
-from hf_parallel.evaluation.runs import NO_MODE, check_sweep
+from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, check_sweep
 from hf_parallel.evaluation.tasks import check_task
 from hf_parallel.files import write_atomically
 from hf_parallel.generation import MODES
@@ -77,6 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--set", action="append", default=[], metavar="NAME=VALUES", help="a setting with one or more values, see below"
     )
+    add_template_option(add)
     words = "budgets of forward passes, separated by commas (64,128,256)"
     add("--budgets", default="64,128,256", metavar="N,N", help=words)
     add("--samples", type=int, default=1, metavar="N", help="generations per problem and mode (1)")
@@ -174,10 +175,12 @@ def read_runs(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run], d
     runs = [run for mode in modes or {NO_MODE: None} for run in _runs(mode, given.get(mode, {}))]
     swept = given.get("", {})
     common = {"do_sample": not options.greedy, **{name: values[0] for name, values in swept.items()}}
+    if options.chat_template_kwargs:
+        common[TEMPLATE] = options.chat_template_kwargs
     several = [name for name, values in [*swept.items(), *given.get(TASK, {}).items()] if len(values) > 1]
     if several:
         raise ValueError(f"only settings of a mode may have several values, got {several[0]}: give MODE.{several[0]}")
-    check_setting_names(None, common, GENERATION_SETTINGS)
+    check_setting_names(None, common, (*GENERATION_SETTINGS, TEMPLATE))
     for run in runs:
         _check_sampling({**common, **run.generation()})
     return common, runs, {name: values[0] for name, values in given.get(TASK, {}).items()}
@@ -188,7 +191,7 @@ def _check_sampling(settings: dict[str, Any]) -> None:
     ignored = [name for name in SAMPLING_ONLY if settings.get(name) is not None and not settings["do_sample"]]
     if ignored:
         raise ValueError(f"--greedy disables sampling, so it cannot be combined with {', '.join(ignored)}")
-    check_generation(settings)
+    check_generation({name: value for name, value in settings.items() if name != TEMPLATE})
 
 
 def _runs(mode: str, settings: Mapping[str, Sequence[Any]]) -> Iterator[Run]:

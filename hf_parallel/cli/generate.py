@@ -23,7 +23,7 @@ from hf_parallel.generation import GenerationStats, ParallelConfig, enable
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.printing import INTERRUPTED, ConsoleStreamer
-from hf_parallel.generation.prompts import build_prompt, encode_task
+from hf_parallel.generation.prompts import build_prompt, check_unused_template_kwargs, encode_task
 from hf_parallel.generation.resampling.config import ReplayConfig
 from hf_parallel.generation.rng import mix
 from hf_parallel.generation.validation import is_int
@@ -201,6 +201,8 @@ def check_options(options: argparse.Namespace, prompts: Sequence[str]) -> None:
         raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
     if options.lines and options.prompts and "-" not in options.prompts and not options.file:
         raise ValueError("--lines splits files and stdin, but the prompts are arguments")
+    if options.raw:
+        check_unused_template_kwargs(options.chat_template_kwargs, "--raw applies no chat template")
     check_model_options(options)
     if options.format == "live":
         check_rich("--format live")
@@ -256,9 +258,10 @@ def encode(
         if options.raw:
             tokens = tokenizer(prompt, return_tensors="pt")
         elif config is None:
-            tokens = encode_task(None, prompt, tokenizer)
+            tokens = encode_task(None, prompt, tokenizer, options.chat_template_kwargs)
         else:
-            tokens = build_prompt(type(config), prompt, tokenizer, config)
+            template = options.chat_template_kwargs
+            tokens = build_prompt(type(config), prompt, tokenizer, config, chat_template_kwargs=template)
         rows.append(tokens["input_ids"].flatten().to(device))
     masks = [torch.ones_like(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0, padding_side="left")

@@ -28,7 +28,7 @@ import hf_parallel_command
 from hf_parallel.cli import evaluate, serve, top
 from hf_parallel.cli.generate import FORMATS, check_rich, generate
 from hf_parallel.cli.lm_eval import run_lm_eval
-from hf_parallel.cli.settings import GENERATION_OPTIONS, PLAIN
+from hf_parallel.cli.settings import GENERATION_OPTIONS, PLAIN, add_template_option
 from hf_parallel.files import cache_folder
 from hf_parallel.generation import MODES
 from hf_parallel.generation.modes import DEFAULT_MODE, PDOSConfig, SharedPrefixConfig
@@ -245,6 +245,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--file", action="append", type=Path, default=[], metavar="FILE", help="a file that holds a prompt; -: stdin")
     add("--lines", action="store_true", help="every line of a file, or of stdin, is a prompt")
     add("--batch-size", type=int, default=8, metavar="N", help="number of prompts that are answered at a time (8)")
+    add_template_option(add)
     add("--raw", action="store_true", help="prompts unchanged: no chat template, no instructions of the mode")
     add = parser.add_argument_group("model and mode").add_argument
     add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the embedded SmolLM2-135M-Instruct)")

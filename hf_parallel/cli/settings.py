@@ -16,6 +16,7 @@ from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.generation import MODES, ParallelConfig
 from hf_parallel.generation.arguments import GENERATION_SETTINGS, check_values
 from hf_parallel.generation.config import SAMPLING_ONLY, check_setting_names, make_config
+from hf_parallel.generation.prompts import check_template_kwargs
 
 PLAIN = "generate"  # value of `--mode` for `generate` without a mode
 GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
@@ -39,6 +40,19 @@ _PROCESSORS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "repetition_penalty": (transformers.RepetitionPenaltyLogitsProcessor, 1),
 }
 """By setting: its logits processor, which raises for a value out of range, and the value that disables it."""
+
+
+def add_template_option(add: Callable[..., Any]) -> None:
+    """Add the option `--chat-template-kwargs`."""
+    words = """variables of the chat template, such as '{"enable_thinking": false}'"""
+    add("--chat-template-kwargs", type=_template_kwargs, metavar="JSON", help=words)
+
+
+def _template_kwargs(text: str) -> dict[str, Any]:
+    try:
+        return check_template_kwargs(json.loads(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} (from {text!r})") from error
 
 
 def describe(mode: str) -> str:

@@ -12,7 +12,7 @@ from hf_parallel.generation.arguments import check_generation_config
 from hf_parallel.generation.config import ParallelConfig, make_config
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import PLAIN_MODE
-from hf_parallel.generation.prompts import check_task, encode_task
+from hf_parallel.generation.prompts import NOT_RENDERED, check_task, check_unused_template_kwargs, encode_task
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_text, is_int
 
@@ -65,12 +65,20 @@ def split_arguments(
     assert config is not None, "a mode is named"
     if arguments.get("tokenizer") is None and tokenizer is not None:
         arguments["tokenizer"] = tokenizer
-    return config, arguments | encode_prompt(prompt, config, arguments.get("tokenizer"), execution_device(model))
+    template = arguments.pop("chat_template_kwargs", None)
+    tokenizer, device = arguments.get("tokenizer"), execution_device(model)
+    return config, arguments | encode_prompt(prompt, config, tokenizer, device, template)
 
 
-def encode_prompt(prompt: Any, config: ParallelConfig, tokenizer: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return `input_ids` and `attention_mask`, int64 `[rows, length]`, of a prompt as `Engine.submit` takes it."""
+def encode_prompt(
+    prompt: Any, config: ParallelConfig, tokenizer: Any, device: torch.device, template: Any = None
+) -> dict[str, torch.Tensor]:
+    """Return `input_ids` and `attention_mask`, int64 `[rows, length]`, of a prompt as `Engine.submit` takes it.
+
+    `template` are the `chat_template_kwargs` of `submit`.
+    """
     if isinstance(prompt, Mapping):
+        check_unused_template_kwargs(template, NOT_RENDERED)
         types = {name: type(value).__name__ for name, value in prompt.items()}
         if not prompt or not all(isinstance(value, torch.Tensor) for value in prompt.values()):
             raise ValueError(f"prompt must have input_ids, and only tensors (return_tensors='pt'), got {types}")
@@ -81,12 +89,13 @@ def encode_prompt(prompt: Any, config: ParallelConfig, tokenizer: Any, device: t
     if is_chat or isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("prompt is text: give the Engine a tokenizer, or pass token ids")
-        rules = config.system_prompt()
-        if is_chat or rules is not None:
+        if is_chat or config.system_prompt() is not None:
             check_task(prompt, tokenizer)
-            task = config.task_text(prompt) if isinstance(prompt, str) else prompt
-            return {name: value.to(device) for name, value in encode_task(rules, task, tokenizer).items()}
+            encoded = encode_task(config, prompt, tokenizer, template)
+            return {name: value.to(device) for name, value in encoded.items()}
         check_text("prompt", prompt)
+    check_unused_template_kwargs(template, NOT_RENDERED)
+    if isinstance(prompt, str):
         prompt = tokenizer(prompt)["input_ids"]
     if config.replaces_input_ids and prompt is None:
         return {}

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_parallel.generation.prompts import render_prompt
 from hf_parallel.generation.validation import check_int
 
 Complete = Callable[[str], str]
@@ -155,17 +156,19 @@ def openai_completer(model: str, base_url: str | None = None, api_key: str | Non
     return complete
 
 
-def local_completer(model: Any, tokenizer: Any, **settings: Any) -> Complete:
+def local_completer(
+    model: Any, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, **settings: Any
+) -> Complete:
     """Return a function that asks a Transformers model, through its chat template if it has one.
 
-    `settings` are arguments of `generate`; default: `max_new_tokens=512`.
+    `chat_template_kwargs` are those of `build_prompt`. `settings` are arguments of `generate`; default:
+    `max_new_tokens=512`.
     """
     settings = {"max_new_tokens": 512, **settings}
 
     def complete(prompt: str) -> str:
         if tokenizer.chat_template is not None:
-            messages = [{"role": "user", "content": prompt}]
-            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            prompt = render_prompt("", prompt, tokenizer, None, chat_template_kwargs)
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=tokenizer.chat_template is None)
         inputs = inputs.to(model.device)
         with torch.inference_mode():

@@ -10,6 +10,7 @@ from hf_parallel.evaluation.tasks import Problem
 from hf_parallel.generation.arguments import GENERATION_SETTINGS
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
 from hf_parallel.generation.modes import BOXED, HogwildConfig
+from hf_parallel.generation.prompts import check_template_kwargs
 from hf_parallel.generation.validation import check_int, check_text, json_error
 
 NO_MODE = "none"
@@ -19,6 +20,8 @@ RESERVED = (
     *("streamer", "tokenizer", "parallel_config", "generation_mode"),
 )
 """Settings that a sweep chooses itself."""
+TEMPLATE = "chat_template_kwargs"
+"""Setting for the prompt, see `build_prompt`."""
 ANSWERS_ITSELF = {"finisher_tokens": 0}
 """Settings that disable an early finisher of the mode, where it has them: the same finisher follows all modes."""
 
@@ -32,7 +35,7 @@ class Run:
     mode : str, optional
         Default, or "none": plain `generate`.
     settings : mapping
-        Settings of the mode and of `generate`, JSON-serializable.
+        Settings of the mode and of `generate`, JSON-serializable; `chat_template_kwargs`: see `build_prompt`.
 
     Raises
     ------
@@ -52,7 +55,8 @@ class Run:
             if reason := json_error(value):
                 raise ValueError(f"{name}={value!r} cannot be stored in the results: {reason}")
         cls = None if self.mode is None else type(make_config(self.mode))
-        check_setting_names(cls, self.settings, GENERATION_SETTINGS)
+        check_setting_names(cls, self.settings, (*GENERATION_SETTINGS, TEMPLATE))
+        check_template_kwargs(self.settings.get(TEMPLATE))
         if cls is not None and cls.needs_logits_cache:
             raise ValueError(f"{self.mode} cannot be swept: a logits cache makes samples of a problem depend on order")
         self.config()

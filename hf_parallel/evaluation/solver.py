@@ -17,7 +17,7 @@ import torch
 
 from hf_parallel.engine import Engine
 from hf_parallel.evaluation.results import Result
-from hf_parallel.evaluation.runs import NO_MODE, Finisher, Run
+from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, Finisher, Run
 from hf_parallel.evaluation.tasks import Problem
 from hf_parallel.evaluation.written import Written, written_until
 from hf_parallel.generation.arguments import encode
@@ -144,13 +144,17 @@ class Solver:
 
     def _submit(self, engine: Engine, one: Generation, clock: PassClock) -> Any:
         config = one.run.config(one.problem.answer_pattern)
-        settings: dict[str, Any] = {"max_new_tokens": self.largest, "seed": one.seed, "streamer": clock}
+        settings = {**self.generation, **one.run.generation()}
+        template = settings.pop(TEMPLATE, None)
+        settings |= {"max_new_tokens": self.largest, "seed": one.seed, "streamer": clock}
         if config is None:
-            prompt = encode_task(None, one.problem.prompt, self.tokenizer)
+            prompt = encode_task(None, one.problem.prompt, self.tokenizer, template)
         else:
-            prompt = build_prompt(type(config), one.problem.prompt, self.tokenizer, config)
+            prompt = build_prompt(
+                type(config), one.problem.prompt, self.tokenizer, config, chat_template_kwargs=template
+            )
             settings |= {"generation_mode": config.mode, "parallel_config": config}
-        return engine.submit(prompt, **{**self.generation, **one.run.generation()}, **settings)
+        return engine.submit(prompt, **settings)
 
     def _attempt(
         self, one: Generation, transcript: Mapping[str, Any], budget: int, clock: PassClock, started: float

@@ -77,7 +77,7 @@ def sweep(
     progress : bool
         Whether the main process shows a progress bar on stderr.
     **generation
-        Settings of `generate` for all runs, such as `do_sample=True`.
+        Settings of `generate` for all runs, such as `do_sample=True`; `chat_template_kwargs`: see `build_prompt`.
 
     Returns
     -------

@@ -99,6 +99,12 @@ class ParallelConfig:
     """Whether `sequences` alone say how each row was computed: its prompt, then its own tokens, as in `generate`."""
     text_markers: ClassVar[Mapping[str, str]] = {}
     """Settings that are the fields of a `SkeletonDialect` of `hf_parallel.training`, with defaults. Empty: none."""
+    thinking: ClassVar[bool | None] = None
+    """What `build_prompt` does for a reasoning model.
+
+    True opens `<think>` if the chat template knows it, but the prompt ends neither with it nor with `</think>`. False
+    sets the template's variable `enable_thinking` to False by default. None leaves both to the template.
+    """
     rows_name: ClassVar[str] = ""
     """Record field for the texts of a prompt's rows, in merged or interrupted calls. Empty: none."""
     presets: ClassVar[Mapping[str, Preset]] = {}

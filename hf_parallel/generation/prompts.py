@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import is_valid_message
 
 from hf_parallel.detokenizer import check_tokenizer
@@ -16,7 +17,11 @@ from hf_parallel.generation.validation import check_int, check_template, check_t
 
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages of a chat template."""
-THINK = "<think>"  # starts the reasoning of a reasoning model
+THINK, END_THINK = "<think>", "</think>"  # around the reasoning of a reasoning model
+ENABLE_THINKING = "enable_thinking"  # variable of many templates; False: the answer has no reasoning
+NOT_RENDERED = "only chats, and texts in a mode with a prompt builder, are rendered by the chat template"
+_RESERVED = {"messages", "conversations", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+_RESERVED -= {"tools", "documents"}
 CHAIN_OF_DRAFT = (
     "Think in steps, but write down only a draft of each step: at most {max_words} words or one short equation, no "
     "full sentences, nothing twice. In the end give the final answer in full, in the form that is asked for."
@@ -29,12 +34,14 @@ def build_prompt(
     task: str | Chat,
     tokenizer: Any,
     config: ParallelConfig | None = None,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
     """Build the prompt of a task for a mode.
 
     The mode's instructions go into the system message or, if the chat template has none, before the first user message.
-    If the template contains `<think>`, the prompt ends with it.
+    `ParallelConfig.thinking` says whether the mode opens or disables the reasoning of a reasoning model.
 
     Parameters
     ----------
@@ -46,6 +53,8 @@ def build_prompt(
     config : ParallelConfig, optional
         Settings of the mode. Alternatively pass them as keyword arguments. The tokenizer of a model with presets, see
         `load_embedded_model`, adds those of the mode; given settings override them.
+    chat_template_kwargs : mapping, optional
+        Variables of the chat template, such as `{"enable_thinking": False}`, for `apply_chat_template`.
 
     Returns
     -------
@@ -55,7 +64,7 @@ def build_prompt(
     Raises
     ------
     ValueError
-        For an empty task, an unknown mode or unknown settings.
+        For an empty task, an unknown mode or unknown settings, and if the chat template raises an error.
     """
     if isinstance(mode, str) and mode not in MODES:
         raise ValueError(f"mode must be one of {sorted(MODES)}, got {mode!r}")
@@ -66,20 +75,27 @@ def build_prompt(
     check_setting_names(cls, settings)
     config = cls(**settings) if config is None else config
     config = type(config)(**{**preset_of(config.mode, tokenizer).settings, **config.given()})
-    return encode_task(config.system_prompt(), config.task_text(task) if isinstance(task, str) else task, tokenizer)
+    return encode_task(config, task, tokenizer, chat_template_kwargs)
 
 
 def chain_of_draft_prompt(
-    task: str | Chat, tokenizer: Any, max_words: int = 5, rules: str = CHAIN_OF_DRAFT
+    task: str | Chat,
+    tokenizer: Any,
+    max_words: int = 5,
+    rules: str = CHAIN_OF_DRAFT,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Build a prompt for an answer with very short reasoning steps (Xu et al., Chain of Draft, 2025).
+
+    If the chat template has the variable `enable_thinking`, it is False by default: the draft is the reasoning.
 
     For plain `generate` and any mode. To combine it with a mode's own instructions, pass `rules` and task together as
     the task of `build_prompt`.
 
     Parameters
     ----------
-    task, tokenizer
+    task, tokenizer, chat_template_kwargs
         As in `build_prompt`, which also documents the return value.
     max_words : int
         Maximum number of words of a step.
@@ -89,12 +105,24 @@ def chain_of_draft_prompt(
     check_task(task, tokenizer)
     check_int("max_words", max_words, at_least=1)
     check_template("rules", rules, max_words=max_words)
-    return encode_task(rules.format(max_words=max_words), task, tokenizer)
+    text = render_prompt(rules.format(max_words=max_words), task, tokenizer, False, chat_template_kwargs)
+    return _encode(text, tokenizer)
 
 
-def encode_task(rules: str | None, task: str | Chat, tokenizer: Any) -> dict[str, torch.Tensor]:
-    """Encode the result of `render_prompt`; returns what `build_prompt` returns."""
-    text = render_prompt(rules or "", task, tokenizer)
+def encode_task(
+    config: ParallelConfig | None,
+    task: str | Chat,
+    tokenizer: Any,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Encode a task with the instructions of a mode (None: without any); returns what `build_prompt` returns."""
+    if config is None:
+        return _encode(render_prompt("", task, tokenizer, None, chat_template_kwargs), tokenizer)
+    rules, task = config.system_prompt() or "", config.task_text(task) if isinstance(task, str) else task
+    return _encode(render_prompt(rules, task, tokenizer, config.thinking, chat_template_kwargs), tokenizer)
+
+
+def _encode(text: str, tokenizer: Any) -> dict[str, torch.Tensor]:
     check_text("task", text)
     encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not getattr(tokenizer, "chat_template", None))
     given = encoded if isinstance(encoded, Mapping) else {}
@@ -109,25 +137,70 @@ def encode_task(rules: str | None, task: str | Chat, tokenizer: Any) -> dict[str
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def render_prompt(rules: str, task: str | Chat, tokenizer: Any, **template: Any) -> str:
+def render_prompt(
+    rules: str,
+    task: str | Chat,
+    tokenizer: Any,
+    thinking: bool | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    **template: Any,
+) -> str:
     """Return the text of a prompt, see `build_prompt`. `template` are arguments of `apply_chat_template`.
 
-    `continue_final_message` defaults to whether the last message is the assistant's.
+    `thinking` is that of the mode, see `ParallelConfig`. `continue_final_message` defaults to whether the last message
+    is the assistant's.
     """
+    given = check_template_kwargs(chat_template_kwargs)
     if isinstance(task, str):
         if not getattr(tokenizer, "chat_template", None):
+            check_unused_template_kwargs(given, "the tokenizer has no chat template")
             return f"{rules}\n\n{task}\n\n" if rules else f"{task}\n\n"
         task = [{"role": "user", "content": task}]
+    source = str(getattr(tokenizer, "chat_template", None))
     continued = template.pop("continue_final_message", None)
     if continued is None:
         continued = task[-1]["role"] == "assistant"
+    defaults = {ENABLE_THINKING: False} if thinking is False and ENABLE_THINKING in source else {}
+    template = {**defaults, **template, **given}
     template |= {"continue_final_message": True} if continued else {"add_generation_prompt": True}
+    chat = _with_rules(rules, task, "system")
     try:
-        text = tokenizer.apply_chat_template(_with_rules(rules, task, "system"), tokenize=False, **template)
-    except TemplateError:  # the template has no system message
-        text = tokenizer.apply_chat_template(_with_rules(rules, task, "user"), tokenize=False, **template)
-    thinks = THINK in str(tokenizer.chat_template) and not continued
-    return text + THINK + "\n" if thinks and not text.rstrip().endswith(THINK) else text
+        text = apply_template(chat, tokenizer, **template)
+    except ValueError:
+        if not rules:
+            raise
+        text = apply_template(_with_rules(rules, task, "user"), tokenizer, **template)  # it has no system message
+    opens = thinking and THINK in source and not continued and not text.rstrip().endswith((THINK, END_THINK))
+    return f"{text}{THINK}\n" if opens else text
+
+
+def apply_template(chat: Chat, tokenizer: Any, **template: Any) -> str:
+    """Return the text of a chat. Raises `ValueError` for any error of the chat template, which is a program."""
+    try:
+        text: str = tokenizer.apply_chat_template(chat, tokenize=False, **template)
+    except Exception as error:
+        raise ValueError(f"the chat template cannot render these messages: {type(error).__name__}: {error}") from error
+    return text
+
+
+def check_template_kwargs(given: Any) -> dict[str, Any]:
+    """Return `chat_template_kwargs`; raise `ValueError` unless it maps names of variables of a template to values."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ValueError(
+            f"chat_template_kwargs must map variables of the chat template to values, such as "
+            f"{{'{ENABLE_THINKING}': False}}, got {given!r}"
+        )
+    if taken := sorted(given.keys() & _RESERVED):
+        raise ValueError(f"chat_template_kwargs must hold variables of the chat template only, got {', '.join(taken)}")
+    return dict(given)
+
+
+def check_unused_template_kwargs(given: Any, reason: str) -> None:
+    """Raise `ValueError` if `chat_template_kwargs` is given for a prompt that no template renders."""
+    if check_template_kwargs(given):
+        raise ValueError(f"chat_template_kwargs={given!r} has no effect: {reason}")
 
 
 def check_task(task: Any, tokenizer: Any) -> None:

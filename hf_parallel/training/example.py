@@ -11,6 +11,7 @@ import torch
 
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.arguments import encode
+from hf_parallel.generation.prompts import apply_template
 from hf_parallel.training.dialects import AnyDialect, get_dialect, lay_out
 
 
@@ -362,7 +363,7 @@ def as_ids(tokens: Any) -> list[int]:
 def _encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
     """Return the tokens of a prompt. A text gets the beginning-of-sequence token, if the tokenizer adds one."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        prompt = apply_template(prompt, tokenizer, add_generation_prompt=True)
     if not isinstance(prompt, str):
         return as_ids(prompt)
     tokens = encode(tokenizer, prompt)

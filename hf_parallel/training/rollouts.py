@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from trl.models import unwrap_model_for_generation
 
 from hf_parallel.generation.config import make_config
-from hf_parallel.generation.prompts import build_prompt
+from hf_parallel.generation.prompts import encode_task
 from hf_parallel.training.attention import require_enabled
 from hf_parallel.training.example import ParallelExample
 
@@ -22,7 +22,9 @@ EXAMPLES, TEXTS = "parallel_examples", "parallel_texts"
 RolloutFunc = Callable[[Sequence[Any], Any], dict[str, list[Any]]]
 
 
-def make_rollout_func(generation_mode: str, **settings: Any) -> RolloutFunc:
+def make_rollout_func(
+    generation_mode: str, *, chat_template_kwargs: Mapping[str, Any] | None = None, **settings: Any
+) -> RolloutFunc:
     """Return a `rollout_func` for `SharedPrefixGRPOTrainer` whose completions are runs of a mode.
 
     A completion is all tokens that the model samples in a run, of all its rows, in the order of
@@ -36,6 +38,8 @@ def make_rollout_func(generation_mode: str, **settings: Any) -> RolloutFunc:
     ----------
     generation_mode : str
         Such as `hogwild` or `pdos`.
+    chat_template_kwargs : mapping, optional
+        Those of `build_prompt`.
     **settings
         Of the mode, without a seed.
 
@@ -57,7 +61,8 @@ def make_rollout_func(generation_mode: str, **settings: Any) -> RolloutFunc:
         names = ("prompt_ids", "completion_ids", "logprobs", EXAMPLES, TEXTS)
         found: dict[str, list[Any]] = {name: [] for name in names}
         tokenizer = trainer.processing_class
-        built = [build_prompt(config.mode, prompt, tokenizer, config)["input_ids"][0].tolist() for prompt in prompts]
+        encoded = [encode_task(config, prompt, tokenizer, chat_template_kwargs) for prompt in prompts]
+        built = [one["input_ids"][0].tolist() for one in encoded]
         with _generating(trainer) as generate:
             output = generate(**_left_padded(built, tokenizer), parallel_config=config, tokenizer=tokenizer)
         whole = ParallelExample.from_output(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from os.path import commonprefix
 from typing import Any
 
@@ -53,4 +54,6 @@ def _around_user_message(tokenizer: Any) -> tuple[str, str]:
     ):  # templates are programs: for one that cannot render these chats, nothing is removed from the prompt
         return "", ""
     before = [text.partition(mark)[0][::-1] for text, mark in ((first, _FIRST), (last, _SECOND))]
-    return commonprefix(before)[::-1], first.partition(_FIRST)[2].rstrip()
+    # up to the reasoning, which variables of the template and modes open and close
+    after = re.split("</?think>", first.partition(_FIRST)[2])[0]
+    return commonprefix(before)[::-1], after.rstrip()

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from starlette.responses import Response
 
 from hf_parallel.engine import KVBudgetError, QueueFullError, RequestCancelledError
@@ -65,8 +64,6 @@ def api_error(error: BaseException, fields: Iterable[str] = ()) -> APIError | No
         return APIError(503, "the server is shutting down", code="shutting_down")
     if isinstance(error, KVBudgetError):
         return APIError(400, str(error), code="context_length_exceeded")
-    if isinstance(error, TemplateError):
-        return APIError(400, f"the chat template does not accept these messages: {error}", "messages")
     if isinstance(error, ValueError | TypeError | UnsupportedModelError):
         message = str(error).replace("do_sample=True", "a temperature above 0")  # the field that sets it
         found = [name for name in fields if re.search(rf"\b{re.escape(name)}\b", message)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -25,6 +26,8 @@ MAX_NGRAM = 32
 """Maximum of `no_repeat_ngram_size`: the work of each step grows with it times the length of a row."""
 MAX_BIASES = 300
 """Tokens in `logit_bias`."""
+MAX_TEMPLATE_KWARGS = 2**16
+"""Characters of `chat_template_kwargs` as JSON: a template may write them into the prompt."""
 MAX_METADATA = 16
 """Entries of `metadata`."""
 
@@ -44,6 +47,12 @@ def _check_stop(text: str) -> str:
     if (size := len(text.encode(errors="surrogatepass"))) > MAX_STOP_BYTES:
         raise ValueError(f"a stop text may have at most {MAX_STOP_BYTES} bytes, this one has {size}")
     return text
+
+
+def _check_template_size(given: dict[str, Any]) -> dict[str, Any]:
+    if (size := len(json.dumps(given))) > MAX_TEMPLATE_KWARGS:
+        raise ValueError(f"chat_template_kwargs may have at most {MAX_TEMPLATE_KWARGS} characters, got {size}")
+    return given
 
 
 Stop = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_check_stop)]
@@ -150,6 +159,7 @@ class Body(BaseModel):
     min_new_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
     agent_hints: Hints | None = None
     cache_salt: Annotated[Id, Field(min_length=1)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_template_size)] | None = None
     # Fields of OpenAI that do not change an answer
     user: Text | None = None
     metadata: Annotated[dict[str, Text], _entries(MAX_METADATA)] | None = None

@@ -19,7 +19,7 @@ from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.config import ParallelConfig, preset_of
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import SharedPrefixConfig
-from hf_parallel.generation.prompts import encode_task
+from hf_parallel.generation.prompts import NOT_RENDERED, check_unused_template_kwargs, encode_task
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.stop_texts import StopTexts
 from hf_parallel.generation.validation import check_text, suggestion
@@ -118,7 +118,7 @@ class Translator:
     def translate(self, body: Body, prompt: str | list[Any], field_name: str) -> Submission:
         """Return the submission for one prompt of a body: a text, a chat or token ids."""
         config, sampling = self._settings(body)
-        encoded = self._encode(prompt, config, field_name)
+        encoded = self._encode(body, prompt, config, field_name)
         begin = encoded["input_ids"].shape[1]
         rows = body.candidates * config.max_rows_per_prompt
         if rows > self.limits.rows:
@@ -208,21 +208,25 @@ class Translator:
                 )
         return [[[int(token)], float(bias)] for token, bias in biases.items()]
 
-    def _encode(self, prompt: str | list[Any], config: ParallelConfig, name: str) -> Mapping[str, torch.Tensor]:
-        tokenizer, rules = self.engine.tokenizer, config.system_prompt()
+    def _encode(
+        self, body: Body, prompt: str | list[Any], config: ParallelConfig, name: str
+    ) -> Mapping[str, torch.Tensor]:
+        tokenizer, template = self.engine.tokenizer, body.chat_template_kwargs
         if isinstance(prompt, list) and isinstance(prompt[0], int):
             size = vocabulary_size(self.engine.model)
             if max(prompt) >= size:
                 raise APIError(400, f"{name} must hold token ids below {size}, got {max(prompt)}", name)
+            check_unused_template_kwargs(template, NOT_RENDERED)
             ids = torch.tensor([prompt])
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if isinstance(prompt, list):
             for message in prompt:
                 check_text(name, message["content"])
-            return encode_task(rules, prompt, tokenizer)
+            return encode_task(config, prompt, tokenizer, template)
         check_text(name, prompt)
-        if rules is not None:
-            return encode_task(rules, config.task_text(prompt), tokenizer)
+        if config.system_prompt() is not None:
+            return encode_task(config, prompt, tokenizer, template)
+        check_unused_template_kwargs(template, NOT_RENDERED)
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         if not ids.numel():
             raise APIError(400, f"{name} must not be empty", name)

@@ -133,6 +133,7 @@ class HogwildConfig(ReplayConfig):
     streams_text: ClassVar[bool] = True
     merges_rows: ClassVar[bool] = True
     rows_name: ClassVar[str] = "workers"
+    thinking: ClassVar[bool | None] = True
     not_remote: ClassVar[tuple[str, ...]] = ("answer_pattern",)
     presets: ClassVar[Mapping[str, Preset]] = {"embedded": EMBEDDED_PRESET}
 
@@ -297,6 +298,8 @@ def hogwild_prompt(
 ) -> dict[str, torch.Tensor]:
     """Build the prompt of a task for several workers (Hogwild! Inference, section 3.3 and appendix C).
 
-    The collaboration prompt precedes the task. Parameters and return value: see `build_prompt`.
+    The collaboration prompt precedes the task. If the chat template knows `<think>`, the prompt opens it, unless it
+    ends with a block that is open or closed. Parameters, `chat_template_kwargs` included, and return value: see
+    `build_prompt`.
     """
     return build_prompt(HogwildConfig, task, tokenizer, config, **settings)

@@ -19,6 +19,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.utils import logging
 
 from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.generation.arguments import encode
@@ -49,6 +50,14 @@ _LENGTH_PROCESSORS = (
     MinNewTokensLengthLogitsProcessor,
 )
 """Processors of Transformers that depend only on the length of a row."""
+
+
+logger: Any = logging.get_logger(__name__)
+
+
+def _words(text: str) -> str:
+    """Return a text without whitespace, which tokenizers may change."""
+    return "".join(text.split())
 
 
 class HogwildRun:
@@ -83,7 +92,7 @@ class HogwildRun:
         for group in self.groups:
             self.workers += [Worker(group, len(self.workers) + i, i, name) for i, name in enumerate(config.names)]
             group.check_positions()
-        self._warn_other_names()
+        self._warn_other_prompts()
 
     def generate(self) -> Any:
         """Let the workers write until all have stopped. Return what `model.generate` returns."""
@@ -125,12 +134,19 @@ class HogwildRun:
             logits = self._prefill(reader, finishers)
             reader.decode(finishers, logits, Finisher.advance, self.move_ended_steps)
 
-    def _warn_other_names(self) -> None:
-        """Warn if a prompt was built for workers with other names."""
-        call, config = self.loop.call, self.config
-        length = 2 * len(encode(call.tokenizer, config.system_prompt() or " ")) + PREAMBLE
-        for prompt in call.prompts:
-            names = config.names_in(call.tokenizer.decode(prompt[:length].tolist(), skip_special_tokens=True))
+    def _warn_other_prompts(self) -> None:
+        """Warn if a prompt was built for workers with other names, or has no rules for workers."""
+        tokenizer, config = self.loop.call.tokenizer, self.config
+        encoded = encode(tokenizer, config.system_prompt() or " ")
+        rules = _words(tokenizer.decode(encoded, skip_special_tokens=True))
+        for prompt in self.loop.call.prompts:
+            head = tokenizer.decode(prompt[: 2 * len(encoded) + PREAMBLE].tolist(), skip_special_tokens=True)
+            names = config.names_in(head)
+            if names is None and rules not in _words(head):
+                logger.warning_once(
+                    "the workers of hogwild have no rules, as the prompt does not contain their collaboration_prompt: "
+                    "build it with hogwild_prompt(task, tokenizer), with the settings that generate has"
+                )
             given = ", ".join(config.names)
             if names is not None and not names.endswith(given):  # other text of the template may precede them
                 warn_caller(

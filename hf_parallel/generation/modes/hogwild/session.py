@@ -60,8 +60,9 @@ class HogwildSession:
     prompt : str, list of messages, mapping or int64 [1, length]
         A task or a chat, for `hogwild_prompt`; or `input_ids` used as they are, optionally with an `attention_mask`.
     **settings
-        Those of `HogwildConfig` and of `generate`. `seed` is an int or a list of ints; default: drawn from PyTorch's
-        global generator. Without `max_new_tokens` and `max_length`, workers may use all positions of the model.
+        Those of `HogwildConfig`, of `generate`, and `chat_template_kwargs` of `hogwild_prompt`. `seed` is an int or a
+        list of ints; default: drawn from PyTorch's global generator. Without `max_new_tokens` and `max_length`, workers
+        may use all positions of the model.
 
     Raises
     ------

@@ -25,6 +25,7 @@ from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_p
 from hf_parallel.generation.modes.hogwild.output import COMMON
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.modes.hogwild.worker import Worker
+from hf_parallel.generation.prompts import NOT_RENDERED, check_unused_template_kwargs
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.validation import is_int, json_error
 from hf_parallel.models.capabilities import max_positions
@@ -40,9 +41,10 @@ _UNSAVED = ("max_length", "max_new_tokens", "transformers_version")
 def open_run(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any]) -> SteppedRun:
     """Return the run of a session of an enabled model; arguments and errors as of `HogwildSession`."""
     settings = {"generation_mode": HogwildConfig.mode, **settings}
+    template = settings.pop("chat_template_kwargs", None)
     config: Any = take_parallel_config(model.generation_config, settings)
     _check_config(config)
-    settings |= _prompt_arguments(prompt, tokenizer, config)
+    settings |= _prompt_arguments(prompt, tokenizer, config, template)
     if (rows := settings.get("num_return_sequences")) not in (None, 1):  # before the prompt is repeated
         raise ValueError(f"a session has one prompt and num_return_sequences=1, got num_return_sequences={rows!r}")
     _set_default_length(model, settings)
@@ -296,10 +298,11 @@ def _check_config(config: Any) -> None:
         raise ValueError(f"worker_names must not contain {COMMON!r}, the name of the history, got {config.names!r}")
 
 
-def _prompt_arguments(prompt: Any, tokenizer: Any, config: HogwildConfig) -> dict[str, Any]:
+def _prompt_arguments(prompt: Any, tokenizer: Any, config: HogwildConfig, template: Any) -> dict[str, Any]:
     """Return the arguments of `generate` for a prompt as `HogwildSession` accepts it."""
     if not isinstance(prompt, torch.Tensor | Mapping):
-        return hogwild_prompt(prompt, tokenizer, config)
+        return hogwild_prompt(prompt, tokenizer, config, chat_template_kwargs=template)
+    check_unused_template_kwargs(template, NOT_RENDERED)
     given: dict[str, Any] = {"input_ids": prompt} if isinstance(prompt, torch.Tensor) else dict(prompt)
     if given.get("input_ids") is None:
         raise ValueError(f"prompt must contain input_ids, got {sorted(given)}")

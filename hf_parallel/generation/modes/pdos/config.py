@@ -69,6 +69,7 @@ class PDOSConfig(BlockFormat, ParallelConfig):
     mode: ClassVar[str] = "pdos"
     streams_text: ClassVar[bool] = True
     streams_tokens = "when_final"
+    thinking: ClassVar[bool | None] = False
     text_markers: ClassVar[Mapping[str, str]] = {
         **BlockFormat().markers,
         "join": "reencode",
@@ -196,7 +197,8 @@ def pdos_prompt(
 ) -> dict[str, torch.Tensor]:
     """Wrap a task with instructions to write independent parts as a parallel block (PDOS, section 3, appendix A).
 
-    The instructions, with three examples, precede the task; with `parallel_hint=False` there are none. Parameters,
-    return value and errors: see `build_prompt`.
+    The instructions, with three examples, precede the task; with `parallel_hint=False` there are none. If the chat
+    template has the variable `enable_thinking`, it is False by default, since branches start in the answer. Parameters,
+    `chat_template_kwargs` included, return value and errors: see `build_prompt`.
     """
     return build_prompt(PDOSConfig, task, tokenizer, config, **settings)

@@ -1,0 +1,285 @@
+"""Chat templates of reasoning models: each place that renders one, and the errors of templates."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from serving import MODEL, check_error, served, small_model
+from transformers import pipeline
+
+import hf_parallel
+from hf_parallel import HogwildSession
+from hf_parallel.agents import AgentError, Chat, Runtime, agent
+from hf_parallel.cli.generate import encode
+from hf_parallel.cli.main import make_parser
+from hf_parallel.engine import Engine
+from hf_parallel.engine.server.errors import APIError
+from hf_parallel.engine.server.limits import Limits
+from hf_parallel.engine.server.schema import ChatBody, CompletionBody
+from hf_parallel.engine.server.submission import Translator
+from hf_parallel.evaluation import Run
+from hf_parallel.evaluation.judge import local_completer
+from hf_parallel.evaluation.sweep import sweep
+from hf_parallel.evaluation.tasks import Problem
+from hf_parallel.generation.config import make_config
+from hf_parallel.generation.modes.hogwild import run
+from hf_parallel.training import ParallelExample
+from hf_parallel.transcript.task import find_task
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% endfor %}"
+TEMPLATES = {
+    "qwen3": TURNS + "{% if add_generation_prompt %}<assistant>\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+    "smollm3": TURNS + "{% if add_generation_prompt %}<assistant>\n"
+    "{% if '/no_think' in messages[0].content %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+    "deepseek": "{% if thinking is not defined %}{% set thinking = false %}{% endif %}" + TURNS +
+    "{% if add_generation_prompt %}<assistant>{{ '<think>' if thinking else '</think>' }}{% endif %}",
+    "r1": TURNS + "{% if add_generation_prompt %}<assistant><think>\n{% endif %}",
+    "other": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>",
+}  # fmt: skip
+CLOSED = "\n<think>\n\n</think>\n\n"
+ENDS: list[tuple[str, str, dict[str, Any], str, str, str]] = [
+    # template, system message, variables, end of the prompt, the same with hogwild, with pdos
+    ("qwen3", "Rule.", {}, "\n", "\n<think>\n", CLOSED),
+    ("qwen3", "Rule.", {"enable_thinking": False}, CLOSED, CLOSED, CLOSED),
+    ("qwen3", "Rule.", {"enable_thinking": True}, "\n", "\n<think>\n", "\n"),
+    ("smollm3", "Rule.", {}, "\n", "\n<think>\n", "\n"),
+    ("smollm3", "/no_think", {}, CLOSED, CLOSED, CLOSED),
+    ("deepseek", "Rule.", {}, "</think>", "</think>", "</think>"),
+    ("deepseek", "Rule.", {"thinking": True}, "<think>", "<think>", "<think>"),
+    ("r1", "Rule.", {}, "<think>\n", "<think>\n", "<think>\n"),
+    ("other", "Rule.", {}, "", "", ""),
+]
+TASK = "Add 2 and 2."
+RESERVED = ("tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "messages", "conversation")
+FAILING = {
+    "ZeroDivisionError: division by zero": "{{ 1 / 0 }}",
+    "TypeError: ": "{{ messages + 1 }}",
+    "TemplateError: no": "{{ raise_exception('no') }}",
+    "UndefinedError: ": "{{ messages[0].missing.part }}",
+    "TemplateSyntaxError: ": "{% if %}",
+}
+
+
+@dataclass(frozen=True)
+class Number(Problem):
+    """A problem whose texts all score 0."""
+
+    def score(self, text: str) -> float:
+        return 0.0
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(*small_model()) as engine:
+        yield engine
+
+
+def record_requests(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that will hold the handles of all later requests of engines."""
+    found: list[Any] = []
+    submit = Engine.submit
+
+    def recorded(*given: Any, **settings: Any) -> Any:
+        found.append(submit(*given, **settings))
+        return found[-1]
+
+    patch.setattr(Engine, "submit", recorded)
+    return found
+
+
+def chat(system: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": TASK}]
+
+
+# Each place gets a chat or a text, a mode (None: plain generation) and variables, and returns the text of the prompt.
+
+
+def of_engine(engine: Engine, given: Any, mode: str | None, template: Any) -> str:
+    settings = {"do_sample": False, "max_new_tokens": 1, "chat_template_kwargs": template, **SETTINGS.get(mode, {})}
+    return engine.tokenizer.decode(engine.submit(given, mode, **settings).result().record.prompts[0])
+
+
+def of_agents(engine: Engine, given: Any, mode: str | None, template: Any) -> str:
+    settings = {} if mode is None else {"generation_mode": mode, **SETTINGS.get(mode, {})}
+
+    @agent
+    async def answer() -> Any:
+        talk = Chat(messages=given, chat_template_kwargs=template, do_sample=False, **settings)
+        yield await talk.gen(max_new_tokens=1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        submitted = record_requests(patch)
+        Runtime(engine, logits_cache=False).run(answer)
+    return engine.tokenizer.decode(submitted[-1].result().record.prompts[0])
+
+
+def of_server(engine: Engine, given: Any, mode: str | None, template: Any) -> str:
+    common = {"model": MODEL, "max_tokens": 1, "chat_template_kwargs": template, "generation_mode": mode}
+    common |= SETTINGS.get(mode, {})
+    body: Any
+    if isinstance(given, str):
+        body = CompletionBody.model_validate({**common, "prompt": given})
+    else:
+        body = ChatBody.model_validate({**common, "messages": given})
+    submission = Translator(engine, Limits()).translate(body, given, "messages")
+    return engine.tokenizer.decode(submission.prompt["input_ids"][0])
+
+
+def of_pipeline(engine: Engine, given: Any, mode: str | None, template: Any) -> str:
+    if engine not in PIPELINES:
+        PIPELINES[engine] = pipeline(TASK_NAME, model=small_model()[0], tokenizer=engine.tokenizer)
+    pipe = PIPELINES[engine]
+    config = None if mode is None else make_config(mode, SETTINGS.get(mode))
+    settings, _, _ = pipe._sanitize_parameters(chat_template_kwargs=template, parallel_config=config)
+    return engine.tokenizer.decode(pipe.preprocess(given, **settings)["input_ids"][0])
+
+
+def of_builder(engine: Engine, given: Any, mode: str | None, template: Any) -> str:
+    mode = mode or "shared_prefix"  # which has no instructions
+    own = {"chat_template_kwargs": template, **SETTINGS.get(mode, {})}
+    prompt = hf_parallel.build_prompt(mode, given, engine.tokenizer, **own)
+    return engine.tokenizer.decode(prompt["input_ids"][0])
+
+
+def of_command(engine: Engine, given: Any, mode: str | None, template: Any) -> str:
+    words = ["generate", TASK, *(["--chat-template-kwargs", json.dumps(template)] if template else [])]
+    config = None if mode is None else make_config(mode, SETTINGS.get(mode))
+    tokens = encode([given], engine.tokenizer, config, make_parser().parse_args(words), "cpu")
+    return engine.tokenizer.decode(tokens["input_ids"][0])
+
+
+SETTINGS: dict[str | None, Any] = {"pdos": {"parallel_hint": False}, "hogwild": {"finisher_tokens": 0}}
+PIPELINES: dict[Engine, Any] = {}
+TASK_NAME = "parallel-text-generation"
+OF_CHATS = [of_engine, of_agents, of_server, of_pipeline, of_builder]
+
+
+@pytest.mark.parametrize("place", OF_CHATS)
+def test_the_rendered_end_of_a_chat_decides_whether_thinking_is_open(place: Any, engine: Engine) -> None:
+    for kind, system, template, end, hogwild, pdos in ENDS:
+        engine.tokenizer.chat_template = TEMPLATES[kind]
+        for mode, expected in ((None, end), ("shared_prefix", end), ("hogwild", hogwild), ("pdos", pdos)):
+            text = place(engine, chat(system), mode, template)
+            assert text.endswith(f"<user>{TASK}<assistant>{expected}"), (kind, template, mode, text)
+            assert text.count(system) == 1
+
+
+def test_the_rendered_end_of_a_task_decides_whether_thinking_is_open(engine: Engine) -> None:
+    for kind, system, template, end, hogwild, pdos in ENDS:
+        engine.tokenizer.chat_template = TEMPLATES[kind]
+        cases = ((of_command, None, end), (of_builder, None, end), (of_server, "hogwild", hogwild))
+        modes = [(place, mode, x) for place in (of_command, of_builder, of_engine, of_pipeline)
+                 for mode, x in (("hogwild", hogwild), ("pdos", pdos))]  # fmt: skip
+        for place, mode, expected in [*cases, *modes]:
+            text = place(engine, TASK, mode, template)
+            assert system == "/no_think" or text.endswith(f"{TASK}<assistant>{expected}"), (kind, template, mode, text)
+
+
+def test_prompts_of_sessions_sweeps_judges_and_drafts_receive_the_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handles = record_requests(monkeypatch)
+    model, tokenizer = small_model()
+    tokenizer.chat_template = TEMPLATES["qwen3"]
+    for template, closed in (({"enable_thinking": False}, True), (None, False)):
+        given = {"chat_template_kwargs": template}
+        with HogwildSession(model, tokenizer, TASK, max_new_tokens=1, **given) as session:
+            ids = session.output().sequences[0].tolist()
+        assert (CLOSED in tokenizer.decode(ids)) is closed
+        sweep(model, tokenizer, [Number(TASK, "4")], [Run(settings=given), Run("hogwild", given)], [1], do_sample=False)
+        for handle in handles:
+            assert (CLOSED in tokenizer.decode(handle.result().record.prompts[0])) is closed
+        handles.clear()
+        asked: list[Any] = []
+        judge = SimpleNamespace(device="cpu", generate=lambda **inputs: asked.append(inputs) or inputs["input_ids"])  # noqa: B023
+        local_completer(judge, tokenizer, **given)(TASK)
+        assert tokenizer.decode(asked[0]["input_ids"][0]).endswith(CLOSED) is closed
+        draft = hf_parallel.chain_of_draft_prompt(TASK, tokenizer, **given)
+        assert tokenizer.decode(draft["input_ids"][0]).endswith(CLOSED)
+    draft = hf_parallel.chain_of_draft_prompt(TASK, tokenizer, chat_template_kwargs={"enable_thinking": True})
+    assert tokenizer.decode(draft["input_ids"][0]).endswith("<assistant>\n")
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_the_task_of_a_prompt_is_found_whatever_follows_it(kind: str) -> None:
+    _, tokenizer = small_model()
+    tokenizer.chat_template = TEMPLATES[kind]
+    for mode in ("hogwild", "pdos", "shared_prefix"):
+        for template in ({}, {"enable_thinking": False}, {"thinking": True}):
+            prompt = hf_parallel.build_prompt(mode, TASK, tokenizer, chat_template_kwargs=template)
+            rules = make_config(mode).system_prompt() or ""
+            assert find_task(tokenizer.decode(prompt["input_ids"][0]), tokenizer, rules) == TASK
+
+
+WRONG = [3, ["enable_thinking"], *({name: True} for name in RESERVED)]
+
+
+@pytest.mark.parametrize("place", [*OF_CHATS, of_command])
+def test_variables_that_are_arguments_of_the_template_call_raise(place: Any, engine: Engine) -> None:
+    engine.tokenizer.chat_template = TEMPLATES["qwen3"]
+    given = TASK if place is of_command else chat("Rule.")
+    for wrong in WRONG:
+        with pytest.raises((ValueError, SystemExit, APIError, AgentError)):
+            place(engine, given, None, wrong)
+
+
+@pytest.mark.parametrize("place", [of_engine, of_server, of_pipeline])
+def test_variables_for_a_prompt_without_a_template_raise(place: Any, engine: Engine) -> None:
+    with pytest.raises((ValueError, APIError), match="has no effect"):
+        place(engine, TASK, None, {"enable_thinking": False})
+    engine.tokenizer.chat_template = None
+    with pytest.raises((ValueError, APIError), match="has no effect"):
+        place(engine, TASK, "hogwild", {"enable_thinking": False})
+
+
+@pytest.mark.parametrize(("message", "template"), FAILING.items(), ids=[name.partition(":")[0] for name in FAILING])
+def test_errors_of_a_template_are_value_errors_that_name_them(message: str, template: str, engine: Engine) -> None:
+    engine.tokenizer.chat_template = template
+    for place in OF_CHATS:
+        for mode in (None, "hogwild"):
+            with pytest.raises(
+                (ValueError, AgentError), match=f"the chat template cannot render these messages: {message}"
+            ):
+                place(engine, chat("Rule."), mode, {})
+    with pytest.raises(ValueError, match=message):
+        of_command(engine, TASK, None, {})
+    with pytest.raises(ValueError, match=message):
+        ParallelExample.from_text("Text.", engine.tokenizer, "pdos", chat("Rule."))
+
+
+def test_the_server_answers_errors_of_a_template_with_400(engine: Engine) -> None:
+    with served(engine) as server:
+        for message, template in FAILING.items():
+            engine.tokenizer.chat_template = template
+            response = server.post("/v1/chat/completions", messages=chat("Rule."), max_tokens=1)
+            error = check_error(response, 400)
+            assert message in error["message"]
+            assert error["param"] == "messages"
+        engine.tokenizer.chat_template = TEMPLATES["qwen3"]
+        for wrong in (3, [1], {"tokenize": False}, {"add_generation_prompt": False}, {"x": "y" * 2**17}):
+            response = server.post("/v1/chat/completions", messages=chat("Rule."), chat_template_kwargs=wrong)
+            assert check_error(response, 400)["param"].startswith("chat_template_kwargs")
+
+
+def test_a_prompt_without_the_rules_of_the_workers_is_reported_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.tokenizer.chat_template = TEMPLATES["qwen3"]
+    ids = engine.tokenizer(TASK, return_tensors="pt")["input_ids"]
+    built = hf_parallel.hogwild_prompt(TASK, engine.tokenizer, num_workers=3)
+    settings = {"do_sample": False, "max_new_tokens": 1, "num_workers": 3}
+    logging.getLogger("transformers").propagate = True
+    run.logger.warning_once.cache_clear()
+    engine.submit(built, "hogwild", **settings).result()
+    engine.submit(ids, "hogwild", collaboration_prompt="", **settings).result()
+    assert "no rules" not in caplog.text
+    for _ in range(2):
+        engine.submit(ids, "hogwild", **settings).result()
+    assert caplog.text.count("the workers of hogwild have no rules") == 1
