@@ -19,10 +19,9 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from hf_parallel.evaluation.sandbox.run import limits
+from hf_parallel.evaluation.sandbox.run import START_SECONDS, limits
 
 CHILD = str(Path(__file__).with_name("formulas_child.py"))
-START_SECONDS = 60.0
 COMPARE_SECONDS = 5.0
 MAX_MEMORY = 2 << 30
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hf_parallel.generation.validation import check_int
 
@@ -28,12 +28,17 @@ READABLE = (
     *("/etc/localtime", "/dev/null", "/dev/urandom", "/dev/zero"),
 )
 """Files and folders that Python needs, besides its own."""
+START_SECONDS = 60.0
 POLL_SECONDS = 0.05
 MAX_DISK = 64 << 20
 """Bytes of all files that the code may write."""
+MAX_FILE = MAX_DISK // 4
+"""Bytes of a file."""
 MAX_FILES = 1000
 """Number of files and folders that it may make."""
-KERNEL = frozenset({"capabilities", "landlock", "seccomp"})
+MAX_THREADS = 256
+KERNEL = frozenset({"one thread", "capabilities", "landlock", "seccomp"})
+"""Steps of `run_child.restrict` that isolate a process."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class SandboxResult:
     timed_out : bool
         Whether the run was ended after `timeout` seconds.
     truncated : bool
-        Whether the run was ended because it printed or wrote too much.
+        Whether the run was ended because it printed or wrote too much, or started too many threads.
     seconds : float
         Wall-clock time.
     enforced : frozenset[str]
@@ -66,7 +71,14 @@ class SandboxResult:
 
     @property
     def is_isolated(self) -> bool:
-        """Whether the kernel has kept the code from files, network and other processes; see the package."""
+        """Whether the kernel denied every system call that reaches beyond the process and its folder.
+
+        Listed calls with checked arguments are allowed; all others fail: network, processes, signals, shared memory,
+        queues, locks, links, watches, file attributes and namespaces. Landlock allows reading Python's own files and
+        the shared libraries, and writing regular files in the folder. Code can still see whether a path exists, and its
+        size, dates and owner; the system's name; and its own limits and use of time and memory. False on other
+        architectures and kernels, and if a `.pth` file has started a thread.
+        """
         return self.enforced >= KERNEL
 
 
@@ -90,7 +102,7 @@ def run_code(
     files : Mapping[str, str], optional
         Texts of files in the working folder, by name. The folder is deleted afterwards.
     timeout : float
-        Wall-clock seconds. CPU time is limited to the next full second after it.
+        Wall-clock seconds, without the start of Python. CPU time is limited to the next full second after it.
     max_memory : int
         Bytes of address space.
     max_output : int
@@ -141,12 +153,10 @@ def run_code(
             finally:
                 os.close(write_end)
             try:
+                enforced = _started(process, status)
                 output, ended_by, seconds = _wait(process, folder, timeout, max_output, stop)
             finally:
                 _kill(process)
-            enforced = status.read(10_000)
-    if not enforced:
-        raise RuntimeError(f"the process could not be limited: {output[1].decode(errors='replace')[-500:]}")
     code_ = process.returncode
     return SandboxResult(
         returncode=code_ if code_ >= 0 else 128 - code_,
@@ -155,7 +165,7 @@ def run_code(
         timed_out=ended_by == "time" or process.returncode == -signal.SIGXCPU,
         truncated=ended_by == "size",
         seconds=seconds,
-        enforced=frozenset(json.loads(enforced)),
+        enforced=enforced,
     )
 
 
@@ -167,9 +177,21 @@ def limits(folder: Path | str, seconds: int, max_memory: int, writable: bool) ->
         "readable": sorted(own | set(READABLE) | {os.path.dirname(os.__file__)}),
         "seconds": seconds,
         "memory": int(max_memory),
-        "file_size": MAX_DISK // 4,
+        "file_size": MAX_FILE,
         "writable": writable,
     }
+
+
+def _started(process: subprocess.Popen[bytes], status: BinaryIO) -> frozenset[str]:
+    """Wait until a process has limited itself, and return which limits the kernel enforces."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(status, selectors.EVENT_READ)
+        enforced = status.read() if selector.select(START_SECONDS) else b""
+    if not enforced:
+        assert process.stderr is not None
+        process.kill()
+        raise RuntimeError(f"the process could not be limited: {process.stderr.read().decode(errors='replace')[-500:]}")
+    return frozenset(json.loads(enforced))
 
 
 def _wait(
@@ -194,7 +216,8 @@ def _wait(
             if not selector.get_map():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(POLL_SECONDS)
-            if max(map(len, output)) > max_output or _size(folder) + _unlinked(process.pid) > MAX_DISK:
+            written = _size(folder) + _unlinked(process.pid, folder)
+            if max(map(len, output)) > max_output or written > MAX_DISK or _threads(process.pid) > MAX_THREADS:
                 ended_by = "size"
             elif time.monotonic() - start > timeout:
                 ended_by = "time"
@@ -240,16 +263,32 @@ def _size(folder: Path) -> float:
     return total
 
 
-def _unlinked(process: int) -> int:
-    """Return the bytes of files that a process has deleted and keeps open; 0 where the system does not tell."""
-    sizes: dict[tuple[int, int], int] = {}
-    with contextlib.suppress(OSError), os.scandir(f"/proc/{process}/fd") as files:
-        for file in files:
+def _unlinked(process: int, folder: Path) -> int:
+    """Return the bytes of files that a process has deleted and keeps open or mapped; 0 where the system does not tell.
+
+    The first thread may have ended; all threads have the same files. A mapped file counts as of maximum size.
+    """
+    sizes: dict[int, int] = {}
+    with contextlib.suppress(OSError):
+        for thread in sorted(os.listdir(f"/proc/{process}/task"), key=int)[:2]:
             with contextlib.suppress(OSError):
-                found = file.stat()
-                if stat.S_ISREG(found.st_mode) and not found.st_nlink:
-                    sizes[found.st_dev, found.st_ino] = found.st_size
+                for line in Path(f"/proc/{process}/task/{thread}/maps").read_bytes().splitlines():
+                    if line.endswith(b" (deleted)") and b" " + os.fsencode(folder.resolve()) + b"/" in line:
+                        sizes[int(line.split()[4])] = MAX_FILE
+                with os.scandir(f"/proc/{process}/task/{thread}/fd") as files:
+                    for file in files:
+                        with contextlib.suppress(OSError):
+                            found = file.stat()
+                            if stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                                sizes[found.st_ino] = found.st_size
     return sum(sizes.values())
+
+
+def _threads(process: int) -> int:
+    """Return the number of threads of a process; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return os.stat(f"/proc/{process}/task").st_nlink - 2
+    return 0
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -1,8 +1,8 @@
 """Runs untrusted Python code in this process, after it has given up its rights. `run.py` starts it as a script.
 
 It imports the standard library only. `restrict` limits the whole process for good: resource limits, no capabilities,
-Landlock (files; Linux 5.13) and a seccomp filter (system calls; x86-64 and 64-bit ARM). An audit hook refuses the same
-in Python, with clearer messages, and is all there is on other systems.
+Landlock (files; Linux 5.13) and a seccomp filter (system calls; x86-64 and 64-bit ARM). On other systems an audit hook
+of Python is all there is.
 """
 
 from __future__ import annotations
@@ -23,42 +23,46 @@ from types import ModuleType
 from typing import Any
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-SYSTEM_CALLS = {  # (x86_64, aarch64); -1: does not exist there
-    # network, shared memory and queues, which outlive the process
-    **{"socket": (41, 198), "socketpair": (53, 199), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190)},
-    **{"mq_open": (240, 180), "memfd_create": (319, 279), "memfd_secret": (447, 447)},
-    # processes
-    **{"fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281), "setsid": (112, 157)},
-    **{"setpgid": (109, 154), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271)},
-    **{"kcmp": (312, 272), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424)},
-    **{"tkill": (200, 130), "process_madvise": (440, 440), "process_mrelease": (448, 448)},
-    **{"setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118)},
-    **{"sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "sched_setaffinity": (203, 122)},
-    **{"migrate_pages": (256, 238), "move_pages": (279, 239)},
-    # what Landlock does not check on files
-    **{"truncate": (76, 45), "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)},
-    **{"chown": (92, -1), "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54), "utime": (132, -1)},
-    **{"utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88), "setxattr": (188, 5)},
-    **{"lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15)},
-    **{"fremovexattr": (199, 16), "setxattrat": (463, 463), "removexattrat": (466, 466)},
-    # the kernel
-    **{"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427)},
-    **{"mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97)},
-    **{"setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430)},
-    **{"fsmount": (432, 432), "mount_setattr": (442, 442), "bpf": (321, 280), "perf_event_open": (298, 241)},
-    **{"userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
+SYSTEM_CALLS = """
+read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70,
+lseek 8 62, close 3 57, dup 32 23, dup2 33 -1, dup3 292 24, pipe 22 -1, pipe2 293 59, sendfile 40 71,
+stat 4 -1, lstat 6 -1, fstat 5 80, newfstatat 262 79, statx 332 291, access 21 -1, faccessat 269 48, umask 95 166,
+open 2 -1, openat 257 56, creat 85 -1, ftruncate 77 46, fsync 74 82, fdatasync 75 83, getdents64 217 61,
+getcwd 79 17, chdir 80 49, fchdir 81 50, rename 82 -1, renameat 264 38, mkdir 83 -1, mkdirat 258 34, rmdir 84 -1,
+unlink 87 -1, unlinkat 263 35, fcntl 72 25, ioctl 16 29, select 23 -1, pselect6 270 72, poll 7 -1, ppoll 271 73,
+epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -1, epoll_pwait 281 22, mmap 9 222, munmap 11 215,
+mremap 25 216, mprotect 10 226, madvise 28 233, msync 26 227, brk 12 214, clone 56 220, futex 202 98,
+set_robust_list 273 99, rseq 334 293, sched_yield 24 124, sched_getaffinity 204 123, prctl 157 167, exit 60 93,
+exit_group 231 94, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136,
+rt_sigsuspend 130 133, rt_sigtimedwait 128 137, sigaltstack 131 132, pause 34 -1, restart_syscall 219 128,
+kill 62 129, tgkill 234 131, alarm 37 -1, setitimer 38 103, getitimer 36 102, nanosleep 35 101,
+clock_nanosleep 230 115, clock_gettime 228 113, clock_getres 229 114, gettimeofday 96 169, time 201 -1, times 100 153,
+getrusage 98 165, prlimit64 302 261, getpid 39 172, gettid 186 178, getppid 110 173, getpgid 121 155, getpgrp 111 -1,
+getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150,
+getgroups 115 158, uname 63 160, getrandom 318 278
+"""
+"""System calls that are allowed, with their numbers on x86_64 and aarch64; -1: does not exist there."""
+ALL_BITS = 0xFFFFFFFF
+CLOCKS = (*range(8), 11)
+CHECKED_ARGUMENTS: dict[str, tuple[tuple[int, int, tuple[int, ...]], ...]] = {
+    "open": ((1, os.O_ACCMODE | os.O_TRUNC, (os.O_RDONLY, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2)),),
+    "openat": ((2, os.O_ACCMODE | os.O_TRUNC, (os.O_RDONLY, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2)),),
+    "fcntl": ((1, ALL_BITS, (0, 1, 2, 3, 4, 1030)),),  # duplicate a descriptor, get and set its flags
+    "ioctl": ((1, ALL_BITS, (0x5401, 0x5421, 0x5450, 0x5451)),),  # TCGETS (isatty), FIONBIO, FIONCLEX, FIOCLEX
+    "prctl": ((0, ALL_BITS, (15, 16)),),  # name of a thread
+    "clone": ((0, ALL_BITS, (0x3D0F00, 0x7D0F00)),),  # a thread, as glibc and musl start it
+    "madvise": ((2, ALL_BITS, (0, 1, 2, 3, 4, 8, 14, 15, 102, 103)),),  # not: write to disk, poison, merge
+    **dict.fromkeys(("clock_gettime", "clock_getres", "clock_nanosleep"), ((0, ALL_BITS, CLOCKS),)),
 }
-"""System calls that fail with EPERM."""
-ON_ITSELF = {"kill": (62, 129), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240)}
-"""System calls whose first argument must be the process itself."""
-CLONE, CLONE3, PRLIMIT64, FCNTL = (56, 220), (435, 435), (302, 261), (72, 25)
-OWNER_COMMANDS = (8, 10, 15, 1026)
-"""Commands of fcntl by which a file sends signals to other processes: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_NOTIFY."""
+"""Index, mask and values of arguments: the masked argument must be one of the values.
+
+O_RDONLY with O_TRUNC empties a file, which Landlock checks from Linux 6.2 on. The clocks are not those of a process.
+"""
 REFUSED = (
     *("socket.", "subprocess.", "ctypes.", "pty.", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.kill"),
     *("os.system", "os.startfile", "signal.pthread_kill", "resource.prlimit"),
 )
-"""Beginnings of audit events that are refused."""
+"""Beginnings of audit events that raise without the kernel's help."""
 CHANGES = (
     *("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod"),
     *("os.chown", "os.utime", "os.setxattr", "os.removexattr", "shutil."),
@@ -70,39 +74,48 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def restrict(settings: dict[str, Any]) -> list[str]:
-    """Limit this process for good; return what the kernel enforces: limits, capabilities, landlock, seccomp.
+    """Limit this process for good; return what the kernel enforces: limits, and steps such as landlock and seccomp.
 
     Settings: `seconds` of CPU time, `memory` and `file_size` in bytes, `folder` that may be written if `writable`, and
     `readable` paths.
     """
     enforced = []
-    limits = {"CPU": settings["seconds"], "AS": settings["memory"], "FSIZE": settings["file_size"], "CORE": 0}
-    for name, limit in {**limits, "NOFILE": 64}.items():
+    limits = {"CPU": settings["seconds"], "AS": settings["memory"], "FSIZE": settings["file_size"]}
+    for name, limit in {**limits, "NOFILE": 64, "CORE": 1}.items():  # at 0, programs still receive core dumps by a pipe
         with contextlib.suppress(ValueError, OSError, AttributeError):  # macOS cannot limit memory
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
             enforced.append(f"limits.{name}")
+    hook = _hook(settings)
+    done: list[str] = []
+    steps: dict[str, Callable[[], Any]] = {
+        "one thread": _check_threads,
+        "capabilities": _drop_capabilities,
+        "landlock": lambda: _restrict_files(settings),
+        "seccomp": lambda: _filter_system_calls("landlock" in done),
+    }
     if sys.platform == "linux":
         _libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-        steps: dict[str, Callable[[], Any]] = {
-            "capabilities": _drop_capabilities,
-            "landlock": lambda: _restrict_files(settings),
-            "seccomp": _filter_system_calls,
-        }
         for name, step in steps.items():
             with contextlib.suppress(OSError, KeyError):
                 step()
-                enforced.append(name)
-    if "seccomp" not in enforced:
+                done.append(name)
+    if len(done) < len(steps):
         with contextlib.suppress(ValueError, OSError, AttributeError):
             resource.setrlimit(resource.RLIMIT_NPROC, (64, 64))
-    sys.addaudithook(_hook(settings, check_paths="landlock" not in enforced))
-    return enforced
+        sys.addaudithook(hook)
+    return enforced + done
 
 
 def _check(result: int) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
+
+
+def _check_threads() -> None:
+    """Raise `OSError` if there are other threads: the next steps limit the calling thread only."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise OSError("another thread is running")
 
 
 def _drop_capabilities() -> None:
@@ -115,7 +128,7 @@ def _restrict_files(settings: dict[str, Any]) -> None:
     all_rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rules = struct.pack("=QQQ", all_rights, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _check(_libc.syscall(444, rules, ctypes.c_size_t(len(rules)), 0))
-    read, write = 0b1100, all_rights & ~0b1  # nothing may be executed
+    read, write = 0b1100, all_rights & 0b110_0001_1011_1110  # regular files and folders; nothing is executed
     allowed = [(path, read) for path in settings["readable"]]
     allowed += [(settings["folder"], write if settings["writable"] else read)]
     for path, rights in allowed:
@@ -128,35 +141,41 @@ def _restrict_files(settings: dict[str, Any]) -> None:
     os.close(ruleset)
 
 
-def _filter_system_calls() -> None:
-    """Let system calls fail that reach beyond this process (seccomp)."""
-    machine = platform.machine()
-    index, architecture = list(ARCHITECTURES).index(machine) if machine in ARCHITECTURES else -1, ARCHITECTURES[machine]
-    load, equal, at_least, bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+def filter_program(machine: str, process: int, calls: str = SYSTEM_CALLS) -> list[tuple[int, int, int, int]]:
+    """Return the steps of a BPF program that allows the system calls of a process on a machine.
+
+    All others fail: with ENOSYS from Linux 5.1 on, so that libraries use an older one, and with EPERM before.
+    """
+    load, equal, at_least, mask_by, give = 0x20, 0x15, 0x35, 0x54, 0x06
     allow, fail, absent, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000  # EPERM, ENOSYS
-    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, kill), (load, 0, 0, 0)]
-    if machine == "x86_64":
-        program += [(at_least, 0, 1, 0x40000000), (give, 0, 0, fail)]  # x32
-    program += [(equal, 0, 1, CLONE3[index]), (give, 0, 0, absent)]  # the C library uses clone instead
-    program += [(equal, 0, 4, CLONE[index]), (load, 0, 0, 16), (bit, 0, 1, 0x10000), (give, 0, 0, allow)]  # threads
-    program += [(give, 0, 0, fail)]
-    for number in (numbers[index] for numbers in ON_ITSELF.values()):
-        program += [(equal, 0, 4, number), (load, 0, 0, 16), (equal, 0, 1, os.getpid()), (give, 0, 0, allow)]
-        program += [(give, 0, 0, fail)]
-    program += [(equal, 0, 5, PRLIMIT64[index]), (load, 0, 0, 16), (equal, 1, 0, 0), (equal, 0, 1, os.getpid())]
-    program += [(give, 0, 0, allow), (give, 0, 0, fail)]
-    program += [(equal, 0, len(OWNER_COMMANDS) + 3, FCNTL[index]), (load, 0, 0, 24)]
-    program += [(equal, len(OWNER_COMMANDS) - i, 0, command) for i, command in enumerate(OWNER_COMMANDS)]
-    program += [(give, 0, 0, allow), (give, 0, 0, fail)]
-    for number in (numbers[index] for numbers in SYSTEM_CALLS.values() if numbers[index] >= 0):
-        program += [(equal, 0, 1, number), (give, 0, 0, fail)]
-    program += [(give, 0, 0, allow)]
+    itself = {"kill": (process,), "tgkill": (process,), "getpgid": (0, process), "sched_getaffinity": (0, process)}
+    checked = CHECKED_ARGUMENTS | {name: ((0, ALL_BITS, values),) for name, values in itself.items()}
+    resources = tuple(number for number in range(16) if number != resource.RLIMIT_CORE)
+    checked["prlimit64"] = ((0, ALL_BITS, (0, process)), (1, ALL_BITS, resources))
+    program = [(load, 0, 0, 4), (equal, 1, 0, ARCHITECTURES[machine]), (give, 0, 0, kill), (load, 0, 0, 0)]
+    for name, *numbers in map(str.split, calls.split(",")):
+        number = int(numbers[list(ARCHITECTURES).index(machine)])
+        steps = []
+        for index, mask, values in checked.get(name, ()):
+            steps += [(load, 0, 0, 16 + 8 * index), (mask_by, 0, 0, mask)]
+            steps += [(equal, len(values) - i, 0, value) for i, value in enumerate(values)] + [(give, 0, 0, fail)]
+        if number >= 0:
+            program += [(equal, 0, len(steps) + 1, number), *steps, (give, 0, 0, allow)]
+    return [*program, (at_least, 0, 1, 424), (give, 0, 0, absent), (give, 0, 0, fail)]
+
+
+def _filter_system_calls(hide_links: bool) -> None:
+    """Let all system calls fail that are not allowed (seccomp). The audit hook reads links."""
+    if sys.maxsize < 1 << 32:
+        raise OSError("a 32-bit program has other system calls")
+    calls = SYSTEM_CALLS if hide_links else f"{SYSTEM_CALLS}, readlink 89 -1, readlinkat 267 78"
+    program = filter_program(platform.machine(), os.getpid(), calls)
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in program))
     filters = struct.pack("@HP", len(program), ctypes.addressof(code))
     _check(_libc.prctl(22, 2, filters, 0, 0))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
-def _hook(settings: dict[str, Any], check_paths: bool) -> Callable[[str, tuple[Any, ...]], None]:
+def _hook(settings: dict[str, Any]) -> Callable[[str, tuple[Any, ...]], None]:
     """Return an audit hook that refuses what the kernel refuses, as far as Python's audit events show it."""
     folder, writable = os.path.realpath(settings["folder"]), settings["writable"]
     readable = [os.path.realpath(path) for path in settings["readable"]]
@@ -172,13 +191,11 @@ def _hook(settings: dict[str, Any], check_paths: bool) -> Callable[[str, tuple[A
         bad = event.startswith(REFUSED)
         if event == "open" and not isinstance(arguments[0], int):
             changes = isinstance(arguments[2], int) and arguments[2] & changing
-            bad = bool(changes and not writable)
-            if check_paths:
-                bad = bad or not inside(arguments[0], [folder] if changes else [folder, *readable])
+            bad = bool(changes and not writable) or not inside(arguments[0], [folder, *(() if changes else readable)])
         elif event.startswith(CHANGES):
             paths = [one for one in arguments if isinstance(one, str | bytes | os.PathLike)]
-            bad = not writable or (check_paths and not all(inside(path, [folder]) for path in paths))
-        elif check_paths and event.startswith(LOOKS):
+            bad = not writable or not all(inside(path, [folder]) for path in paths)
+        elif event.startswith(LOOKS):
             paths = [one for one in arguments[:1] if isinstance(one, str | bytes | os.PathLike)]
             bad = not all(inside(path, [folder, *readable]) for path in paths)
         if bad:
@@ -198,6 +215,8 @@ def main() -> None:
     enforced = restrict(settings)
     with open(settings["status"], "w", encoding="utf-8") as status:
         json.dump(enforced, status)
+    if "seccomp" in enforced:  # realpath raises where links cannot be read; the folder has none
+        os.path.realpath = lambda path, **_: os.path.abspath(path)  # type: ignore[assignment]
     module = ModuleType("__main__")
     vars(module).update(__file__="answer.py", __builtins__=__builtins__)
     sys.argv, sys.modules["__main__"] = ["answer.py"], module
