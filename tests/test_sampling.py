@@ -429,7 +429,7 @@ def test_output_is_generates_own_and_stats(model: PreTrainedModel) -> None:
     plain, ours = both(model, return_dict_in_generate=True)
     assert isinstance(ours, ParallelOutput)
     assert isinstance(ours, type(plain))
-    assert set(ours.keys()) == {"sequences", "past_key_values", "stats", "record"}
+    assert set(ours.keys()) == {"sequences", "past_key_values", "log_probs", "stats", "record"}
     assert set(plain.keys()) == {"sequences", "past_key_values"}
     assert ours.to_tuple()[:2] == (ours.sequences, ours.past_key_values)
     assert ours.stats.prefill_seconds > 0

@@ -230,11 +230,11 @@ def test_a_run_that_was_partly_cached_before_has_no_trace() -> None:
 
 
 @pytest.mark.parametrize(("mode", "rows"), [("shared_prefix", 3), ("hogwild", 2)])
-def test_a_record_holds_the_log_probabilities_of_sampled_tokens(mode: str, rows: int) -> None:
+def test_a_record_holds_the_log_probabilities_of_sampled_distributions(mode: str, rows: int) -> None:
     own = {"shared_prefix": {"num_return_sequences": rows}, "hogwild": {"num_workers": rows, "finisher_tokens": 0}}
     call = {**small_call(mode), **own[mode], "tokenizer": AsciiTokenizer(), "do_sample": True, "temperature": 0.7}
     output = enabled().generate(IDS, **call, top_k=9, output_scores=True, return_dict_in_generate=True)
-    sampled, log_probs = output.record.sampled_log_probs()
+    sampled, log_probs = output.record.sampled_log_probs(processed=True)
     example = ParallelExample.from_output(output)
     assert sampled.tolist() == example.target_rows.tolist() or mode == "shared_prefix"
     for row in range(rows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -48,6 +49,19 @@ class CachedLogits:
         """Return whether all logits are kept, or at least `count` of them with a log tail of at most `log_tail`."""
         return self.ids is None or (len(self.ids) >= count and self.log_tail <= log_tail)
 
+    @cached_property
+    def log_total(self) -> float:
+        """Log of the sum of the exponentials of all logits."""
+        if self.ids is None:
+            best = self.values.argmax()
+            return float(self.values[best]) - float(self.values.log_softmax(-1, dtype=torch.float32)[best])
+        return float(self.values.double().logsumexp(-1) - np.log(-np.expm1(self.log_tail)))
+
+    def log_prob(self, token: int) -> float:
+        """Return the log-probability of a token; NaN if its logit was dropped."""
+        kept = self.values[token : token + 1] if self.ids is None else self.values[self.ids == token]
+        return float(kept[0]) - self.log_total if len(kept) else np.nan
+
     def to_dense(self) -> torch.Tensor:
         """Return logits `[vocabulary]`. Dropped tokens share their total probability equally.
 
@@ -58,9 +72,8 @@ class CachedLogits:
         if not len(self.ids):
             return torch.zeros(self.vocabulary)
         ids, values = self.ids.long(), self.values.double()
-        total = torch.logsumexp(values, -1) - np.log(-np.expm1(self.log_tail))
-        each = total + self.log_tail - np.log(self.vocabulary - len(ids))
-        dense = torch.full((self.vocabulary,), float(each), dtype=torch.float64)
+        each = self.log_total + self.log_tail - np.log(self.vocabulary - len(ids))
+        dense = torch.full((self.vocabulary,), each, dtype=torch.float64)
         dense[ids] = values
         return dense.float()
 

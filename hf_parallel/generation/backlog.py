@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from hf_parallel.generation.call import Executor
+from hf_parallel.generation.log_probs import LogProbs
 from hf_parallel.generation.rows import PassInputs, Row, RowGroup, collect_inputs
 from hf_parallel.generation.runner import ModelRunner
 
@@ -31,8 +32,8 @@ class TokenReplayer(Protocol):
 
     def sample(
         self, rows: Sequence[int], logits: torch.Tensor | None = None, drafted: bool = False
-    ) -> tuple[list[int], list[bool]]:
-        """Sample the next token of each row. Return tokens and whether each row has ended."""
+    ) -> tuple[list[int], list[bool], LogProbs | None]:
+        """Sample the next token of each row. Return tokens, whether each row has ended, and log-probabilities."""
 
     def is_computed_by_other(self, row: int, executor: Executor) -> bool:
         """Return whether another call computes the next logits of a row now."""

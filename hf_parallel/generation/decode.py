@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch.nn import functional as F
 from transformers import StoppingCriteriaList
 
 from hf_parallel.cache import BlockCache
@@ -19,6 +20,7 @@ from hf_parallel.cache.trace import Trace
 from hf_parallel.generation.ahead import PassAhead
 from hf_parallel.generation.backlog import Backlog, SpeculativeDecoding, TokenReplayer
 from hf_parallel.generation.call import Executor, GenerationCall
+from hf_parallel.generation.log_probs import LogProbs, spread
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.runner import ModelRunner
@@ -144,7 +146,8 @@ class DecodeLoop:
         """Sample and append the next token of each row; `logits` as returned by `step`. Return the active rows."""
         indices = [row.index for row in rows]
         if self.replayer is not None:
-            return self.append(rows, *self.replayer.sample(indices, logits), on_token)
+            tokens, ended, log_probs = self.replayer.sample(indices, logits)
+            return self.append(rows, tokens, ended, on_token, log_probs=log_probs)
         sampled = self._sample(indices, logits)
         return self.append(rows, *sampled.read(), on_token, log_probs=sampled.log_probs)
 
@@ -155,17 +158,19 @@ class DecodeLoop:
         ended: Sequence[bool],
         on_token: OnToken | None = None,
         is_pass: bool = True,
-        log_probs: torch.Tensor | None = None,
+        log_probs: LogProbs | None = None,
     ) -> list[R]:
         """Append one token to each row and stream it. Return the active rows. `is_pass`: count a decode pass.
 
-        `log_probs`, `[len(rows)]` on any device, are recorded.
+        `log_probs` are recorded.
         """
         on_token = on_token or _set_pending
         self.call.record.passes += is_pass
         self.stats.decoded_tokens += len(tokens)
         if self.call.generation_config.return_dict_in_generate:
             self.call.record.log_probs.append(([row.output_row for row in rows], log_probs))
+        if log_probs is not None:
+            self.sampler.add_drawn([row.index for row in rows], [row.output_row for row in rows], log_probs)
         if self.cache.trace is not None:
             for row, token in zip(rows, tokens, strict=True):
                 self.cache.trace.add_sample(row.output_row, token, row.last_segment, row.view)
@@ -194,7 +199,8 @@ class DecodeLoop:
         while True:
             while indices := self.replayer.replayable(indices):
                 replayed = [active.pop(index) for index in indices]
-                rest = self.append(replayed, *self.replayer.sample(indices), on_token, is_pass=False)
+                tokens, ended, found = self.replayer.sample(indices)
+                rest = self.append(replayed, tokens, ended, on_token, is_pass=False, log_probs=found)
                 indices = [row.index for row in rest]
                 active |= zip(indices, rest, strict=True)
             if executor is None or not may_wait or not self._wait_for_others(self.replayer, executor, list(active)):
@@ -224,10 +230,9 @@ class DecodeLoop:
 
     def _sample(self, rows: Sequence[int], logits: torch.Tensor) -> Sampled:
         """Sample the next token of each row; in an engine, together with the rows of other calls."""
-        returned = bool(self.call.generation_config.return_dict_in_generate)  # with the record
         if self.call.executor is not None:
-            return self.call.executor.sample(self.sampler, rows, logits, returned)
-        return self.sampler.sample(rows, logits, returned)
+            return self.call.executor.sample(self.sampler, rows, logits, self.sampler.returns_log_probs)
+        return self.sampler.sample(rows, logits, self.sampler.returns_log_probs)
 
     def _can_overlap(self, rows: Sequence[Row]) -> bool:
         """Whether the next pass may be queued before its tokens have been copied to the CPU.
@@ -304,8 +309,14 @@ class DecodeLoop:
             past_key_values=self.cache,
             stats=self.stats,
             record=record,
-            **fields,
+            **{"log_probs": self._log_probs(count), **fields},
         )
+
+    def _log_probs(self, count: int | None) -> torch.Tensor:
+        """Return `ParallelOutput.log_probs` of the first `count` rows, whose tokens are those of the table."""
+        lengths, begin = self.table.lengths[:count], self.call.record.begin
+        values = spread(self.sampler.drawn, len(self.table.lengths))[: len(lengths), begin:]
+        return F.pad(values, (0, max(lengths) - begin - values.shape[1]), value=torch.nan)
 
 
 def _set_pending(row: Row, token: int, ended: bool) -> bool:

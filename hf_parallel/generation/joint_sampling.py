@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hf_parallel.generation.log_probs import LogProbs, model_log_probs
 from hf_parallel.generation.processors import MinLengthProcessor
 from hf_parallel.generation.rng import RowRNG, check_drawn, draw, next_keys
 from hf_parallel.generation.sampling import RowPenaltyProcessor, Sampled, Sampler
@@ -114,7 +114,7 @@ class _Batch:
         self.warpers: dict[Sampler, Warpers] = {}  # of the tasks that draw, if one operation applies them
 
     def sample(self) -> list[Sampled]:
-        is_recorded = any(task.sampler.logits is not None for task in self.tasks)
+        is_recorded = any(task.with_log_probs or task.sampler.logits is not None for task in self.tasks)
         one_operation = self._can_sample()
         try:
             logits = torch.cat([task.logits for task in self.tasks])
@@ -124,22 +124,36 @@ class _Batch:
         sampled = [i for i, (sampler, _) in enumerate(self.rows) if sampler.do_sample]
         greedy = [i for i, (sampler, _) in enumerate(self.rows) if not sampler.do_sample]
         drawn = torch.zeros(2, len(self.rows), dtype=torch.int64, device=self.device)  # as `sample` returns it
-        log_probs = torch.empty(len(self.rows), device=self.device)
+        sampling = torch.empty(len(self.rows), device=self.device)
         if greedy:
             of, index = self._select(scores, greedy)
-            tokens = of.argmax(dim=-1)
-            drawn[0, index] = tokens
-            if any(task.with_log_probs for task in self.tasks):
-                log_probs[index] = of.gather(1, tokens[:, None]).squeeze(1).float() - of.float().logsumexp(-1)
+            drawn[0, index] = of.argmax(dim=-1)
         if sampled:
             of, index = self._select(scores, sampled)
             drawn[:, index], probs = self._draw(of, sampled, one_operation)
-            log_probs[index] = probs.log()
-        host = _SharedCopy(drawn)
+            sampling[index] = probs.log()
+        log_probs = self._log_probs(logits, scores, drawn[0], sampling)
+        host = HostCopy(drawn)
         return [
             self._finish(task, part, logits, scores, drawn[0], log_probs, host)
             for task, part in zip(self.tasks, self.parts, strict=True)
         ]
+
+    def _log_probs(
+        self, logits: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, sampling: torch.Tensor
+    ) -> LogProbs | None:
+        """Return the log-probabilities of all rows if requested. Those of greedy rows are missing in `sampling`."""
+        if not any(task.with_log_probs for task in self.tasks):
+            return None
+        if all(sampler.do_sample and not sampler.processors for sampler, _ in self.rows):
+            return LogProbs(sampling, sampling)
+        model, _ = model_log_probs(logits, tokens)
+        for changes in (False, True):  # whether processors change the scores
+            rows = [i for i, (s, _) in enumerate(self.rows) if not s.do_sample and bool(s.processors) is changes]
+            if rows:
+                of, index = self._select(scores if changes else model, rows)
+                sampling[index] = model_log_probs(of, tokens[index])[0] if changes else of
+        return LogProbs(model, sampling)
 
     def _can_sample(self) -> bool:
         """Whether one operation applies the warpers and draws; scores that are returned need each warper."""
@@ -183,8 +197,8 @@ class _Batch:
         logits: torch.Tensor,
         scores: torch.Tensor,
         tokens: torch.Tensor,
-        log_probs: torch.Tensor,
-        host: _SharedCopy,
+        log_probs: LogProbs | None,
+        host: HostCopy,
     ) -> Sampled:
         """Append the tokens of one task, and record its scores."""
         sampler = task.sampler
@@ -201,7 +215,12 @@ class _Batch:
             check_drawn(flags[part])
             return drawn[part], [token in ends or full for token, full in zip(drawn[part], is_full, strict=True)]
 
-        return Sampled(tokens[part], log_probs[part] if task.with_log_probs else None, read)
+        own = None
+        if log_probs is not None and task.with_log_probs:
+            own = LogProbs(log_probs.model[part], log_probs.sampling[part])
+            if sampler.top_log_probs:
+                own = sampler.log_probs(logits[part], tokens[part], own.sampling)
+        return Sampled(tokens[part], own, read)
 
     def _select(self, values: torch.Tensor, indices: list[int]) -> tuple[torch.Tensor, Any]:
         """Return some of the rows, and their index."""
@@ -319,14 +338,3 @@ _STAGE_OF: dict[type, int] = {
 """Stages in the order in which `generate` applies the processors."""
 _WARPERS = 2
 """First stage of the warpers."""
-
-
-class _SharedCopy:
-    """Results of `sample` for all tasks, copied to the host once."""
-
-    def __init__(self, drawn: torch.Tensor) -> None:
-        self._copy = HostCopy(drawn)
-
-    @cached_property
-    def values(self) -> list[list[int]]:
-        return self._copy.tolist()

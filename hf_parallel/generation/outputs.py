@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_parallel.generation.stats import GenerationStats
@@ -22,11 +23,17 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
     ----------
     past_key_values : BlockCache
         The cache of the call.
+    log_probs : float32 [rows, new tokens]
+        Log-softmax of the model's unprocessed logits for each token of `sequences` after the prompts, at the time when
+        the token was sampled: without processors, temperature and the like. NaN where no token was sampled: after the
+        end of a row, and for tokens that the mode inserted. `record.sampled_log_probs` has those of all rows of the
+        mode, and those of the distributions that were sampled.
     """
 
     item_names: ClassVar[Mapping[str, str]] = {}
     """Names of the texts in `to_records`, by the field that has one text for each answer."""
 
+    log_probs: torch.Tensor | None = None
     stats: GenerationStats | None = None
     """Cost of the call."""
     record: Record | None = None

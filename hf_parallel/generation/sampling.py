@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.log_probs import Drawn, LogProbs, TopLogProbs, model_log_probs
 from hf_parallel.generation.processors import MinLengthProcessor, check_signature, is_stateful, needs_batch
 from hf_parallel.generation.rng import Candidates, check_drawn, draw, draw_among_each, make_rngs, next_keys
 from hf_parallel.generation.token_table import TokenTable
@@ -27,13 +28,13 @@ from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, sample
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """Sampled tokens `int64 [rows]` on the device, and their log-probabilities `float32 [rows]` if requested.
+    """Sampled tokens `int64 [rows]` on the device, and their log-probabilities if requested.
 
     `read` returns tokens and whether rows have ended. It does not wait for work that was queued later.
     """
 
     tokens: torch.Tensor
-    log_probs: torch.Tensor | None
+    log_probs: LogProbs | None
     read: Callable[[], tuple[list[int], list[bool]]]
 
 
@@ -54,15 +55,19 @@ class Sampler:
         self.do_sample = bool(config.do_sample)
         self.rngs = make_rngs(seed, self.num_rows)  # by row; None: PyTorch's global generator
         self.rows: Sequence[int] = ()  # being sampled, for processors that depend on them
-        self.processors = [self._for_rows(MinLengthProcessor.convert(p)) for p in call.logits_processor]
+        self.top_log_probs = [p for p in call.logits_processor if isinstance(p, TopLogProbs)]
+        given = [p for p in call.logits_processor if not isinstance(p, TopLogProbs)]
+        self.processors = [self._for_rows(MinLengthProcessor.convert(p)) for p in given]
         for processor in self.processors:
             check_signature(processor)
         self.is_stateful = any(is_stateful(helper) for helper in (*self.processors, *criteria))
         self._processors_need_batch = any(needs_batch(processor) for processor in self.processors)
         self._criteria_need_batch = any(needs_batch(criterion) for criterion in criteria)
         returned = config.return_dict_in_generate
+        self.returns_log_probs = bool(returned or self.top_log_probs)
         self.scores: list[torch.Tensor] | None = [] if returned and config.output_scores else None
         self.logits: list[torch.Tensor] | None = [] if returned and config.output_logits else None
+        self.drawn: list[Drawn] = []  # sampled tokens with log-probabilities
         self._draws: dict[int, int] = {}  # number of tokens sampled, by row
 
     @property
@@ -111,13 +116,19 @@ class Sampler:
             head, warpers = split_warpers(self.processors)
             if can_sample(device, [warpers], len(rows)):
                 return self._sample_from_scores(rows, logits, head, warpers, with_log_probs)
-        if self.do_sample or self.processors or self.scores is not None or with_log_probs:
+        if self.do_sample or self.processors or self.scores is not None:
             distribution = self.distribution(rows, logits)
         else:  # without a copy
             distribution = logits.to(device)
             self._record(self.logits, rows, logits)
         tokens, ended = self.draw(rows, distribution)
-        log_probs = self.log_probs(distribution, tokens) if with_log_probs else None
+        log_probs, sampling = None, None
+        if with_log_probs:
+            if self.do_sample:
+                sampling = distribution.gather(1, tokens[:, None]).squeeze(1).log()
+            elif self.processors:
+                sampling, _ = model_log_probs(distribution, tokens)
+            log_probs = self.log_probs(logits, tokens, sampling)
         return Sampled(tokens, log_probs, partial(self.read, self.fetch(tokens, ended)))
 
     def _sample_from_scores(
@@ -131,7 +142,8 @@ class Sampler:
         drawn, probs = sample(scores, warpers, keys)
         self.append_drawn(rows, drawn[0])
         drawn[1] += self.ended(rows)
-        return Sampled(drawn[0], probs.log() if with_log_probs else None, partial(self.read, HostCopy(drawn)))
+        log_probs = self.log_probs(logits, drawn[0], probs.log()) if with_log_probs else None
+        return Sampled(drawn[0], log_probs, partial(self.read, HostCopy(drawn)))
 
     def distribution(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Return probabilities `float32 [len(rows), vocabulary]`, or scores under greedy decoding, from logits of rows
@@ -177,12 +189,23 @@ class Sampler:
         ends = [c.eos_token_id.flatten().tolist() for c in self.criteria if isinstance(c, EosTokenCriteria)]
         return frozenset(token for tokens in ends for token in tokens)
 
-    def log_probs(self, distribution: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities `float32 [n]` of tokens, given their distributions `[n, vocabulary]`."""
-        if self.do_sample:
-            return distribution.gather(1, tokens[:, None]).squeeze(1).log()
-        scores = distribution.gather(1, tokens[:, None]).squeeze(1)
-        return scores.float() - distribution.logsumexp(-1).float()
+    def log_probs(self, logits: torch.Tensor, tokens: torch.Tensor, sampling: torch.Tensor | None = None) -> LogProbs:
+        """Return the log-probabilities of tokens int64 `[n]`, given unprocessed logits `[n, vocabulary]`.
+
+        `sampling` is that of `LogProbs`; None: it equals `LogProbs.model`.
+        """
+        top = max((one.top for one in self.top_log_probs), default=0)
+        if sampling is not None and not self.processors and not top:
+            return LogProbs(sampling, sampling)
+        model, most = model_log_probs(logits, tokens, top)
+        return LogProbs(model, model if sampling is None else sampling, most)
+
+    def add_drawn(self, rows: list[int], output_rows: list[int], log_probs: LogProbs) -> None:
+        """Keep the log-probabilities of the last token of each row; `output_rows` are the numbers for streamers."""
+        columns = [self.table.lengths[row] - 1 for row in rows]
+        self.drawn.append(Drawn(rows, columns, [self._draws.get(row, 1) - 1 for row in rows], log_probs))
+        for collector in self.top_log_probs:
+            collector.add(output_rows, log_probs)
 
     @staticmethod
     def fetch(tokens: torch.Tensor, ended: torch.Tensor) -> HostCopy:

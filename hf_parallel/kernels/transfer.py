@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,3 +39,8 @@ class HostCopy:
         if self._done is not None:
             self._done.synchronize()
         return self._copy.tolist()
+
+    @cached_property
+    def values(self) -> list[Any]:
+        """The result of `tolist`, for several readers."""
+        return self.tolist()

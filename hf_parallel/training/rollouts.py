@@ -66,7 +66,7 @@ def make_rollout_func(
         with _generating(trainer) as generate:
             output = generate(**_left_padded(built, tokenizer), parallel_config=config, tokenizer=tokenizer)
         whole = ParallelExample.from_output(output)
-        _, log_probs = output.record.sampled_log_probs()
+        _, log_probs = output.record.sampled_log_probs(processed=True)  # as TRL has vLLM return them
         of_prompts = np.array([output.record.place(row)[0] for row in whole.target_rows.tolist()])
         for index, prompt_ids in enumerate(built):
             is_own = of_prompts == index
@@ -88,7 +88,7 @@ def generate_rows(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> tuple[li
     with _generating(trainer) as generate:
         output = generate(**_left_padded(prompt_ids, trainer.processing_class))
     record = output.record
-    rows, log_probs = record.sampled_log_probs()
+    rows, log_probs = record.sampled_log_probs(processed=True)
     completions = [row[record.begin : end] for row, end in zip(output.sequences.tolist(), record.lengths, strict=True)]
     return completions, [log_probs[rows == row].tolist() for row in range(len(completions))]
 

@@ -41,7 +41,7 @@ class Record:
     truncated: set[int] = field(default_factory=set)  # rows that a token budget ended, as streamers number them
     origins: dict[int, str] = field(default_factory=dict)  # a letter per new token of a row, with a LogitsCache
     log_probs: list[tuple[list[int], Any]] = field(default_factory=list)
-    """Rows that sampled a token in a step, and the log-probabilities of these tokens: a tensor `[rows]`, or None."""
+    """Rows that sampled a token in a step, and the `LogProbs` of these tokens, or None."""
     trace: Any = None  # a Trace of the forward passes, if the call returns this record and its cache began empty
 
     @property
@@ -58,13 +58,18 @@ class Record:
         """Append an event at the current decode pass."""
         self.events.append(Event(self.passes, row, text, event))
 
-    def sampled_log_probs(self) -> tuple[np.ndarray, np.ndarray]:
+    def sampled_log_probs(self, processed: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows, int64 `[N]`, and the log-probabilities, float32 `[N]`, of all sampled tokens in order.
 
-        They are those of the distributions that were sampled. NaN for replayed tokens and draft tokens.
+        They are those of the model, the log-softmax of its unprocessed logits; NaN for tokens of a loaded session.
+        `processed`: of the distributions that were sampled, after processors, temperature and the like, as importance
+        ratios need them; NaN in calls with a `LogitsCache`, too.
         """
         rows = [row for rows, _ in self.log_probs for row in rows]
-        values = [[np.nan] * len(rows) if found is None else found.tolist() for rows, found in self.log_probs]
+        values = [
+            [np.nan] * len(rows) if found is None else (found.sampling if processed else found.model).tolist()
+            for rows, found in self.log_probs
+        ]
         return np.array(rows, np.int64), np.array([value for step in values for value in step], np.float32)
 
     def add_origins(self, origins: Mapping[int, Sequence[str]], rows: Mapping[int, int] | None = None) -> None:

@@ -5,6 +5,7 @@ By majority (Wang et al., Self-Consistency, 2022), or by the model, which reads 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -168,7 +169,8 @@ class SelfConsistencyRun(StagedRun):
         final = [given[index] for given, index in zip(found, chosen, strict=True)]
         fields["answers"] = final
         tokens = [rows[index].tokens for rows, index in zip(answers, chosen, strict=True)]
-        output = self.output(SelfConsistencyOutput, tokens, **fields)
+        log_probs = [rows[index].log_probs for rows, index in zip(answers, chosen, strict=True)]
+        output = self.output(SelfConsistencyOutput, tokens, log_probs, **fields)
         self._warn_without(final, "answer", "vote")
         rows = [prompt * n + index for prompt, index in enumerate(chosen)]
         return _with_scores(output, loop, rows, max(map(len, tokens)))
@@ -194,7 +196,8 @@ class SelfConsistencyRun(StagedRun):
         fields |= {"answers": final, "conclusions": [row.prefix + row.text for row in conclusions]}
         fields["chosen"] = [_index_of(answer, given) for answer, given in zip(final, fields["found"], strict=True)]
         tokens = [before + row.tokens for before, row in zip(read, conclusions, strict=True)]
-        output = self.output(SelfConsistencyOutput, tokens, **fields)
+        log_probs = [[math.nan] * len(before) + row.log_probs for before, row in zip(read, conclusions, strict=True)]
+        output = self.output(SelfConsistencyOutput, tokens, log_probs, **fields)
         self._warn_without(final if config.answer_pattern else (), "conclusion", "final answer")
         return _with_scores(output, loop, range(call.num_rows), max(len(row.tokens) for row in conclusions))
 

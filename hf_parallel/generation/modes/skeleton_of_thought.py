@@ -6,6 +6,7 @@ The limited number of workers and the conclusion follow Hogwild! Inference, sect
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -237,6 +238,7 @@ class SkeletonRun(StagedRun):
         output = self.output(
             SkeletonOfThoughtOutput,
             [answer.tokens for answer in answers],
+            [answer.log_probs for answer in answers],
             texts=[answer.text for answer in answers],
             outlines=[answer.outline.prefix + answer.outline.text for answer in answers],
             points=[answer.points for answer in answers],
@@ -264,7 +266,7 @@ class SkeletonAnswer:
         self.run, self.config, self.prompt, self.rng = run, run.config, prompt, rng
         self.fallback: str | None = None
         self.titles: list[str] = []
-        self.pieces: list[tuple[str, list[int]]] = []  # text and tokens of the answer before those of `last`
+        self.pieces: list[tuple[str, list[int], list[float]]] = []  # text, tokens, log-probabilities before `last`
         self.point_completions: list[CompletionRow] = []
         self.last: CompletionRow | None = None  # the conclusion, or an answer without outline
 
@@ -307,7 +309,7 @@ class SkeletonAnswer:
             return []
         for number, row in enumerate(self.point_completions, start=1):
             self._add_text(self._heading(number))
-            self.pieces.append((row.text, row.text_tokens))
+            self.pieces.append((row.text, row.text_tokens, row.log_probs[: len(row.text_tokens)]))
             if config.conclusion_tokens != 0 or number < len(self.titles):
                 self._add_text(_missing_end(row.text, config.point_gap))
         if config.conclusion_tokens == 0:
@@ -320,12 +322,18 @@ class SkeletonAnswer:
     def tokens(self) -> list[int]:
         """Tokens of the answer."""
         last = [] if self.last is None else self.last.tokens
-        return [token for _, tokens in self.pieces for token in tokens] + last
+        return [token for _, tokens, _ in self.pieces for token in tokens] + last
+
+    @property
+    def log_probs(self) -> list[float]:
+        """Log-probabilities of the tokens, NaN for those of the mode."""
+        last = [] if self.last is None else self.last.log_probs
+        return [value for _, _, values in self.pieces for value in values] + last
 
     @property
     def text(self) -> str:
         """Text of the answer."""
-        return "".join(text for text, _ in self.pieces) + ("" if self.last is None else self.last.text)
+        return "".join(text for text, _, _ in self.pieces) + ("" if self.last is None else self.last.text)
 
     @property
     def conclusion(self) -> str:
@@ -354,7 +362,8 @@ class SkeletonAnswer:
         return bool(self.config.point_end) and self.config.point_end in text.lstrip()
 
     def _add_text(self, text: str) -> None:
-        self.pieces.append((text, self._encode(text)))
+        tokens = self._encode(text)
+        self.pieces.append((text, tokens, [math.nan] * len(tokens)))
 
     def _encode(self, text: str) -> list[int]:
         return encode(self.run.call.tokenizer, text) if text else []

@@ -22,6 +22,7 @@ from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.log_probs import padded_log_probs, spread
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prefill import SUFFIX_CAPACITY, initial_capacity, prefill_leaves, prefix_cache_of
 from hf_parallel.generation.resampling.config import ReplayConfig, replaying
@@ -62,6 +63,7 @@ class CompletionRow(Row):
         self.prompt, self.max_new_tokens, self.output_row = prompt, max_new_tokens, output_row
         self.prefix, self.is_complete = prefix, is_complete
         self.tokens: list[int] = []
+        self.log_probs: list[float] = []  # of the tokens, under the model, once the stage has ended
         self.truncated = False
         self.group_index = 0
         self.leaf: Node
@@ -142,6 +144,9 @@ class _Stage:
         if self.loop.replayer is not None:
             output_rows = {row.index: row.output_row for row in self.rows}
             self.call.record.add_origins(self.loop.replayer.origins, output_rows)
+        drawn = spread(self.loop.sampler.drawn, len(self.rows), by_draw=True).tolist()
+        for row, values in zip(self.rows, drawn, strict=True):
+            row.log_probs = values[: len(row.tokens)]
         return self.loop
 
     def _decode(self, rows: Sequence[CompletionRow]) -> None:
@@ -231,11 +236,20 @@ class StagedRun:
         _check_lengths(self.call, [row for group in groups for row in group])
         return _Stage(self, groups, max_active, input_ids, seed).run(self._replay_config)
 
-    def output(self, cls: type[ParallelOutput], answers: Sequence[Sequence[int]], /, **fields: Any) -> Any:
+    def output(
+        self,
+        cls: type[ParallelOutput],
+        answers: Sequence[Sequence[int]],
+        log_probs: Sequence[Sequence[float]],
+        /,
+        **fields: Any,
+    ) -> Any:
         """Stream the tokens of each prompt's answer, which are final now, and return what `generate` returns.
 
-        With `return_dict_in_generate` that is a `cls` with further `fields`.
+        With `return_dict_in_generate` that is a `cls` with further `fields`. `log_probs` are those of the answers, see
+        `ParallelOutput`.
         """
+        fields["log_probs"] = padded_log_probs(log_probs)
         call = self.call
         table = TokenTable(call.input_ids, call.pad_token_id, max(map(len, answers)))
         for row, tokens in enumerate(answers):

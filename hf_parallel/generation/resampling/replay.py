@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,12 @@ from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.call import Executor, GenerationCall
 from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.log_probs import LogProbs
 from hf_parallel.generation.resampling.distributions import HOST, DistributionCache, dense
 from hf_parallel.generation.resampling.policies import ReplayPolicy, uncertainty_at
 from hf_parallel.generation.resampling.prefetch import Prefetcher
 from hf_parallel.generation.rng import Candidates
+from hf_parallel.kernels import to_device
 from hf_parallel.transcript.record import COMPUTED, DRAFTED, HOTSPOT, REPLAYED
 
 _TOP_ONLY = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # the highest logits may be enough for these
@@ -117,8 +119,9 @@ class Replayer:
 
     def sample(
         self, rows: Sequence[int], logits: torch.Tensor | None = None, drafted: bool = False
-    ) -> tuple[list[int], list[bool]]:
-        """Append the next token of each row (ascending), and cache new logits. Return tokens, and whether rows ended.
+    ) -> tuple[list[int], list[bool], LogProbs | None]:
+        """Append the next token of each row (ascending), and cache new logits. Return tokens, whether rows ended, and
+        log-probabilities if the sampler returns them.
 
         `logits`, `[n, vocabulary]`, are those of the n rows without cached ones; `drafted`: they follow draft tokens.
         """
@@ -146,10 +149,12 @@ class Replayer:
             self.sampler.append(keeping, [kept[row] for row in keeping])
             ended = self.sampler.ended(keeping).tolist()
             sampled.update((row, (kept[row], end)) for row, end in zip(keeping, ended, strict=True))
-        for row in rows:
-            self._advance(row, sampled[row][0], drafted)
+        tokens = [sampled[row][0] for row in rows]
+        log_probs = self._log_probs(rows, tokens, logits) if self.sampler.returns_log_probs else None
+        for row, token in zip(rows, tokens, strict=True):
+            self._advance(row, token, drafted)
         self._cached.difference_update(rows)
-        return [sampled[row][0] for row in rows], [sampled[row][1] for row in rows]
+        return tokens, [sampled[row][1] for row in rows], log_probs
 
     def _lookup(self, rows: Sequence[int]) -> bool:
         """Whether the next logits of all rows are cached; if so, their next tokens are sampled from these."""
@@ -200,6 +205,20 @@ class Replayer:
         combined[cached] = torch.stack([dense(self._cursors.node(rows[i])) for i in cached]).to(combined)
         combined[[i for i, row in enumerate(rows) if row not in self._cached]] = logits
         return self.sampler.distribution(rows, combined)
+
+    def _log_probs(self, rows: Sequence[int], tokens: Sequence[int], logits: torch.Tensor | None) -> LogProbs:
+        """Return the log-probabilities of the next tokens of rows; see `sample`."""
+        nodes, device = [self._cursors.node(row) for row in rows], self.sampler.table.ids.device
+        sampling = torch.full((len(rows),), torch.nan, device=device)
+        if logits is None and not self.sampler.top_log_probs:
+            cached = [node.logits.log_prob(token) for node, token in zip(nodes, tokens, strict=True) if node.logits]
+            return LogProbs(to_device(cached, device, torch.float32), sampling)
+        if self._cached.intersection(rows):
+            given = iter(() if logits is None else logits.to(device))
+            pairs = zip(rows, nodes, strict=True)
+            logits = torch.stack([dense(n).to(device) if row in self._cached else next(given) for row, n in pairs])
+        assert logits is not None, "the model has run for rows without cached logits"
+        return replace(self.sampler.log_probs(logits, to_device(tokens, device)), sampling=sampling)
 
     def _store(self, rows: Sequence[int], logits: torch.Tensor) -> None:
         new = [i for i, row in enumerate(rows) if not self._cursors.has_logits(row)]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Sequence
+
+import torch
 
 from hf_parallel.cache import Block, View
 from hf_parallel.cache.tree_branch import Tree
+from hf_parallel.generation.log_probs import padded_log_probs, spread
 from hf_parallel.generation.modes.pdos.output import BRANCHES, SKELETON, ParallelBlock
 from hf_parallel.generation.modes.pdos.parser import BlockFormat, SkeletonParser
 from hf_parallel.generation.modes.pdos.token_text import WHITESPACE, Token, ids
 from hf_parallel.generation.rows import PendingWrites, Row
+from hf_parallel.generation.sampling import Sampler
 
 
 class TrunkRow(Row):
@@ -89,3 +94,11 @@ class BranchRow(Row):
     def writes(self) -> PendingWrites:
         """Pending writes of all blocks of the answer."""
         return self.trunk.pending_writes
+
+
+def answer_log_probs(sampler: Sampler, trunks: Sequence[TrunkRow]) -> torch.Tensor | None:
+    """Return the log-probabilities of the tokens of answers, float32 `[len(trunks), longest]`; NaN if not sampled."""
+    if not sampler.returns_log_probs:
+        return None
+    drawn = spread(sampler.drawn, sampler.num_rows, by_draw=True).tolist()
+    return padded_log_probs([[drawn[t.row][t.draw] if t.draw >= 0 else math.nan for t in one.tokens] for one in trunks])

@@ -33,7 +33,7 @@ from hf_parallel.generation.modes.pdos.output import (
     StageStats,
 )
 from hf_parallel.generation.modes.pdos.parser import BROKEN, DONE, OUTSIDE, SkeletonParser
-from hf_parallel.generation.modes.pdos.rows import BranchRow, TrunkRow
+from hf_parallel.generation.modes.pdos.rows import BranchRow, TrunkRow, answer_log_probs
 from hf_parallel.generation.modes.pdos.token_text import (
     WHITESPACE,
     Token,
@@ -134,6 +134,7 @@ class PDOSRun:
             transcripts=[self._transcript(trunk) for trunk in trunks],
             fallback=[trunk.fallback for trunk in trunks],
             stages=self.stages,
+            log_probs=answer_log_probs(loop.sampler, trunks),
         )
         none = "the model opened no block; pass titles=[...]"
         warn_sequential([None if trunk.blocks else trunk.fallback or none for trunk in trunks])

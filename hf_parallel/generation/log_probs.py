@@ -1,0 +1,108 @@
+"""Log-probabilities of sampled tokens: under the model's distribution, and under the distribution that was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from transformers import LogitsProcessor
+
+from hf_parallel.kernels import HostCopy, to_device
+
+
+@dataclass(frozen=True, eq=False)
+class LogProbs:
+    """Log-probabilities of one sampled token per row, float32 `[rows]` each.
+
+    `model` is the log-softmax of the model's unprocessed logits. `sampling` is that of the scores that were sampled,
+    after processors and warpers; NaN for tokens that were not sampled from scores of this call, such as replayed ones.
+    `top`: log-probabilities `[rows, k]` under the model, and tokens int64 `[rows, k]`, of the most probable tokens.
+    """
+
+    model: torch.Tensor
+    sampling: torch.Tensor
+    top: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class Drawn(NamedTuple):
+    """Tokens that rows of a table sampled in one step: their columns in the table, and how many the rows had before."""
+
+    rows: list[int]
+    columns: list[int]
+    draws: list[int]
+    log_probs: LogProbs
+
+
+def model_log_probs(
+    logits: torch.Tensor, tokens: torch.Tensor, top: int = 0
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Return `LogProbs.model` and `.top` for tokens int64 `[rows]`, given unprocessed logits `[rows, vocabulary]`."""
+    every = logits.to(tokens.device).log_softmax(-1, dtype=torch.float32)
+    of_tokens = every.gather(1, tokens[:, None]).squeeze(1)
+    if not top:
+        return of_tokens, None
+    values, ids = every.topk(min(top, every.shape[1]))
+    return of_tokens, (values, ids)
+
+
+def spread(drawn: Sequence[Drawn], rows: int, by_draw: bool = False) -> torch.Tensor:
+    """Return `LogProbs.model` as one tensor float32 `[rows, longest]`, NaN where a row sampled no token.
+
+    Columns are those of the table, or with `by_draw` the number of tokens that the row had sampled before.
+    """
+    places = [place for one in drawn for place in (one.draws if by_draw else one.columns)]
+    device = drawn[0].log_probs.model.device if drawn else torch.device("cpu")
+    values = torch.full((rows, max(places, default=-1) + 1), torch.nan, device=device)
+    if drawn:
+        index = to_device([row for one in drawn for row in one.rows], device), to_device(places, device)
+        values[index] = torch.cat([one.log_probs.model for one in drawn])
+    return values
+
+
+def padded_log_probs(rows: Sequence[Sequence[float]]) -> torch.Tensor:
+    """Return rows as one tensor float32 `[rows, longest]`, padded with NaN."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[torch.nan] * (longest - len(row))] for row in rows], dtype=torch.float32)
+
+
+class TokenLogProbs(NamedTuple):
+    """Log-probability of a token, and the most probable tokens with theirs."""
+
+    log_prob: float
+    top: list[tuple[int, float]]
+
+
+class TopLogProbs(LogitsProcessor):
+    """Collects the log-probabilities of sampled tokens and of the `top` most probable ones, under the model.
+
+    It changes no scores. Its place among the processors does not matter: the sampler passes it unprocessed logits.
+    """
+
+    keeps_rows = False
+
+    def __init__(self, top: int) -> None:
+        self.top = top
+        self._found: dict[int, list[tuple[HostCopy, int]]] = {}  # by row: step, and index of the row in it
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return `scores` unchanged."""
+        return scores
+
+    def add(self, rows: Sequence[int], log_probs: LogProbs) -> None:
+        """Add one token of each row, as `ParallelStreamer.write_row` numbers the rows."""
+        columns = [log_probs.model[:, None]]
+        if log_probs.top is not None:
+            columns += [part[:, : self.top] for part in log_probs.top]  # float32 holds tokens below 2**24
+        step = HostCopy(torch.cat(columns, dim=1))
+        for index, row in enumerate(rows):
+            self._found.setdefault(row, []).append((step, index))
+
+    def get(self, row: int, index: int) -> TokenLogProbs:
+        """Return the log-probabilities of the token with this index among those that a row has sampled."""
+        step, place = self._found[row][index]
+        log_prob, *top = step.values[place]
+        count = len(top) // 2
+        pairs = zip(map(int, top[count:]), top[:count], strict=True)
+        return TokenLogProbs(log_prob, list(pairs))

@@ -1,0 +1,100 @@
+"""Log-probabilities of outputs are those of the model: the log-softmax of its logits in one forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ascii_tokenizer import AsciiTokenizer
+from mode_cases import small_call
+
+import hf_parallel
+from hf_parallel.engine import Engine
+from hf_parallel.generation.log_probs import TopLogProbs
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False, "seed": None},
+    "greedy with a bias": {"do_sample": False, "seed": None, "sequence_bias": [[[5], 9.0]]},
+    "plain": {"top_k": 0},
+    "cold": {"temperature": 0.3, "top_k": 0},
+    "top-p": {"temperature": 1.5, "top_p": 0.6},
+    "penalties": {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
+}
+IDS, MASK = tiny.left_pad(tiny.make_prompts([6, 3], seed=3))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return hf_parallel.enable(tiny.build("llama"))
+
+
+def expected(model: Any, output: Any) -> torch.Tensor:
+    """Log-probabilities of the new tokens by a forward pass per row, NaN after its end."""
+    values, begin = (
+        torch.full((len(output.sequences), output.sequences.shape[1] - IDS.shape[1]), torch.nan),
+        IDS.shape[1],
+    )
+    for row, end in enumerate(output.record.lengths):
+        ids = torch.cat((torch.from_numpy(output.record.prompts[row]), output.sequences[row, begin:end]))
+        log_probs = model(ids[None]).logits[0, begin - end - 1 : -1].log_softmax(-1)
+        values[row, : end - begin] = log_probs.gather(1, ids[begin - end :, None])[:, 0]
+    return values
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_log_probs_are_those_of_one_forward_pass(name: str, model: Any) -> None:
+    """Of lone calls, replays with and without drafts, and requests that sample together."""
+    call = {"do_sample": True, "seed": 2, "max_new_tokens": 7, "return_dict_in_generate": True, **SETTINGS[name]}
+    call |= {"attention_mask": MASK, "num_return_sequences": 1 if name.startswith("greedy") else 2}
+    cache, top = hf_parallel.LogitsCache(), TopLogProbs(3)
+    outputs = [model.generate(IDS, generation_mode="shared_prefix", logits_processor=[top], **call)]
+    for policy in ("stepwise", "stepwise", "hotspot"):
+        settings = {"logits_cache": cache, "replay": policy, "draft_tokens": 4}
+        outputs.append(model.generate(IDS, generation_mode="resample", **settings, **call))
+    del call["attention_mask"], call["return_dict_in_generate"]
+    with Engine(model) as engine:
+        prompt = {"input_ids": IDS, "attention_mask": MASK}
+        others = [{**call, **SETTINGS[other]} for other in SETTINGS if not other.startswith("greedy")]
+        requests = [engine.submit(prompt, **one) for one in (call, *others)]
+        outputs += [request.result() for request in requests]
+    for output in outputs:
+        values = expected(model, output)
+        torch.testing.assert_close(output.log_probs, values, atol=2e-4, rtol=1e-4, equal_nan=True)
+        found = output.record.sampled_log_probs()[1]
+        assert sorted(found.tolist()) == sorted(output.log_probs[~output.log_probs.isnan()].tolist())
+    first, begin = outputs[0], IDS.shape[1]
+    for row, end in enumerate(first.record.lengths):
+        found = [top.get(row, index) for index in range(end - begin)]
+        assert [one.log_prob for one in found] == first.log_probs[row, : end - begin].tolist()
+        logits = model(
+            first.sequences[row : row + 1, :end], attention_mask=mask_of(row // call["num_return_sequences"], end)
+        ).logits
+        best = logits[0, begin - 1 : -1].log_softmax(-1).topk(3)
+        assert [[token for token, _ in one.top] for one in found] == best.indices.tolist()
+        assert [[value for _, value in one.top] for one in found] == [
+            pytest.approx(one, abs=2e-4) for one in best.values.tolist()
+        ]
+
+
+def mask_of(prompt: int, length: int) -> torch.Tensor:
+    return torch.nn.functional.pad(MASK[prompt : prompt + 1], (0, length - MASK.shape[1]), value=1)
+
+
+@pytest.mark.parametrize("mode", ["pdos", "self_consistency", "hogwild", "skeleton_of_thought"])
+def test_log_probs_of_modes_belong_to_their_tokens(mode: str, model: Any) -> None:
+    """NaN for tokens that the mode inserted; all others are those of the record."""
+    call = {**small_call(mode), "tokenizer": AsciiTokenizer(), "do_sample": True, "temperature": 0.6, "seed": 1}
+    is_aligned = mode in ("pdos", "self_consistency")
+    output = model.generate(IDS[:1], **call, output_logits=is_aligned, return_dict_in_generate=True)
+    new = output.sequences[:, output.record.begin :]
+    assert output.log_probs.shape == new.shape
+    assert 0 < int((~output.log_probs.isnan()).sum()) <= new.numel()
+    rest = output.record.sampled_log_probs()[1].tolist()
+    for value in output.log_probs[~output.log_probs.isnan()].tolist():
+        rest.remove(value)
+    for place, logits in enumerate(output.logits or ()):
+        values = logits.log_softmax(-1).gather(1, new[:, place, None])[:, 0]
+        values[(logits == 0).all(-1)] = torch.nan
+        torch.testing.assert_close(output.log_probs[:, place], values, atol=1e-5, rtol=0, equal_nan=True)
