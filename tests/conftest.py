@@ -11,11 +11,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from hub_server import Hub, constants, running_hub
 
 import hf_parallel
 
@@ -117,3 +119,14 @@ def token_bytes(shared_model: Any) -> int:
 
     with Engine(shared_model) as engine:
         return engine._storage.arena.bytes_per_token
+
+
+@pytest.fixture
+def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub on this machine, which huggingface_hub uses in this process."""
+    with running_hub() as hub:
+        for name, value in constants(hub, tmp_path / "hub").items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        monkeypatch.setenv("HF_TOKEN", "hf_none")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield hub

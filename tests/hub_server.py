@@ -1,4 +1,4 @@
-"""A small Hub on 127.0.0.1 that can create repositories, receive commits and serve files.
+"""A small Hub on 127.0.0.1 that can create repositories, receive commits and serve files and ranges of them.
 
 It stores every commit completely; all files are uploaded inside the commit ("regular" uploads).
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 USER = "somebody"
 
@@ -50,6 +52,17 @@ def running_hub() -> Iterator[Hub]:
             thread.join()
 
 
+def constants(hub: Hub, cache: Path) -> dict[str, Any]:
+    """Return constants of huggingface_hub with which it uses a Hub."""
+    template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    found = {"ENDPOINT": hub.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
+    return {**found, "HF_HUB_DISABLE_XET": True, "HF_HUB_CACHE": str(cache)}
+
+
+def _entry(path: str, data: bytes) -> dict[str, Any]:
+    return {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
@@ -68,6 +81,10 @@ class _Handler(BaseHTTPRequestHandler):
             status = 409 if name in self.server.repositories else 200
             self.server.repositories.setdefault(name, [{}])
             self._send_json({"url": f"{self.server.endpoint}/{name}", "name": name}, status)
+        elif path[:2] == ["api", "models"] and path[4] == "paths-info":
+            files = self.server.files("/".join(path[2:4]))
+            paths = parse_qs(body.decode())["paths"]
+            self._send_json([_entry(path, files[path]) for path in paths if path in files])
         elif path[:2] == ["api", "models"] and path[4] == "preupload":
             files = [
                 {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
@@ -105,11 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif api and len(path) > 4 and path[4] == "tree":
             inside = "".join(part + "/" for part in path[6:])
             files = self.server.files(name).items()
-            tree = [
-                {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                for file, data in files
-                if file.startswith(inside)
-            ]
+            tree = [_entry(file, data) for file, data in files if file.startswith(inside)]
             if tree or not inside:
                 self._send_json(tree)
             else:
@@ -125,13 +138,15 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_missing("EntryNotFound", self._commit(name))
             else:
                 headers = {"X-Repo-Commit": self._commit(name), "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
-                self._send(200, data, headers)
+                first, last = re.findall(r"\d+", self.headers.get("Range", "")) or (0, len(data))
+                self._send(206 if "Range" in self.headers else 200, data[int(first) : int(last) + 1], headers)
         else:
             self._send_missing("RepoNotFound")
 
     def _path(self) -> list[str]:
-        path = urlsplit(self.path).path
-        return [unquote(part) for part in path.strip("/").split("/")]
+        """Return the parts of the path. Datasets are served as models are."""
+        path = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+        return ["api", "models", *path[2:]] if path[:2] == ["api", "datasets"] else path[path[0] == "datasets" :]
 
     def _commit(self, name: str) -> str:
         return hashlib.sha1(f"{name} {len(self.server.repositories[name])}".encode()).hexdigest()

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import base64
 import csv
+import io
 import json
 import os
 import pickle
+import subprocess
+import sys
 import warnings
+import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_server import Hub
 
 from hf_parallel.evaluation import GENERATED, TASKS, CodeProblem, Finisher, NeedleProblem, Problem, load_problems
 from hf_parallel.evaluation.tasks import Test, check_task
@@ -217,6 +222,38 @@ def test_a_missing_column_is_named(task: str, tmp_path: Path) -> None:
         ValueError, match=rf"row 0 of .*rows.jsonl, task {task}: no column '\w+'; there are \['other'\]"
     ):
         load_problems(task, path)
+
+
+@pytest.mark.parametrize("task", ["apps", "documents"])
+def test_datasets_with_a_loading_script_are_read_from_their_files(task: str, local_hub: Hub, tmp_path: Path) -> None:
+    """The layouts of the two on the Hub, whose scripts `datasets` 5 no longer runs."""
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS[task])
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("data/2wikimqa.jsonl", lines)
+        file.writestr("data/hotpotqa.jsonl", lines.replace("Ann", "Bob"))
+    local_hub.repositories["codeparrot/apps"] = [{"apps.py": b"script", "test.jsonl": lines.encode()}]
+    local_hub.repositories["THUDM/LongBench"] = [{"LongBench.py": b"script", "data.zip": zipped.getvalue()}]
+    problems = load_problems(task)
+    assert problems == load_problems(task, write(tmp_path / "rows.jsonl", ROWS[task]))
+    if task == "documents":
+        assert "Bob" in load_problems(task, "THUDM/LongBench:hotpotqa")[0].prompt
+        with pytest.raises(
+            ValueError, match=r"no file 'zip://data/none.jsonl::hf://datasets/THUDM/LongBench/data.zip'"
+        ):
+            load_problems(task, "THUDM/LongBench:none")
+    else:
+        with pytest.raises(ValueError, match="no file 'hf://datasets/codeparrot/apps/train.jsonl'"):
+            load_problems(task, "codeparrot/apps::train")
+
+
+@pytest.mark.skipif("HF_PARALLEL_TEST_HUB" not in os.environ, reason="downloads from the Hub: set HF_PARALLEL_TEST_HUB")
+@pytest.mark.parametrize("task", ROWS)
+def test_sources_on_the_hub_load(task: str) -> None:
+    """In a process of its own: tests disable the network of huggingface_hub."""
+    code = f"from hf_parallel.evaluation import load_problems; print(load_problems({task!r}, count=2))"
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=1800)
 
 
 @pytest.mark.parametrize("name", ["seed", "count"])

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import small_tokenizers
 import tiny
 import torch
 from forkserver import start, wait
-from hub_server import Hub, running_hub
+from hub_server import Hub, constants
 from mode_cases import BUILT_IN, every_setting
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, pipeline
 
@@ -291,24 +290,6 @@ for code in examples:
 json.dump(found, sys.stdout)
 """
 """A process that imports transformers alone."""
-
-
-def constants(hub: Hub, cache: Path) -> dict[str, Any]:
-    """Return constants of huggingface_hub with which it uses a Hub."""
-    template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    found = {"ENDPOINT": hub.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
-    return {**found, "HF_HUB_DISABLE_XET": True, "HF_HUB_CACHE": str(cache)}
-
-
-@pytest.fixture
-def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A Hub on this machine, which huggingface_hub uses in this process."""
-    with running_hub() as hub:
-        for name, value in constants(hub, tmp_path / "hub").items():
-            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-        monkeypatch.setenv("HF_TOKEN", "hf_none")
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        yield hub
 
 
 def run(code: str, hub: Hub, folder: Path, *arguments: str) -> str:

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hf_parallel.evaluation.tasks.base import Problem
 from hf_parallel.evaluation.tasks.code import APPSProblem, CodeProblem, LiveCodeBenchProblem, Test
@@ -156,13 +156,28 @@ def _rows(source: str, cls: type[Problem]) -> Iterator[Mapping[str, Any]]:
     name, config, split = (source.split(":") + ["", ""])[:3]
     default = cls.source.split(":")
     config = config or (default[1] if name == default[0] else "")
-    return iter(_load_dataset()(name, config or None, split=split or default[2], streaming=True))
+    split = split or default[2]
+    if cls.hub_file and name == default[0]:
+        return _rows_of_hub_file(cls.hub_file.format(name=name, config=config, split=split))
+    return iter(_load_dataset()(name, config or None, split=split, streaming=True))
+
+
+def _rows_of_hub_file(url: str) -> Iterator[Mapping[str, Any]]:
+    """Read JSON objects, one per line, as far as they are asked for."""
+    import fsspec
+
+    try:
+        with fsspec.open(url, "rb") as file:
+            yield from _json_lines(file, url)
+    except FileNotFoundError as error:
+        raise ValueError(f"no file {url!r}: {error}") from error
 
 
 def _rows_of_file(path: Path, builder: str | None) -> Iterator[Mapping[str, Any]]:
     """Read the rows of a file by a builder of `datasets`; without one: JSON objects, one per line."""
     if builder is None:
-        yield from _json_lines(path)
+        with path.open("rb") as file:
+            yield from _json_lines(file, path)
     elif path.stat().st_size:
         load_dataset = _load_dataset()
         try:
@@ -171,19 +186,18 @@ def _rows_of_file(path: Path, builder: str | None) -> Iterator[Mapping[str, Any]
             raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict):
-                text = line.decode(errors="replace").strip()
-                raise ValueError(f"line {number} of {path} must be a JSON object, got {text!r:.80}")
-            yield row
+def _json_lines(file: BinaryIO, name: str | Path) -> Iterator[Mapping[str, Any]]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            text = line.decode(errors="replace").strip()
+            raise ValueError(f"line {number} of {name} must be a JSON object, got {text!r:.80}")
+        yield row
 
 
 def _load_dataset() -> Any:

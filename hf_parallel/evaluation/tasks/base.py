@@ -16,7 +16,8 @@ class Problem:
     A problem of your own is a frozen dataclass that derives from this class. It must define `score`; all else has a
     default. A generated task has a class method `make(seed, ...)`, which returns equal problems for equal seeds. A
     loaded task has `source`, `id:config:split` of its data on the Hub, and class methods `from_row(row)` and
-    `from_rows(rows)`.
+    `from_rows(rows)`. If the dataset has a loading script, which `datasets` no longer runs, `hub_file` is the URL of
+    its `.jsonl` file with the fields `{name}`, `{config}` and `{split}`.
 
     Parameters
     ----------
@@ -43,6 +44,7 @@ class Problem:
     finisher_prompt: ClassVar[str] = ""
     finisher_tokens: ClassVar[int] = 32
     source: ClassVar[str] = ""
+    hub_file: ClassVar[str] = ""
     rows_per_problem: ClassVar[int] = 1
 
     prompt: str

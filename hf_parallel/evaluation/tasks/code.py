@@ -166,6 +166,7 @@ class APPSProblem(CodeProblem):
     name: ClassVar[str] = "apps"
     nested_tuples: ClassVar[bool] = True
     source: ClassVar[str] = "codeparrot/apps::test"
+    hub_file: ClassVar[str] = "hf://datasets/{name}/{split}.jsonl"
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> APPSProblem:

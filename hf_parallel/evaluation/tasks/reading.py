@@ -31,6 +31,7 @@ class DocumentsProblem(Problem):
     name: ClassVar[str] = "documents"
     answer_pattern: ClassVar[str] = ANSWER
     source: ClassVar[str] = "THUDM/LongBench:2wikimqa:test"
+    hub_file: ClassVar[str] = "zip://data/{config}.jsonl::hf://datasets/{name}/data.zip"
 
     answers: tuple[str, ...]
 
