@@ -1,16 +1,21 @@
-"""The package's cache folder, and files that are written completely or not at all."""
+"""The package's cache folder, files that are written completely or not at all, and files that are not trusted."""
 
 from __future__ import annotations
 
 import errno
 import glob
+import json
 import logging
+import math
 import os
+import reprlib
 import shutil
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import transformers
@@ -20,7 +25,36 @@ NAME_LENGTH = 40
 """Characters of a file's name in the name of its temporary folder."""
 UNFINISHED_SECONDS = 60.0
 """Age from which a temporary folder that is not locked belongs to a writer that was killed."""
+MAX_JSON_BYTES = 1 << 30
+"""Size of the largest JSON file that is read."""
+MAX_NUMBER = 10**15
+"""Largest number in a field of a file: floats of this size are exact to a unit."""
 _logger = logging.getLogger(__name__)
+
+
+class Field(NamedTuple):
+    """Allowed values of a field of a file."""
+
+    is_valid: Callable[[Any], bool]
+    description: str
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+    )
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value) and abs(value) <= MAX_NUMBER
+
+
+TEXT = Field(lambda value: isinstance(value, str), "text")
+TEXT_OR_NULL = Field(lambda value: value is None or isinstance(value, str), "text or null")
+OBJECT = Field(lambda value: isinstance(value, dict), "an object")
+NUMBER = Field(_is_number, "a number")
+FINITE = Field(_is_finite, f"a finite number from -{MAX_NUMBER:.0e} to {MAX_NUMBER:.0e}")
+COUNT = Field(lambda value: isinstance(value, int) and _is_finite(value) and value >= 0, "an integer from 0")
 
 
 def cache_folder() -> Path:
@@ -91,3 +125,61 @@ def warn_on_other_version(path: str | Path, version: str) -> None:
     if version != now:
         message = "%s was saved under transformers %s, this is %s: logits may differ in their last bits"
         _logger.warning(message, path, version, now)
+
+
+def read_file(path: str | Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file, read from one descriptor: a writer that replaces the file changes nothing.
+
+    Raises `OSError` if the file does not exist or cannot be read, and `ValueError` if it is not a regular file (a pipe
+    would wait for a writer) or has more than `max_bytes`.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        if status.st_size > max_bytes:
+            raise ValueError(f"{path} has {status.st_size} bytes, at most {max_bytes} can be read")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(status.st_size)
+    finally:
+        os.close(descriptor)
+
+
+def read_lines(path: str | Path) -> tuple[str, bytes]:
+    """Return the text of a regular file up to its last line break, and the rest, which a writer has not finished.
+
+    Raises the errors of `read_file`, and `ValueError` if the text is not UTF-8.
+    """
+    content = read_file(path, MAX_JSON_BYTES)
+    end = content.rfind(b"\n") + 1
+    try:
+        return content[:end].decode(), content[end:]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+
+
+def parse_json(text: str | bytes, where: Any) -> Any:
+    """Return the value of a JSON text; raise `ValueError` that says where it is not JSON, or nested too deeply."""
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+
+
+def read_json(path: str | Path) -> Any:
+    """Return the value of a JSON file; see `read_file`. Raises `ValueError` if it is not JSON."""
+    return parse_json(read_file(path, MAX_JSON_BYTES), path)
+
+
+def check_fields(entry: Any, fields: Mapping[str, Field], where: str) -> None:
+    """Raise `ValueError` that names the first field of a JSON object that is missing or not allowed."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} must be an object, got {reprlib.repr(entry)}")
+    for name, field in fields.items():
+        if name not in entry:
+            raise ValueError(f"{where}: {name!r} is missing")
+        if not field.is_valid(entry[name]):
+            raise ValueError(f"{where}: {name!r} must be {field.description}, got {reprlib.repr(entry[name])}")

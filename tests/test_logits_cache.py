@@ -187,10 +187,11 @@ def test_a_loaded_cache_equals_the_saved_one(tmp_path: Path, top_k: int | None) 
     for key in ("one", "two"):
         write(cache, [1, 2], 5, 6, 7, key=key)
         write(cache, [1, 2], 5, 9, key=key)
-    write(cache, [3], key="without logits")
+    num_bytes = cache.num_bytes
+    write(cache, [3], key="without logits")  # not restored
     cache.save(tmp_path / "cache.safetensors")
     loaded = LogitsCache.load(tmp_path / "cache.safetensors")
-    assert (len(loaded), loaded.num_bytes, loaded.top_k) == (len(cache), cache.num_bytes, top_k)
+    assert (len(loaded), loaded.num_bytes, loaded.top_k) == (len(cache), num_bytes, top_k)
     for key in ("one", "two", "three"):
         for tokens in ([1, 2], [1, 2, 5, 6], [1, 2, 5, 9], [3]):
             ours, theirs = read(loaded, tokens, key), read(cache, tokens, key)
@@ -270,7 +271,7 @@ def test_a_truncated_file_raises(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="is not a readable LogitsCache"):
             LogitsCache.load(path)
-    with pytest.raises(IsADirectoryError, match=f"{tmp_path} is a folder"):
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         LogitsCache.load(tmp_path)
 
 

@@ -262,7 +262,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_truncated_file_raises(saved: Path, tmp_path: Path, fraction: float) -> None:
     text = saved.read_text()
     (tmp_path / "part.json").write_text(text[: int(len(text) * fraction)])
-    with pytest.raises(ValueError, match="part.json is not a saved session, or only a part of one"):
+    with pytest.raises(ValueError, match="part.json is not JSON"):
         load(tmp_path / "part.json")
 
 
@@ -270,7 +270,7 @@ def test_other_files_raise(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     for content in (b"\xff\xfe\x00", b"[1, 2]", b'"text"', b'{"format": "something else"}', b"null", b"[" * 10**5):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="other.json is not a saved session"):
+        with pytest.raises(ValueError, match="other.json is not (a saved session|JSON)"):
             load(path)
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none.json")
@@ -312,13 +312,13 @@ def event(state: dict[str, Any], kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda s: s.pop("transformers"), "transformers must be a string"),
-        (lambda s: s.update(model=5), "model must be a string"),
-        (lambda s: s.update(prompt="x"), "prompt must be a list of tokens"),
-        (lambda s: s["prompt"].append(-1), "prompt must be a list of tokens"),
+        (lambda s: s.pop("transformers"), "'transformers' is missing"),
+        (lambda s: s.update(model=5), "'model' must be text"),
+        (lambda s: s.update(prompt="x"), "'prompt' must be a list of tokens"),
+        (lambda s: s["prompt"].append(-1), "'prompt' must be a list of tokens"),
         (lambda s: s["prompt"].append(10**6), "prompt, .* are damaged: input_ids .* 1000000, outside the vocabulary"),
         (lambda s: s.update(prompt=[]), "prompt, .* are damaged: input_ids must hold at least one token"),
-        (lambda s: s.update(settings=None), "settings must be an object"),
+        (lambda s: s.update(settings=None), "'settings' must be an object"),
         (lambda s: s["settings"].update(num_workers="x"), "settings: num_workers must be an int"),
         (lambda s: s["settings"].update(magic=1), "settings: .* no setting 'magic'"),
         (
@@ -329,17 +329,17 @@ def event(state: dict[str, Any], kind: str) -> dict[str, Any]:
             lambda s: s["settings"].update(answer_pattern="a" * 10**6),
             "settings: answer_pattern must have at most 10000",
         ),
-        (lambda s: s.update(generation=[]), "generation must be an object"),
+        (lambda s: s.update(generation=[]), "'generation' must be an object"),
         (lambda s: s["generation"].update(streamer=5), r"generation has \['streamer'\]"),
         (lambda s: s["generation"].update(early_stopping=["a"]), "prompt, settings or generation are damaged"),
         (lambda s: s["generation"].update(sequence_bias=[""]), "prompt, settings or generation are damaged"),
         (lambda s: s["generation"].update(num_return_sequences=10**9), "num_return_sequences=1, got"),
         (lambda s: s["generation"].update(decoder_start_token_id=float("nan")), "decoder_start_token_id must be"),
         (lambda s: s.update(given=None, tokens=[]), "its texts have other tokens"),
-        (lambda s: s.update(helpers=3), "helpers must be a list of strings"),
-        (lambda s: s.update(given=3), "given must be a list of strings"),
-        (lambda s: s.update(tokens=[["a"]]), "tokens must be a list of lists of tokens"),
-        (lambda s: s.update(journal="x"), "journal must be a list"),
+        (lambda s: s.update(helpers=3), "'helpers' must be a list of strings"),
+        (lambda s: s.update(given=3), "'given' must be a list of strings"),
+        (lambda s: s.update(tokens=[["a"]]), "'tokens' must be a list of lists of tokens"),
+        (lambda s: s.update(journal="x"), "'journal' must be a list"),
         (lambda s: s["journal"].append({}), r"journal\[\d+\] must be a pass or a change, got {}"),
         (lambda s: s["journal"].append({"magic": 1}), r"journal\[\d+\] must be a pass or a change"),
         (lambda s: s["journal"].append({"pass": []}), r"journal\[\d+\] must be a pass or a change"),

@@ -11,12 +11,14 @@ from typing import Any
 from hf_parallel.agents.errors import ReplayError, ToolError
 from hf_parallel.agents.models import Completion
 from hf_parallel.agents.state import fingerprint
-from hf_parallel.files import write_atomically
+from hf_parallel.files import COUNT, TEXT, TEXT_OR_NULL, Field, check_fields, parse_json, read_lines, write_atomically
 
 FORMAT = "hf_parallel agents recording 1"
 MAX_SHOWN = 500
 """Characters of the arguments of an operation in an error."""
-_COMPLETION = [field.name for field in fields(Completion)]
+_ANY = Field(lambda value: True, "a value")
+_TEXTS = Field(lambda value: isinstance(value, list) and all(map(TEXT.is_valid, value)), "a list of texts")
+_COMPLETION = {field.name: _TEXTS if field.name == "texts" else COUNT for field in fields(Completion)}
 
 
 class Recording:
@@ -34,31 +36,27 @@ class Recording:
         self.path = Path(path)
         self._results: dict[str, dict[str, Any]] = {}
         header = {"format": FORMAT, "seed": seed}
-        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # a process that was killed may have written a part of a line
+        # A process that was killed may have written a part of a line.
+        whole, rest = read_lines(self.path) if self.path.exists() else ("", b"")
         if whole:
             self._load(whole.splitlines(), header)
-        elif not json.dumps(header).startswith(text):
-            raise ValueError(f"{self.path} must begin with {header}, got {text[:80]!r}")
+        elif not json.dumps(header).encode().startswith(rest):
+            raise ValueError(f"{self.path} must begin with {header}, got {rest[:80]!r}")
         else:
             write_atomically(self.path, json.dumps(header) + "\n")
-        if whole and whole != text:
+        if whole and rest:
             os.truncate(self.path, len(whole.encode()))
 
     def _load(self, lines: list[str], header: dict[str, Any]) -> None:
         for number, line in enumerate(lines, 1):
-            try:
-                found = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{self.path}, line {number}: not a recording of agents") from error
+            found = parse_json(line, f"{self.path}, line {number},")
             if number == 1:
                 if isinstance(found, dict) and found == {**header, "seed": found.get("seed")} != header:
                     raise ValueError(f"{self.path} has the seed {found['seed']}, this Runtime {header['seed']}")
                 if found != header:
                     raise ValueError(f"{self.path} must begin with {header}, got {found!r}")
-            elif not _is_result(found):
-                raise ValueError(f"{self.path}, line {number}: not an operation of an agent")
             else:
+                _check_result(found, f"{self.path}, line {number}")
                 self._results[found["key"]] = found
 
     def __len__(self) -> int:
@@ -100,19 +98,10 @@ class Recording:
         return None if error is not None else (self.get(key, operation) or [None])[0]
 
 
-def _is_result(found: Any) -> bool:
-    """Return whether a line holds a result."""
-    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in ("key", "operation")):
-        return False
-    value, error = found.get("value"), found.get("error")
-    if error is not None:
-        return isinstance(error, str)
-    if not found["operation"].startswith("gen"):
-        return "value" in found
-    return (
-        isinstance(value, dict)
-        and value.keys() == set(_COMPLETION)
-        and isinstance(value["texts"], list)
-        and all(isinstance(text, str) for text in value["texts"])
-        and all(isinstance(one, int) for name, one in value.items() if name != "texts")
-    )
+def _check_result(found: Any, where: str) -> None:
+    """Raise `ValueError` unless a line holds a result."""
+    check_fields(found, {"key": TEXT, "operation": TEXT, "value": _ANY, "error": TEXT_OR_NULL}, where)
+    if found["error"] is None and found["operation"].startswith("gen"):
+        check_fields(found["value"], _COMPLETION, f"{where}: value")
+        if unknown := found["value"].keys() - _COMPLETION.keys():
+            raise ValueError(f"{where}: value has {sorted(unknown)}, which no completion has")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import reprlib
 import time
 from collections.abc import Callable, Mapping, Set
@@ -13,14 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from hf_parallel.files import write_atomically
+from hf_parallel.files import (
+    COUNT,
+    FINITE,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    TEXT_OR_NULL,
+    Field,
+    check_fields,
+    read_json,
+    write_atomically,
+)
 
 FORMAT, VERSION = "hf_parallel agents", 1
 """Values of `format` and `version` in the file of a trace."""
 STATUSES = ("committed", "selected", "dropped")
 """What a supervisor did with a state of its search tree."""
-_MAX = 1e15
-"""Largest time, count and number of bytes in a file: floats below it are exact to a second or a byte."""
 
 
 @dataclass(slots=True)
@@ -109,10 +117,7 @@ class RunTrace:
     @classmethod
     def load(cls, path: str | Path) -> RunTrace:
         """Load a trace that `save` wrote; raise `ValueError` that says what is wrong if it is not one."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:  # also for a wrong encoding and for endless nesting
-            raise ValueError(f"{path} is not JSON: {error}") from error
+        data = read_json(path)
         try:
             return cls.from_dict(data)
         except ValueError as error:
@@ -137,96 +142,39 @@ def _plain(value: Any) -> Any:
     return repr(value)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX)
-
-
-def _is_time(value: Any) -> bool:
-    return _is_number(value) and math.isfinite(value) and 0 <= value <= _MAX
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and _is_time(value)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_scores(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
-
-
-def _is_status(value: Any) -> bool:
-    return value in STATUSES
-
-
-def _is_id(value: Any) -> bool:
-    return _is_text(value) and value != ""
-
-
-def _is_text_or_none(value: Any) -> bool:
-    return value is None or _is_text(value)
-
-
-def _is_number_or_none(value: Any) -> bool:
-    return value is None or _is_number(value)
-
-
-_ENTRIES: dict[str, dict[str, Callable[[Any], bool]]] = {
-    "spawn": {"child": _is_id, "name": _is_text},
+_TIME = Field(lambda value: FINITE.is_valid(value) and value >= 0, "a number of seconds from 0")
+_ID = Field(lambda value: TEXT.is_valid(value) and value != "", "the id of an agent")
+_NUMBER_OR_NULL = Field(lambda value: value is None or NUMBER.is_valid(value), "a number or null")
+_STATUS = Field(lambda value: value in STATUSES, f"one of {', '.join(STATUSES)}")
+_SCORES = Field(
+    lambda value: isinstance(value, dict) and all(map(NUMBER.is_valid, value.values())), "an object of numbers"
+)
+_ENTRIES: dict[str, dict[str, Field]] = {
+    "spawn": {"child": _ID, "name": TEXT},
     "gen": {
-        **dict.fromkeys(("tokens", "prompt_tokens", "reused"), _is_count),
-        **{"begin": _is_time, "text": _is_text, "settings": _is_object},
+        **dict.fromkeys(("tokens", "prompt_tokens", "reused"), COUNT),
+        **{"begin": _TIME, "text": TEXT, "settings": OBJECT},
     },
-    "tool": {"begin": _is_time, "name": _is_text, "result": _is_text_or_none, "error": _is_text_or_none},
-    "next": {"child": _is_id, "begin": _is_time},
-    "resume": {"child": _is_id},
-    "yield": {"value": _is_text},
-    "state": {"parent": _is_text_or_none, "value": _is_number_or_none, "status": _is_status},
-    "end": {"value": _is_text},
-    "error": {"error": _is_text},
+    "tool": {"begin": _TIME, "name": TEXT, "result": TEXT_OR_NULL, "error": TEXT_OR_NULL},
+    "next": {"child": _ID, "begin": _TIME},
+    "resume": {"child": _ID},
+    "yield": {"value": TEXT},
+    "state": {"parent": TEXT_OR_NULL, "value": _NUMBER_OR_NULL, "status": _STATUS},
+    "end": {"value": TEXT},
+    "error": {"error": TEXT},
     "cancel": {},
-    "kv": {"bytes": _is_count},
-    "scores": {"scores": _is_scores},
+    "kv": {"bytes": COUNT},
+    "scores": {"scores": _SCORES},
 }
 """Entries that the data of each kind must have, and what they may be."""
-_WORDS: dict[Callable[[Any], bool], str] = {
-    _is_text: "text",
-    _is_id: "the id of an agent",
-    _is_time: "a number of seconds from 0",
-    _is_count: "an integer from 0",
-    _is_object: "an object",
-    _is_scores: "an object of numbers",
-    _is_text_or_none: "text or null",
-    _is_number_or_none: "a number or null",
-    _is_status: f"one of {', '.join(STATUSES)}",
-}
-"""What a check allows, in error messages."""
 
 
 def _event(entry: Any, where: str) -> Event:
     """Return an event from plain data; raise `ValueError` that names what is wrong."""
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"{where} must be an object, got {reprlib.repr(entry)}")
-    _expect(
-        entry, where, {"time": _is_time, "agent": _is_text, "kind": _is_text, "state": _is_text, "data": _is_object}
-    )
+    check_fields(entry, {"time": _TIME, "agent": TEXT, "kind": TEXT, "state": TEXT, "data": OBJECT}, where)
     kind, data = entry["kind"], entry["data"]
-    checks = _ENTRIES.get(kind, {})
-    _expect(data, f"{where} ({reprlib.repr(kind)}): data", checks)
-    if "begin" in checks and data["begin"] > entry["time"]:
+    fields = _ENTRIES.get(kind, {})
+    check_fields(data, fields, f"{where} ({reprlib.repr(kind)}): data")
+    if "begin" in fields and data["begin"] > entry["time"]:
         raise ValueError(f"{where}: begin {data['begin']} must not be after time {entry['time']}")
     return Event(float(entry["time"]), entry["agent"], kind, entry["state"], dict(data))
-
-
-def _expect(entries: Mapping[str, Any], where: str, checks: Mapping[str, Callable[[Any], bool]]) -> None:
-    for name, check in checks.items():
-        if name not in entries:
-            raise ValueError(f"{where} has no {name!r}")
-        if not check(entries[name]):
-            raise ValueError(f"{where}: {name!r} must be {_WORDS[check]}, got {reprlib.repr(entries[name])}")

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import psutil
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.cache.logits_trie import CachedDistribution, CachedLogits, TrieNode
-from hf_parallel.files import atomic_file, warn_on_other_version
+from hf_parallel.files import MAX_NUMBER, atomic_file, read_file, warn_on_other_version
 
 _FORMAT = "hf_parallel.LogitsCache/2"
 
@@ -57,6 +58,7 @@ class LogitsCache:
         self.hits = self.misses = 0
         self.num_bytes = 0
         self._roots: dict[str, TrieNode] = {}
+        self._vocabularies: dict[str, int] = {}  # of loaded logits
         self._clock = 0
         self._computing: dict[TrieNode, Any] = {}  # nodes whose logits the model computes, with the call that does
         self._lock = threading.RLock()
@@ -106,7 +108,7 @@ class LogitsCache:
         with self._lock:
             for _, node in list(self.nodes()):
                 node.delete()
-            self._roots, self._queue, self.num_bytes = {}, [], 0
+            self._roots, self._vocabularies, self._queue, self.num_bytes = {}, {}, [], 0
 
     def keep_last_path(self) -> None:
         """Keep only the most recently used sequence of each model, as Hive's own cache does, and delete the rest.
@@ -161,34 +163,38 @@ class LogitsCache:
         """Read a file written by `save`. Nodes beyond `max_bytes` are evicted, the least recently used first.
 
         Logs a warning if the file was saved under another version of transformers. Raises `ValueError` if the file is
-        damaged or was not written by `save`, and `IsADirectoryError` for a folder.
+        damaged or was not written by `save`, and `OSError` if it is missing, a folder or unreadable.
         """
-        if Path(path).is_dir():
-            raise IsADirectoryError(f"{path} is a folder; pass a file that `LogitsCache.save` wrote")
-        if Path(path).exists() and not Path(path).is_file():  # reading a pipe would wait for a writer
-            raise ValueError(f"{path} is not a regular file")
-        cache = cls(max_bytes)
+        cache, content = cls(max_bytes), read_file(path, psutil.virtual_memory().total)
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != _FORMAT:
-                    raise ValueError(f"its format is {metadata.get('format')!r}")
-                warn_on_other_version(path, metadata["transformers"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = _metadata(content)
+            if metadata.get("format") != _FORMAT:
+                raise ValueError(f"its format is {metadata.get('format')!r}")
+            warn_on_other_version(path, metadata["transformers"])
+            tensors = load(content)
+            del content
             if metadata.pop("digest") != _digest(metadata, tensors):
                 raise ValueError("its content does not match its digest")
             cache.top_k = cls(max_bytes, json.loads(metadata["top_k"])).top_k
-            for number, key in enumerate(json.loads(metadata["keys"])):
+            for number, key in enumerate(_keys(metadata["keys"])):
                 arrays = {name.split(".")[1]: t for name, t in tensors.items() if name.startswith(f"{number}.")}
-                _check(arrays)
-                cache._restore(key, arrays)
+                if int(arrays["vocabulary"]):  # otherwise there are no logits
+                    _check(arrays)
+                    cache._restore(key, arrays)
             cache._evict()
-        except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        except (SafetensorError, KeyError, RecursionError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a readable LogitsCache: {error}") from error
         return cache
 
+    def check_vocabulary(self, key: str, vocabulary: int) -> None:
+        """Raise `ValueError` if the logits loaded for a model are not those of `vocabulary` tokens."""
+        loaded = self._vocabularies.get(key, vocabulary)
+        if loaded != vocabulary:
+            raise ValueError(f"logits_cache was loaded with logits of {loaded} tokens, the model has {vocabulary}")
+
     def _restore(self, key: str, arrays: dict[str, torch.Tensor]) -> None:
         nodes = [self._root(key)]
+        self._vocabularies[key] = int(arrays["vocabulary"])
         rows = zip(*(arrays[name].tolist() for name in ("tokens", "parents", "used", "places")), strict=True)
         for token, parent, used, index in rows:
             node = self._child(nodes[parent], token)
@@ -374,6 +380,21 @@ def _digest(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def _metadata(content: bytes) -> dict[str, str]:
+    """Return the metadata of a safetensors file: JSON after the length of the header, 8 bytes."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _keys(text: str) -> list[str]:
+    keys = json.loads(text)
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) < len(keys):
+        raise ValueError(f"its keys must be different strings, got {text:.80}")
+    return keys
+
+
 def _check(arrays: dict[str, torch.Tensor]) -> None:
     """Raise `ValueError` unless the arrays are consistent."""
     integers = ("tokens", "parents", "used", "places", "vocabulary")
@@ -392,5 +413,18 @@ def _check(arrays: dict[str, torch.Tensor]) -> None:
         raise ValueError("nodes and logits do not match")
     if values.shape[1] != vocabulary if ids is None else ids.shape != values.shape:
         raise ValueError("logits and vocabulary do not match")
-    if ids is not None and ((ids < 0) | (ids >= vocabulary)).any():
+    if any(((t < 0) | (t >= vocabulary)).any() for t in (ids, arrays["tokens"]) if t is not None):
         raise ValueError("tokens are outside the vocabulary")
+    if ((arrays["used"] < 0) | (arrays["used"] > MAX_NUMBER)).any():
+        raise ValueError("times of use are not counts")
+    if not values.is_floating_point() or values.isnan().any() or (values == torch.inf).any():
+        raise ValueError("logits must be numbers or -inf")
+    has_any = (values > -torch.inf).any(1)  # only a tie of the highest of `top_k` logits keeps none
+    if ids is None:
+        is_valid = has_any
+    elif ids.shape[1] < vocabulary:
+        is_valid = torch.where(has_any, rest < 0, rest == 0)
+    else:
+        raise ValueError("top_k is not below the vocabulary")
+    if not is_valid.all():
+        raise ValueError("logits and the probability of the dropped ones do not match")

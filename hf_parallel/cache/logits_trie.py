@@ -36,7 +36,7 @@ class CachedLogits:
             return cls(logits.detach().to("cpu", copy=True), None, size, -np.inf)
         values, ids = logits.topk(top_k + 1)
         higher = values > values[-1]
-        values, ids, wide = values[higher], ids[higher], logits.float()
+        values, ids, wide = values[higher], ids[higher], logits.double()
         log_tail = wide.index_fill(0, ids, -torch.inf).logsumexp(0) - wide.logsumexp(0)
         return cls(values.cpu(), ids.to("cpu", torch.int32), size, float(log_tail))
 

@@ -66,7 +66,7 @@ def _port(text: str) -> int:
 
 def free_memory(device: Any) -> int:
     """Return the free bytes of a GPU or of the host."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
     import torch
 
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -12,13 +12,28 @@ from typing import Any, TypeAlias
 
 from filelock import FileLock, Timeout
 
-from hf_parallel.files import write_atomically
+from hf_parallel.files import COUNT, FINITE, OBJECT, TEXT, Field, check_fields, parse_json, read_lines, write_atomically
 
 FORMAT, VERSION = "hf_parallel sweep", 1
 """Values of `format` and `version` in the first line of a file."""
-KEY = ("task", "index", "problem", "mode", "settings", "budget", "seed", "sample")
+_FIELDS = {
+    "task": TEXT,
+    "index": COUNT,
+    "problem": TEXT,
+    "mode": TEXT,
+    "settings": OBJECT,
+    "budget": COUNT,
+    "seed": Field(lambda value: isinstance(value, int) and not isinstance(value, bool), "an integer"),
+    "sample": COUNT,
+    **dict.fromkeys(("passes", "tokens", "seconds", "duplicated"), FINITE),
+    "answered": Field(lambda value: isinstance(value, bool) or FINITE.is_valid(value), "true or false"),
+    "score": FINITE,
+    "text": TEXT,
+}
+"""Fields of a result."""
+KEY = tuple(_FIELDS)[:8]
 """Fields that identify a result; the others are measured."""
-MEASURED = ("passes", "tokens", "seconds", "duplicated", "answered", "score")
+MEASURED = tuple(_FIELDS)[8:-1]
 COLUMNS = {
     "task": "task",
     "mode": "mode",
@@ -93,7 +108,7 @@ class ResultStore:
         if not self.path.exists() or next(_read(self.path), None) is None:  # new, or of a sweep that has failed
             write_atomically(self.path, first)
         found = [result for path in _files(self.folder) for result in _read(path, json.loads(first))]
-        os.truncate(self.path, len(_whole_lines(self.path).encode()))
+        os.truncate(self.path, len(read_lines(self.path)[0].encode()))
         return found
 
     def __contains__(self, result: Mapping[str, Any]) -> bool:
@@ -134,33 +149,20 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("results.rank*.jsonl"))
 
 
-def _whole_lines(path: Path) -> str:
-    """Return the text of a file up to its last line break."""
-    try:
-        data = path.read_bytes()
-        return data[: data.rfind(b"\n") + 1].decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a file of results: {error}") from error
-
-
 def _read(path: Path, expected: Mapping[str, Any] | None = None) -> Iterator[Result]:
     """Yield the results of a file. A last line without an end is ignored: a process may be writing it."""
     header: Any = None
-    for number, line in enumerate(_whole_lines(path).splitlines() or [""], start=1):
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not JSON") from error
+    for number, line in enumerate(read_lines(path)[0].splitlines() or [""], start=1):
+        where = f"{path}, line {number}"
+        entry = parse_json(line, where)
         if number == 1:
             _check_format(path, entry)
             header = entry
             continue
         if number == 2 and expected is not None:
             _check_header(path, header, expected)
-        if not isinstance(entry, dict) or not {*KEY, *MEASURED} <= entry.keys():
-            raise ValueError(f"{path}, line {number}: not a result of a sweep")
-        else:
-            yield entry
+        check_fields(entry, _FIELDS, where)
+        yield entry
 
 
 def _check_format(path: Path, header: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hf_parallel.engine.hints import AgentHints
+from hf_parallel.files import read_json, write_atomically
 from hf_parallel.generation.validation import check_int
 
 Segment: TypeAlias = tuple[str, int] | list[int]
@@ -88,13 +89,13 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Write the trace as JSON."""
-        Path(path).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        write_atomically(path, json.dumps(asdict(self)) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
         """Read a trace that `save` has written, or that has the same form. Raises `ValueError` for others."""
         try:
-            given = json.loads(Path(path).read_text(encoding="utf-8"))
+            given = read_json(path)
             requests = [
                 TraceRequest(
                     **{**one, "prompt": tuple(map(_segment, one["prompt"])), "output": _segment(one["output"])}

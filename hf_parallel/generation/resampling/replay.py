@@ -15,7 +15,7 @@ from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.cache.placement import execution_device
-from hf_parallel.generation.call import Executor, GenerationCall
+from hf_parallel.generation.call import Executor, GenerationCall, vocabulary_size
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.log_probs import LogProbs
 from hf_parallel.generation.resampling.distributions import HOST, DistributionCache, dense
@@ -55,6 +55,8 @@ class Replayer:
         self._required = _required_logits(cache, loop.call)
         executor = loop.call.executor
         self.model_key = fingerprint(loop.call.model) if executor is None else executor.fingerprint()
+        head = loop.call.model.get_output_embeddings()
+        cache.check_vocabulary(self.model_key, getattr(head, "out_features", None) or vocabulary_size(loop.call.model))
         self.prompts: list[TrieNode] = []  # nodes of the distinct prompts
         self.distributions = DistributionCache(cache, self.sampler)
         self.origins: dict[int, list[str]] = {}  # of each token, by row; see `Record`
