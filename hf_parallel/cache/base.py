@@ -133,6 +133,7 @@ class BlockCache(Cache):
         self.check_owned(block)
         length = sum(stop - start for start, stop in kept)
         copy = self.new_block(length + extra_capacity, block.base)
+        copy.gap = block.gap
         try:
             self.reserve([(copy, length)])  # blocks of a shared storage begin without memory
             for start, stop in kept:

@@ -25,6 +25,7 @@ class Block:
     base: int = 0
     first: int = 0
     length: int = 0
+    gap: int = 0  # masked tokens before the first one; sliding windows count them, positions do not
     parts: tuple[Block, Block] | None = None  # which hold its tokens, if it was split while rows see it
 
     @property
@@ -143,18 +144,20 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
 def _add_pairs(
     table: dict[Block, list[tuple[int, ...]]], segment: Segment, offset: int, growing: Collection[Block]
 ) -> None:
-    """Add a table entry for each block of a segment's view: rotation and position, and their increments per step."""
+    """Add a table entry for each block of a segment's view: rotation and slot, and their increments per step."""
     target, n, before = segment.view[-1], segment.num_tokens, segment.view[:-1]
     target_start = view_length(before)
     target_step = sum(block in growing for block in before)
     position = target_start + target.length - n  # true position of the first new token
     start = start_step = 0
+    masked = sum(block.gap for block in segment.view)  # after the start of the block
     for block in segment.view:
         grows = block in growing
+        masked -= block.gap
         if block.length:
             delta = (target_start - target.base) - (start - block.base)
             step = target_step - start_step
-            row = (offset, n, delta, position - start, block.length, step, step + 1, grows)
+            row = (offset, n, delta, position - start + masked, block.length, step, step + 1, grows)
             table.setdefault(block, []).append(row)
         start += block.length
         start_step += grows

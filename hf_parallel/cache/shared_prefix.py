@@ -37,6 +37,7 @@ class Node:
     last_used: int = 0  # index of the last call that used the node or a descendant
     is_finite: bool = False  # whether keys and values were found to be finite
     identity: Hashable = None  # of a root: what its prefixes have in common apart from tokens, such as a salt
+    gap: int = 0  # masked tokens before the first one, as far as sliding windows count them
 
     @property
     def siblings(self) -> list[Node]:
@@ -166,18 +167,27 @@ class SharedPrefixCache(BlockCache):
         self._calls += 1
         self._evict()
 
-    def insert(self, tokens: np.ndarray, root: Node | None = None) -> Node:
+    def insert(self, tokens: np.ndarray, root: Node | None = None, gap: int = 0) -> Node:
         """Insert tokens, int64 `[length]`, after `root` (default: the root of the tree). Return the last token's node.
 
-        Reuses nodes of the tree, splits them where necessary, and creates the rest.
+        Reuses nodes of the tree, splits them where necessary, and creates the rest. `gap`: see `Node`.
         """
         node, rest = root or self.root, tokens
         while len(rest):
-            child, shared = self._best_child(node, rest)
+            child, shared = self._best_child(node, rest, gap)
             if child is None:
-                return self.add(node, rest)
+                node = self.add(node, rest)
+                node.gap = gap
+                return node
             node, rest = child if shared == len(child.tokens) else self._split(child, shared), rest[shared:]
-            node.last_used = self._calls
+            node.last_used, gap = self._calls, 0
+        return node
+
+    def insert_prompt(self, tokens: np.ndarray, gaps: Mapping[int, int]) -> Node:
+        """Insert a prompt; `gaps` is the number of masked tokens before the token at an index (`GenerationCall`)."""
+        node, starts = self.root, [0, *gaps]
+        for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            node = self.insert(tokens[start:stop], node, gaps.get(start, 0))
         return node
 
     def add(self, parent: Node, tokens: np.ndarray, block: Block | None = None) -> Node:
@@ -255,6 +265,7 @@ class SharedPrefixCache(BlockCache):
         for node in nodes:
             if node.block is None:
                 node.block = self.new_block(len(node.tokens), base=node.start)
+                node.block.gap = node.gap
         return nodes
 
     def discard_uncached(self) -> None:
@@ -310,9 +321,10 @@ class SharedPrefixCache(BlockCache):
         return block, self.split(block, at)
 
     @staticmethod
-    def _best_child(node: Node, tokens: np.ndarray) -> tuple[Node | None, int]:
+    def _best_child(node: Node, tokens: np.ndarray, gap: int = 0) -> tuple[Node | None, int]:
         """Return the child with the longest common prefix with `tokens`, and the length of that prefix."""
-        shared = [(child, common_prefix(child.tokens, tokens)) for child in node.children.get(int(tokens[0]), ())]
+        children = [child for child in node.children.get(int(tokens[0]), ()) if child.gap == gap]
+        shared = [(child, common_prefix(child.tokens, tokens)) for child in children]
         return max(shared, key=lambda pair: pair[1], default=(None, 0))
 
     def _split(self, node: Node, at: int) -> Node:
@@ -320,6 +332,7 @@ class SharedPrefixCache(BlockCache):
         parent = node.parent
         assert parent is not None, "the root has no tokens to split"
         head = Node(node.tokens[:at], parent, children={int(node.tokens[at]): [node]}, is_finite=node.is_finite)
+        head.gap, node.gap = node.gap, 0
         node.siblings[node.siblings.index(node)] = head
         if node.block is not None:
             head.block, node.block = self._split_block(node.block, at)

@@ -60,34 +60,34 @@ class RequestCache(SharedPrefixCache):
         if block not in self.blocks:
             self.storage_of_all.check_owned(block)
 
-    def insert(self, tokens: np.ndarray, root: Node | None = None) -> Node:
+    def insert(self, tokens: np.ndarray, root: Node | None = None, gap: int = 0) -> Node:
         """See `SharedPrefixCache.insert`. Waits while another request computes a part of the prefix.
 
         Before that, it computes its own nodes: else two requests could wait for each other.
         """
         is_own = False
-        while any(map(self.is_computed_by_other, self._matching(tokens, root or self.root))):
+        while any(map(self.is_computed_by_other, self._matching(tokens, root or self.root, gap))):
             if is_own:
                 self.request.wait()
             else:
                 self.request.fill(self)
                 is_own = True
-        node = self.storage_of_all.insert(tokens, root or self.root)
+        node = self.storage_of_all.insert(tokens, root or self.root, gap)
         self.storage_of_all.pin(node, self.request)
         self.storage_of_all.start_computing([one for one in node.path if len(one.uncached)], self.request)
         return node
 
-    def _matching(self, tokens: np.ndarray, node: Node) -> list[Node]:
+    def _matching(self, tokens: np.ndarray, node: Node, gap: int) -> list[Node]:
         """Return the nodes that share tokens with a sequence, the last one perhaps only in part."""
         path = []
         while len(tokens):
-            child, shared = self._best_child(node, tokens)
+            child, shared = self._best_child(node, tokens, gap)
             if child is None:
                 break
             path.append(child)
             if shared < len(child.tokens):
                 break
-            node, tokens = child, tokens[shared:]
+            node, tokens, gap = child, tokens[shared:], 0
         return path
 
     def _cached(self, parent: Node, tokens: np.ndarray) -> Node | None:
@@ -122,6 +122,7 @@ class RequestCache(SharedPrefixCache):
         for node in nodes:
             if node.block is None:
                 node.block = storage.new_block(base=node.start)
+                node.block.gap = node.gap
         return nodes
 
     def discard_uncached(self) -> None:

@@ -336,7 +336,7 @@ class KVStorage(SharedPrefixCache):
 
     def _split_block(self, block: Block, at: int) -> tuple[Block, Block]:
         """Split a block for rows that come later; rows that see it continue to, as its two parts."""
-        head = Block(block.extent, block.base, block.first, min(at, block.length))
+        head = Block(block.extent, block.base, block.first, min(at, block.length), block.gap)
         if block.length > at:
             tail = Block(block.extent, block.base + at, block.first + at, block.length - at)
             block.extent.owners += 1

@@ -58,7 +58,8 @@ class GenerationCall:
     """A prepared call.
 
     `input_ids`, `int64 [rows, length]`, are the left-padded prompts, each repeated `num_return_sequences` times;
-    `prompts` (int64) the same without padding. `record` collects what the transcript shows, `prepared` is the return
+    `prompts` (int64) the same without padding and other masked tokens. `gaps` has for each prompt the number of masked
+    tokens before the token at an index inside it. `record` collects what the transcript shows, `prepared` is the return
     value of `ParallelConfig.prepare`, and `claim` is active until the call ends. Calls of an engine have an `executor`.
     Other fields are arguments of `generate`, as transformers prepared them.
     """
@@ -67,6 +68,7 @@ class GenerationCall:
     capabilities: Capabilities
     input_ids: torch.Tensor
     prompts: list[np.ndarray]
+    gaps: list[dict[int, int]]
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
@@ -98,7 +100,7 @@ class GenerationCall:
     @cached_property
     def prompt_tokens(self) -> int:
         """Number of distinct prompt tokens: prefixes that the prompts share count once."""
-        prompts = sorted(prompt.tolist() for prompt in self.prompts)
+        prompts = sorted(map(with_gaps, self.prompts, self.gaps))
         shared = sum(_common_length(a, b) for a, b in zip(prompts, prompts[1:], strict=False))
         return sum(map(len, prompts)) - shared
 
@@ -112,6 +114,7 @@ class GenerationCall:
         config = self.record.config
         returned = bool(self.generation_config.return_dict_in_generate) and self.past_key_values is None
         returned = returned and self.executor is None  # whose caches hold prefixes that other calls have computed
+        returned = returned and not self.record.has_gaps
         return returned and config is not None and not config.rows_continue_prompts
 
     @cached_property
@@ -151,7 +154,7 @@ def make_call(
     tokenizer, cache = model_kwargs.pop("tokenizer", None), model_kwargs.pop("past_key_values", None)
     mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
     check_model_inputs(record.mode, model_kwargs)
-    prompts = _unpad(input_ids, mask, positions)
+    prompts, gaps = _unpad(input_ids, mask, positions)
     vocabulary = vocabulary_size(model)
     for row, prompt in enumerate(prompts):
         if prompt.min() < 0 or prompt.max() >= vocabulary:
@@ -164,10 +167,10 @@ def make_call(
             f"{type(model).__name__} changes its RoPE frequencies after {capabilities.max_length} tokens, which would "
             f"invalidate cached keys; prompt and new tokens may have at most that many, got {longest}"
         )
-    record.prompts, record.begin = prompts, input_ids.shape[1]
+    record.prompts, record.begin, record.has_gaps = prompts, input_ids.shape[1], capabilities.has_window and any(gaps)
     prepared["past_key_values"] = cache if isinstance(cache, BlockCache) else None  # else an empty DynamicCache
     ids = input_ids.to(execution_device(model), torch.int64)
-    return GenerationCall(model, capabilities, ids, prompts, tokenizer=tokenizer, record=record, **prepared)
+    return GenerationCall(model, capabilities, ids, prompts, gaps, tokenizer=tokenizer, record=record, **prepared)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
@@ -182,8 +185,18 @@ def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i in range(length) if a[i] != b[i]), length)
 
 
-def _unpad(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> list[np.ndarray]:
-    """Return the rows without masked tokens. Raise `ValueError` for empty rows, right padding or other positions."""
+def with_gaps(prompt: np.ndarray, gaps: Mapping[int, int]) -> list[int]:
+    """Return the tokens of a prompt, with the negative number of masked tokens wherever there are any: a unique key."""
+    return np.insert(prompt, list(gaps), [-count for count in gaps.values()]).tolist()
+
+
+def _unpad(
+    input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
+) -> tuple[list[np.ndarray], list[dict[int, int]]]:
+    """Return the rows without masked tokens, and the number of masked ones before a token, by its index, but the first.
+
+    Raise `ValueError` for empty rows, right padding or other positions.
+    """
     ids = input_ids.cpu().numpy()
     keep = np.ones(ids.shape, dtype=bool) if mask is None else mask.cpu().numpy().astype(bool)
     for row in range(len(ids)):
@@ -196,4 +209,7 @@ def _unpad(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.
         given = given[np.arange(len(ids)) % len(given)]  # a single row of positions applies to all rows
         if ((given != keep.cumsum(-1) - 1) & keep).any():
             raise ValueError("custom position_ids are not supported: they must count the unmasked tokens from 0")
-    return [np.ascontiguousarray(ids[row, keep[row]], dtype=np.int64) for row in range(len(ids))]
+    slots = [np.flatnonzero(row) for row in keep]
+    prompts = [np.ascontiguousarray(row[kept], dtype=np.int64) for row, kept in zip(ids, slots, strict=True)]
+    masked = [np.diff(kept) - 1 for kept in slots]
+    return prompts, [{int(i) + 1: int(count[i]) for i in np.flatnonzero(count)} for count in masked]

@@ -94,7 +94,7 @@ class AttentionPlan:
     pair_delta: np.ndarray
     """`[P]`. Positions by which the query is rotated before it attends to the block."""
     pair_position: np.ndarray
-    """`[P]`. Position of the query in the row's view, counted from the start of the block."""
+    """`[P]`. Position of the query in the row's view, counted from the start of the block, masked tokens included."""
     pair_lo: np.ndarray
     pair_hi: np.ndarray
     """`[P]`. The query sees keys `lo <= j < hi` of the block."""

@@ -50,7 +50,8 @@ class AttentionRecorder:
     keyword_arrives: bool = False  # whether `block_cache` reached the attention function
     masked: bool = False  # whether the model passed an attention mask of its own
     bidirectional: bool = False  # whether a layer is not causal
-    hidden_windows: set[int] = field(default_factory=set)  # sliding windows in the mask but not in the arguments
+    windows: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
+    """Sliding window by layer index, in the arguments and in the attention mask."""
     queries: dict[int, torch.Tensor] = field(default_factory=dict)  # rotated, [heads, head_dim], by layer index
 
     def record(
@@ -58,11 +59,11 @@ class AttentionRecorder:
     ) -> None:
         """Record one call of the attention function."""
         self.bidirectional |= not getattr(module, "is_causal", True)
-        if attention_mask is not None and attention_mask.dtype == torch.int64:  # from `_mask`: the window
-            self.hidden_windows |= {int(attention_mask)} - {sliding_window}
-        else:
-            self.masked |= attention_mask is not None
-        self.queries[module.layer_idx] = query[0, :, 0].detach()  # type: ignore[index]
+        from_mask = attention_mask is not None and attention_mask.dtype == torch.int64  # from `_mask`: the window
+        self.masked |= attention_mask is not None and not from_mask
+        layer: Any = module.layer_idx
+        self.windows[layer] = sliding_window, int(attention_mask) if from_mask else None  # type: ignore[arg-type]
+        self.queries[layer] = query[0, :, 0].detach()
 
 
 _PLAIN_CLASS = "_hf_parallel_plain_class"

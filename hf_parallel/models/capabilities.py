@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.placement import execution_device
@@ -54,6 +54,7 @@ class Capabilities:
     keyword: bool  # whether a keyword argument of `model.forward` reaches the attention function
     rotary: dict[int, RotarySpec | None] | None
     why_no_rotation: str = ""
+    has_window: bool = False  # whether a layer has a sliding window
     max_length: int | None = None  # length beyond which RoPE frequencies change, which makes stored keys invalid
 
     def to_json(self) -> str:
@@ -92,7 +93,8 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
         _check_recorded(model, recorder, queries[0])
         rotary, why = _match_rotary(model, queries.pop(0), queries)
         _check_logits(model, recorder.keyword_arrives)
-    return Capabilities(recorder.keyword_arrives, rotary, why, _max_length(model))
+    has_window = any(window is not None for window, _ in recorder.windows.values())
+    return Capabilities(recorder.keyword_arrives, rotary, why, has_window, _max_length(model))
 
 
 def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
@@ -163,11 +165,19 @@ def _check_config(model: Any) -> None:
 def _check_recorded(model: PreTrainedModel, recorder: AttentionRecorder, queries: Queries) -> None:
     """Raise `UnsupportedModelError` if the attention calls of a model show that it is unsupported."""
     called, layers = len(queries), num_local_layers(model)
-    window = min((window for window in recorder.hidden_windows if window < _position_limit(model)), default=None)
+    limit, cache = _position_limit(model), DynamicCache(config=model.config)
+    different: dict[str, int] = {}  # windows that are not the same in all places, by the places that have them
+    for layer, (argument, mask) in recorder.windows.items():
+        cached = getattr(cache.layers[layer], "sliding_window", None)
+        places = {"the arguments of attention": argument, "the attention mask": mask, "the stock cache": cached}
+        cutting = {place: window for place, window in places.items() if window is not None and window < limit}
+        if len(set(cutting.values())) > 1 or len(cutting) not in (0, len(places)):
+            different |= {" and ".join(cutting): min(cutting.values())}
+    where, window = next(iter(different.items()), ("", None))
     reasons = {
         f"calls transformers' attention interface in {called} of its {layers} layers, not in all": called != layers,
         "is bidirectional: its tokens attend to later ones": recorder.bidirectional,
-        f"has its sliding window of {window} only in the attention mask": window is not None,
+        f"has its sliding window of {window} only in {where}": window is not None,
         "builds an attention mask of its own, which block attention would ignore": recorder.masked,
     }
     _refuse(model, reasons)

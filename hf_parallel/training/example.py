@@ -98,12 +98,17 @@ class ParallelExample:
         Raises
         ------
         ValueError
-            If the run has no complete trace, because parts of it were in a cache that it was given.
+            If the run has no complete trace, because parts of it were in a cache that it was given, or if a sliding
+            window counted masked tokens inside its prompts.
         """
         record = getattr(output, "record", None)
         if record is None:
             got = type(output).__name__
             raise ValueError(f"output must be that of a mode with return_dict_in_generate=True, got {got}")
+        if record.has_gaps:
+            raise ValueError(
+                "output must be that of prompts without masked tokens inside, as the model has a sliding window"
+            )
         if record.config.rows_continue_prompts:
             rows = zip(output.sequences.tolist(), record.lengths, strict=True)
             prompts = [prompt.tolist() for prompt in record.prompts]

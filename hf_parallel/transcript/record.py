@@ -34,6 +34,7 @@ class Record:
     config: Any = None  # a ParallelConfig; None without a mode
     settings: dict[str, Any] = field(default_factory=dict)  # those that were given
     prompts: Sequence[np.ndarray] = ()  # int64 [length] for each row of input_ids, without padding
+    has_gaps: bool = False  # whether a sliding window counts masked tokens inside prompts
     begin: int = 0  # index of the first generated token in a row of `sequences`
     lengths: list[int] = field(default_factory=list)  # of the rows of `sequences` without padding on the right
     passes: int = 0

@@ -11,7 +11,7 @@ import torch
 
 from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.generation.arguments import encode
-from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.call import GenerationCall, with_gaps
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.prefill import (
     SUFFIX_CAPACITY,
@@ -108,7 +108,8 @@ class SharedPrefixRun:
 
     def generate(self) -> Any:
         """Generate. Return a tensor `int64 [rows, length]` or a `ParallelOutput`."""
-        with self.loop.running(), replaying(self.loop, self.config, self.call.prompts, self.config.draft_tokens):
+        prompts = [with_gaps(*prompt) for prompt in zip(self.call.prompts, self.call.gaps, strict=True)]
+        with self.loop.running(), replaying(self.loop, self.config, prompts, self.config.draft_tokens):
             rows = self.loop.replay([Row(index, ()) for index in range(self.call.num_rows)], may_wait=True)
             if rows:
                 self._decode(rows)
@@ -117,8 +118,10 @@ class SharedPrefixRun:
 
     def _leaf(self, row: int) -> Node:
         """Insert a prompt into the cache, node by node if given as `levels`. Return its leaf."""
+        if not self.call.prepared:
+            return self.cache.insert_prompt(self.call.prompts[row], self.call.gaps[row])
         node = self.cache.root
-        for tokens in self.call.prepared[row] if self.call.prepared else [self.call.prompts[row]]:
+        for tokens in self.call.prepared[row]:
             node = self.cache.insert(tokens, root=node)
         return node
 

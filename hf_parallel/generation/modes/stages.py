@@ -7,7 +7,7 @@ stages share prefixes with each other and with earlier completions in one tree (
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from hf_parallel.cache import Segment
 from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import encode
-from hf_parallel.generation.call import GenerationCall, vocabulary_size
+from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_gaps
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.log_probs import padded_log_probs, spread
 from hf_parallel.generation.outputs import ParallelOutput
@@ -53,6 +53,7 @@ class CompletionRow(Row):
     def __init__(
         self,
         prompt: np.ndarray,
+        gaps: Mapping[int, int],  # see `GenerationCall`
         max_new_tokens: int,
         tokenizer: Any,
         output_row: int,
@@ -60,7 +61,8 @@ class CompletionRow(Row):
         is_complete: Callable[[str], bool] | None = None,
     ) -> None:
         super().__init__(-1, ())
-        self.prompt, self.max_new_tokens, self.output_row = prompt, max_new_tokens, output_row
+        self.prompt, self.gaps = prompt, gaps
+        self.max_new_tokens, self.output_row = max_new_tokens, output_row
         self.prefix, self.is_complete = prefix, is_complete
         self.tokens: list[int] = []
         self.log_probs: list[float] = []  # of the tokens, under the model, once the stage has ended
@@ -131,12 +133,13 @@ class _Stage:
         # Each row has its own budget, which MaxLengthCriteria cannot check.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         table = TokenTable(ids, call.pad_token_id, min(longest, SUFFIX_CAPACITY))
-        padding = torch.tensor([ids.shape[1] - len(row.prompt) for row in self.rows])
+        masked = [0 if input_ids is None else sum(row.gaps.values()) for row in self.rows]  # inside prompts
+        padding = torch.tensor([ids.shape[1] - len(r.prompt) - n for r, n in zip(self.rows, masked, strict=True)])
         self.loop = DecodeLoop(_with_padding(call, padding), run.cache, table, criteria, seed, run.stats, stream=False)
         self._queues = [deque(group) for group in groups]
 
     def run(self, config: ReplayConfig) -> DecodeLoop:
-        with self.loop.running(), replaying(self.loop, config, [row.prompt for row in self.rows]):
+        with self.loop.running(), replaying(self.loop, config, [with_gaps(row.prompt, row.gaps) for row in self.rows]):
             active = self.loop.replay(self.rows, self._on_token)
             self._queues = [deque(row for row in queue if row in active) for queue in self._queues]
             if active:
@@ -152,7 +155,7 @@ class _Stage:
     def _decode(self, rows: Sequence[CompletionRow]) -> None:
         """Prefill prompts and replayed tokens of rows, then decode."""
         for row in rows:
-            row.leaf = self.cache.insert(row.sequence)
+            row.leaf = self.cache.insert_prompt(row.sequence, row.gaps)
         logits = prefill_leaves(self.loop, self.cache, [row.leaf for row in rows])
         first = self._start_rows(Counter())
         indices = [index for index, row in enumerate(rows) if row in first]
@@ -218,7 +221,8 @@ class StagedRun:
         """Return a completion of a prompt of the call, followed by the tokens of `suffix`; see `CompletionRow`."""
         tokens = np.concatenate((self.call.prompts[prompt], np.array(suffix, np.int64)))
         budget = self.call.max_new_tokens if max_new_tokens is None else max_new_tokens
-        return CompletionRow(tokens, budget, self.call.tokenizer, output_row, prefix, is_complete)
+        gaps = self.call.gaps[prompt]
+        return CompletionRow(tokens, gaps, budget, self.call.tokenizer, output_row, prefix, is_complete)
 
     def run_stage(
         self,

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.decode import DecodeLoop
@@ -52,11 +50,12 @@ class ReplayConfig(ParallelConfig):
 
 @contextmanager
 def replaying(
-    loop: DecodeLoop, config: ReplayConfig, prompts: Sequence[np.ndarray] = (), draft_tokens: int | None = 0
+    loop: DecodeLoop, config: ReplayConfig, prompts: Sequence[list[int]] = (), draft_tokens: int | None = 0
 ) -> Iterator[None]:
     """Let a decode loop replay and cache logits, if the config has a `logits_cache`.
 
-    `prompts` (int64) are those of rows 0, 1, ...; not needed for rows of groups, for which nothing is prefetched.
+    `prompts` are those of rows 0, 1, ... (see `with_gaps`); not needed for rows of groups, for
+    which nothing is prefetched.
     """
     if config.logits_cache is None:
         yield

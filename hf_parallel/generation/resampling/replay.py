@@ -68,11 +68,11 @@ class Replayer:
         self._prefetcher = Prefetcher(self.distributions, policy.looks_ahead) if prefetch else None
 
     @contextmanager
-    def tracking(self, prompts: Sequence[np.ndarray] = ()) -> Iterator[None]:
-        """Place the cursors of rows 0, 1, ... on their prompts (int64); nodes under a cursor are not evicted."""
+    def tracking(self, prompts: Sequence[list[int]] = ()) -> Iterator[None]:
+        """Place the cursors of rows 0, 1, ... on their prompts; nodes under a cursor are not evicted."""
         with self.cache.cursors() as self._cursors:
             for row, prompt in enumerate(prompts):
-                self._cursors.start(row, self.model_key, prompt.tolist())
+                self._cursors.start(row, self.model_key, prompt)
                 self._tracked.add(row)
             roots = {self._cursors.node(row): self.sampler.table.lengths[row] for row in self._tracked}
             self.prompts = list(roots)

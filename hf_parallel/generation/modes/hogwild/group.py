@@ -14,6 +14,7 @@ from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import encode
+from hf_parallel.generation.call import with_gaps
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.final_answers import AnswerSearch
 from hf_parallel.generation.modes.hogwild.output import COMMON, Step
@@ -32,8 +33,8 @@ class WorkerGroup(RowGroup):
     def __init__(self, config: Any, loop: DecodeLoop, cache: HogwildCache, index: int, leaf: Node) -> None:
         self.config, self.loop, self.cache, self.index, self.leaf = config, loop, cache, index, leaf
         self.call = loop.call
-        prompt = self.call.prompts[index].tolist()
-        super().__init__((config.layout, config.num_workers, prompt))
+        prompt = self.call.prompts[index]
+        super().__init__((config.layout, config.num_workers, with_gaps(prompt, self.call.gaps[index])))
         texts = (config.history_header, config.others_header, config.own_header, config.step_gap)
         self.headers = [self.encode(text) for text in texts]
         lengths = [len(tokens) for tokens in self.headers]

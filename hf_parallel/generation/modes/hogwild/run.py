@@ -86,7 +86,7 @@ class HogwildRun:
         # The budget is counted in forward passes; a length in tokens would count step prefixes too.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         self.loop = DecodeLoop(call, self.cache, table, criteria, config.seed)
-        leaves = [self.cache.insert(prompt) for prompt in call.prompts]
+        leaves = list(map(self.cache.insert_prompt, call.prompts, call.gaps))
         self.cache.nodes_to_prefill()  # allocates their blocks, which are filled when a group is first computed
         self.groups = [WorkerGroup(config, self.loop, self.cache, index, leaf) for index, leaf in enumerate(leaves)]
         for group in self.groups:

@@ -44,7 +44,7 @@ def open_run(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any]) 
     template = settings.pop("chat_template_kwargs", None)
     config: Any = take_parallel_config(model.generation_config, settings)
     _check_config(config)
-    settings |= _prompt_arguments(prompt, tokenizer, config, template)
+    settings |= _prompt_arguments(model, prompt, tokenizer, config, template)
     if (rows := settings.get("num_return_sequences")) not in (None, 1):  # before the prompt is repeated
         raise ValueError(f"a session has one prompt and num_return_sequences=1, got num_return_sequences={rows!r}")
     _set_default_length(model, settings)
@@ -298,7 +298,7 @@ def _check_config(config: Any) -> None:
         raise ValueError(f"worker_names must not contain {COMMON!r}, the name of the history, got {config.names!r}")
 
 
-def _prompt_arguments(prompt: Any, tokenizer: Any, config: HogwildConfig, template: Any) -> dict[str, Any]:
+def _prompt_arguments(model: Any, prompt: Any, tokenizer: Any, config: HogwildConfig, template: Any) -> dict[str, Any]:
     """Return the arguments of `generate` for a prompt as `HogwildSession` accepts it."""
     if not isinstance(prompt, torch.Tensor | Mapping):
         return hogwild_prompt(prompt, tokenizer, config, chat_template_kwargs=template)
@@ -308,8 +308,14 @@ def _prompt_arguments(prompt: Any, tokenizer: Any, config: HogwildConfig, templa
         raise ValueError(f"prompt must contain input_ids, got {sorted(given)}")
     check_inputs(given)
     mask = given.get("attention_mask")
-    if mask is not None and len(mask) == 1 and mask[0, -1]:  # a single row needs no padding
+    if mask is not None and len(mask) == 1 and mask.any():  # a single row needs no padding
         seen = mask[0].bool()
+        inside = (~seen & seen.cummax(0).values & seen.flip(0).cummax(0).values.flip(0)).nonzero().flatten().tolist()
+        if inside and model._parallel_capabilities.has_window:
+            raise ValueError(
+                f"attention_mask masks {inside} inside the prompt, which a session with a sliding window "
+                "does not save: remove these tokens"
+            )
         names = [name for name in ("input_ids", "attention_mask", "position_ids") if given.get(name) is not None]
         given |= {name: given[name][:, seen] for name in names}
     return given

@@ -109,7 +109,7 @@ class PDOSRun:
         """Generate. Return a tensor `int64 [batch, length]` or a `PDOSOutput`."""
         call, cache, loop = self.call, self.cache, self.loop
         with loop.running():
-            leaves = [cache.insert(prompt) for prompt in call.prompts]
+            leaves = list(map(cache.insert_prompt, call.prompts, call.gaps))
             starts = [leaf.start + len(leaf.tokens) for leaf in leaves]
             capacity = min(call.max_new_tokens, TRUNK_CAPACITY)
             spare = cache.new_block(capacity * call.num_rows)  # for branches, so that storage need not grow for them
