@@ -51,6 +51,7 @@ def test_seeds_make_runs_equal_with_and_without_the_logits_cache(engine: Engine)
     runtime = Runtime(engine, seed=3)
     first = runtime.run(talk, "birds")
     again = runtime.run(talk, "birds")
+    assert again.stats.reused_tokens <= again.stats.prompt_tokens
     assert again.value == first.value
     assert again.stats.replayed_tokens > 0
     assert Runtime(engine, seed=3, logits_cache=False).run(talk, "birds").value == first.value

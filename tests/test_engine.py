@@ -19,6 +19,7 @@ from engine_requests import MODES, TOKENIZER, Case, assert_nothing_is_held, rand
 from transformers import PreTrainedModel
 
 import hf_parallel
+from hf_parallel import LogitsCache
 
 pytest.importorskip("greenlet")
 
@@ -218,6 +219,34 @@ def test_prefixes_of_earlier_and_of_running_requests_are_computed_once() -> None
             engine.stats.prefilled_tokens - stats.prefilled_tokens == 3
         )  # the last token of an answer has no keys yet
     assert outputs == [model.generate(prompt, max_new_tokens=8).tolist() for prompt in prompts]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "resample"])
+def test_cached_tokens_are_those_of_the_prompt_that_earlier_requests_have_computed(mode: str | None) -> None:
+    model, rng = enabled("llama"), random.Random(7)
+    (prefix, other) = random_prefixes(rng, 2, 50)
+    (case,) = itertools.islice(filter(lambda case: case.mode == mode, iter(lambda: random_case(rng, [prefix]), 0)), 1)
+    settings = {**case.settings, "do_sample": True, "seed": 1, "num_return_sequences": 3}
+    prompts = [
+        prefix,
+        torch.cat((prefix[:30], other)),
+        prefix[:40],
+        torch.cat((prefix, other)),
+        torch.cat((prefix, other)),
+    ]
+    with Engine(model, TOKENIZER) as engine:
+        found = [engine.submit(prompt, mode, **settings).result(60).stats.cached_tokens for prompt in prompts]
+    assert found == [0, 30, 40, 50, 100]
+
+
+def test_cached_tokens_of_replayed_completions_are_those_of_the_prompt() -> None:
+    model, (prompt,) = enabled("llama"), random_prefixes(random.Random(7), 1, 50)
+    settings = {"do_sample": True, "temperature": 0.4, "max_new_tokens": 24, "logits_cache": LogitsCache()}
+    with Engine(model, TOKENIZER) as engine:
+        outputs = [engine.submit(prompt, "resample", seed=seed, **settings).result(60) for seed in range(12)]
+    assert any(0 < output.stats.replayed_tokens < 24 for output in outputs)
+    assert any(output.stats.reused_tokens > 50 for output in outputs)
+    assert {output.stats.cached_tokens for output in outputs[1:] if output.stats.replayed_tokens < 24} == {50}
 
 
 def test_requests_share_prefixes_with_those_of_their_salt_only() -> None:

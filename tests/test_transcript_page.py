@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import browsers
 import pytest
 import tiny
+import torch
 from browsers import title, with_scripts
 from stories import tell
 from talks import scripted
 from workers import TOKENIZER, write
 
+import hf_parallel
 from hf_parallel import LogitsCache
 from hf_parallel.transcript.page import render
 
@@ -141,6 +143,17 @@ def test_the_page_begins_with_tokens_passes_and_their_ratio() -> None:
     assert "28 tokens in 14 passes: 2.0x" in page.text
     widths = [attrs["style"] for tag, attrs in page.tags if (attrs.get("style") or "").startswith("width")]
     assert widths == ["width:40.0%", "width:80.0%"], "the bars of this run and of one token per pass"
+
+
+def test_samples_are_not_said_to_be_faster_together_and_prompts_not_to_be_parts_of_one_answer() -> None:
+    model, ids = hf_parallel.enable(tiny.build("llama")), torch.tensor([[40, 41], [42, 43]])
+    given = {"tokenizer": TOKENIZER, "max_new_tokens": 5, "eos_token_id": None, "return_dict_in_generate": True}
+    out = model.generate(ids, generation_mode="shared_prefix", num_return_sequences=8, do_sample=True, **given)
+    page = Page(out.to_html(TOKENIZER))
+    assert "80 tokens in 5 passes: 16.0 tokens per pass, in 16 rows" in page.text
+    assert "sequential" not in page.text
+    out = model.generate(ids, generation_mode="hogwild", num_workers=3, answer_pattern="", finisher_tokens=0, **given)
+    assert "30 tokens in 5 passes: 3.0x the tokens per pass of sequential decoding" in Page(out.to_html(TOKENIZER)).text
 
 
 def test_task_answer_and_joined_answer_are_visible_above_the_columns() -> None:

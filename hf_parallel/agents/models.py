@@ -28,7 +28,7 @@ class Completion:
     """New tokens."""
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    """Tokens of the prompt whose keys and values were cached."""
+    """Tokens of the prompt, and those of them whose keys and values were cached, once for all completions."""
     replayed_tokens: int = 0
     """New tokens whose logits were cached."""
 
@@ -97,8 +97,8 @@ class EngineModel:
         return Completion(
             texts=tuple(output.answer_texts(self.engine.tokenizer)),
             tokens=stats.decoded_tokens,
-            prompt_tokens=output.record.begin * (given.get("num_return_sequences") or 1),
-            reused_tokens=stats.reused_tokens,
+            prompt_tokens=output.record.begin,
+            reused_tokens=stats.cached_tokens,
             replayed_tokens=stats.replayed_tokens,
         )
 
@@ -138,4 +138,4 @@ class ScriptedModel:
         answers = [self.script(messages, own, one) for one in seeds]
         texts = [await answer if inspect.isawaitable(answer) else answer for answer in answers]
         prompt = sum(len(str(message["content"]).split()) for message in messages)
-        return Completion(tuple(texts), sum(len(text.split()) for text in texts), count * prompt)
+        return Completion(tuple(texts), sum(len(text.split()) for text in texts), prompt)

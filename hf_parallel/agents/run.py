@@ -41,7 +41,7 @@ class AgentStats:
     """New tokens."""
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    """Prompt tokens whose keys and values were cached."""
+    """Tokens of prompts, once per request, and those of them whose keys and values were cached."""
     replayed_tokens: int = 0
     """New tokens whose logits were cached."""
     tool_calls: int = 0

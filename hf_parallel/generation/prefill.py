@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from hf_parallel.cache import Segment
@@ -28,8 +29,26 @@ def prefix_cache_of(call: GenerationCall) -> SharedPrefixCache:
     return cache
 
 
+def count_cached(loop: DecodeLoop, leaves: Sequence[Node]) -> None:
+    """Count the tokens of the call's prompts that were cached before the call. `leaves` begin with the prompts."""
+    if loop.stats.prefilled_tokens:
+        return  # the call itself has computed tokens
+    prompts = {prompt.tobytes(): len(prompt) for prompt in loop.call.prompts}
+    lengths, found = set(prompts.values()), dict[bytes, int]()
+    for leaf in dict.fromkeys(leaves):
+        tokens = np.concatenate([node.tokens for node in leaf.path])
+        for length in lengths:
+            if (key := tokens[:length].tobytes()) in prompts:
+                found[key], left = 0, length
+                for node in leaf.path:
+                    found[key] += min(len(node.tokens) - len(node.uncached), left)
+                    left = max(left - len(node.tokens), 0)
+    loop.stats.cached_tokens = sum(found.values())
+
+
 def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> torch.Tensor:
     """Compute all uncached tokens of the tree. Return the logits after each row's leaf, `[len(leaves), vocabulary]`."""
+    count_cached(loop, leaves)
     distinct = list(dict.fromkeys(leaves))
     reused = sum(len(node.tokens) - len(node.uncached) for leaf in leaves for node in leaf.path)
     nodes = cache.nodes_to_prefill()
@@ -52,6 +71,7 @@ def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequen
     own = len(set(leaves)) == len(leaves) and all(leaf.block is None and len(leaf.tokens) == 1 for leaf in leaves)
     if not own or any(len(node.uncached) for node in ancestors):
         return None
+    count_cached(loop, leaves)
     parents = [leaf.parent for leaf in leaves if leaf.parent is not None]  # none is dropped: the root has no token
     cache.discard_uncached()
     loop.stats.reused_tokens += sum(len(node.tokens) for node in ancestors)

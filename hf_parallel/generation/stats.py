@@ -18,6 +18,8 @@ class GenerationStats:
     """Tokens computed other than in decode steps: prompts, headers, inserted texts, replayed and reencoded tokens."""
     reused_tokens: int = 0
     """Tokens that were not generated and whose keys and values were cached, counted once per row."""
+    cached_tokens: int = 0
+    """Tokens of the prompts whose keys and values were cached before the call, counted once per distinct prompt."""
     decoded_tokens: int = 0
     """Generated tokens of all rows."""
     replayed_tokens: int = 0

@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from hf_parallel.transcript.record import DRAFTED, HOTSPOT, REPLAYED
-from hf_parallel.transcript.sections import GIVEN, TranscriptStyle, check_run
+from hf_parallel.transcript.sections import GIVEN, WHOLE_ANSWERS, TranscriptStyle, check_run
 
 HUES = (215, 335, 35, 160, 270, 5, 95, 190)
 """Hues of the columns, in degrees."""
@@ -95,17 +95,25 @@ def render(run: Mapping[str, Any]) -> str:
 
 
 def _speed(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of generated tokens and of decode passes, and their ratio (None: nothing to compare).
+    """Return the numbers of generated tokens and of decode passes, and what they are compared with.
 
-    Without stats, as after an interrupted call, the tokens are counted. Steps in which all rows were replayed ran no
-    pass.
+    If rows are parts of an answer, `alone` are the passes of sequential decoding, in which every prompt gets one token
+    per pass, and `ratio` is their number per pass of this run. Rows that are whole answers are no faster together than
+    one by one: `rows` is their number. Without stats, as after an interrupted call, the tokens are counted. Steps in
+    which all rows were replayed ran no pass.
     """
     cards = [card for section in run["sections"] for card in section["cards"]]
     generated = [piece for card in cards for piece in card["pieces"] if piece[2] != GIVEN]
     replayed = {at for at, _, origin in generated if at and origin in _WITHOUT_PASS}
     passes = run["passes"] - len(replayed - {at for at, _, origin in generated if origin not in _WITHOUT_PASS})
     tokens = (run["stats"] or {}).get("decoded_tokens", len(generated))
-    return {"tokens": tokens, "passes": passes, "ratio": tokens / passes if tokens and passes > 0 else None}
+    found: dict[str, Any] = {"tokens": tokens, "passes": passes, "rows": None, "ratio": None}
+    if not tokens or passes <= 0:
+        return found
+    if run["style"]["unit"] in WHOLE_ANSWERS:
+        return {**found, "rows": sum(len(section["columns"]) for section in run["sections"])}
+    alone = tokens / len(run["sections"])
+    return {**found, "alone": round(alone), "ratio": alone / passes}
 
 
 def _facts(stats: Mapping[str, Any]) -> list[tuple[Any, str]]:

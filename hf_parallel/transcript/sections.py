@@ -40,6 +40,10 @@ class Card:
     truncated: bool = False  # whether a token budget ended its row; only the row's last card
 
 
+WHOLE_ANSWERS = ("completion", "answer")
+"""Units whose columns are independent answers; others are parts of one."""
+
+
 class TranscriptStyle(NamedTuple):
     """How a page shows the rows of a mode.
 

@@ -145,7 +145,7 @@ def replay(trace: Trace, engine: Engine) -> CacheResult:
             agent_hints=request.hints,
         )
         stats = handle.result().stats
-        result._add(request, stats.reused_tokens)
+        result._add(request, stats.cached_tokens)
     result.evicted_tokens = engine.stats.evicted_tokens - before
     result.seconds = time.perf_counter() - began
     return result

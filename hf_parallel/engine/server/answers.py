@@ -60,7 +60,7 @@ class Answers:
     @property
     def cached_tokens(self) -> int:
         """Number of the prompt's tokens whose keys and values were cached."""
-        return min(self.handle.stats.reused_tokens, self.submission.prompt_tokens)
+        return self.handle.stats.cached_tokens
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield what is new as it is generated; at last the end of every choice."""

@@ -31,6 +31,7 @@ from hf_parallel.generation.modes.hogwild.group import Finisher, WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_steps
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.modes.stages import check_vocabulary
+from hf_parallel.generation.prefill import count_cached
 from hf_parallel.generation.processors import MinLengthProcessor, PerPromptProcessor
 from hf_parallel.generation.resampling.config import replaying
 from hf_parallel.generation.rows import Row
@@ -87,6 +88,7 @@ class HogwildRun:
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         self.loop = DecodeLoop(call, self.cache, table, criteria, config.seed)
         leaves = list(map(self.cache.insert_prompt, call.prompts, call.gaps))
+        count_cached(self.loop, leaves)
         self.cache.nodes_to_prefill()  # allocates their blocks, which are filled when a group is first computed
         self.groups = [WorkerGroup(config, self.loop, self.cache, index, leaf) for index, leaf in enumerate(leaves)]
         for group in self.groups:
