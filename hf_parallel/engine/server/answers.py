@@ -73,7 +73,8 @@ class Answers:
             async for row, text, _ in self.handle.texts_async():
                 if text:
                     yield self._row_delta(row, text)
-        for delta in self._ends(await self.handle.result_async()):
+        output = await self.handle.result_async()
+        for delta in await asyncio.to_thread(lambda: list(self._ends(output))):  # decodes the text of merged rows
             yield delta
 
     async def final(self) -> list[Delta]:

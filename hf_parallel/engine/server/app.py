@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
-from reprlib import repr as _shortened
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from hf_parallel.engine import Engine, KVBudgetError
 from hf_parallel.engine.server.answers import Answers, Delta
 from hf_parallel.engine.server.errors import APIError, api_error, json_response, to_json
-from hf_parallel.engine.server.json_body import JSONRoute
+from hf_parallel.engine.server.fair_pool import FairPool
+from hf_parallel.engine.server.json_body import read_body
 from hf_parallel.engine.server.limits import Gate, Limits
 from hf_parallel.engine.server.metrics import Metrics
 from hf_parallel.engine.server.responses import Writer, usage_of
@@ -30,6 +30,10 @@ from hf_parallel.engine.server.submission import Translator
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+SMALL_BODY = 1 << 14
+"""Bytes of a body that is read, tokenized and submitted in milliseconds."""
+POOL_THREADS = 2
+"""Threads for small bodies, and as many for larger ones."""
 
 
 def create_app(
@@ -63,23 +67,26 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # A full collection takes longer the more objects there are, and stops all threads; large bodies cause them.
+        gc.collect()
+        gc.freeze()
         yield
-        server.executor.shutdown(cancel_futures=True)
+        gc.unfreeze()
+        server.close()
 
     app = FastAPI(title="hf_parallel", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.metrics = server.metrics
     app.add_middleware(Gate, limits=limits, api_keys=api_keys, hosts=hosts, on_response=server.metrics.add_response)
-    app.router.route_class = JSONRoute
-    for kind in (APIError, RequestValidationError, HTTPException, Exception):
+    for kind in (APIError, HTTPException, Exception):
         app.add_exception_handler(kind, server.error_response)
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatBody, request: Request) -> Response:
-        return await server.respond(body, request, [[m.to_chat() for m in body.messages]], "messages")
+    async def chat(request: Request) -> Response:
+        return await server.respond(ChatBody, request)
 
     @app.post("/v1/completions")
-    async def complete(body: CompletionBody, request: Request) -> Response:
-        return await server.respond(body, request, body.prompts, "prompt")
+    async def complete(request: Request) -> Response:
+        return await server.respond(CompletionBody, request)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -113,29 +120,27 @@ class _Server:
         self.engine, self.model, self.limits, self.metrics = engine, model, limits, metrics
         self.translator = Translator(engine, limits)
         self.model_card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hf_parallel"}
-        # Tokenizing and preparing a request takes milliseconds, during which the event loop serves others.
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="hf_parallel-submit")
+        # Large bodies take seconds to read and tokenize, in which others and small ones are served.
+        self.small, self.large = FairPool(POOL_THREADS), FairPool(POOL_THREADS)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.small.shutdown()
+        self.large.shutdown()
 
     def check_model(self, name: str) -> None:
         """Raise an error unless a model's name is that of the server's."""
         if name != self.model:
             raise APIError(404, f"the model is {self.model!r}, got {name[:200]!r}", "model", "model_not_found")
 
-    async def respond(self, body: Body, request: Request, prompts: Sequence[Any], name: str) -> Response:
-        """Submit the prompts of a body and return the response."""
-        self.check_model(body.model)
-        choices = body.n or 1
-        if isinstance(body, CompletionBody) and body.candidates < choices:
-            raise APIError(400, f"best_of must be at least n={choices}, got {body.best_of}", "best_of")
-        if body.stream and body.candidates > choices:
-            raise APIError(400, "best_of cannot be streamed: it selects answers when all are complete", "best_of")
-        if body.candidates * len(prompts) > self.limits.rows:
-            cause = name if len(prompts) > 1 else "best_of" if body.candidates > choices else "n"
-            raise APIError(400, f"a request may have at most {self.limits.rows} answers", cause)
-        submission = self.executor.submit(self._submit, body, prompts, name, request.scope)
+    async def respond(self, kind: type[Body], request: Request) -> Response:
+        """Submit the prompts of a request's body and return the response."""
+        content = await request.body()
+        pool = self.small if len(content) <= SMALL_BODY else self.large
+        submission = pool.submit(request.scope["submitter"], partial(self._submit, kind, content, request.scope))
         try:
-            answers = await asyncio.shield(asyncio.wrap_future(submission))
-        except asyncio.CancelledError:
+            body, answers = await _unless_disconnected(request, asyncio.wrap_future(submission))
+        except BaseException:
             if not submission.cancel():  # it runs already
                 submission.add_done_callback(_cancel_submitted)
             raise
@@ -143,19 +148,22 @@ class _Server:
         try:
             if body.stream:
                 return await self._stream(body, request, answers, writer)
-            return await _unless_disconnected(request, self._whole(answers, writer, choices))
+            return await _unless_disconnected(request, self._whole(answers, writer, body.n or 1))
         except Exception as error:
             raise self._translated(error, body, answers) from error
         finally:
             if not body.stream:
                 self._close(answers)
 
-    def _submit(self, body: Body, prompts: Sequence[Any], name: str, scope: Mapping[str, Any]) -> list[Answers]:
-        """Submit all prompts, or none. Clients with different keys share no cached prefixes."""
+    def _submit(self, kind: type[Body], content: bytes, scope: Mapping[str, Any]) -> tuple[Body, list[Answers]]:
+        """Read a body. Submit all of its prompts, or none; clients with different keys share no cached prefixes."""
+        body = read_body(kind, content)
+        self.check_model(body.model)
+        prompts, salt = body.prompts, scope["cache_salt"] + (body.cache_salt or "")
+        self._check_answers(body, len(prompts))
         answers: list[Answers] = []
-        salt = scope["cache_salt"] + (body.cache_salt or "")
         try:
-            submissions = [self.translator.translate(body, prompt, name) for prompt in prompts]
+            submissions = [self.translator.translate(body, prompt, body.prompt_field) for prompt in prompts]
             for submission in submissions:
                 handle = submission.submit(scope["submitter"], salt)
                 answers.append(Answers(submission, handle, len(answers) * submission.choices))
@@ -163,7 +171,18 @@ class _Server:
             for one in answers:
                 one.handle.cancel()
             raise self._translated(error, body) from error
-        return answers
+        return body, answers
+
+    def _check_answers(self, body: Body, num_prompts: int) -> None:
+        choices = body.n or 1
+        if body.candidates < choices:
+            raise APIError(400, f"best_of must be at least n={choices}, got {body.candidates}", "best_of")
+        if body.stream and body.candidates > choices:
+            raise APIError(400, "best_of cannot be streamed: it selects answers when all are complete", "best_of")
+        if body.candidates * num_prompts > self.limits.rows:
+            several = "best_of" if body.candidates > choices else "n"
+            cause = body.prompt_field if num_prompts > 1 else several
+            raise APIError(400, f"a request may have at most {self.limits.rows} answers", cause)
 
     def _translated(self, error: Exception, body: Body, answers: Sequence[Answers] = ()) -> Exception:
         """Return the error that a client receives; `answers` are those that were being generated."""
@@ -231,18 +250,16 @@ class _Server:
 
     async def error_response(self, request: Request, error: Exception) -> Response:
         """Return an error in OpenAI's form."""
-        if isinstance(error, RequestValidationError):
-            error = _validation_error(error)
-        elif isinstance(error, HTTPException):
+        if isinstance(error, HTTPException):
             error = APIError(error.status_code, str(error.detail))
         elif not isinstance(error, APIError):
             error = APIError(500, "the server failed to answer this request", code="internal_error")
         return error.response()
 
 
-def _cancel_submitted(submission: Future[list[Answers]]) -> None:
+def _cancel_submitted(submission: Future[tuple[Body, list[Answers]]]) -> None:
     if not submission.cancelled() and submission.exception() is None:
-        for one in submission.result():
+        for one in submission.result()[1]:
             one.handle.cancel()
 
 
@@ -300,14 +317,3 @@ async def _merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delt
 
 def _event(data: dict[str, Any]) -> str:
     return f"data: {to_json(data)}\n\n"
-
-
-def _validation_error(error: RequestValidationError) -> APIError:
-    found = error.errors()[0]
-    places = [str(place) for place in found["loc"][1:] if str(place).isidentifier() or isinstance(place, int)]
-    name = next((place for place in places if place.isidentifier()), None)
-    where = ".".join(places)
-    message = f"{where}: {found['msg']}" if where else str(found["msg"])
-    return APIError(
-        400, message if found["type"] == "missing" else f"{message}, got {_shortened(found['input'])}", name
-    )

@@ -29,6 +29,8 @@ class APIError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the response."""
+        if self.code == "framing":  # what follows on the connection cannot be trusted
+            return {"Connection": "close"}
         if self.status in (429, 503):
             return {"Retry-After": str(RETRY_SECONDS)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}

@@ -70,6 +70,8 @@ class Gate:
         self._open += 1
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
+            if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may see another end of it
+                raise APIError(400, "a request may have Content-Length or Transfer-Encoding, not both", code="framing")
             host = headers.get(b"host", b"").lower()
             if self._hosts and re.sub(rb"^\[|\]?(:\d*)?$", b"", host) not in self._hosts:
                 raise APIError(400, f"this server does not answer for the host {host.decode('latin-1')[:100]!r}")

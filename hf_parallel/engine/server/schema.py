@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from typing_extensions import Self
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from hf_parallel.engine.hints import MAX_ID, AgentHints
 
@@ -20,6 +20,8 @@ Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
 Id = Annotated[str, Field(strict=True, max_length=MAX_ID)]
+MAX_STOPS = 16
+"""Texts in `stop`."""
 MAX_STOP_BYTES = 128
 """Bytes of a stop text. At each step, as many tokens of each row are decoded."""
 MAX_NGRAM = 32
@@ -55,20 +57,42 @@ def _check_template_size(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def _kind(value: Any) -> str | None:
+    """Return whether a value is a text or a list. Errors are about this kind alone; its name is no name of a field."""
+    return "a text" if isinstance(value, str) else "a list" if isinstance(value, list) else None
+
+
+def _prompt_kind(value: Any) -> str | None:
+    if isinstance(value, list) and value:
+        kinds = {str: "list of texts", int: "token ids", bool: "token ids", list: "lists of token ids"}
+        return kinds.get(type(value[0]))
+    return "a text" if isinstance(value, str) else None
+
+
+def _one_of(words: str, kind: Callable[[Any], str | None] = _kind) -> Discriminator:
+    return Discriminator(kind, custom_error_type="kind", custom_error_message=f"must be {words}")
+
+
 Stop = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_check_stop)]
+Stops = Annotated[
+    Annotated[Stop, Tag("a text")] | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS), Tag("a list")],
+    _one_of(f"a text or a list of at most {MAX_STOPS} texts"),
+]
 
 
 class Part(BaseModel):
     """An object in a body. Names that it does not define may have no value: null or an empty list."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="ignore")
 
-    @model_validator(mode="after")
-    def _check_others(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and value != []:
+    @model_validator(mode="before")
+    @classmethod
+    def _check_others(cls, given: Any) -> Any:
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name, value in given.items() if isinstance(given, dict) else ():
+            if name not in known and value is not None and value != []:
                 raise ValueError(f"{name} is not supported")
-        return self
+        return given
 
 
 class TextPart(Part):
@@ -82,7 +106,10 @@ class Message(Part):
     """Message of a chat."""
 
     role: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
-    content: Text | Items[TextPart]
+    content: Annotated[
+        Annotated[Text, Tag("a text")] | Annotated[Items[TextPart], Tag("a list")],
+        _one_of("a text, or a list of parts of the type text"),
+    ]
     name: Text | None = None
     """Of the participant; not used."""
 
@@ -133,6 +160,8 @@ class Hints(Part):
 class Body(BaseModel):
     """Fields of both kinds of requests."""
 
+    prompt_field: ClassVar[str]
+    """Name of the field that holds the prompts."""
     model_config = ConfigDict(extra="allow")
 
     model: Text
@@ -141,7 +170,7 @@ class Body(BaseModel):
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     n: Count | None = None
-    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
+    stop: Stops | None = None
     seed: Int | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
@@ -175,6 +204,11 @@ class Body(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
+    def prompts(self) -> list[Any]:
+        """The prompts: chats, texts or token ids."""
+        raise NotImplementedError
+
+    @property
     def others(self) -> dict[str, Any]:
         """Fields that the schema does not name."""
         return self.model_extra or {}
@@ -198,10 +232,16 @@ class Body(BaseModel):
 class ChatBody(Body):
     """Body of `/v1/chat/completions`."""
 
+    prompt_field: ClassVar = "messages"
     messages: Items[Message]
     max_completion_tokens: Count | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+
+    @property
+    def prompts(self) -> list[list[dict[str, str]]]:
+        """See `Body.prompts`."""
+        return [[message.to_chat() for message in self.messages]]
 
     @property
     def budget(self) -> int | None:
@@ -219,13 +259,20 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """Body of `/v1/completions`."""
 
-    prompt: Text | Items[Token] | Items[Text] | Items[Items[Token]]
+    prompt_field: ClassVar = "prompt"
+    prompt: Annotated[
+        Annotated[Text, Tag("a text")]
+        | Annotated[Items[Token], Tag("token ids")]
+        | Annotated[Items[Text], Tag("list of texts")]
+        | Annotated[Items[Items[Token]], Tag("lists of token ids")],
+        _one_of("a text, token ids, or a list of texts or of lists of token ids, and not empty", _prompt_kind),
+    ]
     best_of: Count | None = None
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts: texts or token ids."""
+        """See `Body.prompts`."""
         given: Any = self.prompt
         return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 

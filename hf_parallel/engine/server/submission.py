@@ -48,7 +48,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 GREEDY_BELOW = 1e-5
 """Temperatures below are 0: logits divided by them are not finite."""
 MAX_TEXT = 4096
-"""Characters of a setting that is text: the modes encode and format them for each prompt."""
+"""Characters of a setting that is text or a list of texts: the modes encode and format them for each prompt."""
 MAX_ITEMS = 64
 """Items of a setting that is a list."""
 BANNING = ("no_repeat_ngram_size", "min_new_tokens")
@@ -114,6 +114,7 @@ class Translator:
         if limits.tokens is not None and context and limits.tokens > context:
             raise ValueError(f"max_tokens={limits.tokens} is more than the context length of the model: {context}")
         self.max_tokens = limits.tokens or context or 2**20
+        self.max_characters = self.max_tokens * max(map(len, engine.tokenizer.get_vocab()), default=1)
 
     def translate(self, body: Body, prompt: str | list[Any], field_name: str) -> Submission:
         """Return the submission for one prompt of a body: a text, a chat or token ids."""
@@ -189,13 +190,14 @@ class Translator:
         items = value if isinstance(value, list) else [value]
         if len(items) > MAX_ITEMS:
             raise APIError(400, f"{name} may have at most {MAX_ITEMS} items, got {len(items)}", name)
+        characters = sum(len(item) for item in items if isinstance(item, str))
+        if characters > MAX_TEXT:
+            raise APIError(400, f"{name} may have at most {MAX_TEXT} characters, got {characters}", name)
         for item in items:
             if isinstance(item, int) and not isinstance(item, bool) and abs(item) > self.max_tokens:
                 raise APIError(400, f"{name} may be at most {self.max_tokens}, got {item}", name)
             if isinstance(item, dict):
                 raise APIError(400, f"{name} must not be an object", name)
-            if isinstance(item, str) and len(item) > MAX_TEXT:
-                raise APIError(400, f"{name} may have at most {MAX_TEXT} characters, got {len(item)}", name)
         return value
 
     def _bias(self, biases: Mapping[str, float]) -> list[list[Any]]:
@@ -214,23 +216,39 @@ class Translator:
         tokenizer, template = self.engine.tokenizer, body.chat_template_kwargs
         if isinstance(prompt, list) and isinstance(prompt[0], int):
             size = vocabulary_size(self.engine.model)
+            if len(prompt) > self.max_tokens:
+                raise self._too_long(name, f"{self.max_tokens} token ids", len(prompt))
             if max(prompt) >= size:
                 raise APIError(400, f"{name} must hold token ids below {size}, got {max(prompt)}", name)
             check_unused_template_kwargs(template, NOT_RENDERED)
             ids = torch.tensor([prompt])
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if isinstance(prompt, list):
+            if len(prompt) > self.max_tokens:
+                raise self._too_long(name, f"{self.max_tokens} messages", len(prompt))
+            self._check_length(name, sum(len(message["content"]) for message in prompt))
             for message in prompt:
                 check_text(name, message["content"])
             return encode_task(config, prompt, tokenizer, template)
+        self._check_length(name, len(prompt))
         check_text(name, prompt)
         if config.system_prompt() is not None:
+            self._check_length(name, len(config.task_text(prompt)))  # a template, which may hold it several times
             return encode_task(config, prompt, tokenizer, template)
         check_unused_template_kwargs(template, NOT_RENDERED)
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         if not ids.numel():
             raise APIError(400, f"{name} must not be empty", name)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def _check_length(self, name: str, characters: int) -> None:
+        """Raise an error for text that cannot fit into the context length: tokenizing it would take seconds."""
+        if characters > self.max_characters:
+            raise self._too_long(name, f"{self.max_characters} characters", characters)
+
+    def _too_long(self, name: str, limit: str, given: int) -> APIError:
+        message = f"{name} may have at most {limit}, as the context length is {self.max_tokens} tokens, got {given}"
+        return APIError(400, message, name, "context_length_exceeded")
 
     def _new_tokens(self, body: Body, begin: int, name: str) -> int:
         left = self.max_tokens - begin
