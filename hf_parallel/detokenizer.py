@@ -1,13 +1,19 @@
-"""Incremental detokenization: text that grows token by token."""
+"""Incremental detokenization: text that grows token by token. Also the bytes of single tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _CONTEXT = 6  # tokens decoded again before the new ones, as spaces and merged characters depend on them
 _MAX_INCOMPLETE = 3  # tokens held back until a character is complete: it has at most four bytes, a token at least one
 _REPLACEMENT = "\ufffd"  # decoded from bytes that form no character, or no complete one
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""Name of a SentencePiece byte-fallback token."""
+_BYTE_LEVEL = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class IncrementalDetokenizer:
@@ -48,6 +54,38 @@ class IncrementalDetokenizer:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def token_bytes(tokenizer: Any, tokens: Iterable[int], before: Sequence[int]) -> list[bytes]:
+    """Return the bytes that each token adds to the text of the tokens `before`, which end with a complete character.
+
+    Decoders drop the leading space of a first token. A token that the tokenizer lacks has no bytes.
+    """
+    tokens = list(tokens)
+    start, *decoded = _decode_all(tokenizer, [before, *([*before, token] for token in tokens)])
+    added = [text[len(start) :] if text.startswith(start) else "" for text in decoded]
+    return [
+        _fragment(tokenizer, token, text) if _REPLACEMENT in text else text.encode(errors="ignore")
+        for token, text in zip(tokens, added, strict=True)
+    ]
+
+
+def _decode_all(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    if hasattr(tokenizer, "batch_decode"):
+        return tokenizer.batch_decode(sequences, **options)
+    return [tokenizer.decode(tokens, **options) for tokens in sequences]
+
+
+def _fragment(tokenizer: Any, token: int, text: str) -> bytes:
+    """Return the bytes of a token that is part of a character, from its name in the vocabulary; `text` is decoded."""
+    name = tokenizer.convert_ids_to_tokens(token) if hasattr(tokenizer, "convert_ids_to_tokens") else ""
+    if isinstance(name, bytes):
+        return name
+    fallback = _BYTE_FALLBACK.fullmatch(name)
+    if fallback:
+        return bytes([int(fallback[1], 16)])
+    return bytes(_BYTE_LEVEL[c] for c in name) if all(c in _BYTE_LEVEL for c in name) else text.encode()
 
 
 def check_tokenizer(tokenizer: Any) -> None:

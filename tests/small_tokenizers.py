@@ -96,6 +96,16 @@ def merged_colon() -> Tokenizer:
     return _characters(*merges, ("\n", "#"), ("#", "#"), ("##", "#"), (":", ":"), ("%", "\n"))
 
 
+def wordpiece() -> Tokenizer:
+    """Like BERT's: a token continues a word only if its name begins with `##`; unknown words are one token."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=["<unk>", *SPECIAL], show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
 KINDS = [byte_level, sentencepiece, split_marker, merged_colon, single_digits]
 """Five tokenizers of different kinds."""
 
@@ -103,7 +113,7 @@ KINDS = [byte_level, sentencepiece, split_marker, merged_colon, single_digits]
 @cache
 def make(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer of that name."""
-    return _wrap({kind.__name__: kind for kind in KINDS}[name]())
+    return _wrap({kind.__name__: kind for kind in (*KINDS, wordpiece)}[name]())
 
 
 def small_llama(tokenizer: Any, **settings: Any) -> LlamaForCausalLM:

@@ -1,17 +1,23 @@
-"""Log-probabilities of outputs are those of the model: the log-softmax of its logits in one forward pass."""
+"""Log-probabilities of outputs are those of the model: the log-softmax of its logits in one forward pass. Also
+the bytes of tokens, with which the server returns them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import small_tokenizers
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 from mode_cases import small_call
 
 import hf_parallel
+from hf_parallel.detokenizer import token_bytes
 from hf_parallel.engine import Engine
+from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.log_probs import TopLogProbs
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -98,3 +104,19 @@ def test_log_probs_of_modes_belong_to_their_tokens(mode: str, model: Any) -> Non
         values = logits.log_softmax(-1).gather(1, new[:, place, None])[:, 0]
         values[(logits == 0).all(-1)] = torch.nan
         torch.testing.assert_close(output.log_probs[:, place], values, atol=1e-5, rtol=0, equal_nan=True)
+
+
+ALPHABETS = {"Latin": "aAnzß é.", "Cyrillic and Greek": "жЯшё ωΣή", "CJK": "東京大阪、가", "emoji": "😀🥨👩\u200d🇩 x"}
+
+
+@pytest.mark.parametrize("alphabet", ALPHABETS.values(), ids=ALPHABETS)
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "wordpiece"])
+@given(data=st.data())
+def test_the_bytes_of_tokens_are_those_of_the_text(kind: str, alphabet: str, data: st.DataObject) -> None:
+    """Whole or parts of characters; special tokens have their names, and ids that the tokenizer lacks none."""
+    tokenizer = small_tokenizers.make(kind)
+    tokens = encode(tokenizer, data.draw(st.text(alphabet, min_size=1).filter(str.strip)))
+    before = encode(tokenizer, "a")[-1:]
+    found = token_bytes(tokenizer, tokens[:1], []) + token_bytes(tokenizer, tokens[1:], before)
+    assert b"".join(found) == tokenizer.decode(tokens, clean_up_tokenization_spaces=False).encode()
+    assert token_bytes(tokenizer, [tokenizer.eos_token_id, len(tokenizer), 10**6], []) == [b"</s>", b"", b""]

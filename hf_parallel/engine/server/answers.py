@@ -7,15 +7,16 @@ run, the text of each row is streamed under its name, and the answer follows at 
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.engine import RequestHandle
-from hf_parallel.engine.server.log_probs import TokenLogProbs
 from hf_parallel.engine.server.submission import Submission
+from hf_parallel.generation.log_probs import TokenLogProbs
 from hf_parallel.generation.stop_texts import StopFilter
 
 
@@ -27,6 +28,8 @@ class LoggedToken:
     begin: int
     """Number of characters before it in the text of its choice."""
     found: TokenLogProbs
+    is_first: bool
+    """Whether the text begins with it, so that decoders drop its leading space."""
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Answers:
 
     def __init__(self, submission: Submission, handle: RequestHandle, first: int = 0) -> None:
         self.submission, self.handle, self.first = submission, handle, first
-        self._texts = [_ChoiceText(submission) for _ in range(submission.choices)]
+        self._texts = [_ChoiceText(submission, row) for row in range(submission.choices)]
 
     @property
     def num_tokens(self) -> int:
@@ -83,10 +86,10 @@ class Answers:
         return await asyncio.to_thread(self._whole, await self.handle.result_async())
 
     def mean_log_probs(self, output: Any) -> list[float]:
-        """Return the mean log-probability of each choice's tokens."""
+        """Return the mean log-probability, under the model, of the tokens of each choice, those of all its rows."""
         rows, values = output.record.sampled_log_probs()
-        means = [values[rows == row].mean() for row in range(self.submission.choices)]
-        return [float(mean) for mean in means]
+        choices = np.array([self.submission.choice(row) for row in rows.tolist()])
+        return [float(values[choices == choice].mean()) for choice in range(self.submission.choices)]
 
     def _whole(self, output: Any) -> list[Delta]:
         choices = [Delta(self.first + index) for index in range(self.submission.choices)]
@@ -143,12 +146,12 @@ class Answers:
 class _ChoiceText:
     """Text of a row that grows token by token, without special tokens and up to the first stop text."""
 
-    def __init__(self, submission: Submission) -> None:
+    def __init__(self, submission: Submission, row: int) -> None:
         tokenizer = submission.engine.tokenizer
         self._log_probs, self._stops = submission.log_probs, StopFilter(submission.stops)
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._special = set(getattr(tokenizer, "all_special_ids", ()))
-        self._tokens = array("q", submission.prompt["input_ids"][0].tolist() if self._log_probs else ())
+        self._row, self._count = row, 0  # of tokens
         self._length = 0  # of the text, including what is held back
         self._shown = 0
         self._waiting: list[LoggedToken] = []
@@ -160,12 +163,12 @@ class _ChoiceText:
 
     def add(self, token: int) -> tuple[str, list[LoggedToken]]:
         """Append a token. Return the text, and the tokens with log-probabilities, that can be shown now."""
+        is_first = not self._detokenizer.tokens
         text = "" if token in self._special else self._detokenizer.add([token])
         if self._log_probs is not None and not self.stopped:
-            self._tokens.append(token)
-            found = self._log_probs.get(self._tokens)
-            if found is not None:
-                self._waiting.append(LoggedToken(token, self._length, found))
+            found = self._log_probs.get(self._row, self._count)
+            self._waiting.append(LoggedToken(token, self._length, found, is_first))
+        self._count += 1
         self._length += len(text)
         return self._show(self._stops.add(text))
 

@@ -7,7 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from hf_parallel.detokenizer import token_bytes
 from hf_parallel.engine.server.answers import Answers, Delta, LoggedToken
+from hf_parallel.generation.arguments import encode
 
 
 class Writer:
@@ -15,6 +17,7 @@ class Writer:
 
     def __init__(self, model: str, is_chat: bool, tokenizer: Any) -> None:
         self.is_chat, self.tokenizer = is_chat, tokenizer
+        self._bytes: dict[tuple[int, bool], bytes] = {}  # by token, and whether the text begins with it
         kind = "chat.completion" if is_chat else "text_completion"
         self.head = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -63,24 +66,44 @@ class Writer:
             return None
         if self.is_chat:
             return {"content": [self._logged(token) for token in delta.logged], "refusal": None}
-        tops = [{self._text(token): value for token, value in logged.found.top} for logged in delta.logged]
         return {
-            "tokens": [self._text(logged.token) for logged in delta.logged],
+            "tokens": [self._name(logged.token, logged.is_first) for logged in delta.logged],
             "token_logprobs": [_finite(logged.found.log_prob) for logged in delta.logged],
-            "top_logprobs": [{text: _finite(value) for text, value in top.items()} for top in tops],
+            "top_logprobs": [self._alternatives(logged) for logged in delta.logged],
             "text_offset": [logged.begin for logged in delta.logged],
         }
 
+    def _alternatives(self, logged: LoggedToken) -> dict[str, float]:
+        """Return the most probable tokens and the sampled one by name; of tokens with one name, all but one by id."""
+        values = {**dict(logged.found.top), logged.token: logged.found.log_prob}
+        names: dict[int, str] = {}
+        for token in (logged.token, *values):
+            if token not in names:
+                name = self._name(token, logged.is_first)
+                names[token] = f"token_id:{token}" if name in names.values() else name
+        return {names[token]: _finite(value) for token, value in values.items()}
+
     def _logged(self, logged: LoggedToken) -> dict[str, Any]:
-        top = [self._entry(token, value) for token, value in logged.found.top]
-        return {**self._entry(logged.token, logged.found.log_prob), "top_logprobs": top}
+        top = [self._entry(token, value, logged.is_first) for token, value in logged.found.top]
+        return {**self._entry(logged.token, logged.found.log_prob, logged.is_first), "top_logprobs": top}
 
-    def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
-        text = self._text(token)
-        return {"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode())}
+    def _entry(self, token: int, log_prob: float, is_first: bool) -> dict[str, Any]:
+        own = list(self._bytes_of(token, is_first))
+        return {"token": self._name(token, is_first), "logprob": _finite(log_prob), "bytes": own}
 
-    def _text(self, token: int) -> str:
-        return self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    def _name(self, token: int, is_first: bool) -> str:
+        """Return the text of a token, the bytes of a part of a character as OpenAI writes them, or the id if empty."""
+        own = self._bytes_of(token, is_first)
+        try:
+            return own.decode() or f"token_id:{token}"
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+    def _bytes_of(self, token: int, is_first: bool) -> bytes:
+        if (token, is_first) not in self._bytes:
+            before = [] if is_first else encode(self.tokenizer, "a")[-1:]
+            (self._bytes[token, is_first],) = token_bytes(self.tokenizer, [token], before)
+        return self._bytes[token, is_first]
 
 
 def usage_of(answers: Sequence[Answers]) -> dict[str, Any]:

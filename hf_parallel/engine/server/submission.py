@@ -13,10 +13,10 @@ from hf_parallel.engine import AgentHints, Engine, RequestHandle
 from hf_parallel.engine.server.errors import APIError
 from hf_parallel.engine.server.grammar import JSONProcessor
 from hf_parallel.engine.server.limits import Limits
-from hf_parallel.engine.server.log_probs import LogProbs
 from hf_parallel.engine.server.schema import Body
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.config import ParallelConfig, preset_of
+from hf_parallel.generation.log_probs import TopLogProbs
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import SharedPrefixConfig
 from hf_parallel.generation.prompts import NOT_RENDERED, check_unused_template_kwargs, encode_task
@@ -68,7 +68,7 @@ class Submission:
     prompts: int
     """Copies of the prompt: answers of the mode."""
     stops: list[str] = field(default_factory=list)
-    log_probs: LogProbs | None = None
+    log_probs: TopLogProbs | None = None
     has_mode: bool = False
     hints: AgentHints = field(default_factory=AgentHints)
 
@@ -288,9 +288,8 @@ class Translator:
                     raise APIError(400, f"{name} cannot be combined with response_format", name)
             processors.append(self._json(schema, begin))
         if body.top_logprobs_wanted is not None:
-            submission.log_probs = LogProbs(body.top_logprobs_wanted)
+            submission.log_probs = TopLogProbs(body.top_logprobs_wanted)
             processors.append(submission.log_probs)
-            criteria.append(submission.log_probs.criterion)
         if body.stops:
             for stop in body.stops:
                 check_text("stop", stop)

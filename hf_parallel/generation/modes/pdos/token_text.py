@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
+from hf_parallel.detokenizer import token_bytes
 from hf_parallel.generation.arguments import encode
 
 WHITESPACE = b" \t\n\r\v\f"
 """Bytes that may separate the parts of a parallel block."""
-_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""Name of a SentencePiece byte-fallback token."""
-_BYTE_LEVEL = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class Vocabulary:
@@ -175,27 +170,4 @@ def _token_texts(tokenizer: Any, size: int) -> list[bytes]:
     """Return the text that each token adds to a preceding one; decoders drop the leading space of a first token."""
     anchor = encode(tokenizer, "a")[-1:]
     known = min(size, max(tokenizer.get_vocab().values()) + 1) if hasattr(tokenizer, "get_vocab") else size
-    before, *decoded = _decode_all(tokenizer, [anchor, *([*anchor, token] for token in range(known))])
-    texts = []
-    for token, text in enumerate(decoded):
-        added = text[len(before) :] if text.startswith(before) else ""
-        texts.append(_fragment(tokenizer, token) if "\ufffd" in added else added.encode(errors="ignore"))
-    return texts + [b""] * (size - known)
-
-
-def _decode_all(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
-    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    if hasattr(tokenizer, "batch_decode"):
-        return tokenizer.batch_decode(sequences, **options)
-    return [tokenizer.decode(tokens, **options) for tokens in sequences]
-
-
-def _fragment(tokenizer: Any, token: int) -> bytes:
-    """Return the bytes of a token that is part of a character, from its name in the vocabulary."""
-    name = tokenizer.convert_ids_to_tokens(token) if hasattr(tokenizer, "convert_ids_to_tokens") else ""
-    if isinstance(name, bytes):
-        return name
-    fallback = _BYTE_FALLBACK.fullmatch(name)
-    if fallback:
-        return bytes([int(fallback[1], 16)])
-    return bytes(_BYTE_LEVEL[c] for c in name) if all(c in _BYTE_LEVEL for c in name) else b""
+    return token_bytes(tokenizer, range(known), anchor) + [b""] * (size - known)
