@@ -26,7 +26,7 @@ def launch(profile: Path, path: Path, what: str = "--dump-dom") -> str:
         "--window-size=1280,900",
     ]
     command = [str(CHROMIUM), *options, what, path.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=1800, check=True).stdout
 
 
 def with_scripts(page: str, before: str, after: str) -> str:

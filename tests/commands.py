@@ -120,7 +120,7 @@ def interrupt(
     at(monkeypatch, after, press, streamer, method)
 
 
-def in_a_terminal(*commands: tuple[list[str], str], timeout: float = 120) -> list[tuple[str, int]]:
+def in_a_terminal(*commands: tuple[list[str], str], timeout: float = 600) -> list[tuple[str, int]]:
     """Run commands one after another in a terminal; press Ctrl-C when the output of each matches its pattern.
 
     All run in one process, which imports torch once. Returns the output and exit status of each.
@@ -143,7 +143,7 @@ def in_a_terminal(*commands: tuple[list[str], str], timeout: float = 120) -> lis
             interrupts += 1
             os.kill(process.pid or 0, signal.SIGINT)
     os.close(ours)
-    process.join(30)
+    process.join(600)
     assert process.exitcode == 0, text
     first, *others = text.split(_STATUS)
     statuses = [int(other[: other.index("\x00")]) for other in others]

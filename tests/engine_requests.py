@@ -77,7 +77,7 @@ def clear_hooks(model: Any) -> None:
         module._forward_pre_hooks.clear()
 
 
-def wait_until_idle(engine: Engine, seconds: float = 30) -> None:
+def wait_until_idle(engine: Engine, seconds: float = 600) -> None:
     """Wait until the engine has counted the end of all its requests."""
     until = time.monotonic() + seconds
     while (stats := engine.stats).running or stats.waiting:

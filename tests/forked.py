@@ -14,7 +14,7 @@ def exit_status(function: Callable[[], Any]) -> int:
     if process == 0:
         status = 1
         try:
-            signal.alarm(60)
+            signal.alarm(600)
             function()
             status = 0
         finally:

@@ -63,7 +63,7 @@ class _Call:
         sys.exit(function(*arguments))
 
 
-def wait(processes: Sequence[BaseProcess], seconds: float = 120) -> None:
+def wait(processes: Sequence[BaseProcess], seconds: float = 600) -> None:
     """Wait until processes have ended well."""
     for process in processes:
         process.join(seconds)

@@ -108,7 +108,7 @@ class ServerFaults:
             found = self._texts(response.json())
         else:
             url, given = self.server.url + path, {"model": MODEL, **body, "stream": True}
-            with httpx.stream("POST", url, json=given, timeout=60) as response:
+            with httpx.stream("POST", url, json=given, timeout=600) as response:
                 if response.status_code == 429:
                     return "429"
                 found = self._streamed(line for line in response.iter_lines() if line)
@@ -142,7 +142,7 @@ class ServerFaults:
         sent = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.settimeout(60)
+            connection.settimeout(600)
             connection.connect((self.address.hostname, self.address.port))
             connection.sendall(sent[: int(len(sent) * part)])
             yield connection
@@ -179,7 +179,7 @@ class ServerFaults:
     def _send_malformed(self, rng: random.Random) -> str:
         kind = rng.choice(self.malformed)
         url, headers = self.server.url + kind.path, dict(kind.headers)
-        response = httpx.request(kind.method, url, content=kind.content, headers=headers, timeout=60)
+        response = httpx.request(kind.method, url, content=kind.content, headers=headers, timeout=600)
         assert response.status_code in (kind.status, 429), f"{kind.name}: {response.status_code}"
         return "malformed"
 
@@ -208,7 +208,7 @@ class ServerFaults:
             return scores
 
         try:
-            self.server.engine.submit(rng.choice(TOPICS), logits_processor=[fail], max_new_tokens=20).result(60)
+            self.server.engine.submit(rng.choice(TOPICS), logits_processor=[fail], max_new_tokens=20).result(600)
         except InjectedError:
             return "processor"
         except QueueFullError:
@@ -221,7 +221,7 @@ class ServerFaults:
             for _ in zip(range(rng.randint(0, 9)), handle, strict=False):
                 pass
             handle.cancel()
-            handle.result(60)
+            handle.result(600)
         except CancelledError:
             return "cancelled"
         except QueueFullError:
@@ -254,7 +254,7 @@ def poisoned(model: Any, token: int) -> Iterator[None]:
             handle.remove()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 600) -> bool:
     """Wait until a condition holds; return whether it does."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:

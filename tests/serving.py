@@ -46,7 +46,7 @@ class Served:
 
     def post(self, path: str, headers: Any = None, **body: Any) -> httpx.Response:
         """Post a body with the model's name."""
-        return httpx.post(self.url + path, json={"model": MODEL, **body}, headers=headers, timeout=60)
+        return httpx.post(self.url + path, json={"model": MODEL, **body}, headers=headers, timeout=600)
 
     def chat(self, text: str = "Hello", **body: Any) -> dict[str, Any]:
         """Return the answer to a chat of one message; greedy by default."""
@@ -55,7 +55,7 @@ class Served:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def wait_until(self, condition: Any, seconds: float = 20) -> bool:
+    def wait_until(self, condition: Any, seconds: float = 600) -> bool:
         """Wait until `condition(engine.stats)` holds; return whether it does."""
         end = time.monotonic() + seconds
         while not (held := condition(self.engine.stats)) and time.monotonic() < end:
@@ -80,7 +80,7 @@ def served(engine: Engine, limits: Limits | None = None, **settings: Any) -> Ite
         yield Served(f"http://127.0.0.1:{port}", engine, server)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(600)
 
 
 def check_error(response: Any, *statuses: int) -> dict[str, Any]:

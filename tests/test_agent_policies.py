@@ -322,7 +322,7 @@ def test_a_policy_changes_no_token(model: Any, token_bytes: int, name: str) -> N
             engine.submit(case.prompt, case.mode, agent_hints=hint, **case.arguments)
             for case, hint in zip(cases, hints, strict=True)
         ]
-        assert [handle.result(60).sequences.tolist() for handle in handles] == expected
+        assert [handle.result(600).sequences.tolist() for handle in handles] == expected
 
 
 class Failing:
@@ -339,10 +339,10 @@ def test_requests_that_fail_or_are_cancelled_leave_nothing_in_a_policy(model: An
         failing = engine.submit([5] * 9, max_new_tokens=9, logits_processor=[Failing()], agent_hints={"agent_id": "a"})
         cancelled = engine.submit([6] * 9, max_new_tokens=200, agent_hints={"agent_id": "b"})
         with pytest.raises(ArithmeticError):
-            failing.result(60)
+            failing.result(600)
         cancelled.cancel()
         with pytest.raises(RequestCancelledError):
-            cancelled.result(60)
+            cancelled.result(600)
         wait_until_idle(engine)
         assert not policy._calls
         assert not +policy.running

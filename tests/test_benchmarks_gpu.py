@@ -39,13 +39,14 @@ CEILINGS = Ceilings(bytes_per_second=4e12, flops_per_second=8e14)
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the report of `python -m benchmarks.gpu --toy`, and its output."""
     folder = tmp_path_factory.mktemp("benchmarks") / "new"
+    options = ["--toy", "--seed", "0", "--budget-seconds", "1800", "--out", str(folder)]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--toy", "--seed", "0", "--out", str(folder)],
+        [sys.executable, "-m", "benchmarks.gpu", *options],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = folder.iterdir()
@@ -287,8 +288,8 @@ def test_decoding_is_compared_with_and_without_compilation(monkeypatch: pytest.M
         for module in (ways, model):
             monkeypatch.setattr(module, "HAS_COMPILE", has_compile)
         for way in ("shared_prefix", "uncompiled", "hogwild"):
-            ways.WAYS[way](toy, 2, 8, 4, Deadline(60))
-        cases = list(run.TOY.model.cases(models.Models(CPU, torch.float32), CEILINGS, Deadline(60)))
+            ways.WAYS[way](toy, 2, 8, 4, Deadline(3600))
+        cases = list(run.TOY.model.cases(models.Models(CPU, torch.float32), CEILINGS, Deadline(3600)))
         compared = [case.settings["rows"] for case in cases if case.settings["way"] == "uncompiled"]
         assert compared == ([1, 2] if has_compile else [])
     assert [settings.get("compile") for settings in given] == [None] * 3 + [True, False, True]
@@ -299,7 +300,7 @@ def test_attention_is_skipped_and_restored(monkeypatch: pytest.MonkeyPatch) -> N
     toy, usual = models.Models(CPU, torch.float32).get("toy"), attention.block_attention
     with models.attention_skipped() as asked:
         assert attention.block_attention is not usual
-        ways.shared_prefix(toy, rows=2, prefix=8, steps=6, deadline=Deadline(60))
+        ways.shared_prefix(toy, rows=2, prefix=8, steps=6, deadline=Deadline(3600))
     assert set(asked) == {8, 2}, "new tokens of the prefill and of decode steps"
     assert models.draw_prompt(toy, 1, 4096).min() > models.PAD  # `generate` would mask it
     assert attention.block_attention is usual
@@ -315,7 +316,7 @@ def test_failed_and_late_cases_are_reported_and_stop_no_others() -> None:
     errors = [ValueError("no"), torch.OutOfMemoryError(), OutOfTimeError()]
     cases = [*(Case({}, partial(fail, error)) for error in errors), Case({"rows": 3}, lambda: {"seconds": 1.0})]
     found: list[dict[str, Any]] = []
-    run_cases(cases, Deadline(60), found.append)
+    run_cases(cases, Deadline(3600), found.append)
     run_cases(cases[3:], Deadline(0), found.append)
     assert found[0]["error"] == "ValueError: no"
     assert "in fail" in found[0]["traceback"]
@@ -360,9 +361,9 @@ def ideal(sizes: run.Sizes, figures: dict[str, Any]) -> dict[str, Any]:
         "graphs": sizes.graphs.cases(models.Models(CPU, torch.float32)),
         "attention": sizes.attention.cases(Timer(CPU), CEILINGS),
         "hogwild": sizes.hogwild.cases(Timer(CPU), CEILINGS),
-        "model": sizes.model.cases(models.Models(CPU, torch.float32), CEILINGS, Deadline(60)),
-        "prefill": sizes.prefill.cases(models.Models(CPU, torch.float32), Deadline(60)),
-        "start": sizes.start.cases(CPU, torch.float32, Deadline(60)),
+        "model": sizes.model.cases(models.Models(CPU, torch.float32), CEILINGS, Deadline(3600)),
+        "prefill": sizes.prefill.cases(models.Models(CPU, torch.float32), Deadline(3600)),
+        "start": sizes.start.cases(CPU, torch.float32, Deadline(3600)),
         "sampling": sizes.sampling.cases(Timer(CPU)),
     }
     stages = {name: {"cases": [case.settings | figures for case in made]} for name, made in cases.items()}

@@ -169,7 +169,7 @@ def test_two_processes_share_the_problems_and_report_as_one(folder: Path, tmp_pa
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     both = read_results(tmp_path / "two")

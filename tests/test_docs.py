@@ -276,7 +276,7 @@ def test_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     for page in site.rglob("*.html"):

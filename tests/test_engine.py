@@ -88,7 +88,7 @@ def test_random_requests_get_their_tokens_within_a_budget(name: str) -> None:
         for index, handle in enumerate(submit_all(engine, cases, rng)):
             if handle is not None:
                 with suppress(RequestCancelledError, KVBudgetError):  # workers may write more than a request reserves
-                    outputs[index] = handle.result(60).sequences.tolist()
+                    outputs[index] = handle.result(600).sequences.tolist()
         stats = engine.stats
         assert_nothing_is_held(engine)
     for case, output in zip(cases, outputs, strict=True):
@@ -127,7 +127,7 @@ def test_a_request_that_is_preempted_at_every_step_gets_the_probabilities_of_gen
     )
     monkeypatch.setattr(Engine, "_step", preempt_all)
     with Engine(model, TOKENIZER) as engine:
-        output = engine.submit(case.prompt, mode, **case.arguments).result(60)
+        output = engine.submit(case.prompt, mode, **case.arguments).result(600)
         assert engine.stats.preemptions > 4
         assert_nothing_is_held(engine)
     assert output.sequences.tolist() == expected.sequences.tolist()
@@ -159,7 +159,7 @@ def test_a_request_that_is_preempted_after_a_pass_continues_with_its_logits(
     monkeypatch.setattr(Request, "resume", preempt_first)
     monkeypatch.setattr(RequestCache, "is_computed_by_other", wait_first)
     with Engine(model, TOKENIZER) as engine:
-        assert engine.submit(case.prompt, mode, **case.arguments).result(60).sequences.tolist() == expected
+        assert engine.submit(case.prompt, mode, **case.arguments).result(600).sequences.tolist() == expected
         assert_nothing_is_held(engine)
 
 
@@ -171,7 +171,7 @@ def test_texts_of_a_request_that_is_preempted_before_its_first_token_are_streame
     case = next(case for case in iter(lambda: random_case(rng, prefixes), None) if case.mode == "hogwild")
     with Engine(model, TOKENIZER) as engine:
         handle = engine.submit(case.prompt, "hogwild", **case.arguments)
-        expected, record = handle.result(60), list(handle.texts())
+        expected, record = handle.result(600), list(handle.texts())
     next_batch, preempted = Scheduler.next_batch, []
 
     def preempt_first(scheduler: Scheduler) -> list[Request]:
@@ -184,7 +184,7 @@ def test_texts_of_a_request_that_is_preempted_before_its_first_token_are_streame
     monkeypatch.setattr(Scheduler, "next_batch", preempt_first)
     with Engine(model, TOKENIZER) as engine:
         handle = engine.submit(case.prompt, "hogwild", **case.arguments)
-        output = handle.result(60)
+        output = handle.result(600)
         assert list(handle.texts()) == record
         assert_nothing_is_held(engine)
     assert len(preempted) == 2
@@ -197,7 +197,7 @@ def test_equal_completions_are_kept_once() -> None:
     with Engine(model, TOKENIZER) as engine:
         held = []
         for _ in range(3):
-            engine.submit(prompt, do_sample=False, max_new_tokens=8).result(60)
+            engine.submit(prompt, do_sample=False, max_new_tokens=8).result(600)
             assert_nothing_is_held(engine)
             held.append(engine.stats.kv_bytes)
     assert held[0] == held[1] == held[2]
@@ -209,12 +209,12 @@ def test_prefixes_of_earlier_and_of_running_requests_are_computed_once() -> None
     prompts = [torch.cat((prefix, torch.tensor([40 + i, 50])))[None] for i in range(6)]
     with Engine(model, TOKENIZER) as engine:
         handles = [engine.submit(prompt, max_new_tokens=8) for prompt in prompts]
-        outputs = [handle.result(60).sequences.tolist() for handle in handles]
+        outputs = [handle.result(600).sequences.tolist() for handle in handles]
         stats = engine.stats
         assert stats.prefilled_tokens == 60 + 2 * len(prompts)
         assert stats.reused_tokens == 60 * (len(prompts) - 1)
         longer = torch.tensor([outputs[0][0] + [33, 34]])  # the conversation goes on
-        engine.submit(longer, max_new_tokens=4).result(60)
+        engine.submit(longer, max_new_tokens=4).result(600)
         assert (
             engine.stats.prefilled_tokens - stats.prefilled_tokens == 3
         )  # the last token of an answer has no keys yet
@@ -259,7 +259,7 @@ def test_requests_share_prefixes_with_those_of_their_salt_only() -> None:
     with Engine(model, TOKENIZER) as engine:
         for _ in range(60):
             prompt, salt = rng.choice(prompts).tolist(), rng.choice(list(seen))
-            output = engine.submit(prompt, max_new_tokens=4, cache_salt=salt).result(20)
+            output = engine.submit(prompt, max_new_tokens=4, cache_salt=salt).result(600)
             shared = [len(os.path.commonprefix([prompt[:-1], other[:-1]])) for other in seen[salt]]
             assert min(output.stats.reused_tokens, len(prompt) - 1) == max(shared, default=0)
             seen[salt].append(output.sequences[0].tolist())

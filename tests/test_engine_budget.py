@@ -87,7 +87,7 @@ def test_a_request_ends_within_the_memory_that_it_may_need(model: Any, token_byt
             peak = max(peak, engine.stats.kv_bytes // token_bytes)
 
         hook = model.register_forward_pre_hook(note)
-        engine.submit(ids, logits_processor=[Writer(text)], **settings).result(60)
+        engine.submit(ids, logits_processor=[Writer(text)], **settings).result(600)
         hook.remove()
         assert_nothing_is_held(engine)
         assert engine.stats.preemptions == 0
@@ -102,7 +102,7 @@ def test_answers_of_a_vote_count_as_rows(model: Any) -> None:
         hook = model.register_forward_pre_hook(lambda module, args: running.append(engine.stats.running))
         handles = [engine.submit(torch.arange(40 + i, 50 + i), **settings) for i in range(6)]
         for handle in handles:
-            handle.result(60)
+            handle.result(600)
         hook.remove()
     assert max(running) == 2
 

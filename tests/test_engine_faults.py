@@ -253,16 +253,16 @@ def test_a_fault_ends_its_request_and_no_other(model: Any, others: Any, name: st
         failing = engine.submit(prompt, **settings)
         after = [engine.submit(case.prompt, case.mode, **case.arguments) for case, _ in others[2:]]
         with pytest.raises(error, match=message) as raised:
-            failing.result(30)
+            failing.result(600)
         assert failing.done
         assert failing.error is raised.value
         for handle, (_, tokens) in zip(before + after, others, strict=True):
-            assert handle.result(30).sequences.tolist() == tokens
+            assert handle.result(600).sequences.tolist() == tokens
         assert_nothing_is_held(engine)
         assert (engine.stats.failed, engine.stats.finished) == (1, len(others))
         clear_hooks(model)
         again = Case(prompt, None, {"max_new_tokens": 4})
-        assert engine.submit(prompt, max_new_tokens=4).result(30).sequences.tolist() == again.beside(model)
+        assert engine.submit(prompt, max_new_tokens=4).result(600).sequences.tolist() == again.beside(model)
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +285,7 @@ def test_an_engine_goes_on_after_running_out_of_memory(model: Any, others: Any, 
     with Engine(model, TOKENIZER) as engine:
         handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case, _ in others]
         for handle, (_, tokens) in zip(handles, others, strict=True):
-            assert handle.result(30).sequences.tolist() == tokens
+            assert handle.result(600).sequences.tolist() == tokens
         assert_nothing_is_held(engine)
     assert next(large) > 0
 
@@ -305,7 +305,7 @@ def test_an_engine_goes_on_where_the_cache_cannot_grow(
         handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case, _ in others]
         for handle, (_, tokens) in zip(handles, others, strict=True):
             try:
-                assert handle.result(30).sequences.tolist() == tokens
+                assert handle.result(600).sequences.tolist() == tokens
             except torch.OutOfMemoryError:  # alone with the engine, there is no other request to preempt
                 continue
         assert_nothing_is_held(engine)
@@ -320,9 +320,9 @@ def test_requests_too_large_for_memory_together_run_one_after_another(
         handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case, _ in others]
         too_large = engine.submit(torch.full((1, largest_pass + 10), 33), max_new_tokens=2)
         for handle, (_, tokens) in zip(handles, others, strict=True):
-            assert handle.result(30).sequences.tolist() == tokens
+            assert handle.result(600).sequences.tolist() == tokens
         with pytest.raises(torch.OutOfMemoryError):
-            too_large.result(30)
+            too_large.result(600)
         assert_nothing_is_held(engine)
 
 
@@ -335,9 +335,9 @@ def test_a_mode_that_catches_every_error_is_ended(model: Any, others: Any) -> No
         for handle in (stubborn, failing):
             handle.cancel()
             with pytest.raises((CancelledError, InjectedError)):  # it may fail before it is cancelled
-                handle.result(30)
+                handle.result(600)
         for handle, (_, tokens) in zip(handles, others, strict=True):
-            assert handle.result(30).sequences.tolist() == tokens
+            assert handle.result(600).sequences.tolist() == tokens
         assert_nothing_is_held(engine)
 
 
@@ -361,9 +361,9 @@ def test_code_of_a_request_that_would_wait_for_its_own_engine_raises(model: Any,
     match = "open Engine holds this model" if what == "mode" else "cannot wait for another request of its engine"
     with Engine(model, TOKENIZER) as engine:
         with pytest.raises(RuntimeError, match=match):
-            engine.submit(case.prompt, logits_processor=[wait]).result(30)
+            engine.submit(case.prompt, logits_processor=[wait]).result(600)
         for handle in inner:
-            assert handle.result(30).sequences.tolist() == tokens
+            assert handle.result(600).sequences.tolist() == tokens
         assert_nothing_is_held(engine)
 
 
@@ -379,8 +379,8 @@ def test_code_of_a_request_may_submit_others_and_generate_plainly(model: Any, ot
 
     with Engine(model, TOKENIZER) as engine:
         outer = engine.submit(case.prompt, case.mode, **case.arguments, logits_processor=[submit])
-        assert outer.result(30).sequences.tolist() == tokens
-        assert [handle.result(30).sequences.tolist() for handle in inner] == [tokens] * 2
+        assert outer.result(600).sequences.tolist() == tokens
+        assert [handle.result(600).sequences.tolist() for handle in inner] == [tokens] * 2
 
 
 # Cancellation
@@ -389,7 +389,7 @@ def test_code_of_a_request_may_submit_others_and_generate_plainly(model: Any, ot
 def cancelled(handle: Any) -> None:
     handle.cancel()
     with pytest.raises(CancelledError):
-        handle.result(30)
+        handle.result(600)
 
 
 def test_cancellation_at_every_stage(model: Any, others: Any) -> None:
@@ -399,14 +399,14 @@ def test_cancellation_at_every_stage(model: Any, others: Any) -> None:
 
     def block(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         entered.set()
-        assert go.wait(20)
+        assert go.wait(600)
         return scores
 
     long = torch.randint(32, 126, (200,), generator=torch.Generator().manual_seed(1))
     with Engine(model, TOKENIZER, max_batch_tokens=32, max_rows=4) as engine:
         bystander = engine.submit(case.prompt, case.mode, **case.arguments)
         blocking = engine.submit(case.prompt[0, :9], max_new_tokens=3, logits_processor=[block])
-        assert entered.wait(20)
+        assert entered.wait(600)
         prefilling = engine.submit(long, max_new_tokens=100)
         waiting = engine.submit(torch.cat((long[:150], long[:3])), max_new_tokens=3)
         queued = [engine.submit(case.prompt, max_new_tokens=3) for _ in range(8)]
@@ -416,16 +416,16 @@ def test_cancellation_at_every_stage(model: Any, others: Any) -> None:
         cancelled(waiting)
         cancelled(prefilling)
         assert not prefilling.times.first_token
-        blocking.result(30)
+        blocking.result(600)
         decoding = engine.submit(case.prompt, max_new_tokens=400)
         next(iter(decoding))
         cancelled(decoding)
-        finished = bystander.result(30)
+        finished = bystander.result(600)
         bystander.cancel()
         assert bystander.result() is finished
         assert finished.sequences.tolist() == tokens
         for handle in (*queued[:3], *queued[4:]):
-            assert handle.result(30).sequences.tolist() == [tokens[0][: case.prompt.shape[1] + 3]]
+            assert handle.result(600).sequences.tolist() == [tokens[0][: case.prompt.shape[1] + 3]]
         assert_nothing_is_held(engine)
         assert engine.stats.cancelled == 4
 
@@ -449,7 +449,7 @@ def test_preempted_requests_can_be_cancelled(model: Any, stage: str) -> None:
         model.register_forward_pre_hook(cancel)
         for index, handle in enumerate(handles):
             try:
-                assert handle.result(30).sequences.tolist() == expected[index]
+                assert handle.result(600).sequences.tolist() == expected[index]
             except CancelledError:
                 assert index in ended
         assert_nothing_is_held(engine)
@@ -474,14 +474,14 @@ def test_a_request_whose_handle_was_dropped_ends(model: Any, others: Any) -> Non
         dropped = weakref.ref(handle), weakref.ref(streamer)
         del handle, streamer
         gc.collect()
-        assert ended.wait(20)
+        assert ended.wait(600)
         wait_until_idle(engine)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 600
         while any(one() is not None for one in dropped) and time.monotonic() < until:
             gc.collect()
             time.sleep(0.01)
         assert [one() for one in dropped] == [None, None]
-        assert engine.submit(case.prompt, case.mode, **case.arguments).result(30).sequences.tolist() == tokens
+        assert engine.submit(case.prompt, case.mode, **case.arguments).result(600).sequences.tolist() == tokens
         assert_nothing_is_held(engine)
 
 
@@ -495,9 +495,9 @@ def test_an_error_refers_to_no_other_request(model: Any, others: Any, name: str)
         before = [engine.submit(SYSTEM[i:], max_new_tokens=8, streamer=s) for i, s in enumerate(streamers)]
         failing = engine.submit(marked(), **settings)
         for handle in before:
-            handle.result(30)
+            handle.result(600)
         with pytest.raises(error):
-            failing.result(30)
+            failing.result(600)
         kept = failing.error
         dropped = [weakref.ref(streamer) for streamer in streamers]
         del streamers, before, handle, failing, settings
@@ -521,7 +521,7 @@ def test_an_event_loop_may_close_while_its_requests_run(model: Any, others: Any)
 
     with Engine(model, TOKENIZER) as engine:
         asyncio.run(abandon())
-        assert [handle.result(30).sequences.tolist() for handle in handles] == [tokens] * 3
+        assert [handle.result(600).sequences.tolist() for handle in handles] == [tokens] * 3
         assert_nothing_is_held(engine)
 
 
@@ -561,7 +561,7 @@ class RandomFaults:
             handles = [self._submit(engine) for _ in range(requests)]
             for handle, tokens, errors in handles:
                 try:
-                    output = handle.result(60)
+                    output = handle.result(600)
                     assert RuntimeError in errors or output.sequences.tolist() == tokens  # not with another prompt
                     self.outcomes["finished"] += 1
                 except (*errors, CancelledError) as error:
@@ -635,13 +635,13 @@ def test_a_submitter_that_changes_or_raises_is_served_beside_others(model: Any) 
         next(iter(handles[0]))
         submitter.has_hash = False
         for handle in handles:
-            assert handle.result(20).sequences.shape[1] > len(prompt)
+            assert handle.result(600).sequences.shape[1] > len(prompt)
         assert_nothing_is_held(engine)
         with pytest.raises(InjectedError):
             engine.submit(prompt, submitter=submitter)
         with pytest.raises(ValueError, match="submitter must be hashable"):
             engine.submit(prompt, submitter=[])
-        assert engine.submit(prompt, max_new_tokens=2, submitter="other").result(20)
+        assert engine.submit(prompt, max_new_tokens=2, submitter="other").result(600)
 
 
 @pytest.mark.parametrize("part", ["_process", "_draw", "_finish"])
@@ -666,11 +666,11 @@ def test_an_engine_goes_on_where_joint_sampling_runs_out_of_memory(
         handles = [engine.submit(prompt, seed=seed, **settings) for seed in range(3)]
         for handle, tokens in zip(handles, expected, strict=True):
             if part == "_process":
-                assert handle.result(20).sequences[0].tolist() == tokens
+                assert handle.result(600).sequences[0].tolist() == tokens
             else:
                 with pytest.raises(torch.OutOfMemoryError):
-                    handle.result(20)
-        assert engine.submit(prompt, seed=0, **settings).result(20).sequences[0].tolist() == expected[0]
+                    handle.result(600)
+        assert engine.submit(prompt, seed=0, **settings).result(600).sequences[0].tolist() == expected[0]
         assert_nothing_is_held(engine)
 
 
@@ -699,6 +699,6 @@ def test_errors_that_are_no_exceptions_end_their_request_only(model: Any, error:
         failing = engine.submit(prompt, max_new_tokens=20, streamer=FailingStreamer(error))
         other = engine.submit(prompt, max_new_tokens=20)
         with pytest.raises(type(error)):
-            failing.result(20)
-        assert other.result(20).sequences.shape[1] > len(prompt)
+            failing.result(600)
+        assert other.result(600).sequences.shape[1] > len(prompt)
         assert_nothing_is_held(engine)

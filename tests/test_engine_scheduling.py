@@ -30,11 +30,11 @@ class Gate:
         self.engine, self.order = engine, []
         self._entered, self._open = threading.Event(), threading.Event()
         self._first = engine.submit(prompt(99, 3), max_new_tokens=1, logits_processor=[self._wait])
-        assert self._entered.wait(20)
+        assert self._entered.wait(600)
 
     def _wait(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._entered.set()
-        assert self._open.wait(20)
+        assert self._open.wait(600)
         return scores
 
     def submit(self, name: str, ids: torch.Tensor, **settings: Any) -> Any:
@@ -62,7 +62,7 @@ def test_a_submitter_with_one_request_does_not_wait_for_another_with_many(model:
         one = gate.submit("one", prompt(50), max_new_tokens=6, submitter="b")
         gate.open()
         for handle in (*many, one):
-            handle.result(60)
+            handle.result(600)
     assert gate.order.index("one") < 4
 
 
@@ -74,7 +74,7 @@ def test_submitters_share_the_engine_equally(model: Any) -> None:
         handles += [gate.submit("large", prompt(i, 50), max_new_tokens=5, submitter="large") for i in range(8)]
         gate.open()
         for handle in handles:
-            handle.result(60)
+            handle.result(600)
     begun = Counter(gate.order[:20])
     assert 1 <= begun["large"] <= 6
     last_large = len(gate.order) - gate.order[::-1].index("large")
@@ -88,10 +88,10 @@ def test_an_idle_submitter_gains_no_advantage(model: Any) -> None:
         gate = Gate(engine)
         early = [gate.submit("early", prompt(i), max_new_tokens=8, submitter="a") for i in range(12)]
         gate.open()
-        early[5].result(60)
+        early[5].result(600)
         late = [gate.submit("late", prompt(20 + i), max_new_tokens=8, submitter="b") for i in range(12)]
         for handle in (*early, *late):
-            handle.result(60)
+            handle.result(600)
     begins = gate.order.index("late")
     after = gate.order[begins : begins + 8]
     assert 2 <= after.count("late") <= 6
@@ -116,9 +116,9 @@ def test_new_submitters_do_not_starve_one_that_was_served_much(model: Any) -> No
         model.register_forward_pre_hook(arrive)
         gate.open()
         for handle in (*large, idle):
-            handle.result(60)
+            handle.result(600)
         for handle in handles:
-            handle.result(60)
+            handle.result(600)
         wait_until_idle(engine)
         assert not engine._scheduler.submitters
     assert gate.order.index("idle") > max(i for i, name in enumerate(gate.order) if name == "old")
@@ -134,7 +134,7 @@ def test_higher_priorities_run_first(model: Any) -> None:
         ]
         gate.open()
         for handle in handles:
-            handle.result(60)
+            handle.result(600)
     assert gate.order == ["7", "2", "2", "0", "0", "-5"]
 
 
@@ -151,7 +151,7 @@ def test_low_priorities_are_preempted_first(model: Any, token_bytes: int) -> Non
         )
         gate.open()
         for handle in handles.values():
-            handle.result(60)
+            handle.result(600)
         assert engine.stats.preemptions
     assert 1 in preempted
     assert 3 not in preempted
@@ -168,10 +168,10 @@ def test_a_large_prompt_does_not_delay_decoding(model: Any) -> None:
         next(tokens)
         steps = engine.stats.steps
         large = engine.submit(prompt(2, 400), max_new_tokens=1)
-        decoding.result(60)
+        decoding.result(600)
         assert engine.stats.steps - steps <= 62
         assert large.times.started < decoding.times.ended
-        large.result(60)
+        large.result(600)
 
 
 def test_decoding_does_not_delay_a_large_prompt(model: Any) -> None:
@@ -184,7 +184,7 @@ def test_decoding_does_not_delay_a_large_prompt(model: Any) -> None:
             next(iter(handle))
         steps = engine.stats.steps
         large = engine.submit(prompt(50, 320), max_new_tokens=1)
-        large.result(60)
+        large.result(600)
         assert engine.stats.steps - steps <= 320 / 16 + 4
         assert not any(handle.done for handle in decoding)
         for handle in decoding:
@@ -199,7 +199,7 @@ def test_small_prompts_do_not_starve_a_large_one(model: Any) -> None:
         small = [gate.submit("small", prompt(i, 15), max_new_tokens=1) for i in range(30)]
         gate.open()
         for handle in (large, *small):
-            handle.result(60)
+            handle.result(600)
     assert gate.order.index("large") < 12
 
 
@@ -216,8 +216,8 @@ def test_a_full_queue_raises_and_serves_those_in_it(model: Any) -> None:
         handles.pop().cancel()
         gate.open()
         for handle in handles:
-            handle.result(60)
-        engine.submit(prompt(9), max_new_tokens=2).result(60)
+            handle.result(600)
+        engine.submit(prompt(9), max_new_tokens=2).result(600)
 
 
 def test_a_budget_for_one_request_at_a_time_serves_all(model: Any, token_bytes: int) -> None:
@@ -227,7 +227,7 @@ def test_a_budget_for_one_request_at_a_time_serves_all(model: Any, token_bytes: 
         watch(model, engine)
         handles = [engine.submit(case.prompt, **case.arguments) for case in cases]
         for handle, tokens in zip(handles, expected, strict=True):
-            assert handle.result(60).sequences.tolist() == tokens
+            assert handle.result(600).sequences.tolist() == tokens
         with pytest.raises(KVBudgetError, match=r"holds 64 tokens, but this request may need 65"):
             engine.submit(prompt(1, 30), max_new_tokens=35)
         assert_nothing_is_held(engine)
@@ -267,7 +267,7 @@ def test_random_requests_end_within_the_budget(model: Any, token_bytes: int, see
                 rng.choice(handles).cancel()
         for handle, tokens in zip(handles, expected, strict=True):
             try:
-                assert handle.result(60).sequences.tolist() == tokens
+                assert handle.result(600).sequences.tolist() == tokens
             except CancelledError:
                 continue
         assert_nothing_is_held(engine)
@@ -287,7 +287,7 @@ def test_requests_that_compute_prefixes_for_each_other_end(model: Any) -> None:
             handles = {name: engine.submit(alone[name].prompt, max_new_tokens=4) for name in order}
             gate.open()
             for name, handle in handles.items():
-                assert handle.result(20).sequences.tolist() == expected[name]
+                assert handle.result(600).sequences.tolist() == expected[name]
             assert_nothing_is_held(engine)
 
 
@@ -318,8 +318,8 @@ def test_memory_for_moving_a_step_is_not_taken_from_an_older_request(
         )
         model.register_forward_pre_hook(note)
         gate.open()
-        old.result(60)
-        young.result(60)
+        old.result(600)
+        young.result(600)
         assert_nothing_is_held(engine)
     assert waited == {2}
     assert 1 not in preempted

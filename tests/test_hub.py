@@ -304,7 +304,7 @@ def run(code: str, hub: Hub, folder: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         cwd=folder,
-        timeout=300,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()

@@ -195,7 +195,7 @@ def undocumented(node: ast.AST, name: str) -> Iterator[str]:
 def run(script: str) -> None:
     """Run a script in a new process with the repository and the test helpers on its path."""
     path = f"import sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}\n"
-    done = subprocess.run([sys.executable, "-c", path + script], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", path + script], capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
 
 

@@ -76,7 +76,7 @@ def unaffected(server: Served) -> Iterator[None]:
 def send(server: Served, requests: Iterable[Malformed]) -> dict[str, str]:
     """Send requests. Return what is wrong with the responses, by request."""
     address = urlsplit(server.url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=600)
     wrong = {}
     for request in requests:
         connection.request(request.method, request.path, request.content, dict(request.headers))
@@ -268,7 +268,7 @@ SENT: dict[str, bytes] = {
 @pytest.mark.parametrize("kind", SENT)
 def test_what_is_no_http_is_rejected_or_closes_the_connection(server: Served, kind: str) -> None:
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=600) as connection:
         try:
             connection.sendall(SENT[kind])
             connection.shutdown(socket.SHUT_WR)

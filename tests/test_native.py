@@ -241,7 +241,7 @@ def test_without_the_kernel_results_are_the_same(tmp_path: Path) -> None:
     code = WITHOUT.format(tests=str(Path(__file__).parent), environments=ENVIRONMENTS)
     root = str(Path(__file__).parent.parent)
     variables = {**os.environ, "HF_PARALLEL_CACHE": str(tmp_path), "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, timeout=1800)
     outputs, errors = (text.split("END\n") for text in (done.stdout, done.stderr))
     assert (len(outputs), len(errors)) == (3, 3), done.stderr
     for output, logged, warnings in zip(outputs, errors, (1, 0), strict=False):

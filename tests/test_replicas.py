@@ -166,7 +166,7 @@ def test_an_ingress_passes_http_requests_to_the_replicas_and_the_page_runs(
     serve.run(application, name="http")
     url = f"http://127.0.0.1:{port}/generate?prompt=The%20sea%20is"
     request = urllib.request.Request(url, method="POST")
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=600) as response:
         (sequence,) = json.load(response)
     assert "The sea is" in embedded[1].decode(sequence)
     assert len(sequence) > 20

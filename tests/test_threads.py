@@ -50,7 +50,7 @@ class WaitingSettings(Mapping[str, Any]):
         self.barrier = threading.Barrier(threads)
 
     def items(self) -> ItemsView[str, Any]:
-        self.barrier.wait(20)
+        self.barrier.wait(600)
         return {}.items()
 
     def __getitem__(self, name: str) -> Any:
@@ -71,7 +71,7 @@ def test_of_two_calls_that_start_together_one_raises(model: Any) -> None:
 
     class Streamer:
         def put(self, value: torch.Tensor) -> None:
-            assert failed.wait(20)  # the call that holds the model does not end before the other one raises
+            assert failed.wait(600)  # the call that holds the model does not end before the other one raises
 
         def fail(self, error: BaseException) -> None:
             failed.set()
@@ -114,7 +114,7 @@ def test_calls_that_wait_for_each_other_raise_after_the_given_seconds(model: Any
 
     def crossed(mine: Any, other: Any) -> Any:
         def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            both_hold.wait(20)
+            both_hold.wait(600)
             generate(other, PROMPTS[1], generation_mode="shared_prefix")
             return scores
 
@@ -144,14 +144,14 @@ def test_plain_generate_that_began_earlier_stays_plain(model: Any) -> None:
     class Streamer:
         def put(self, value: torch.Tensor) -> None:  # first called with the prompt, before decoding
             began.set()
-            assert claimed.wait(20)
+            assert claimed.wait(600)
 
         def end(self) -> None:
             pass
 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(generate, model, PROMPTS[0], streamer=Streamer())
-        assert began.wait(20)
+        assert began.wait(600)
         with model.claimed(Claim()):
             claimed.set()
             assert torch.equal(future.result(), expected)
