@@ -170,7 +170,7 @@ def test_a_frame_shows_as_many_rows_as_fit_unfinished_ones_first(width: int, hei
     fit = min(width // 24, 11)
     shown = [name for name in view.rows if f"title {name} " in "\n".join(lines)]
     assert shown == ([4, 5, 6, 7, 8, 9, 10][: fit - 1] if fit < 8 else [*range(11 - fit + 1, 11)])
-    assert (f"{11 - fit} more rows" in lines[-1]) == (fit < 11)
+    assert (f"{11 - fit} more row" in lines[-1]) == (fit < 11)
 
 
 def test_the_final_picture_has_all_rows() -> None:
@@ -181,6 +181,27 @@ def test_the_final_picture_has_all_rows() -> None:
     final = shown[shown.rindex("Branch 1,") :] if "Branch 1," in shown else shown
     assert all(f"text of {branch}" in final for branch in range(1, 11))
     assert max(Text(re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", line)).cell_len for line in final.splitlines()) <= 80
+
+
+def test_views_of_many_rows_show_the_first_of_those_that_are_active() -> None:
+    for console in (a_terminal(600, 40), a_terminal(40, 40)):
+        view = live_view(SharedPrefixConfig(), console, TOKENIZER)
+        view.put(torch.zeros(64, 3))
+        for _ in range(2):
+            view.put(torch.full((64,), 97))
+        for row in range(5):
+            view.write_row(row, "", "end")
+        view.passes = 2
+        lines = ["".join(piece.text for piece in line) for line in console.render_lines(view.frame(), pad=False)]
+        assert len(lines) < 40
+        shown = re.findall(r"Answer (\d+)(?: |,)", "\n".join(lines))
+        assert shown == [str(row) for row in range(6, 18)]
+        hidden = 64 - 12 - 5 * isinstance(view, LiveTails)
+        assert view._summary_line(hidden).plain.endswith(f", and {hidden} more rows")
+        assert lines[-1].startswith(view._summary_line(hidden).plain[:39])
+        with view:
+            pass
+    assert printed(console).count("Answer 64") <= 1
 
 
 def half_written(console: Console, error: type[BaseException] | None, interrupted: bool) -> str:

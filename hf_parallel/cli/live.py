@@ -30,6 +30,7 @@ from hf_parallel.generation.printing import printable
 
 COLORS = ("cyan", "magenta", "yellow", "blue", "green", "red")
 FRAME_SECONDS = 0.08  # minimum time between two frames
+MAX_ROWS = 12  # rows that are shown at the same time
 HIGHLIGHT_PASSES = 8  # forward passes for which a finished step is highlighted
 MARK_WIDTH = 5  # of the mark before the text of a step
 MIN_WIDTH, MIN_HEIGHT, MAX_HEIGHT = 24, 12, 24  # width of a column; heights of a frame
@@ -232,6 +233,11 @@ class LiveFrames(LiveView):
         """Return the current frame, no higher than the terminal."""
         raise NotImplementedError
 
+    def _summary_line(self, hidden: int) -> Text:
+        """Return the summary, with the number of rows that are not shown."""
+        more = f", and {hidden} more row{'s' * (hidden > 1)}" * (hidden > 0)
+        return Text(self.summary + more, style="bold", no_wrap=True, overflow="ellipsis")
+
 
 class LiveTails(LiveFrames, LiveLines):
     """Prints a line per finished step and shows the end of each unfinished step below, one line each."""
@@ -242,10 +248,11 @@ class LiveTails(LiveFrames, LiveLines):
         self.console.print(Text(self.summary, "bold"), soft_wrap=True)
 
     def frame(self) -> Group:
-        """Return the ends of as many unfinished rows as fit, and the summary."""
-        rows = [row for row in self.rows.values() if not row.done][: max(self.console.height - 2, 1)]
+        """Return the ends of the first unfinished rows, and the summary."""
+        active = [row for row in self.rows.values() if not row.done]
+        rows = active[: min(max(self.console.height - 2, 1), MAX_ROWS)]
         tails = [Text(self._tail(row), "dim", no_wrap=True, overflow="crop") for row in rows]
-        return Group(*tails, Text(self.summary, style="bold", no_wrap=True, overflow="ellipsis"))
+        return Group(*tails, self._summary_line(len(active) - len(rows)))
 
     def _tail(self, row: ShownRow) -> str:
         margin = self._margin(row)
@@ -257,7 +264,7 @@ class LiveTails(LiveFrames, LiveLines):
 
 
 class LiveColumns(LiveFrames):
-    """Shows a column per row: in a frame as many as fit, unfinished rows first; on exit all, at full height."""
+    """Shows a column per row: in a frame as many as fit, unfinished rows first; on exit `MAX_ROWS`, at full height."""
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -270,17 +277,17 @@ class LiveColumns(LiveFrames):
         return self.picture(max(min(self.console.height - ABOVE, MAX_HEIGHT), MIN_HEIGHT - 1))
 
     def picture(self, height: int | None = None) -> Group:
-        """Return the columns and the summary, `height` lines high (None: with the full text of all rows)."""
+        """Return the columns and the summary, `height` lines high (None: with the full text of the first rows)."""
         fit = max(self.console.width // MIN_WIDTH, 1)
-        rows, summary = list(enumerate(self.rows.values())), self.summary
+        rows, shown = list(enumerate(self.rows.values())), MAX_ROWS
         lines = None if height is None else max(height - FRAME_HEIGHT, 1)
         if height is not None:
             done = [(number, row) for number, row in rows if row.done]
             rows = [(number, row) for number, row in rows if not row.done] + done[::-1]
-            summary += f", {len(rows) - fit} more rows" * (fit < len(rows))
-            rows = sorted(rows[:fit], key=lambda numbered: numbered[0])
+            shown = min(fit, MAX_ROWS)
+        hidden, rows = len(rows) - shown, sorted(rows[:shown], key=lambda numbered: numbered[0])
         tables = [self._table(rows[begin : begin + fit], lines) for begin in range(0, len(rows), fit)]
-        return Group(*tables, Text(summary, style="bold", no_wrap=True, overflow="ellipsis"))
+        return Group(*tables, self._summary_line(hidden))
 
     def _table(self, rows: Sequence[tuple[int, ShownRow]], height: int | None) -> Table:
         table = Table(box=ROUNDED, expand=True, border_style="dim")

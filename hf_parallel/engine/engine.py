@@ -175,7 +175,7 @@ class Engine:
         cache_salt : str, optional
             Cached prefixes are shared among requests of equal salt only, so that others cannot tell what is cached.
         **settings
-            As of `model.generate`, such as settings, processors and a streamer; `chat_template_kwargs`: `build_prompt`.
+            As of `model.generate`, such as settings, `progress` and a streamer; `chat_template_kwargs`: `build_prompt`.
 
         Raises
         ------

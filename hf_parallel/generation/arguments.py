@@ -114,7 +114,7 @@ _TYPES: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
 
 
 OTHER_ARGUMENTS = frozenset(
-    {"input_ids", "attention_mask", "position_ids", "past_key_values", "tokenizer", "assistant_tokenizer"}
+    {"input_ids", "attention_mask", "position_ids", "past_key_values", "tokenizer", "assistant_tokenizer", "progress"}
 )
 """Arguments of `generate` that are neither settings nor named in its signature."""
 

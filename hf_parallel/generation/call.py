@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.arguments import check_model_inputs, encode
+from hf_parallel.generation.progress import Progress
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import UnsupportedModelError
@@ -81,6 +82,7 @@ class GenerationCall:
     prepared: Any = None
     claim: Any = None
     executor: Executor | None = None
+    progress: Progress | None = None
 
     @property
     def num_rows(self) -> int:

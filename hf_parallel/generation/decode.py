@@ -167,6 +167,8 @@ class DecodeLoop:
         on_token = on_token or _set_pending
         self.call.record.passes += is_pass
         self.stats.decoded_tokens += len(tokens)
+        if self.call.progress is not None:
+            self.call.progress.update(self.call.max_new_tokens, len(rows), len(tokens), is_pass)
         if self.call.generation_config.return_dict_in_generate:
             self.call.record.log_probs.append(([row.output_row for row in rows], log_probs))
         if log_probs is not None:

@@ -28,13 +28,8 @@ from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import GenerationCall, make_call, vocabulary_size
 from hf_parallel.generation.claim import BUSY, Claim, preparation
-from hf_parallel.generation.config import (
-    SAMPLING_ONLY,
-    ParallelConfig,
-    check_setting_names,
-    make_config,
-    preset_of,
-)
+from hf_parallel.generation.config import SAMPLING_ONLY, ParallelConfig, check_setting_names, make_config, preset_of
+from hf_parallel.generation.progress import closing_progress, take_progress
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.streaming import report_errors
 from hf_parallel.models.capabilities import Capabilities, probe_capabilities
@@ -88,6 +83,8 @@ class ParallelGenerationMixin:
             parallel_config : ParallelConfig or dict, optional
                 The mode's settings in one object. Keyword arguments override it, it overrides
                 `generation_config.parallel_config`, and that a preset of the model.
+            progress : bool
+                Whether a mode shows a tqdm bar: passes, active rows, tokens and tokens per second. Default: False.
 
             A mode uses the tokenizer given to `enable` if `tokenizer` is not passed.
 
@@ -127,8 +124,8 @@ class ParallelGenerationMixin:
         claim = claim or Claim()
         with torch.no_grad(), cpu_as_default():
             prepared = self._check_call(config, kwargs)
-            with self.claimed(claim):
-                yield self._prepare_call(config, kwargs, claim, prepared)
+            with self.claimed(claim), closing_progress(self._prepare_call(config, kwargs, claim, prepared)) as call:
+                yield call
 
     def prepare_call(self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim) -> GenerationCall:
         """Let transformers prepare a call of a model that `claim` holds; `kwargs` is modified."""
@@ -148,9 +145,10 @@ class ParallelGenerationMixin:
     def _prepare_call(
         self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim, prepared: Any
     ) -> GenerationCall:
+        progress = take_progress(config.mode, kwargs)
         try:
             preparation.call = self, config, claim
-            call = dataclasses.replace(self._generate(kwargs, ()), prepared=prepared)
+            call = dataclasses.replace(self._generate(kwargs, ()), prepared=prepared, progress=progress)
         finally:
             preparation.call = None
         begin_call = getattr(call.streamer, "begin_call", None)

@@ -41,6 +41,8 @@ _UNSAVED = ("max_length", "max_new_tokens", "transformers_version")
 def open_run(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any]) -> SteppedRun:
     """Return the run of a session of an enabled model; arguments and errors as of `HogwildSession`."""
     settings = {"generation_mode": HogwildConfig.mode, **settings}
+    if "progress" in settings:
+        raise ValueError("a session has no progress: its steps are taken by the caller")
     template = settings.pop("chat_template_kwargs", None)
     config: Any = take_parallel_config(model.generation_config, settings)
     _check_config(config)

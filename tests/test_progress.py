@@ -1,0 +1,124 @@
+"""The progress bar: its last state has the numbers of the call, and it closes however the call ends."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ascii_tokenizer import AsciiTokenizer
+from mode_cases import BUILT_IN, small_call
+from small_tokenizers import make
+from transformers import LogitsProcessor, pipeline
+from transformers.utils import logging
+
+import hf_parallel
+from hf_parallel import HogwildSession
+from hf_parallel.engine import Engine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPT = tiny.make_prompts([9], seed=4)[0][None]
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Return the bars of all later calls, which write to a buffer each."""
+    made: list[Any] = []
+    plain = logging.tqdm
+
+    def tqdm(**settings: Any) -> Any:
+        made.append(plain(**settings, file=io.StringIO(), ncols=200, leave=True))
+        return made[-1]
+
+    monkeypatch.setattr(logging, "tqdm", tqdm)
+    return made
+
+
+def last_state(bar: Any) -> str:
+    return bar.fp.getvalue().rstrip().rpartition("\r")[2]
+
+
+@pytest.fixture
+def model() -> Any:
+    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+
+
+def check(bars: list[Any], record: Any, stats: Any) -> None:
+    (bar,) = bars
+    assert bar.disable, "it is closed"
+    assert bar.n == record.passes
+    found = re.search(r"(\d+) rows, (\d+) tokens, [\d.]+ tokens/s", last_state(bar))
+    assert found is not None
+    assert int(found[2]) == stats.decoded_tokens
+    bars.clear()
+
+
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_the_last_state_has_the_passes_and_tokens_of_the_call(mode: str, model: Any, bars: list[Any]) -> None:
+    call = {**small_call(mode), "tokenizer": AsciiTokenizer(), "return_dict_in_generate": True}
+    for shown in (False, True):
+        given = {**copy.deepcopy(call), "progress": shown}
+        inputs = () if hf_parallel.generation.MODES[mode]().replaces_input_ids else (PROMPT,)
+        out = model.generate(*inputs, **given)
+        assert bool(bars) is shown
+    check(bars, out.record, out.stats)
+    with Engine(model, AsciiTokenizer()) as engine:
+        given = {name: value for name, value in copy.deepcopy(call).items() if name != "generation_mode"}
+        handle = engine.submit(PROMPT, mode, progress=True, **given)
+        check(bars, handle.result().record, handle.stats)
+
+
+class Fails(LogitsProcessor):
+    """Raises an error in the third pass."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            raise RuntimeError("it fails")
+        return scores
+
+
+def test_a_bar_closes_on_errors(model: Any, bars: list[Any]) -> None:
+    given: dict[str, Any] = {"max_new_tokens": 9, "progress": True, "pad_token_id": 0, "eos_token_id": None}
+    with pytest.raises(RuntimeError, match="it fails"):
+        model.generate(PROMPT, generation_mode="shared_prefix", logits_processor=[Fails()], **given)
+    with Engine(model, AsciiTokenizer()) as engine, pytest.raises(RuntimeError, match="it fails"):
+        engine.submit(PROMPT, logits_processor=[Fails()], **given).result()
+    assert [bar.disable for bar in bars] == [True, True]
+    assert [bar.n for bar in bars] == [2, 2]
+    assert all("2 tokens" in last_state(bar) for bar in bars)
+
+
+def test_the_pipeline_shows_a_bar(model: Any, bars: list[Any]) -> None:
+    given = {"generation_mode": "shared_prefix", "num_return_sequences": 2, "do_sample": True, "max_new_tokens": 5}
+    pipe = pipeline("parallel-text-generation", model=model, tokenizer=copy.deepcopy(make("split_marker")), **given)
+    pipe("a", progress=True, eos_token_id=None)
+    assert "2 rows, 10 tokens" in last_state(bars[0])
+    assert bars[0].total == bars[0].n == 5
+
+
+def test_other_values_and_calls_without_a_loop_raise(model: Any, bars: list[Any]) -> None:
+    with pytest.raises(ValueError, match="progress must be True or False, got 1"):
+        model.generate(PROMPT, generation_mode="shared_prefix", max_new_tokens=2, progress=1)
+    with pytest.raises(ValueError, match="progress"):
+        model.generate(PROMPT, max_new_tokens=2, progress=True)
+    with pytest.raises(ValueError, match="progress"):
+        HogwildSession(model, AsciiTokenizer(), PROMPT, progress=True)
+    assert not bars
+
+
+def test_bars_that_are_disabled_in_transformers_are_not_shown(model: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    logging.disable_progress_bar()
+    try:
+        model.generate(PROMPT, generation_mode="shared_prefix", max_new_tokens=2, progress=True, pad_token_id=0)
+    finally:
+        logging.enable_progress_bar()
+    assert "passes" not in capfd.readouterr().err
