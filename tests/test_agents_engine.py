@@ -188,3 +188,17 @@ def test_the_number_of_samples_is_checked(engine: Engine, n: Any) -> None:
 
     with pytest.raises(AgentError, match="num_return_sequences=3 differs from n=2"):
         Runtime(engine).run(contradicts)
+
+
+def test_a_recording_of_other_weights_raises(tmp_path: Path) -> None:
+    model, tokenizer = small_model()
+    path = tmp_path / "run.jsonl"
+    with Engine(model, tokenizer) as engine:
+        first = Runtime(engine).run(talk, "birds", record=path)
+        assert Runtime(engine).run(talk, "birds", record=path).stats.replayed_completions == 3
+        model.get_output_embeddings().weight.data[5, 3] += 1
+        with pytest.raises(ValueError, match=r"run\.jsonl was recorded with another model, or with other weights"):
+            Runtime(engine).run(talk, "birds", record=path)
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text('{"format": "hf_parallel agents recording 1", "seed": 0}\n' + "".join(lines[1:]))
+        assert Runtime(engine).run(talk, "birds", record=path).value == first.value  # of an older version

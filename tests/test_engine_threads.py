@@ -254,6 +254,10 @@ def _scale_data(model: Any) -> None:
         parameter.data.mul_(0.5)
 
 
+def _erase_head(model: Any) -> None:
+    model.model.layers[0].self_attn.o_proj.weight.data[:, 16:32] = 0
+
+
 def _double(model: Any) -> None:
     model.double()
 
@@ -264,7 +268,7 @@ def _add_adapter(model: Any) -> None:
     model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
-@pytest.mark.parametrize("change", [_load, _assign, _scale_data, _double, _add_adapter])
+@pytest.mark.parametrize("change", [_load, _assign, _scale_data, _erase_head, _double, _add_adapter])
 def test_no_keys_of_other_weights_are_used(model: Any, change: Callable[[Any], None]) -> None:
     """Prefixes are computed again with the new weights; requests that ran meanwhile raise."""
     changed = hf_parallel.enable(copy.deepcopy(hf_parallel.disable(copy.deepcopy(model))))
@@ -296,6 +300,40 @@ def test_no_logits_of_other_weights_are_replayed(model: Any) -> None:
         handle = engine.submit(PROMPT, logits_cache=cache, **settings)
         assert handle.result(600).sequences.tolist() == after
         assert not handle.stats.replayed_tokens
+
+
+def test_no_keys_computed_with_dropout_are_used(model: Any) -> None:
+    expected = CASE.alone(model)
+    model.config.attention_dropout = 0.5
+    with Engine(model) as engine:
+        for is_training in (True, False, True, False):
+            model.train(is_training)
+            result = engine.submit(PROMPT, **CASE.settings).result(30).sequences.tolist()
+        assert result == expected
+
+
+def test_a_write_through_data_fails_the_last_request_that_ran(model: Any) -> None:
+    """And, at the latest, is noticed when another one begins."""
+    entered, go = threading.Event(), threading.Event()
+
+    def block(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        entered.set()
+        assert go.wait(20)
+        return scores
+
+    with Engine(model) as engine:
+        for joined in (False, True):
+            entered.clear()
+            go.clear()
+            running = engine.submit(PROMPT, max_new_tokens=5, logits_processor=[block])
+            assert entered.wait(20)
+            _scale_data(model)
+            new = engine.submit(PROMPT, **CASE.settings) if joined else None
+            go.set()
+            with pytest.raises(WeightsChangedError):
+                running.result(30)
+            if new is not None:
+                assert new.result(30).sequences.tolist() == CASE.alone(copy.deepcopy(model))
 
 
 def test_requests_during_which_the_weights_change_raise(model: Any) -> None:

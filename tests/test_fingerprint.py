@@ -1,21 +1,27 @@
-"""Fingerprints of models: adapters, autocast, dtypes and memory layouts (weights: test_resample.py)."""
+"""Fingerprints of models: weights, adapters, dropout, autocast, dtypes and memory layouts."""
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hf_parallel
 from hf_parallel import LogitsCache
-from hf_parallel.cache.fingerprint import fingerprint
+from hf_parallel.cache.fingerprint import active_dropout, fingerprint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -154,3 +160,155 @@ def test_offloaded_weights_raise() -> None:
         ValueError, match=r"logits_cache identifies models .*layers\.1\.mlp\.up_proj\.weight is offloaded"
     ):
         fingerprint(model)
+
+
+PARTS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "element": lambda values, at: values.view(-1)[at % values.numel()],
+    "row": lambda values, at: values[at % len(values)],
+    "column": lambda values, at: values[..., at % values.shape[-1]],
+    "head": lambda values, at: values[..., at % 4 * 16 :][..., :16],
+    "rows of a head": lambda values, at: values[at % 4 * 16 :][:16],
+}
+
+
+def add_one(part: torch.Tensor) -> None:
+    part.copy_(~part if part.dtype == torch.bool else part + 1)
+
+
+def edit(model: nn.Module, place: int, part: str, at: int, way: str) -> None:
+    """Change a part of one parameter or buffer."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dim()]
+    tensor = tensors[place % len(tensors)]
+    with torch.no_grad():
+        values = {"data": tensor.data, "in place": tensor, "a copy": tensor.clone()}[way]
+        selected = PARTS[part](values, at)
+        add_one(selected if selected.numel() else values)
+        if way == "a copy":
+            tensor.copy_(values)
+
+
+EDITS = {
+    "place": st.integers(0, 999),
+    "part": st.sampled_from(sorted(PARTS)),
+    "at": st.integers(0, 9999),
+    "way": st.sampled_from(["data", "in place", "a copy"]),
+}
+
+
+@lru_cache
+def varied_model() -> Any:
+    """Return a model with an adapter, two dtypes of weights, and other buffers."""
+    model, _ = adapted_model(0)
+    model.register_buffer("flags", torch.tensor([True, False, True]))
+    model.register_buffer("numbers", torch.arange(5, dtype=torch.int64))
+    model.model.layers[1].mlp.half()
+    return model
+
+
+@settings(max_examples=60, deadline=None)
+@given(**EDITS)
+def test_every_change_of_a_weight_changes_the_fingerprint(**change: Any) -> None:
+    model = varied_model()
+    before, values = fingerprint(model), [*model.parameters(), *model.buffers()]
+    kept = [tensor.detach().clone() for tensor in values]
+    edit(model, **change)
+    assert fingerprint(model) != before
+    with torch.no_grad():
+        for tensor, value in zip(values, kept, strict=True):
+            tensor.copy_(value)
+    assert fingerprint(model) == before
+
+
+def test_a_model_that_is_saved_and_loaded_keeps_its_fingerprint(tmp_path: Path) -> None:
+    tiny.build("llama").save_pretrained(tmp_path / "one")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "two")
+    assert fingerprint(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two")) == fingerprint(model)
+
+
+def test_bits_of_weights_are_compared_not_numbers() -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    names = set()
+    for value in (0.0, -0.0, math.nan, math.inf):
+        model.register_buffer("more", torch.tensor([value, 1.0]))
+        names |= {fingerprint(model), fingerprint(copy.deepcopy(model))}
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize("kind", ["flattened", "quant_state", "sparse"])
+def test_inner_values_of_special_tensors_count(kind: str) -> None:
+    def build(scale: float) -> torch.Tensor:
+        values = torch.arange(6.0).view(2, 3)
+        if kind == "flattened":
+            return TwoTensor(values, values * scale)
+        if kind == "quant_state":
+            return values
+        return torch.sparse_coo_tensor([[0, 1], [2, 0]], [1.0, scale], (2, 3), check_invariants=True)
+
+    names = []
+    for scale in (0.5, 0.5, 2.0):
+        model = copy.deepcopy(tiny.build("llama"))
+        values = build(scale)
+        model.more = more = nn.Buffer(values) if kind == "sparse" else nn.Parameter(values, False)
+        if kind == "quant_state":  # an attribute, as of the parameters of bitsandbytes
+            more.quant_state = SimpleNamespace(state2=SimpleNamespace(absmax=torch.tensor([scale])), blocksize=64)
+        names.append(fingerprint(model))
+    assert names[0] == names[1] != names[2]
+
+
+class ConstantDropout(nn.Module):
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(states, 0.5, self.training)
+
+
+class NamedOtherwise(nn.Module):
+    """Settings of a dropout layer under any name."""
+
+    rate = 0.0
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate, self.dropout = rate, nn.Identity()
+
+
+class DropBranch(NamedOtherwise):
+    pass
+
+
+def with_module(module: nn.Module) -> Callable[[Any], None]:
+    return lambda model: model.model.layers[1].mlp.add_module("more", module)
+
+
+def with_config(model: Any) -> None:
+    model.config.attention_dropout = 0.3
+
+
+def with_attribute(model: Any) -> None:
+    model.model.layers[0].self_attn.attention_dropout = 0.3
+
+
+@pytest.mark.parametrize(
+    ("prepare", "is_active"),
+    [
+        (with_module(nn.Dropout(0.1)), True),
+        (with_module(nn.Dropout(1.0)), True),
+        (with_module(nn.Dropout(0.0)), False),
+        (with_module(nn.Dropout2d(0.1)), True),
+        (with_module(nn.MultiheadAttention(4, 2, dropout=0.2)), True),
+        (with_module(nn.BatchNorm1d(4)), True),
+        (with_module(ConstantDropout()), True),
+        (with_module(DropBranch(0.2)), True),
+        (with_module(DropBranch(0.0)), False),
+        (with_module(NamedOtherwise(0.2)), False),
+        (with_attribute, True),
+        (with_config, True),
+        (lambda model: None, False),
+    ],
+)
+def test_active_dropout_is_found(prepare: Callable[[Any], None], is_active: bool) -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    prepare(model)
+    assert not active_dropout(model.eval())
+    name = fingerprint(model)
+    assert bool(active_dropout(model.train())) == is_active
+    assert (fingerprint(model) != name) == is_active

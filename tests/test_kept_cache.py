@@ -14,8 +14,10 @@ import pytest
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
+from hypothesis import given
+from hypothesis import settings as examples
 from mode_cases import BUILT_IN, small_call
-from test_fingerprint import SWITCHES, adapted_model
+from test_fingerprint import EDITS, SWITCHES, adapted_model, edit, with_config, with_module
 from test_malformed import failing
 from transformers import LogitsProcessor, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -121,7 +123,7 @@ def test_a_cache_of_earlier_weights_raises(
 ) -> None:
     held = copy.deepcopy(cache) if copied else cache
     change(model)
-    with pytest.raises(ValueError, match="filled before the model's weights changed"):
+    with pytest.raises(ValueError, match="or before the model's weights changed"):
         generate(model, held)
     held.reset()
     assert torch.equal(generate(model, held).sequences, generate(model, None).sequences)
@@ -192,11 +194,55 @@ def test_a_cache_filled_by_another_adapter_raises(switch: str) -> None:
     assert torch.equal(generate(model, cache).sequences, before.sequences)
 
 
-def test_weights_written_through_data_are_noticed(model: PreTrainedModel, cache: SharedPrefixCache) -> None:
-    for parameter in model.parameters():
-        parameter.data *= 1.5
+@examples(max_examples=8, deadline=None)
+@given(**EDITS)
+def test_no_change_of_a_weight_is_missed(**change: Any) -> None:
+    """Neither by a cache that was passed, nor one that was returned, nor one of logits."""
+    model = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+    given, logits = SharedPrefixCache(), LogitsCache()
+    generate(model, given)
+    returned = generate(model, None, logits_cache=logits).past_key_values
+    edit(model, **change)
+    for cache in (given, returned, pickle.loads(pickle.dumps(given))):
+        with pytest.raises(ValueError, match="weights changed"):
+            generate(model, cache)
+    again = generate(model, None, logits_cache=logits)
+    assert again.stats.replayed_tokens == 0
+    assert torch.equal(again.sequences, generate(model, None).sequences)
+
+
+def test_equal_weights_keep_a_cache_valid(model: PreTrainedModel, cache: SharedPrefixCache) -> None:
+    twin = hf_parallel.enable(copy.deepcopy(hf_parallel.disable(copy.deepcopy(model))))
+    model.load_state_dict(model.state_dict(), assign=True)
+    model.load_state_dict(twin.state_dict())
+    for one in (model, twin):
+        assert generate(one, cache).stats.reused_tokens == IDS.shape[1]
+
+
+@pytest.mark.parametrize("prepare", [with_module(torch.nn.Dropout(0.5)), with_config], ids=["module", "config"])
+def test_calls_with_dropout_neither_fill_nor_read_a_cache(
+    prepare: Callable[[Any], None], model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(model)
+    cache, logits, expected = SharedPrefixCache(), LogitsCache(), generate(model, None).sequences
+    model.train()
+    returned = generate(model, cache).past_key_values
+    assert generate(model, None, logits_cache=logits).stats.decoded_tokens
+    assert not cache.blocks
+    assert not len(logits)
+    assert "past_key_values is neither read nor filled, as dropout is active" in caplog.text
+    model.eval()
+    assert torch.equal(generate(model, cache, logits_cache=logits).sequences, expected)
     with pytest.raises(ValueError, match="weights changed"):
-        generate(model, cache)
+        generate(model, returned)
+    model.train()
+    again = generate(model, cache, logits_cache=logits).stats
+    assert (again.reused_tokens, again.replayed_tokens) == (0, 0)
+
+
+def test_training_mode_without_dropout_uses_caches(model: PreTrainedModel, cache: SharedPrefixCache) -> None:
+    model.train()
+    assert generate(model, cache).stats.reused_tokens == IDS.shape[1]
 
 
 def test_a_cache_serves_one_call_at_a_time(model: PreTrainedModel) -> None:

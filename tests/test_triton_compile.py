@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from hf_parallel.kernels.triton import attention as triton_attention  # noqa: E402
+from hf_parallel.kernels.triton import checksum as triton_checksum  # noqa: E402
 from hf_parallel.kernels.triton import launch  # noqa: E402
 from hf_parallel.kernels.triton import sampling as triton_sampling  # noqa: E402
 from hf_parallel.kernels.triton.launch import Tiling, select_tilings  # noqa: E402
@@ -223,11 +224,22 @@ def test_sampling_compiles_without_spills(
             assert 2 * used["REG"] * 32 * kernel.metadata.num_warps <= REGISTERS_PER_PROCESSOR
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+def test_checksums_compile_without_spills(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernel = Recorder(triton_checksum.row_sums_kernel)
+    monkeypatch.setattr(triton_checksum, "row_sums_kernel", kernel)
+    words, numbers = torch.zeros(3, 1024, dtype=torch.int32), torch.ones(2, 1024, dtype=torch.int64)
+    triton_checksum.row_sums(words, numbers, torch.zeros(3, 2, dtype=torch.int64))
+    used = resources(kernel.compiled(capability).asm["cubin"], tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
+
+
 @pytest.mark.slow
 def test_kernels_equal_the_oracle_in_the_interpreter() -> None:
-    """Run three files in a process that selects the interpreter before torch imports Triton."""
+    """Run four files in a process that selects the interpreter before torch imports Triton."""
     here = Path(__file__)
-    files = [str(here.with_name(name)) for name in ("test_triton.py", "test_graph.py", "test_triton_sampling.py")]
+    names = "test_triton.py", "test_graph.py", "test_triton_sampling.py", "test_checksum.py"
+    files = [str(here.with_name(name)) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=here.parents[1], env=environment, capture_output=True, text=True)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from hf_parallel.agents.state import joined_contents
+from hf_parallel.cache.fingerprint import fingerprint_of_present
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine, QueueFullError, RequestHandle
 from hf_parallel.engine.policies.scores import Contribution, ContributionScores
@@ -67,6 +68,10 @@ class EngineModel:
     def passes(self) -> int:
         """Number of forward passes so far."""
         return self.engine.stats.steps
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the engine's model, without its offloaded weights."""
+        return fingerprint_of_present(self.engine.model)
 
     @property
     def contributions(self) -> Mapping[str, Contribution]:

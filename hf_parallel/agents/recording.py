@@ -24,18 +24,19 @@ _COMPLETION = {field.name: _TEXTS if field.name == "texts" else COUNT for field 
 class Recording:
     """Results by the key of their operation: one JSON object per line, appended as they come.
 
-    A run with the same agents, arguments and seed finds its results and computes only what is missing.
+    A run with the same agents, arguments and seed finds its results and computes only what is missing. `model` is the
+    fingerprint of its model; None: not known, and not compared.
 
     Raises
     ------
     ValueError
-        If the file is not a recording, or of a run with another seed.
+        If the file is not a recording, or of a run with another seed or model.
     """
 
-    def __init__(self, path: str | Path, seed: int) -> None:
+    def __init__(self, path: str | Path, seed: int, model: str | None = None) -> None:
         self.path = Path(path)
         self._results: dict[str, dict[str, Any]] = {}
-        header = {"format": FORMAT, "seed": seed}
+        header = {"format": FORMAT, "seed": seed, "model": model}
         # A process that was killed may have written a part of a line.
         whole, rest = read_lines(self.path) if self.path.exists() else ("", b"")
         if whole:
@@ -51,9 +52,14 @@ class Recording:
         for number, line in enumerate(lines, 1):
             found = parse_json(line, f"{self.path}, line {number},")
             if number == 1:
-                if isinstance(found, dict) and found == {**header, "seed": found.get("seed")} != header:
-                    raise ValueError(f"{self.path} has the seed {found['seed']}, this Runtime {header['seed']}")
-                if found != header:
+                given = found if isinstance(found, dict) else {}
+                if None in (given.get("model"), header["model"]):  # older files lack it
+                    header["model"] = given["model"] = None
+                if given == {**header, "seed": given.get("seed")} != header:
+                    raise ValueError(f"{self.path} has the seed {given['seed']}, this Runtime {header['seed']}")
+                if given == {**header, "model": given["model"]} != header:
+                    raise ValueError(f"{self.path} was recorded with another model, or with other weights or adapters")
+                if given != header:
                     raise ValueError(f"{self.path} must begin with {header}, got {found!r}")
             else:
                 _check_result(found, f"{self.path}, line {number}")

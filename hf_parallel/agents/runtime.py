@@ -99,7 +99,8 @@ class Runtime:
             Arguments of the agent, which are copied.
         record : path, optional
             File in which completions and results of tools are recorded. If it exists, the run takes from it what it
-            holds: a run that was killed continues, and one that has ended replays without the model.
+            holds: a run that was killed continues, and one that has ended replays without the model. With other weights
+            of the engine's model, it raises `ValueError`.
 
         Returns
         -------
@@ -150,7 +151,11 @@ class Runtime:
             raise ValueError(
                 f"this Runtime has no engine, so that it needs a recording that exists, got record={record!r}"
             )
-        recording = None if record is None else Recording(record, self.seed)
+        recording = None
+        if record is not None:
+            model = self.model if isinstance(self.model, EngineModel) else None
+            name = None if model is None else await asyncio.to_thread(model.fingerprint)
+            recording = Recording(record, self.seed, name)
         run = Run(self.model, self.seed, self._max_requests, recording)
         values = await run.drive(agent, arguments, named)
         return AgentResult(values[-1] if values else None, values, run.trace, run.stats, run.functions)

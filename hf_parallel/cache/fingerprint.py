@@ -1,10 +1,12 @@
-"""Fingerprint of the function that a model computes: architecture, settings, dtype, adapters and weights."""
+"""Fingerprint of the function that a model computes: architecture, settings, dtype, adapters, dropout and weights."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,58 +15,75 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_parallel.cache.placement import execution_device
+from hf_parallel.kernels.checksum import checksums
 
-SAMPLES = 8
-"""Number of evenly spaced values that are hashed per parameter or buffer."""
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+_RANDOM = re.compile("drop|jitter")
+"""Names of settings with which modules make their results random in training."""
+_UNUSED = re.compile("classifier|summary")
+"""Names of settings of heads that generate nothing."""
 
 
 def fingerprint(model: PreTrainedModel, caller: str = "logits_cache") -> str:
     """Return a hash of the function that a model computes.
 
-    The hash covers the class, the config, the active PEFT adapters and some values of every parameter and buffer. It
-    changes after training, merging or switching an adapter, but not if only other values change. It does not cover the
-    version of transformers, although logits may differ in their last bits between versions; fields that a version adds
-    to the config change it. Raises a `ValueError` that names the `caller` if weights are offloaded.
+    The hash covers the class, the config, the active PEFT adapters, active dropout, and all bytes of every parameter
+    and buffer. Values that a quantized tensor consists of count, too. Equal models have equal fingerprints, in any
+    memory layout and on any device; of a `DTensor`, only the part of this process counts. It does not cover hooks, nor
+    the version of transformers, although logits may differ in their last bits between versions; fields that a version
+    adds to the config change it. Raises a `ValueError` that names the `caller` if weights are offloaded.
     """
-    config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+    require_present(model, caller)
+    return fingerprint_of_present(model)
+
+
+def require_present(model: nn.Module, caller: str) -> None:
+    """Raise a `ValueError` that names the `caller` if weights are offloaded."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(f"{caller} identifies models by their weights, but {name} is offloaded (meta device)")
+
+
+def fingerprint_of_present(model: nn.Module) -> str:
+    """Return the `fingerprint` of a model, without the values of its offloaded weights."""
+    config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}  # type: ignore[union-attr,operator]
     config.pop("transformers_version", None)
     kind = execution_device(model).type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    settings = [type(model).__name__, config, autocast, active_adapters(model)]
+    settings = [type(model).__name__, config, autocast, active_adapters(model), active_dropout(model)]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    tensors = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta:
-            raise ValueError(f"{caller} identifies models by their weights, but {name} is offloaded (meta device)")
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        tensors.append(tensor.detach())
-    for (dtype, _), values in _sampled(tensors).items():
-        exact = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
-        digest.update(values.to(exact).cpu().numpy().tobytes())
+    found = [part for name, one in (*model.named_parameters(), *model.named_buffers()) for part in _parts(name, one)]
+    present = [tensor for _, tensor in found if not tensor.is_meta]
+    for name, tensor in found:
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{tensor.is_meta}".encode())
+    for checksum in checksums(present):
+        digest.update(checksum)
     return digest.hexdigest()
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor  # the part of this process
-    size = tensor.numel()
-    step = max(1, size // SAMPLES)
-    if type(tensor) is torch.Tensor and tensor.is_contiguous():  # one operation, as models have hundreds of tensors
-        return tensor.as_strided((min(SAMPLES, size),), (step,))
-    return tensor.reshape(-1)[::step][:SAMPLES]
+def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the dense tensors of which a parameter or buffer consists, with names that hold its other properties."""
+    if isinstance(tensor, DTensor):
+        yield from _parts(name, tensor.to_local())
+    elif hasattr(tensor, "__tensor_flatten__"):
+        names, rest = tensor.__tensor_flatten__()
+        shown = re.sub(r" at 0x[0-9a-f]+", "", f"{type(tensor).__name__} {rest}")
+        for inner in names:
+            yield from _parts(f"{name}.{inner} {shown}", getattr(tensor, inner))
+    elif tensor.layout != torch.strided:
+        yield name, tensor.to_dense()
+    else:
+        yield name, tensor if type(tensor) in _PLAIN else tensor.detach().as_subclass(torch.Tensor)
+        yield from _of_state(f"{name}.quant_state", getattr(tensor, "quant_state", None))
 
 
-def sampled_values(model: nn.Module) -> dict[tuple[torch.dtype, torch.device], torch.Tensor]:
-    """Return some values of every floating-point parameter and buffer, as float32; not of offloaded or special ones."""
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-    plain = [t for t in tensors if type(t) is torch.Tensor and not t.is_meta and t.is_floating_point()]
-    return {kind: values.float().nan_to_num() for kind, values in _sampled(plain).items()}
-
-
-def _sampled(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.dtype, torch.device], torch.Tensor]:
-    samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        samples.setdefault((tensor.dtype, tensor.device), []).append(_sample(tensor))
-    return {kind: torch.cat(values) for kind, values in samples.items()}
+def _of_state(name: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the quantization state of a bitsandbytes parameter, and of the state nested in it."""
+    for key, value in sorted(getattr(state, "__dict__", {}).items()):
+        if isinstance(value, torch.Tensor):
+            yield f"{name}.{key}", value
+        elif hasattr(value, "__dict__"):
+            yield from _of_state(f"{name}.{key}", value)
 
 
 def active_adapters(model: nn.Module) -> list[Any]:
@@ -75,3 +94,28 @@ def active_adapters(model: nn.Module) -> list[Any]:
             layers += [module] if hasattr(module, "merged_adapters") else []
     names = ("active_adapters", "disable_adapters", "scaling", "merged_adapters")
     return [tuple(getattr(layer, name, None) for name in names) for layer in layers]
+
+
+def active_dropout(model: nn.Module) -> list[str]:
+    """Return the names of modules in training mode whose results are random, or depend on the other rows of a batch.
+
+    These are dropout modules, modules and configs with positive settings of dropout or jitter, functional dropout, and
+    batch normalization.
+    """
+    return [name for name, module in model.named_modules() if module.training and _is_random(module)]
+
+
+def _is_random(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.RReLU)):
+        return True
+    settings = {**getattr(getattr(module, "config", None), "__dict__", {}), **vars(module)}
+    names = [name for name, value in settings.items() if isinstance(value, float | int) and 0 < value < 1]
+    if any(_RANDOM.search(name) and not _UNUSED.search(name) for name in names):
+        return True
+    if _RANDOM.search(type(module).__name__.lower()) and any(name in vars(module) for name in names):
+        return True
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    used = () if code is None else code.co_names  # `F.dropout` with a constant: no other name says dropout
+    return "dropout" in used and not hasattr(module, "dropout") and sum("drop" in name for name in used) == 1

@@ -8,17 +8,16 @@ each has a root of its own.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from hf_parallel.cache.base import BlockCache
-from hf_parallel.cache.fingerprint import active_adapters, sampled_values
+from hf_parallel.cache.fingerprint import fingerprint_of_present
 from hf_parallel.cache.layout import Block
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.kernels import RotarySpec
@@ -69,42 +68,6 @@ class Node:
         return self.tokens if self.block is None else self.tokens[self.block.length :]
 
 
-class _WeightsVersion:
-    """The version of a model's weights that filled a cache. It is pickled as None, as object ids are not portable."""
-
-    def __init__(self, model: nn.Module, with_values: bool) -> None:
-        self._model = weakref.ref(model)
-        self._versions, self._values = self._read(model), sampled_values(model) if with_values else None
-
-    def check(self, model: nn.Module) -> None:
-        """Raise `ValueError` for another model, or if its parameters, adapters or sampled weights have changed."""
-        if self._model() is not model:
-            raise ValueError("past_key_values was filled by another model: reset() it first, or pass a new cache")
-        if self._read(model) != self._versions or not self._has_equal_values(model):
-            raise ValueError("past_key_values was filled before the model's weights changed: reset() it first")
-
-    def _has_equal_values(self, model: nn.Module) -> bool:
-        before, now = self._values, {} if self._values is None else sampled_values(model)
-        return before is None or (before.keys() == now.keys() and all(map(torch.equal, before.values(), now.values())))
-
-    @staticmethod
-    def _read(model: nn.Module) -> list[Any]:
-        """Active adapters, and object id and version counter of each parameter.
-
-        Offloaded parameters are left out: they are replaced at each use. Buffers are compared by value: some rotary
-        embeddings register them again in each forward pass.
-        """
-        present = (parameter for parameter in model.parameters() if not parameter.is_meta)
-        versions = [(id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in present]
-        return [str(active_adapters(model)), *versions]
-
-    def __deepcopy__(self, memo: Any) -> _WeightsVersion:
-        return self
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
 class SharedPrefixCache(BlockCache):
     """Prompts and completions as a tree of shared prefixes.
 
@@ -137,20 +100,22 @@ class SharedPrefixCache(BlockCache):
             raise ValueError(f"max_bytes must be a positive int or None, got {max_bytes!r}")
         self.max_bytes = max_bytes
         self._calls = 0
-        self._filled_by: _WeightsVersion | None = None
+        self._filled_by: tuple[str, str] | None = None  # fingerprint and device of the model; None: not known
         self._user: Any = None  # the call that claimed the cache last
 
-    def claim(self, model: nn.Module, user: Any = None, kept: bool = True) -> None:
+    def claim(
+        self, model: PreTrainedModel, user: Any = None, kept: bool = True, fingerprint: str | None = None
+    ) -> None:
         """Start a call of `model`: check that the cache was filled by it, and evict down to `max_bytes`.
 
         `user` represents the call: while its `active` is true, no other call can claim the cache. `kept` says whether
-        the cache outlives the call; then some values of the weights are compared too, as writes through `.data` leave
-        no other trace.
+        the cache outlives the call. If so, the fingerprint of the model is compared, which reads all its weights once
+        if it is not given. Values of offloaded weights do not count.
 
         Raises
         ------
         ValueError
-            If the cache was filled by another model, or before the model's weights or adapters changed.
+            If the cache was filled by another model, or before the model's weights, adapters or dropout changed.
         RuntimeError
             If another call uses the cache.
         """
@@ -160,10 +125,13 @@ class SharedPrefixCache(BlockCache):
             self._user = user
         if not self.blocks and not self._has_device:
             self.device = execution_device(model)
-        if self.blocks and self._filled_by is not None:
-            self._filled_by.check(model)
-        else:
-            self._filled_by = _WeightsVersion(model, kept)
+        key = (fingerprint or fingerprint_of_present(model), str(execution_device(model))) if kept else None
+        if kept and self.blocks and key != self._filled_by:
+            raise ValueError(
+                "past_key_values was filled by another model, or before the model's weights changed: reset() it first, "
+                "or pass a new cache"
+            )
+        self._filled_by = key
         self._calls += 1
         self._evict()
 

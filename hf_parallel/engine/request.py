@@ -135,7 +135,7 @@ class Request:
 
     def fingerprint(self) -> str:
         """See `Executor.fingerprint`."""
-        return self._storage.fingerprint(self.call.model)
+        return self._storage.fingerprint
 
     def wait(self) -> None:
         """Let the other requests go on for one step."""
@@ -200,7 +200,7 @@ class Request:
     def _generate(self) -> None:
         try:
             output = self.config.make_run(self.call).generate()
-            self._storage.check_weights(self.call.model)
+            self._storage.check_weights(self.call.model, ending=self)
             output = replace(output, past_key_values=None)  # the storage belongs to the engine
         except BaseException as error:
             if isinstance(error, greenlet.GreenletExit) and self._coroutine is None:  # see `restart`

@@ -36,7 +36,7 @@ class RequestCache(SharedPrefixCache):
         for block in list(self.blocks):
             self.free(block)
 
-    def claim(self, model: Any, user: Any = None, kept: bool = True) -> None:
+    def claim(self, model: Any, user: Any = None, kept: bool = True, fingerprint: str | None = None) -> None:
         """Do nothing: the engine holds the model, and checks its weights."""
 
     def new_blocks(self, count: int, capacity: int = 0, base: int = 0) -> list[Block]:

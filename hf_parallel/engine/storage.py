@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from hf_parallel.cache.arena import Arena, Extent
-from hf_parallel.cache.fingerprint import fingerprint
+from hf_parallel.cache.fingerprint import active_adapters
 from hf_parallel.cache.layout import Block
 from hf_parallel.cache.shared_prefix import Node, SharedPrefixCache
 from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed, RequestObserver
@@ -100,7 +99,7 @@ class KVStorage(SharedPrefixCache):
         self._leaves: dict[Any, list[Node]] = {}  # nodes at which the rows of a request begin or end, by request
         self.computing: dict[Node, Any] = {}  # the request that computes the uncached tokens of a node
         self._checked = -1  # step in which the weights were checked, and no pass has run since
-        self._fingerprint: tuple[Any, str] = None, ""  # of the model, and the version of its weights
+        self._versions: list[Any] = []  # see `_versions`, at the last check of all weights
 
     def reset(self) -> None:
         """Delete everything and release all memory."""
@@ -109,31 +108,45 @@ class KVStorage(SharedPrefixCache):
         self.arena = BoundedArena()
         self.arena.max_slots = self.max_tokens
         self.pins, self.computing, self._leaves = {}, {}, {}
-        self._checked, self._fingerprint = -1, (None, "")
+        self._checked, self._versions = -1, []
 
-    def check_weights(self, model: nn.Module) -> None:
-        """Raise `WeightsChangedError` if the keys and values were computed with other weights of the model.
+    def check_weights(self, model: PreTrainedModel, ending: Any = None) -> None:
+        """Raise `WeightsChangedError` if the weights of the model are or were others since the last check.
 
+        Reads all weights if requests begin, or if the request that is `ending` is the last one. While others run, it
+        compares only what PyTorch counts: a write through `Tensor.data` is noticed by the next check of all weights.
         Requests that begin or end in the same step, between two passes, share one check.
         """
         if self._checked == self.clock:
             return
+        is_equal = not self.blocks or _versions(model) == self._versions
         try:
-            self.claim(model)
-        except ValueError as error:
-            raise WeightsChangedError("the model's weights changed while the request ran") from error
-        self._checked = self.clock
+            if is_equal and (ending is None or not self._leaves.keys() - {ending}):
+                self.claim(model)
+                self._checked = self.clock
+        except ValueError:
+            is_equal = False
+        if not is_equal:
+            raise WeightsChangedError("the model's weights changed while the request ran")
+
+    def claim(
+        self, model: PreTrainedModel, user: Any = None, kept: bool = True, fingerprint: str | None = None
+    ) -> None:
+        """See `SharedPrefixCache.claim`."""
+        versions = _versions(model)  # before the values are read: a change meanwhile is noticed
+        super().claim(model, user, kept, fingerprint)
+        self._versions = versions
 
     def commit(self) -> None:
         """See `BlockCache.commit`."""
         super().commit()
         self._checked = -1
 
-    def fingerprint(self, model: PreTrainedModel) -> str:
-        """Return the fingerprint of the model; requests share it as long as `check_weights` finds the same weights."""
-        if self._filled_by is None or self._fingerprint[0] is not self._filled_by:
-            self._fingerprint = self._filled_by, fingerprint(model)
-        return self._fingerprint[1]
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the model as of the last check of all weights."""
+        assert self._filled_by is not None, "the engine claims the storage when it opens"
+        return self._filled_by[0]
 
     def set_token_size(self, bytes_per_token: int) -> None:
         """Apply the budget, given the bytes of one token over all layers."""
@@ -347,6 +360,16 @@ class KVStorage(SharedPrefixCache):
         self._last = None
         block.parts = head, tail
         return head, tail
+
+
+def _versions(model: PreTrainedModel) -> list[Any]:
+    """Return what changes with the weights and costs little: adapters, and id and version counter of each parameter.
+
+    Offloaded parameters are left out: they are replaced at each use. Some rotary embeddings replace buffers, too.
+    """
+    present = (parameter for parameter in model.parameters() if not parameter.is_meta)
+    versions = [(id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in present]
+    return [str(active_adapters(model)), *versions]
 
 
 def cached_length(node: Node) -> int:

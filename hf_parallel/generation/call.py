@@ -10,8 +10,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.utils import logging
 
 from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.cache.fingerprint import active_dropout, fingerprint_of_present
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.arguments import check_model_inputs, encode
 from hf_parallel.generation.progress import Progress
@@ -20,6 +22,8 @@ from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.transcript.record import Record
+
+_logger = logging.get_logger(__name__)
 
 C = TypeVar("C", bound=BlockCache)
 
@@ -106,6 +110,11 @@ class GenerationCall:
         shared = sum(_common_length(a, b) for a, b in zip(prompts, prompts[1:], strict=False))
         return sum(map(len, prompts)) - shared
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model, without its offloaded weights."""
+        return fingerprint_of_present(self.model) if self.executor is None else self.executor.fingerprint()
+
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text of the settings."""
         return len(encode(self.tokenizer, text)) if text else 0
@@ -170,9 +179,23 @@ def make_call(
             f"invalidate cached keys; prompt and new tokens may have at most that many, got {longest}"
         )
     record.prompts, record.begin, record.has_gaps = prompts, input_ids.shape[1], capabilities.has_window and any(gaps)
-    prepared["past_key_values"] = cache if isinstance(cache, BlockCache) else None  # else an empty DynamicCache
+    is_usable = isinstance(cache, BlockCache) and not has_dropout(model, "past_key_values")
+    prepared["past_key_values"] = cache if is_usable else None  # else an empty DynamicCache
     ids = input_ids.to(execution_device(model), torch.int64)
     return GenerationCall(model, capabilities, ids, prompts, gaps, tokenizer=tokenizer, record=record, **prepared)
+
+
+def has_dropout(model: PreTrainedModel, cache: str) -> bool:
+    """Return whether dropout is active; then warn that a call does not use the cache, whose contents it would change.
+
+    No later call would compute the same.
+    """
+    if names := active_dropout(model):
+        _logger.warning_once(
+            f"{cache} is neither read nor filled, as dropout is active in {names[0] or type(model).__name__} "
+            f"({len(names)} modules): call model.eval() first"
+        )
+    return bool(names)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

@@ -1,4 +1,4 @@
-"""Loads `cpu_attention.c` and `cpu_linear.c`, compiled once per machine by its own C compiler.
+"""Loads the C kernels, compiled once per machine by its own C compiler.
 
 Without a compiler, PyTorch and oneDNN compute the same, more slowly. `HF_PARALLEL_NATIVE=0` disables the kernels.
 """
@@ -29,7 +29,7 @@ MAX_TOKENS = 16  # tokens up to which the kernel of linear layers was measured t
 
 _OMP_PAUSE_SOFT = 1
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp")
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.c", "cpu_linear.c"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.c", "cpu_linear.c", "cpu_checksum.c"))
 _logger = logging.get_logger(__name__)
 
 
@@ -118,6 +118,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
+def supports_row_sums() -> bool:
+    """Whether the kernel of checksums is available."""
+    return _library() is not None
+
+
+def row_sums(words: Tensor, multipliers: Tensor, out: Tensor) -> None:
+    """Write sums of rows; see `hf_parallel.kernels.checksum`."""
+    library = _library()
+    assert library is not None, "supports_row_sums() was not checked"
+    pointers = (tensor.data_ptr() for tensor in (words, multipliers, out))
+    library.row_sums(*pointers, len(words), torch.get_num_threads())
+
+
 def release_threads() -> None:
     """End the idle OpenMP threads of the calling thread; its next parallel operation starts new ones.
 
@@ -156,6 +169,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.attend.restype = ctypes.c_int
     library.linear.argtypes = [*[pointer] * 4, *[size] * 3, ctypes.c_int]
     library.linear.restype = None
+    library.row_sums.argtypes = [*[pointer] * 3, size, ctypes.c_int]
+    library.row_sums.restype = None
     return library, ""
 
 

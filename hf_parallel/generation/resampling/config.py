@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_parallel.cache.logits import LogitsCache
+from hf_parallel.generation.call import has_dropout
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.resampling.policies import make_policy
@@ -57,7 +58,7 @@ def replaying(
     `prompts` are those of rows 0, 1, ... (see `with_gaps`); not needed for rows of groups, for
     which nothing is prefetched.
     """
-    if config.logits_cache is None:
+    if config.logits_cache is None or has_dropout(loop.call.model, "logits_cache"):
         yield
         return
     policy, prefetch = make_policy(config.replay), config.prefetch if len(prompts) else False

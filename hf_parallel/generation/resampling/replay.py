@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_parallel.cache.fingerprint import fingerprint
+from hf_parallel.cache.fingerprint import require_present
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.cache.placement import execution_device
@@ -53,8 +53,8 @@ class Replayer:
     def __init__(self, loop: DecodeLoop, cache: LogitsCache, policy: ReplayPolicy, prefetch: bool | None) -> None:
         self.cache, self.policy, self.sampler, self.stats = cache, policy, loop.sampler, loop.stats
         self._required = _required_logits(cache, loop.call)
-        executor = loop.call.executor
-        self.model_key = fingerprint(loop.call.model) if executor is None else executor.fingerprint()
+        require_present(loop.call.model, "logits_cache")
+        self.model_key = loop.call.fingerprint
         head = loop.call.model.get_output_embeddings()
         cache.check_vocabulary(self.model_key, getattr(head, "out_features", None) or vocabulary_size(loop.call.model))
         self.prompts: list[TrieNode] = []  # nodes of the distinct prompts

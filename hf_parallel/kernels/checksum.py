@@ -1,0 +1,94 @@
+"""Checksums of the bytes of tensors, by which any change of a model's weights is noticed.
+
+Bytes are read as rows of 1024 words of 32 bits. A row has two sums, each of its words times random odd 64-bit numbers,
+modulo 2^64 (multilinear hashing; Lemire and Kaser, "Strongly universal string hashing is fast", 2014). A row with one
+changed word always has other sums, as odd numbers are invertible; with several, it has equal sums with a probability of
+at most 2^-64, whatever changed. The sums of a tensor's rows are summed once more in the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from hf_parallel.kernels import native
+from hf_parallel.kernels.dispatch import select_backend
+
+WIDTH, COLUMNS = 1024, 2
+_ROW = 4 * WIDTH  # bytes
+_SPAN = WIDTH // (2 * COLUMNS)  # sums of so many rows are a row themselves
+_CHUNK = {"cpu": 256, "other": 4096}  # rows of which PyTorch computes the products at a time
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """Return a checksum of the values of each tensor, equal for equal values in any memory layout and on any device.
+
+    Tensors are dense. Reads each once, on its device, and copies 1/65536 of it to the CPU, at least 16 bytes. A tensor
+    that is not contiguous is copied first.
+    """
+    found: dict[int, bytes] = {}
+    for device in {tensor.device for tensor in tensors}:
+        own = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        found.update(zip(own, _of_device([tensors[index] for index in own], device), strict=True))
+    return [found[index] for index in range(len(tensors))]
+
+
+@torch.no_grad()
+def _of_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[bytes]:
+    spans = [-(-tensor.numel() * tensor.element_size() // (_ROW * _SPAN)) for tensor in tensors]
+    sums = torch.zeros(sum(spans) * _SPAN, COLUMNS, dtype=torch.int64, device=device)
+    rests: list[torch.Tensor] = []  # the bytes of each tensor after its last whole row
+    rows_of_rests: list[int] = []
+    begin = 0
+    for tensor, span in zip(tensors, spans, strict=True):
+        values = _bytes(tensor)
+        whole = len(values) // _ROW
+        if whole:
+            row_sums(values[: whole * _ROW].view(torch.int32).view(whole, WIDTH), sums[begin : begin + whole])
+        if len(values) > whole * _ROW:
+            rests.append(values[whole * _ROW :].clone())
+            rows_of_rests.append(begin + whole)
+        begin += span * _SPAN
+    if rests:
+        padded = torch.zeros(len(rests), _ROW, dtype=torch.uint8, device=device)
+        for row, rest in zip(padded, rests, strict=True):
+            row[: len(rest)] = rest
+        of_rests = sums.new_empty(len(rests), COLUMNS)
+        row_sums(padded.view(torch.int32), of_rests)
+        sums[torch.tensor(rows_of_rests, device=device)] = of_rests
+    total = sums.new_empty(sum(spans), COLUMNS)
+    row_sums(sums.view(torch.int32).view(-1, WIDTH), total)
+    parts = np.split(total.cpu().numpy(), np.cumsum(spans)[:-1])
+    return [part.astype("<i8").tobytes() for part in parts]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, uint8 `[n]`, a view if possible."""
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return values.clone() if values.storage_offset() % 4 else values  # words need an aligned offset
+
+
+def row_sums(words: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sums of words, int32 `[rows, 1024]`, to `out`, int64 `[rows, 2]`; both contiguous."""
+    device, numbers = words.device, _multipliers(words.device)
+    if select_backend(device) == "triton":
+        importlib.import_module(".triton.checksum", __package__).row_sums(words, numbers, out)
+    elif device.type == "cpu" and native.supports_row_sums():
+        native.row_sums(words, numbers, out)
+    else:
+        size = _CHUNK.get(device.type, _CHUNK["other"])
+        for part, sums in zip(words.split(size), out.split(size), strict=True):
+            for column in range(COLUMNS):
+                sums[:, column] = (part * numbers[column]).sum(1)
+
+
+@lru_cache
+def _multipliers(device: torch.device) -> torch.Tensor:
+    """Random odd numbers, int64 `[2, 1024]`: the same in every process, as checksums are stored in files."""
+    random = hashlib.shake_256(b"hf_parallel.kernels.checksum").digest(COLUMNS * WIDTH * 8)
+    return torch.from_numpy(np.frombuffer(random, "<i8").reshape(COLUMNS, WIDTH) | 1).to(device)
