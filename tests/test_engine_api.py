@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -470,6 +471,26 @@ def test_close_without_draining_cancels() -> None:
         engine.close(drain=False)
         engine.close()
     assert isinstance(handle.error, RequestCancelledError)
+
+
+def test_an_engine_that_is_interrupted_while_it_opens_gives_the_model_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, opening = hf_parallel.enable(twin()), Engine._open_storage
+
+    def interrupt(self: Engine) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.2)  # the caller's thread goes on while the engine opens
+        opening(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_open_storage", interrupt)
+        with pytest.raises(KeyboardInterrupt), Engine(model):
+            pass
+    assert model.generate(torch.tensor([IDS]), generation_mode="shared_prefix", max_new_tokens=1).shape[0] == 1
+    assert not caplog.records
+    with Engine(model) as other:
+        assert other.submit(IDS, max_new_tokens=1).result(20)
 
 
 def test_two_engines_of_one_model_raise() -> None:

@@ -117,15 +117,12 @@ class Engine:
         try:
             self._thread.start()
             started.wait()
-        except BaseException:  # Ctrl-C
-            with self._changed:
-                self._closing = True
-                self._changed.notify_all()
+            if self._error is not None:
+                raise self._error
+            atexit.register(self.close, drain=False)  # a thread that computes while the process ends would abort it
+        except BaseException:  # also Ctrl-C: the thread gives the model back before the process may end
+            self.close(drain=False)
             raise
-        if self._error is not None:
-            self._thread.join()
-            raise self._error
-        atexit.register(self.close, drain=False)  # a thread that computes while the process ends would abort it
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -143,8 +140,9 @@ class Engine:
         with self._changed:
             self._closing, self._draining = True, drain
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+            thread.join()
 
     def submit(
         self,
