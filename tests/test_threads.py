@@ -19,6 +19,7 @@ import torch
 
 import hf_parallel
 from hf_parallel.cache import BlockCache
+from hf_parallel.engine import Engine
 from hf_parallel.generation.claim import Claim
 from hf_parallel.models.attention import IMPLEMENTATION, block_attention_enabled
 
@@ -208,23 +209,50 @@ def test_a_processor_may_run_the_model_itself(model: Any) -> None:
     assert torch.equal(generate(model, PROMPTS[0], generation_mode="shared_prefix", logits_processor=[check]), plain)
 
 
-def test_plain_generate_while_a_mode_is_prepared_raises(model: Any) -> None:
-    """A streamer receives the prompt before the call begins."""
-    expected, errors = generate(model, PROMPTS[0]), []
+class PromptStreamer:
+    """Calls a function when it receives the prompt, which is before the call begins."""
 
-    class Streamer:
-        def put(self, value: torch.Tensor) -> None:
-            if value.ndim > 1:
-                with pytest.raises(RuntimeError, match="already generating") as raised:
-                    generate(model, PROMPTS[1])
-                errors.append(raised)
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.calls = [call]
 
-        def end(self) -> None:
-            pass
+    def put(self, value: torch.Tensor) -> None:
+        if self.calls:
+            self.calls.pop()()
 
-    out = generate(model, PROMPTS[0], generation_mode="shared_prefix", streamer=Streamer())
-    assert torch.equal(out, expected)
-    assert len(errors) == 1
+    def end(self) -> None:
+        pass
+
+
+def test_a_streamer_may_run_other_models_while_its_call_is_prepared(model: Any) -> None:
+    """Three models, nested: each call continues after those that its streamer has started, and a model in use raises."""
+    models = [model, *(hf_parallel.enable(copy.deepcopy(model)) for _ in range(2))]
+    expected = generate(model, PROMPTS[0])
+    outcomes = []
+
+    def nest(depth: int) -> None:
+        for busy in models[:depth]:
+            for mode in (None, "shared_prefix"):
+                with pytest.raises(RuntimeError, match="already generating"):
+                    generate(busy, PROMPTS[1], generation_mode=mode)
+        for unused in models[depth:]:
+            assert torch.equal(generate(unused, PROMPTS[0]), expected)
+        if depth < len(models):
+            streamer = PromptStreamer(lambda: nest(depth + 1))
+            outcomes.append(generate(models[depth], PROMPTS[0], generation_mode="shared_prefix", streamer=streamer))
+
+    nest(0)
+    assert len(outcomes) == len(models)
+    assert all(torch.equal(outcome, expected) for outcome in outcomes)
+
+
+def test_a_streamer_may_submit_to_an_engine_while_its_request_is_prepared(model: Any) -> None:
+    expected, inner = [generate(model, prompt) for prompt in PROMPTS], []
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    with Engine(model) as engine:
+        streamer = PromptStreamer(lambda: inner.append(engine.submit(PROMPTS[1], **settings)))
+        outer = engine.submit(PROMPTS[0], streamer=streamer, **settings)
+        for handle, tokens in zip([outer, *inner], expected, strict=True):
+            assert torch.equal(handle.result(20).sequences, tokens)
 
 
 def test_a_config_that_is_copied_during_a_pass_is_a_plain_one(model: Any) -> None:

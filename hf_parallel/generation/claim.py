@@ -1,4 +1,4 @@
-"""Claim: a thread's hold on a model; and the call that a thread lets transformers prepare."""
+"""Claim: a thread's hold on a model; and the calls that a thread lets transformers prepare."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ class Claim:
 
 
 class Preparation(threading.local):
-    """The call that a thread lets transformers prepare: its model, config and claim."""
+    """The calls that a thread lets transformers prepare: the model, config and claim of each.
 
-    call: tuple[Any, Any, Claim] | None = None
+    The last one is the innermost: a streamer that receives the prompt of a call may prepare another one.
+    """
+
+    calls: tuple[tuple[Any, Any, Claim], ...] = ()
 
 
 preparation = Preparation()

@@ -146,11 +146,12 @@ class ParallelGenerationMixin:
         self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim, prepared: Any
     ) -> GenerationCall:
         progress = take_progress(config.mode, kwargs)
+        outer = preparation.calls
         try:
-            preparation.call = self, config, claim
+            preparation.calls = *outer, (self, config, claim)
             call = dataclasses.replace(self._generate(kwargs, ()), prepared=prepared, progress=progress)
         finally:
-            preparation.call = None
+            preparation.calls = outer
         begin_call = getattr(call.streamer, "begin_call", None)
         if callable(begin_call):
             begin_call(call)
@@ -182,7 +183,7 @@ class ParallelGenerationMixin:
 
     def _prepares(self) -> bool:
         """Return whether this thread is preparing a call of a mode of this model."""
-        return preparation.call is not None and preparation.call[0] is self
+        return any(model is self for model, *_ in preparation.calls)
 
     def _active_claim(self) -> Claim | None:
         claim = self._parallel_claim
@@ -204,11 +205,11 @@ class ParallelGenerationMixin:
         **model_kwargs: Any,
     ) -> Any:
         """Return the prepared call if a mode prepares one in this thread; otherwise sample as transformers does."""
-        if preparation.call is None or preparation.call[0] is not self:
+        if not preparation.calls or preparation.calls[-1][0] is not self:
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
-        (_, config, claim), preparation.call = preparation.call, None
+        *_, (_, config, claim) = preparation.calls
         return make_call(
             self,
             input_ids,
