@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from serving import small_model
 from hf_parallel.agents import AgentError, Chat, ContributionPolicy, Runtime, agent, gather, next, spawn
 from hf_parallel.agents.drawing.page import render
 from hf_parallel.engine import Engine
+from hf_parallel.generation import MODES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,13 +107,32 @@ def test_the_trace_holds_the_size_of_the_cache_and_the_scores_of_the_agents() ->
     assert "<html" in render(trace)
 
 
-def test_an_error_of_a_request_reaches_the_agent(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be an int of at least 1, got 0"),
+        ({"tools": [1]}, "generate has no setting 'tools' (got [1])"),
+        ({"num_worker": 2}, "generate has no setting 'num_worker' (got 2)"),
+        ({"num_beams": 2}, "num_beams=2 is not supported by an engine"),
+        ({"penalty_alpha": 0.5, "top_k": 4}, "penalty_alpha=0.5 is not supported by an engine"),
+        ({"assistant_model": object()}, "assistant_model is not supported by an engine"),
+        ({"labels": [1]}, "labels is not supported by an engine"),
+    ],
+)
+def test_an_error_of_a_request_names_no_mode_that_nobody_chose(
+    engine: Engine, settings: dict[str, Any], message: str
+) -> None:
     @agent
     async def wrong() -> Any:
-        yield await Chat().user("q").gen(max_new_tokens=0)
+        yield await Chat().user("q").gen(**settings)
 
-    with pytest.raises(AgentError, match="max_new_tokens"):
-        Runtime(engine).run(wrong)
+    for raising in (
+        lambda: engine.submit("q", **settings),
+        *(lambda cached=cached: Runtime(engine, logits_cache=cached).run(wrong) for cached in (True, False)),
+    ):
+        with pytest.raises((ValueError, AgentError), match=re.escape(message)) as raised:
+            raising()
+        assert not any(f"{mode!r}" in str(raised.value) for mode in MODES)
 
 
 def test_nothing_is_lost_or_left_when_agents_fail_time_out_and_are_cancelled() -> None:

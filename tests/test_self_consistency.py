@@ -454,7 +454,7 @@ class Foreign(AsciiTokenizer):
         ({"do_sample": False}, "give do_sample=True"),
         ({"tokenizer": None}, "self_consistency reads the generated text"),
         ({"tokenizer": "gpt2"}, "tokenizer"),
-        ({"vote": "final", "min_new_tokens": 3}, "min_length=26 cannot be honoured by vote='final'"),
+        ({"vote": "final", "min_new_tokens": 3}, "min_new_tokens=3 cannot be honoured by vote='final'"),
         ({"vote": "final", "forced_eos_token_id": 5}, "forced_eos_token_id"),
         ({"vote": "final", "tokenizer": Foreign()}, "vocabulary"),
         ({"past_key_values": BlockCache()}, "past_key_values must be a SharedPrefixCache, got BlockCache"),

@@ -199,7 +199,7 @@ def test_a_parallel_streamer_receives_every_text() -> None:
         ({"tokenizer": Foreign()}, "vocabulary"),
         ({"output_scores": True}, "output_scores cannot be honoured"),
         ({"output_logits": True}, "output_logits cannot be honoured"),
-        ({"min_new_tokens": 2}, "min_length=3 cannot be honoured"),
+        ({"min_new_tokens": 2}, "min_new_tokens=2 cannot be honoured"),
         ({"exponential_decay_length_penalty": (3, 2.0), "eos_token_id": 2}, "exponential_decay_length_penalty"),
         ({"begin_suppress_tokens": [5]}, "begin_suppress_tokens"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [5]}, "prefix_allowed_tokens_fn cannot be honoured"),

@@ -13,7 +13,6 @@ from hf_parallel.cache.fingerprint import fingerprint_of_present
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine, QueueFullError, RequestHandle
 from hf_parallel.engine.policies.scores import Contribution, ContributionScores
-from hf_parallel.generation.modes import ResampleConfig
 from hf_parallel.generation.rng import mix
 
 RETRY_SECONDS = 0.05
@@ -87,8 +86,7 @@ class EngineModel:
         if given.get("do_sample") is not False:  # the model's generation config may say that it samples
             given.setdefault("seed", seed)
         if self.logits_cache is not None and given.get("generation_mode") is None and "parallel_config" not in given:
-            own = {name: given.pop(name) for name in ResampleConfig.fields() if name in given}
-            given["parallel_config"] = ResampleConfig(**{"logits_cache": self.logits_cache, **own})
+            given.setdefault("logits_cache", self.logits_cache)
         prompt: Any = list(messages)
         if not getattr(self.engine.tokenizer, "chat_template", None):
             prompt = joined_contents(messages)

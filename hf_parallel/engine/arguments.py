@@ -58,6 +58,7 @@ def split_arguments(
             raise ValueError("parallel_config was given without a generation_mode")
         own = {name: arguments.pop(name) for name in MODES[PLAIN_MODE].fields() if name in arguments}
         config = make_config(PLAIN_MODE, own)
+        config.is_implicit = True
     else:
         if mode is not None:
             arguments["generation_mode"] = mode

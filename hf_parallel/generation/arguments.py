@@ -51,7 +51,7 @@ _UNSUPPORTED_SETTINGS: dict[str, Any] = {
     "cache_implementation": (None, "dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked"),
 }
 """Settings of `GenerationConfig` that no mode supports, with the values that disable them or change no token."""
-_PLAINLY = "; generate(..., generation_mode=None) generates without a mode"
+_PLAINLY = "; model.generate(..., generation_mode=None) generates without a mode"
 _SUPPORTED_STRATEGIES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 """Decoding strategies of `generate` that call `_sample`, where a mode takes over."""
 _MINIMUM = {
@@ -143,12 +143,12 @@ def _method_parameters(method: Any) -> frozenset[str]:
     return frozenset(inspect.signature(method).parameters) - {"self"}
 
 
-def check_supported_arguments(mode: str, kwargs: Mapping[str, Any]) -> None:
+def check_supported_arguments(title: str, kwargs: Mapping[str, Any]) -> None:
     """Raise `ValueError` for an argument of `generate` that no mode supports."""
     for name in _UNSUPPORTED_ARGUMENTS:
         value = kwargs.get(name)
         if value is not None and value is not False and not (name == "logits_to_keep" and is_int(value) and value == 0):
-            raise ValueError(f"{name} is not supported by generation_mode={mode!r}{_PLAINLY}")
+            raise ValueError(f"{name} is not supported by {title}{_PLAINLY}")
 
 
 def check_not_compiled(model: nn.Module) -> None:
@@ -185,23 +185,23 @@ def _plain_function(method: Any) -> Any:
     return getattr(method, "__func__", method)
 
 
-def check_no_adapter_names(mode: str, model: nn.Module) -> None:
+def check_no_adapter_names(title: str, model: nn.Module) -> None:
     """Raise `ValueError` if PEFT passes an adapter per row to the layers: the rows of a mode share forward passes."""
     for module in _modules(model):
         for hook in module._forward_pre_hooks.values():  # PEFT passes them by a `functools.partial`
             for name in ("adapter_names", "alora_offsets"):
                 if (value := getattr(hook, "keywords", {}).get(name)) is not None:
                     raise ValueError(
-                        f"{name}={value!r} is not supported by generation_mode={mode!r}, use one adapter for all rows "
+                        f"{name}={value!r} is not supported by {title}, use one adapter for all rows "
                         f"(set_adapter); a call that raised may have left it in the layers' forward_pre_hooks"
                     )
 
 
-def check_model_inputs(mode: str, inputs: Mapping[str, Any]) -> None:
+def check_model_inputs(title: str, inputs: Mapping[str, Any]) -> None:
     """Raise `ValueError` for arguments of `model.forward` that no mode supports, such as images."""
     empty = (name for name, value in inputs.items() if value is None or value is False or value == {})
     if unknown := sorted(inputs.keys() - {*_SUPPORTED_INPUTS, *empty}):
-        raise ValueError(f"{unknown} are not supported by generation_mode={mode!r}: pass token ids and settings only")
+        raise ValueError(f"{unknown} are not supported by {title}: pass token ids and settings only")
 
 
 def check_tokens(config: GenerationConfig, vocabulary: int, prompt_length: int) -> None:
@@ -215,16 +215,16 @@ def check_tokens(config: GenerationConfig, vocabulary: int, prompt_length: int) 
             raise ValueError(f"{name} must be token ids below {vocabulary}, the size of the vocabulary, got {value!r}")
 
 
-def check_supported_settings(mode: str, config: GenerationConfig) -> None:
+def check_supported_settings(title: str, config: GenerationConfig) -> None:
     """Raise `ValueError` for a setting, or a decoding strategy, that no mode supports."""
     for name, harmless in _UNSUPPORTED_SETTINGS.items():
         value = getattr(config, name, None)
         if value not in harmless and (config.return_dict_in_generate or name not in _RETURNED):
             allowed = " or ".join(map(repr, harmless))
-            refused = f"{name}={value!r} is not supported by generation_mode={mode!r}"
+            refused = f"{name}={value!r} is not supported by {title}"
             raise ValueError(f"{refused}; allowed: {allowed}{_PLAINLY}")
     if (strategy := config.get_generation_mode()) not in _SUPPORTED_STRATEGIES:
-        refused = f"these settings select {strategy.value}, which generation_mode={mode!r} does not support"
+        refused = f"these settings select {strategy.value}, which {title} does not support"
         raise ValueError(refused + _PLAINLY)
 
 

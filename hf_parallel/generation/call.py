@@ -164,7 +164,7 @@ def make_call(
     capabilities: Capabilities = model._parallel_capabilities
     tokenizer, cache = model_kwargs.pop("tokenizer", None), model_kwargs.pop("past_key_values", None)
     mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
-    check_model_inputs(record.mode, model_kwargs)
+    check_model_inputs(record.config.title, model_kwargs)
     prompts, gaps = _unpad(input_ids, mask, positions)
     vocabulary = vocabulary_size(model)
     for row, prompt in enumerate(prompts):

@@ -116,6 +116,8 @@ class ParallelConfig:
     cuda_graph: bool = True
     compile: bool | None = None
     _given: set[str] = dataclasses.field(init=False, repr=False, compare=False)
+    is_implicit: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
+    """Whether the caller has named no mode, as in a plain request of an engine. Errors do not name it then."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         """Store which settings were passed: one passed with its default value still overrides a stored one."""
@@ -146,6 +148,11 @@ class ParallelConfig:
     def make_run(self, call: GenerationCall) -> ModeRun:
         """Return the run of one call."""
         raise NotImplementedError(f"{type(self).__name__} has no make_run")
+
+    @property
+    def title(self) -> str:
+        """What generates, in errors."""
+        return "an engine" if self.is_implicit else f"generation_mode={self.mode!r}"
 
     @property
     def rows_per_prompt(self) -> int:

@@ -231,24 +231,27 @@ class ParallelGenerationMixin:
 
     def _check_arguments(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:
         """Raise an error for invalid or unsupported arguments, before anything is prepared."""
-        arguments.check_supported_arguments(config.mode, kwargs)
+        arguments.check_supported_arguments(config.title, kwargs)
         arguments.check_not_compiled(self)  # type: ignore[arg-type]
         arguments.check_prepares_own_inputs(self)  # type: ignore[arg-type]
-        arguments.check_no_adapter_names(config.mode, self)  # type: ignore[arg-type]
+        arguments.check_no_adapter_names(config.title, self)  # type: ignore[arg-type]
         arguments.check_inputs(kwargs)
         arguments.check_objects(kwargs)
         settings = arguments.setting_names()
         inputs = arguments.parameter_names(self.forward)  # type: ignore[attr-defined]
-        arguments.check_model_inputs(config.mode, {n: v for n, v in kwargs.items() if n in inputs - settings})
+        arguments.check_model_inputs(config.title, {n: v for n, v in kwargs.items() if n in inputs - settings})
         known = settings | arguments.OTHER_ARGUMENTS | inputs | arguments.parameter_names(super().generate)  # type: ignore[misc]
-        check_setting_names(type(config), kwargs, known)
+        if config.is_implicit:
+            check_setting_names(None, kwargs, {*known, *config.fields()})
+        else:
+            check_setting_names(type(config), kwargs, known)
         given = kwargs.get("generation_config")
         for stored in (given, self.generation_config):  # type: ignore[attr-defined]
             arguments.check_values({} if stored is None else vars(stored))
         arguments.check_values(kwargs)
         overrides = {name: value for name, value in kwargs.items() if name in settings}
         prepared, _ = self._prepare_generation_config(given, **overrides)  # type: ignore[attr-defined]
-        arguments.check_supported_settings(config.mode, prepared)
+        arguments.check_supported_settings(config.title, prepared)
         ids = kwargs["inputs"] if kwargs.get("inputs") is not None else kwargs.get("input_ids")
         arguments.check_tokens(prepared, vocabulary_size(self), 1 if ids is None else ids.shape[1])  # type: ignore[arg-type]
 

@@ -32,8 +32,8 @@ from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.models.attention import UnsupportedModelError
 
 _PROMPT_RELATIVE = (
+    "min_new_tokens",  # before `min_length`, which transformers sets from it
     "min_length",
-    "min_new_tokens",
     "forced_bos_token_id",
     "forced_eos_token_id",
     "exponential_decay_length_penalty",
