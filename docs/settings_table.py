@@ -1,7 +1,7 @@
 """Extension of griffe (see mkdocs.yml) that completes the tables of parameters in the documentation.
 
 Each of several names in one line gets its own default, long defaults are truncated, and the settings of a mode include
-inherited ones. Fields of a dataclass that are described one by one become a table, too.
+inherited ones. Fields and properties of a dataclass that are described one by one become a table, too.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def _short(default: str | griffe.Expr | None) -> str | griffe.Expr | None:
 
 
 def _add_attributes(cls: griffe.Class) -> None:
-    """Add a table of the fields whose docstrings stand below them, if the docstring of the class has no table."""
+    """Add the fields and properties that are described one by one to the table of attributes, if there is no other."""
     assert cls.docstring is not None
-    attributes = [field for field in cls.attributes.values() if "instance-attribute" in field.labels]
+    sections = {section.kind: section for section in cls.docstring.parsed}
+    table = sections.get(griffe.DocstringSectionKind.attributes)
+    attributes = [one for one in cls.attributes.values() if {"instance-attribute", "property"} & one.labels]
     fields = [field for field in attributes if not field.is_private]
-    tables = griffe.DocstringSectionKind.parameters, griffe.DocstringSectionKind.attributes
-    has_table = any(section.kind in tables for section in cls.docstring.parsed)
-    if has_table or not any(field.docstring for field in fields):
+    if griffe.DocstringSectionKind.parameters in sections or not any(field.docstring for field in fields):
         return
     rows = [
         griffe.DocstringAttribute(
@@ -73,7 +73,10 @@ def _add_attributes(cls: griffe.Class) -> None:
         )
         for field in fields
     ]
-    cls.docstring.parsed.append(griffe.DocstringSectionAttributes(rows))
+    if table is None:
+        cls.docstring.parsed.append(griffe.DocstringSectionAttributes(rows))
+    else:
+        table.value += rows
 
 
 def _add_inherited(mode: griffe.Class) -> None:

@@ -18,6 +18,7 @@ from hf_parallel.generation import (
     chain_of_draft_prompt,
     disable,
     enable,
+    generate,
     is_enabled,
     modes,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "chain_of_draft_prompt",
     "disable",
     "enable",
+    "generate",
     "is_enabled",
     "hub",
     "load_embedded_model",

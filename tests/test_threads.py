@@ -224,7 +224,7 @@ class PromptStreamer:
 
 
 def test_a_streamer_may_run_other_models_while_its_call_is_prepared(model: Any) -> None:
-    """Three models, nested: each call continues after those that its streamer has started, and a model in use raises."""
+    """Three models, nested: each call continues after those that its streamer started. A model in use raises."""
     models = [model, *(hf_parallel.enable(copy.deepcopy(model)) for _ in range(2))]
     expected = generate(model, PROMPTS[0])
     outcomes = []

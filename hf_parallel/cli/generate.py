@@ -102,8 +102,9 @@ def _save_run(options: argparse.Namespace, runs: Sequence[dict[str, Any]], stats
 
 
 def _save_logits(options: argparse.Namespace, config: ParallelConfig | None) -> None:
-    if options.logits_cache is not None and isinstance(config, ReplayConfig) and len(config.logits_cache):
-        config.logits_cache.save(options.logits_cache)
+    cache = config.logits_cache if isinstance(config, ReplayConfig) else None
+    if options.logits_cache is not None and cache:
+        cache.save(options.logits_cache)
 
 
 def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[str], batch: int, headed: bool) -> None:

@@ -1,6 +1,7 @@
 """Generation of several rows per forward pass: the decode loop, and the mixin that extends `model.generate`."""
 
 from hf_parallel.generation.config import ParallelConfig, Preset, RowPlace
+from hf_parallel.generation.entry import generate
 from hf_parallel.generation.mixin import ParallelGenerationMixin, disable, enable, is_enabled
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.printing import ConsoleStreamer
@@ -25,5 +26,6 @@ __all__ = [
     "chain_of_draft_prompt",
     "disable",
     "enable",
+    "generate",
     "is_enabled",
 ]

@@ -7,18 +7,21 @@ it; the rest of the package uses the mode only through the attributes and method
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol
 
 import torch
-from typing_extensions import Self
+from typing_extensions import Self, TypeVar
 
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_bool, check_text, is_int, json_error, names_hint, suggestion
 from hf_parallel.models.embedded import PRESET_MARK
 from hf_parallel.transcript.sections import TranscriptStyle
+
+OutputT = TypeVar("OutputT", default=Any, covariant=True)
+"""The output of a mode."""
 
 
 class RowPlace(NamedTuple):
@@ -61,8 +64,8 @@ class ModeRun(Protocol):
 
 
 @dataclass
-class ParallelConfig:
-    """Settings that every mode has.
+class ParallelConfig(Generic[OutputT]):
+    """Settings that every mode has. A mode with an output of its own derives from `ParallelConfig[ItsOutput]`.
 
     Parameters
     ----------
@@ -112,7 +115,7 @@ class ParallelConfig:
     example_arguments: ClassVar[Mapping[str, str]] = {}
     """Source code of further arguments of `generate` that an example of the mode needs."""
 
-    seed: Any = None
+    seed: int | torch.Generator | Sequence[int | torch.Generator] | None = None
     cuda_graph: bool = True
     compile: bool | None = None
     _given: set[str] = dataclasses.field(init=False, repr=False, compare=False)

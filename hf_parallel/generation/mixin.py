@@ -241,10 +241,7 @@ class ParallelGenerationMixin:
         inputs = arguments.parameter_names(self.forward)  # type: ignore[attr-defined]
         arguments.check_model_inputs(config.title, {n: v for n, v in kwargs.items() if n in inputs - settings})
         known = settings | arguments.OTHER_ARGUMENTS | inputs | arguments.parameter_names(super().generate)  # type: ignore[misc]
-        if config.is_implicit:
-            check_setting_names(None, kwargs, {*known, *config.fields()})
-        else:
-            check_setting_names(type(config), kwargs, known)
+        check_setting_names(None if config.is_implicit else type(config), kwargs, {*known, *config.fields()})
         given = kwargs.get("generation_config")
         for stored in (given, self.generation_config):  # type: ignore[attr-defined]
             arguments.check_values({} if stored is None else vars(stored))

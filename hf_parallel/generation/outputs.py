@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from markupsafe import Markup
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from typing_extensions import Self
 
+from hf_parallel.generation import saved_output
 from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.transcript.page import printable
 from hf_parallel.transcript.record import Record
 from hf_parallel.transcript.transcribable import Transcribable
+
+ALWAYS: Any = None
+"""Default of a field that the mode always sets, whose type thus excludes None; `ModelOutput` requires a default."""
+MAX_REPR = 800
+"""Maximum number of characters of the `repr` of an output."""
+MAX_CELL = 200
+"""Maximum number of characters of a value in its HTML."""
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 3, 2, 2, 2
+_SHORT.maxstring = _SHORT.maxother = 60
 
 
 @dataclass
 class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
     """Output of a mode: `GenerateDecoderOnlyOutput` with the cost of the call and its transcript.
 
+    Pickles and deep copies hold neither the cache nor settings that exist in the running process only, such as a
+    `LogitsCache`.
+
     Attributes
     ----------
-    past_key_values : BlockCache
-        The cache of the call.
+    sequences : int64 [rows, length]
+        Prompt and generated tokens of each row, padded.
+    scores, logits : tuple of [rows, vocabulary], optional
+        As those of `generate`, with `output_scores` and `output_logits`.
+    past_key_values : BlockCache, optional
+        The cache of the call; None in a pickle and in a saved output.
     log_probs : float32 [rows, new tokens]
         Log-softmax of the model's unprocessed logits for each token of `sequences` after the prompts, at the time when
         the token was sampled: without processors, temperature and the like. NaN where no token was sampled: after the
@@ -33,11 +56,80 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
     item_names: ClassVar[Mapping[str, str]] = {}
     """Names of the texts in `to_records`, by the field that has one text for each answer."""
 
-    log_probs: torch.Tensor | None = None
-    stats: GenerationStats | None = None
+    log_probs: torch.Tensor = ALWAYS
+    stats: GenerationStats = ALWAYS
     """Cost of the call."""
-    record: Record | None = None
+    record: Record = ALWAYS
     """Record of the call, from which `to_dict` and `to_html` make the transcript."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = cls.__repr__  # type: ignore[method-assign] # otherwise `dataclass` would add one with all data
+
+    def __repr__(self) -> str:
+        text = ", ".join(f"{name}={value}" for name, value in self._summary())
+        text = text if len(text) <= MAX_REPR else f"{text[:MAX_REPR]}..."
+        return f"{type(self).__name__}({text})"
+
+    def _repr_html_(self) -> str:
+        """Return the summary of `repr` as an HTML table, which notebooks show."""
+        row = Markup("<tr><th>{}</th><td>{}</td></tr>")
+        rows = (row.format(printable(name), printable(_cut(value))) for name, value in self._summary())
+        return str(Markup("<table><caption>{}</caption>{}</table>").format(type(self).__name__, Markup().join(rows)))
+
+    def __copy__(self) -> Self:
+        copied = dataclasses.replace(self)
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the cache; see the class."""
+        names = [field.name for field in dataclasses.fields(self)]
+        values = {name: getattr(self, name) for name in names} | {"past_key_values": None}
+        if self.record is not None and self.record.config is not None:
+            config = self.record.config
+            kept = {name: value for name, value in config.given().items() if name not in config.not_stored}
+            values["record"] = dataclasses.replace(self.record, config=type(config)(**kept))
+        others = {name: value for name, value in vars(self).items() if name not in names}
+        return _unpickle, (type(self), values), others
+
+    def save(self, path: str | Path) -> None:
+        """Save the output as JSON: tokens, fields of the mode, settings, stats and transcript.
+
+        Omits the cache, `scores`, `logits`, and settings that JSON cannot hold. Replaces a file atomically.
+        """
+        saved_output.write(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read an output that `save` wrote. Its tensors are on the CPU.
+
+        `ParallelOutput.load` returns the class of the mode. Reading executes no code of the file.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be read.
+        ValueError
+            If it is not a saved output of this class, or damaged.
+        """
+        return saved_output.read(cls, path)
+
+    def _summary(self) -> list[tuple[str, str]]:
+        """Return names of facts about the output, and their values in few characters."""
+        facts: list[tuple[str, Any]] = []
+        if self.record is not None:
+            facts.append(("generation_mode", repr(self.record.mode)))
+        if self.sequences is not None:
+            facts.append(("sequences", list(self.sequences.shape)))
+        if self.stats is not None:
+            facts += [("tokens", self.stats.decoded_tokens), ("passes", self.stats.forward_passes)]
+        own = [(name, getattr(self, name)) for name in self._own_fields(properties=False)]
+        if not own and self.record is not None and self.sequences is not None and len(self.sequences):
+            own = [("first_tokens", self.sequences[0, self.record.begin :][:8].tolist())]
+        facts += [(name, _SHORT.repr(value)) for name, value in own]
+        return [(name, str(value)) for name, value in facts]
 
     def to_records(self) -> list[dict[str, Any]]:
         """Return the mode's own fields and `stats` as plain data: one dictionary per answer.
@@ -59,7 +151,6 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
 
     def answer_texts(self, tokenizer: Any) -> list[str]:
         """Return the text of each answer, decoded without special tokens, or merged by the mode."""
-        assert self.record is not None
         if self.record.config.merges_rows:
             return list(self.transcripts)  # type: ignore[attr-defined]
         ends = self.record.lengths or [self.sequences.shape[1]] * len(self.sequences)
@@ -67,11 +158,11 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
         return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in new]
 
     @classmethod
-    def _own_fields(cls) -> list[str]:
-        """Return the fields and properties that a subclass adds to `ParallelOutput`."""
+    def _own_fields(cls, properties: bool = True) -> list[str]:
+        """Return the fields, and the properties, that a subclass adds to `ParallelOutput`."""
         common = {field.name for field in dataclasses.fields(ParallelOutput)}
         fields = [field.name for field in dataclasses.fields(cls) if field.name not in common]
-        return fields + [name for name, value in vars(cls).items() if isinstance(value, property)]
+        return fields + [name for name, value in vars(cls).items() if properties and isinstance(value, property)]
 
     def _item_name(self, name: str, value: Any) -> str:
         return self.item_names.get(name, name) if value is None or isinstance(value, str) else name
@@ -81,6 +172,14 @@ def grouped(items: list[Any], count: int) -> list[list[Any]]:
     """Return the items in `count` consecutive groups of equal length."""
     size = len(items) // count
     return [items[i * size : (i + 1) * size] for i in range(count)]
+
+
+def _unpickle(cls: type[ParallelOutput], values: dict[str, Any]) -> ParallelOutput:
+    return cls(**values)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CELL else f"{text[:MAX_CELL]}..."
 
 
 def _plain(value: Any) -> Any:

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 from string import Formatter
-from typing import Any
+from typing import Any, TypeGuard
 
 
-def is_int(value: Any) -> bool:
+def is_int(value: Any) -> TypeGuard[int]:
     """Return whether a value is an integer (NumPy's included) and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 

@@ -181,7 +181,7 @@ def transcript_dict(record: Record, stats: Any, sections: Sequence[Section]) -> 
         "format": FORMAT,
         "version": VERSION,
         "mode": record.mode,
-        "settings": {name: value for name, value in record.settings.items() if _is_plain(value)},
+        "settings": {name: value for name, value in record.settings.items() if is_plain(value)},
         "stats": None if stats is None else stats.to_dict(),
         "passes": record.passes,
         "style": record.config.transcript_style._asdict(),
@@ -189,7 +189,8 @@ def transcript_dict(record: Record, stats: Any, sections: Sequence[Section]) -> 
     }
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Return whether JSON can hold a value."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -210,7 +211,7 @@ def check_run(run: Any) -> Mapping[str, Any]:
         _expect(all(isinstance(word, str) for word in words), "mode or style")
         _expect(_is_count(run["passes"]), "passes")
         settings, stats = run["settings"], run["stats"]
-        _expect(isinstance(settings, Mapping) and all(map(_is_plain, settings.values())), "settings")
+        _expect(isinstance(settings, Mapping) and all(map(is_plain, settings.values())), "settings")
         _expect(isinstance(stats, Mapping | None), "stats")
         for name in COUNTS:
             _expect(_is_count((stats or {}).get(name, 0)), name)

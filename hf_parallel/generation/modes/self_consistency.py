@@ -30,7 +30,7 @@ from hf_parallel.generation.modes.stages import (
     check_no_prompt_relative_settings,
     check_vocabulary,
 )
-from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 from hf_parallel.generation.resampling.config import ReplayConfig
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text
 from hf_parallel.transcript.sections import TranscriptStyle
@@ -40,7 +40,7 @@ _SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
 
 
 @dataclass
-class SelfConsistencyConfig(ReplayConfig):
+class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
     r"""Independent answers to each prompt, and a vote. `max_new_tokens` is the budget of each answer.
 
     Parameters
@@ -247,27 +247,27 @@ class SelfConsistencyOutput(ParallelOutput):
 
     item_names: ClassVar[Mapping[str, str]] = {"answers": "answer", "conclusions": "conclusion"}
 
-    texts: list[list[str]] | None = None
+    texts: list[list[str]] = ALWAYS
     """Per prompt all answers."""
-    found: list[list[str | None]] | None = None
+    found: list[list[str | None]] = ALWAYS
     """Per prompt the final answer of each of them."""
-    votes: list[dict[str, int]] | None = None
+    votes: list[dict[str, int]] = ALWAYS
     """Per prompt the votes by normal form (see `final_answers.normal_form`), in order of first occurrence."""
-    ties: list[list[str]] | None = None
+    ties: list[list[str]] = ALWAYS
     """Per prompt the answers, by normal form, that have the most votes, if there are several; the first one is chosen.
     Empty without a tie, and for `final`."""
-    chosen: list[int | None] | None = None
+    chosen: list[int | None] = ALWAYS
     """Per prompt the index of the chosen answer: the first with the winning final answer, or 0 if there is none.
     `final`: the first that agrees with the conclusion; None: none does."""
-    answers: list[str | None] | None = None
+    answers: list[str | None] = ALWAYS
     """Per prompt the final answer."""
-    conclusions: list[str] | None = None
+    conclusions: list[str] = ALWAYS
     """Per prompt the conclusion, `conclusion_prompt` included; empty for `majority`."""
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """Return the votes and the chosen answer."""
-        votes = ", ".join(f"{form}: {count}" for form, count in (self.votes or ())[prompt].items())
-        chosen, answer = (self.chosen or ())[prompt], (self.answers or ())[prompt]
-        votes += " (a tie)" if (self.ties or ())[prompt] else ""
+        votes = ", ".join(f"{form}: {count}" for form, count in self.votes[prompt].items())
+        chosen, answer = self.chosen[prompt], self.answers[prompt]
+        votes += " (a tie)" if self.ties[prompt] else ""
         found = (("Answer", answer), ("Votes", votes), ("Chosen", None if chosen is None else f"answer {chosen + 1}"))
         return [(label, text) for label, text in found if text]

@@ -13,6 +13,7 @@ from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall, with_gaps
 from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prefill import (
     SUFFIX_CAPACITY,
     defer_last_tokens,
@@ -30,7 +31,7 @@ Path: TypeAlias = tuple[np.ndarray, ...]
 
 
 @dataclass
-class SharedPrefixConfig(ReplayConfig):
+class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
     """Completions whose prompts share prefixes. The output equals that of plain `generate`.
 
     Parameters
@@ -50,9 +51,9 @@ class SharedPrefixConfig(ReplayConfig):
     mode: ClassVar[str] = "shared_prefix"
     rows_continue_prompts: ClassVar[bool] = True
 
-    levels: Any = None
+    levels: Sequence[Any] | None = None
     keep_completions: bool = True
-    draft_tokens: Any = None
+    draft_tokens: int | None = None
 
     def validate(self) -> None:
         """Check every setting; see `ParallelConfig.validate`."""

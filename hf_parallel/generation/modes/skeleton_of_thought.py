@@ -25,7 +25,7 @@ from hf_parallel.generation.modes.stages import (
     check_no_prompt_relative_settings,
     check_vocabulary,
 )
-from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 from hf_parallel.generation.resampling.config import ReplayConfig
 from hf_parallel.generation.rng import RowRNG, make_rngs
 from hf_parallel.generation.validation import check_int, check_template, check_text
@@ -38,7 +38,7 @@ SKELETON, POINT = "\x01", "\x02"
 
 
 @dataclass
-class SkeletonOfThoughtConfig(ReplayConfig):
+class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
     r"""An outline whose points are generated in parallel. `max_new_tokens` is the budget of each part.
 
     The outline follows the prompt and `outline_prompt`. Each point follows the prompt, `point_prompt` and
@@ -403,18 +403,18 @@ class SkeletonOfThoughtOutput(ParallelOutput):
 
     item_names: ClassVar[Mapping[str, str]] = {"texts": "text", "outlines": "outline", "conclusions": "conclusion"}
 
-    texts: list[str] | None = None
+    texts: list[str] = ALWAYS
     """The answers."""
-    outlines: list[str] | None = None
+    outlines: list[str] = ALWAYS
     """Per prompt the outline, `outline_start` included."""
-    points: list[list[SkeletonPoint]] | None = None
+    points: list[list[SkeletonPoint]] = ALWAYS
     """Per prompt; empty where the answer has no outline."""
-    conclusions: list[str] | None = None
+    conclusions: list[str] = ALWAYS
     """Per prompt the conclusion, `conclusion_prompt` included; empty where there is none."""
-    fallback: list[str | None] | None = None
+    fallback: list[str | None] = ALWAYS
     """Per prompt why the answer was generated without an outline; None: it has one."""
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """Return the answer, and why it has no points."""
-        found = (("Answer", (self.texts or ())[prompt]), ("Without an outline", (self.fallback or ())[prompt]))
+        found = (("Answer", self.texts[prompt]), ("Without an outline", self.fallback[prompt]))
         return [(label, text) for label, text in found if text]

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.generation.call import has_dropout
-from hf_parallel.generation.config import ParallelConfig
+from hf_parallel.generation.config import OutputT, ParallelConfig
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.resampling.policies import make_policy
+from hf_parallel.generation.resampling.policies import ReplayPolicy, make_policy
 from hf_parallel.generation.resampling.replay import Replayer
 from hf_parallel.generation.resampling.speculative import SpeculativeDecoder
 
 
 @dataclass
-class ReplayConfig(ParallelConfig):
+class ReplayConfig(ParallelConfig[OutputT]):
     """Settings of modes that cache logits.
 
     Parameters
@@ -35,9 +35,9 @@ class ReplayConfig(ParallelConfig):
 
     not_stored: ClassVar[tuple[str, ...]] = ("logits_cache",)
 
-    logits_cache: Any = None
-    replay: Any = "stepwise"
-    prefetch: Any = None
+    logits_cache: LogitsCache | None = None
+    replay: str | ReplayPolicy = "stepwise"
+    prefetch: bool | None = None
 
     def validate(self) -> None:
         """See `ParallelConfig.validate`."""

@@ -16,7 +16,7 @@ from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import Preset, RowPlace
 from hf_parallel.generation.modes.final_answers import BOXED, check_pattern, find_matches
-from hf_parallel.generation.modes.hogwild.output import COMMON
+from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput
 from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_PRESET
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.prompts import Chat, build_prompt
@@ -70,7 +70,7 @@ def _pattern(text: str) -> str:
 
 
 @dataclass
-class HogwildConfig(ReplayConfig):
+class HogwildConfig(ReplayConfig[HogwildOutput]):
     r"""Workers over one shared KV cache. `max_new_tokens` counts forward passes, each of which adds a token per worker.
 
     Parameters

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 
 COMMON = "common"
 """Name of the history that all workers see, and of the author of steps injected into it."""
@@ -47,24 +47,24 @@ class HogwildOutput(ParallelOutput):
         "conclusions": "conclusion",
     }
 
-    history: list[list[Step]] | None = None
+    history: list[list[Step]] = ALWAYS
     """Finished steps in the order in which they ended, followed by unfinished ones."""
-    texts: list[str] | None = None
+    texts: list[str] = ALWAYS
     """Text of each worker, `batch * num_workers` of them."""
-    transcripts: list[str] | None = None
+    transcripts: list[str] = ALWAYS
     """Text of `history`, one string per prompt."""
-    answers: list[str | None] | None = None
+    answers: list[str | None] = ALWAYS
     """Final answer per prompt."""
-    conclusions: list[str] | None = None
+    conclusions: list[str] = ALWAYS
     """Text of the early finisher per prompt, starting with `finisher_prompt`; empty if it did not run."""
-    names: list[list[str]] | None = None
+    names: list[list[str]] = ALWAYS
     """Names of the workers in the order in which they joined, those removed from a session included."""
 
     def columns(self, prompt: int) -> list[str]:
         """Return the names of the workers."""
-        return list((self.names or ())[prompt])
+        return list(self.names[prompt])
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """Return the answer and the text of the early finisher."""
         found = (("Answer", self.answers), ("Written by a reader of everything", self.conclusions))
-        return [(label, texts[prompt] or "") for label, texts in found if texts and texts[prompt]]
+        return [(label, texts[prompt] or "") for label, texts in found if texts[prompt]]

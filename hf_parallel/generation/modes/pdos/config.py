@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig, RowPlace
+from hf_parallel.generation.modes.pdos.output import PDOSOutput
 from hf_parallel.generation.modes.pdos.parser import DONE, BlockFormat, SkeletonParser
 from hf_parallel.generation.modes.pdos.run import PDOSRun, TrunkFormatProcessor
 from hf_parallel.generation.prompts import Chat, build_prompt
@@ -27,7 +28,7 @@ from hf_parallel.transcript.sections import TranscriptStyle
 
 
 @dataclass
-class PDOSConfig(BlockFormat, ParallelConfig):
+class PDOSConfig(BlockFormat, ParallelConfig[PDOSOutput]):
     r"""Answers whose independent parts are generated in parallel.
 
     `max_new_tokens` is the budget of the returned answer, branches joined; a skeleton counts until its branches start.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 
 SKELETON, BRANCHES, CONTINUATION = STAGES = ("skeleton", "branches", "continuation")
 """Stages: sequential text up to the end of a skeleton; its branches; joining them, and the text after them."""
@@ -67,29 +67,29 @@ class PDOSOutput(ParallelOutput):
 
     item_names: ClassVar[Mapping[str, str]] = {"transcripts": "transcript"}
 
-    blocks: list[list[ParallelBlock]] | None = None
+    blocks: list[list[ParallelBlock]] = ALWAYS
     """Parallel blocks of each prompt's answer, in order."""
-    transcripts: list[str] | None = None
+    transcripts: list[str] = ALWAYS
     """The answers as text."""
-    fallback: list[str | None] | None = None
+    fallback: list[str | None] = ALWAYS
     """Per prompt why decoding became sequential; None: it did not."""
-    stages: dict[str, StageStats] | None = None
+    stages: dict[str, StageStats] = ALWAYS
     """Cost of `skeleton`, `branches` and `continuation`."""
 
     @property
     def skeletons(self) -> list[list[str]]:
         """Text of the skeleton of each block, per prompt."""
-        return [[block.skeleton for block in blocks] for blocks in self.blocks or ()]
+        return [[block.skeleton for block in blocks] for blocks in self.blocks]
 
     @property
     def titles(self) -> list[list[list[str]]]:
         """Per prompt and block the titles of its branches."""
-        return [[[branch.title for branch in block.branches] for block in blocks] for blocks in self.blocks or ()]
+        return [[[branch.title for branch in block.branches] for block in blocks] for blocks in self.blocks]
 
     @property
     def branch_texts(self) -> list[list[list[str]]]:
         """Per prompt and block the texts of its branches."""
-        return [[[branch.text for branch in block.branches] for block in blocks] for blocks in self.blocks or ()]
+        return [[[branch.text for branch in block.branches] for block in blocks] for blocks in self.blocks]
 
     def columns(self, prompt: int) -> list[str]:
         """Return the titles of the branches if there is one block."""
@@ -99,4 +99,4 @@ class PDOSOutput(ParallelOutput):
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """Return the joined answer, and why decoding became sequential."""
         fields = (("Joined answer", self.transcripts), ("Decoded sequentially", self.fallback))
-        return [(label, texts[prompt] or "") for label, texts in fields if texts and texts[prompt]]
+        return [(label, texts[prompt] or "") for label, texts in fields if texts[prompt]]
