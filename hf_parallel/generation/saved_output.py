@@ -31,7 +31,7 @@ OutputT = TypeVar("OutputT")
 
 @dataclass
 class _Run:
-    """What is saved of a `Record`."""
+    """What is saved of a `Record`: all that transcripts need."""
 
     mode: str
     settings: dict[str, Any]
@@ -42,7 +42,6 @@ class _Run:
     events: list[tuple[int, int, str, str]]
     truncated: list[int]
     origins: dict[str, str]
-    log_probs: list[tuple[list[int], list[float] | None]]
 
     @classmethod
     def of(cls, record: Record) -> _Run:
@@ -56,7 +55,6 @@ class _Run:
             [(*event,) for event in record.events],
             sorted(record.truncated),
             {str(row): letters for row, letters in record.origins.items()},
-            [(rows, None if values is None else values.tolist()) for rows, values in record.log_probs],
         )
 
     def record(self) -> Record:
@@ -78,7 +76,6 @@ class _Run:
             [Event(*event) for event in self.events],
             set(self.truncated),
             {int(row): letters for row, letters in self.origins.items()},
-            [(rows, None if values is None else torch.tensor(values)) for rows, values in self.log_probs],
         )
 
 

@@ -212,7 +212,8 @@ def _cards(
             "is_named": _begins_with(card["given"], row_name),
             "passes": _passes(card, style),
             "parts": _parts(card, style),
-            "footer": _footer(card, style),
+            "is_chosen": column in section.get("chosen", ()),
+            "footer": ", ".join(filter(None, ["chosen" * (column in section.get("chosen", ())), _footer(card, style)])),
         }
 
 

@@ -69,6 +69,7 @@ class Section:
     cards: list[Card]  # in the order in which they began
     notes: list[tuple[str, str]] = field(default_factory=list)  # headings and texts shown above the columns
     task: str | None = None  # what the prompt asks for; None: unknown, as in older files
+    chosen: list[int] = field(default_factory=list)  # columns that the mode has chosen
 
 
 def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
@@ -119,6 +120,14 @@ def column_names(record: Record, prompt: int, cards: Sequence[Card]) -> list[str
     names = {place.column: config.row_name(place.index) for place in places if place.prompt == prompt}
     count = 1 + max((card.column or 0 for card in cards), default=0)
     return [names.get(column, f"{config.transcript_style.unit} {column + 1}") for column in range(count)]
+
+
+def rank_columns(names: list[str], cards: Sequence[Card], ranking: Sequence[int]) -> list[str]:
+    """Move the columns of `ranking` to the left in its order, in cards as well. Return the names of the columns."""
+    order = [*ranking, *(column for column in range(len(names)) if column not in ranking)]
+    for card in cards:
+        card.column = None if card.column is None else order.index(card.column)
+    return [names[column] for column in order]
 
 
 def separate_overlapping(cards: Sequence[Card], columns: list[str], name: str) -> None:
@@ -227,6 +236,8 @@ def _check_section(section: Any) -> None:
     _expect(isinstance(section["prompt"], str | None) and _is_count(section["prompt_tokens"]), "prompt")
     _expect(isinstance(section.get("task"), str | None), "task")
     _expect(all(isinstance(name, str) for name in names), "columns")
+    for column in section.get("chosen", ()):  # which older files lack
+        _expect(isinstance(column, int) and 0 <= column < len(names), "chosen")
     for heading, text in section["notes"]:
         _expect(isinstance(heading, str) and isinstance(text, str), "notes")
     for card in section["cards"]:

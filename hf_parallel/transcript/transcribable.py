@@ -12,6 +12,7 @@ from hf_parallel.transcript.sections import (
     cards_by_prompt,
     column_names,
     completion_sections,
+    rank_columns,
     separate_overlapping,
     transcript_dict,
 )
@@ -48,6 +49,10 @@ class Transcribable:
         """Return names for a prompt's leftmost columns. The other columns are named after their rows."""
         return []
 
+    def ranking(self, prompt: int) -> tuple[list[int], list[int]]:
+        """Return a prompt's columns, best first, and the places of the chosen ones in this order. Empty: unranked."""
+        return [], []
+
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """Return further text about a prompt: pairs of heading and text."""
         return []
@@ -62,10 +67,12 @@ class Transcribable:
         for prompt, cards in sorted(cards_by_prompt(record).items()):
             names = self.columns(prompt)
             names = [*names, *column_names(record, prompt, cards)[len(names) :]]
+            ranking, chosen = self.ranking(prompt)
+            names = rank_columns(names, cards, ranking)
             separate_overlapping(cards, names, record.config.transcript_style.spanning)
             tokens = record.prompts[prompt]
             text = None if tokenizer is None else tokenizer.decode(tokens.tolist())
             rules = record.config.system_prompt() or ""
             task = None if text is None else find_task(text, tokenizer, rules)
-            sections.append(Section(text, len(tokens), names, cards, self.notes(prompt), task))
+            sections.append(Section(text, len(tokens), names, cards, self.notes(prompt), task, chosen))
         return sections
