@@ -63,6 +63,10 @@ def _add_attributes(cls: griffe.Class) -> None:
     table = sections.get(griffe.DocstringSectionKind.attributes)
     attributes = [one for one in cls.attributes.values() if {"instance-attribute", "property"} & one.labels]
     fields = [field for field in attributes if not field.is_private]
+    if table is not None:
+        present = {name.strip() for row in table.value for name in row.name.split(",")}
+        fields = [field for field in fields if field.docstring and field.name not in present]
+        fields.sort(key=lambda field: field.inherited)
     if griffe.DocstringSectionKind.parameters in sections or not any(field.docstring for field in fields):
         return
     rows = [

@@ -295,6 +295,15 @@ def test_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -
         ("api/outputs", "plan_seconds"),
     ):
         assert f">{name}</span></code>" in (site / f"{page}.html").read_text()  # fields that are described one by one
+    headed = {page: page.read_text() for page in site.rglob("*.html")}
+    outputs = [cls for cls in vars(hf_parallel).values() if str(cls).endswith("Output'>")]
+    assert len(outputs) >= 5
+    for output in outputs:
+        (text,) = [text for text in headed.values() if f'id="hf_parallel.{output.__name__}"' in text]
+        table = text.split(f'id="hf_parallel.{output.__name__}"')[1].split("</table>")[0]
+        shared = () if output is hf_parallel.ParallelOutput else ("log_probs",)  # described for all modes together
+        for field in {"sequences", "stats", "record"} | {*output.__annotations__} - {"item_names", *shared}:
+            assert re.search(rf">{field}</", table), (output, field)
 
 
 def test_every_page_is_in_the_navigation() -> None:

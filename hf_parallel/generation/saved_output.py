@@ -190,8 +190,10 @@ def _unpack(hint: Any, value: Any, where: str) -> Any:
         return kind(_unpack(inner[0], item, where) for item in value)
     if kind is dict and isinstance(value, dict):
         return {name: _unpack(inner[1], item, where) for name, item in value.items()}
-    if kind is float and (value in ("nan", "inf", "-inf") or type(value) is int):
+    if kind is float and value in ("nan", "inf", "-inf"):
         return float(value)
+    if kind is float and type(value) is int:
+        return value
     _expect(kind in (str, int, bool, float, type(None)) and type(value) is kind, f"{where} must be of type {hint}")
     return value
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -115,18 +114,21 @@ def normal_form(answer: str) -> str:
     return value if value == "0" else sign + value
 
 
-def majority(answers: Sequence[str | None]) -> tuple[int, dict[str, int]]:
+def majority(answers: Sequence[str | None], weights: Sequence[float] | None = None) -> tuple[int, dict[str, float]]:
     """Count votes; a tie goes to the answer that occurs first (Wang et al., Self-Consistency, 2022).
 
     Return the index of the first answer that equals the winner (0 without votes), and the votes by normal form in order
-    of first occurrence. None is not counted.
+    of first occurrence: sums of `weights`, or numbers of answers. None is not counted.
     """
     forms = [None if answer is None else normal_form(answer) for answer in answers]
-    votes = Counter(form for form in forms if form is not None)
-    return (forms.index(leaders(votes)[0]) if votes else 0), dict(votes)
+    votes: dict[str, float] = {}
+    for form, weight in zip(forms, weights or [1] * len(forms), strict=True):
+        if form is not None:
+            votes[form] = votes.get(form, 0) + weight
+    return (forms.index(leaders(votes)[0]) if votes else 0), votes
 
 
-def leaders(votes: Mapping[str, int]) -> list[str]:
+def leaders(votes: Mapping[str, float]) -> list[str]:
     """Return the answers with the most votes, in order of first occurrence; several if there is a tie."""
     most = max(votes.values(), default=0)
     return [form for form, count in votes.items() if count == most]

@@ -51,6 +51,9 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
         `majority`: returns the first answer whose final answer has the most votes, as `generate` would return it.
         `final`: appends all answers to the prompt, one after the other, and lets the model continue after
         `conclusion_prompt`.
+    weights : str
+        What each vote counts. `equal`: 1. `log_prob`: the exponential of the answer's mean log-probability per token
+        under the model, as in the normalized weighted sum of Wang et al.
     answer_pattern : str
         Regular expression of a final answer: its first group, if it has one, else the whole match. The last match in a
         text counts. Empty: no final answers are extracted, which only `final` allows.
@@ -77,6 +80,7 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
 
     num_answers: int = 5
     vote: str = "majority"
+    weights: str = "equal"
     answer_pattern: str = BOXED
     answer_header: str = "\n\n### Attempt {number}\n\n"
     conclusion_prompt: str = "\n\n### Result\n\nHaving compared the attempts above, the final answer is \\boxed{"
@@ -87,6 +91,7 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
         super().validate()
         check_int("num_answers", self.num_answers, at_least=1)
         check_choice("vote", self.vote, ("majority", "final"))
+        check_choice("weights", self.weights, ("equal", "log_prob"))
         check_pattern("answer_pattern", self.answer_pattern)
         if self.vote == "majority" and not self.answer_pattern:
             raise ValueError("answer_pattern must not be empty for vote='majority', which counts final answers")
@@ -151,6 +156,7 @@ class SelfConsistencyRun(StagedRun):
             check_no_prompt_relative_settings(call, "vote='final'")
             check_vocabulary(call, [*self.headers, config.conclusion_prompt])
         super().__init__(config, call)
+        self.needs_log_probs = config.weights == "log_prob"
 
     def generate(self) -> Any:
         """Generate all answers, then choose or conclude."""
@@ -160,8 +166,10 @@ class SelfConsistencyRun(StagedRun):
         loop = self.run_stage(answers, input_ids=ids, seed=config.seed)
         texts = [[answer.text for answer in rows] for rows in answers]
         found = [[find_answer(config.answer_pattern, text) for text in of_prompt] for of_prompt in texts]
-        chosen, votes = map(list, zip(*map(majority, found), strict=True))
-        fields = {"texts": texts, "found": found, "votes": votes, "ties": [[] for _ in votes]}
+        means = [[math.fsum(row.log_probs) / max(1, len(row.log_probs)) for row in rows] for rows in answers]
+        weights = [[math.exp(mean) for mean in row] for row in means] if self.needs_log_probs else [None] * len(means)
+        chosen, votes = map(list, zip(*map(majority, found, weights), strict=True))
+        fields = {"texts": texts, "found": found, "mean_log_probs": means, "votes": votes, "ties": [[] for _ in votes]}
         if config.vote == "final":
             return self._conclude(loop, answers, fields)
         fields |= {"chosen": chosen, "conclusions": [""] * call.num_rows}
@@ -251,8 +259,10 @@ class SelfConsistencyOutput(ParallelOutput):
     """Per prompt all answers."""
     found: list[list[str | None]] = ALWAYS
     """Per prompt the final answer of each of them."""
-    votes: list[dict[str, int]] = ALWAYS
-    """Per prompt the votes by normal form (see `final_answers.normal_form`), in order of first occurrence."""
+    mean_log_probs: list[list[float]] = ALWAYS
+    """Per prompt the mean log-probability of each answer's tokens under the model."""
+    votes: list[dict[str, float]] = ALWAYS
+    """Per prompt the votes by normal form (see `normal_form`), in order of first occurrence; sums of `weights`."""
     ties: list[list[str]] = ALWAYS
     """Per prompt the answers, by normal form, that have the most votes, if there are several; the first one is chosen.
     Empty without a tie, and for `final`."""
@@ -274,7 +284,7 @@ class SelfConsistencyOutput(ParallelOutput):
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """Return the votes and the chosen answer."""
-        votes = ", ".join(f"{form}: {count}" for form, count in self.votes[prompt].items())
+        votes = ", ".join(f"{form}: {round(count, 3)}" for form, count in self.votes[prompt].items())
         chosen, answer = self.chosen[prompt], self.answers[prompt]
         votes += " (a tie)" if self.ties[prompt] else ""
         found = (("Answer", answer), ("Votes", votes), ("Chosen", None if chosen is None else f"answer {chosen + 1}"))
