@@ -36,6 +36,7 @@ class _Run:
     mode: str
     settings: dict[str, Any]
     prompts: list[list[int]]
+    has_gaps: bool
     begin: int
     lengths: list[int]
     passes: int
@@ -49,6 +50,7 @@ class _Run:
             record.mode,
             {name: value for name, value in record.settings.items() if is_plain(value)},
             [prompt.tolist() for prompt in record.prompts],
+            record.has_gaps,
             record.begin,
             record.lengths,
             record.passes,
@@ -69,13 +71,14 @@ class _Run:
         return Record(
             config,
             self.settings,
-            [np.array(prompt, np.int64) for prompt in self.prompts],
-            self.begin,
-            self.lengths,
-            self.passes,
-            [Event(*event) for event in self.events],
-            set(self.truncated),
-            {int(row): letters for row, letters in self.origins.items()},
+            prompts=[np.array(prompt, np.int64) for prompt in self.prompts],
+            has_gaps=self.has_gaps,
+            begin=self.begin,
+            lengths=self.lengths,
+            passes=self.passes,
+            events=[Event(*event) for event in self.events],
+            truncated=set(self.truncated),
+            origins={int(row): letters for row, letters in self.origins.items()},
         )
 
 
