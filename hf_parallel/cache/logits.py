@@ -11,6 +11,7 @@ import hashlib
 import heapq
 import json
 import math
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import psutil
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -30,6 +30,8 @@ from hf_parallel.cache.logits_trie import CachedDistribution, CachedLogits, Trie
 from hf_parallel.files import MAX_NUMBER, atomic_file, read_file, warn_on_other_version
 
 _FORMAT = "hf_parallel.LogitsCache/2"
+MAX_FILE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 40
+"""Size of the largest file that is read: the memory of this machine, where the system tells it."""
 
 
 class LogitsCache:
@@ -165,7 +167,7 @@ class LogitsCache:
         Logs a warning if the file was saved under another version of transformers. Raises `ValueError` if the file is
         damaged or was not written by `save`, and `OSError` if it is missing, a folder or unreadable.
         """
-        cache, content = cls(max_bytes), read_file(path, psutil.virtual_memory().total)
+        cache, content = cls(max_bytes), read_file(path, MAX_FILE_BYTES)
         try:
             metadata = _metadata(content)
             if metadata.get("format") != _FORMAT:
