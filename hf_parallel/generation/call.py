@@ -146,6 +146,11 @@ class GenerationCall:
             return self.executor.new_cache(cls, rotary)
         return cls(rotary, device=self.input_ids.device)
 
+    def claim_cache(self, cache: Any, is_kept: bool = False) -> None:
+        """Start to use a `SharedPrefixCache`, which is kept if it was given or is returned, too."""
+        is_kept |= self.past_key_values is not None or bool(self.generation_config.return_dict_in_generate)
+        cache.claim(self.model, self.claim, is_kept, self.fingerprint if is_kept else None)
+
     def show(self, row: int, text: str, event: str) -> None:
         """Record text of a row and stream it. Events as in `ParallelStreamer.write_row`."""
         self.record.write(row, text, event)

@@ -25,8 +25,7 @@ def prefix_cache_of(call: GenerationCall) -> SharedPrefixCache:
         cache = call.new_cache(SharedPrefixCache)
     if not isinstance(cache, SharedPrefixCache):
         raise ValueError(f"past_key_values must be a SharedPrefixCache, got {type(cache).__name__}")
-    is_kept = call.past_key_values is not None or bool(call.generation_config.return_dict_in_generate)
-    cache.claim(call.model, call.claim, is_kept, call.fingerprint if is_kept else None)
+    call.claim_cache(cache)
     return cache
 
 

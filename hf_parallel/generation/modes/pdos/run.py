@@ -93,7 +93,7 @@ class PDOSRun:
         self.ends = [(marker.encode(), 0, "marker") for marker in (config.branch_marker, config.terminator)]
         self.ends += [(stop.encode(), len(stop.encode()), "stop") for stop in config.branch_stops]
         self.cache = call.new_cache(TreeBranchCache, call.capabilities.rotary)
-        self.cache.claim(call.model, call.claim, kept=False)
+        call.claim_cache(self.cache)
         # The budget is that of the joined answer, whose length MaxLengthCriteria cannot check.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, TRUNK_CAPACITY))
