@@ -351,6 +351,18 @@ REFUSED: dict[str, Architecture] = _by_name(
         notes="The window is in the mask but not in the arguments of attention.",
     ),
     _architecture(
+        "jetmoe",
+        {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        without=("num_attention_heads",),
+        notes="Each token's key-value heads are repeated for its experts, after the cache.",
+    ),
+    _architecture(
+        "moshi",
+        {"ffn_dim": 128, "head_dim": 16, "sliding_window": SLIDING_WINDOW, "audio_vocab_size": 16, "num_codebooks": 2},
+        without=("intermediate_size",),
+        notes="Prefill has no window, but the stock cache drops keys: decode steps do not see them.",
+    ),
+    _architecture(
         "bert",
         without=("num_key_value_heads", "attention_dropout"),
         positions="learned",

@@ -50,6 +50,8 @@ REASONS = {
     "deepseek_v3": "multi-head latent attention",
     "t5": "encoder-decoder",
     "diffllama": "computes other logits over blocks than over a plain sequence",
+    "jetmoe": "attends to 4 key-value heads but caches 2",
+    "moshi": "sliding window of 16 only in the stock cache",
     "phimoe": "sliding window of 16 only in the attention mask",
     "bert": "bidirectional",
     "gemma4_text": "2 layers that read keys of earlier ones",
@@ -187,6 +189,19 @@ def test_lengths_at_which_frequencies_change_raise(name: str, length: int) -> No
         model.generate(prompt, max_new_tokens=9, **settings)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_lengths_beyond_learned_positions_raise(name: str) -> None:
+    """The last token needs no position, so that rows may have one more."""
+    model, length = hf_parallel.enable(a_copy(name)), tiny.MAX_POSITIONS + 1
+    prompts, mask = tiny.left_pad(tiny.make_prompts([length - 6, 20]))
+    settings: Any = {"input_ids": prompts, "attention_mask": mask, "max_new_tokens": 6}
+    assert torch.equal(generate(model, "shared_prefix", **settings), generate(model, **settings))
+    settings["max_new_tokens"] = 7
+    with pytest.raises(ValueError, match=f"positions for {length - 1} tokens.* at most {length}, got {length + 1}"):
+        generate(model, "shared_prefix", **settings)
+    assert {n for n in ARCHITECTURES if probe_capabilities(tiny.build(n)).num_positions is not None} == {"gpt2", "opt"}
+
+
 # Unsupported models
 
 
@@ -201,6 +216,14 @@ def test_unsupported_model_raises_and_is_unchanged(name: str) -> None:
     assert type(model).__name__ in str(caught.value)
     assert snapshot(model) == before
     assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=5), expected)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("where", ["lm_head.weight", "model.layers.1.self_attn.o_proj.weight"])
+def test_logits_that_are_not_finite_raise(where: str) -> None:
+    model = a_copy("llama")
+    model.get_parameter(where).data.fill_(torch.nan)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM returns logits that are not finite"):
+        hf_parallel.enable(model)
 
 
 def snapshot(model: PreTrainedModel) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from hf_parallel.generation.arguments import check_model_inputs, encode
 from hf_parallel.generation.progress import Progress
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
-from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.transcript.record import Record
 
@@ -164,7 +163,7 @@ def make_call(
 ) -> GenerationCall:
     """Check the arguments of a decoding method and return them as a `GenerationCall`; `model_kwargs` is modified.
 
-    Raises `ValueError` for unsupported inputs and `UnsupportedModelError` for rows that may become too long.
+    Raises `ValueError` for unsupported inputs, and for rows that may become too long.
     """
     capabilities: Capabilities = model._parallel_capabilities
     tokenizer, cache = model_kwargs.pop("tokenizer", None), model_kwargs.pop("past_key_values", None)
@@ -178,11 +177,7 @@ def make_call(
             raise ValueError(f"input_ids of row {row} hold {token}, outside the vocabulary of {vocabulary}")
     new_tokens = int(prepared["generation_config"].max_length) - input_ids.shape[1]
     longest = max(len(prompt) for prompt in prompts) + new_tokens
-    if capabilities.max_length is not None and longest > capabilities.max_length:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} changes its RoPE frequencies after {capabilities.max_length} tokens, which would "
-            f"invalidate cached keys; prompt and new tokens may have at most that many, got {longest}"
-        )
+    capabilities.check_length(model, longest)
     record.prompts, record.begin, record.has_gaps = prompts, input_ids.shape[1], capabilities.has_window and any(gaps)
     is_usable = isinstance(cache, BlockCache) and not has_dropout(model, "past_key_values")
     prepared["past_key_values"] = cache if is_usable else None  # else an empty DynamicCache

@@ -123,6 +123,10 @@ def block_attention_forward(
 
 def _attend_blocks(cache: BlockCache, query: torch.Tensor, layer_idx: int, params: AttentionParams) -> torch.Tensor:
     layer = cache.storage(layer_idx)
+    if params.num_kv_heads != layer.num_kv_heads:
+        raise UnsupportedModelError(
+            f"attends to {params.num_kv_heads} key-value heads but caches {layer.num_kv_heads} (layer {layer_idx})"
+        )
     mixed = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
         packed = query[0].transpose(0, 1).to(layer.keys.dtype)

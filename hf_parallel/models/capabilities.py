@@ -12,14 +12,17 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_parallel.cache import BlockCache, Segment
@@ -43,6 +46,19 @@ _OTHER_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "moe", "chunk
 Queries = dict[int, torch.Tensor]  # query [heads, head_dim] of one token, by layer index
 
 
+class _TableReads(TorchDispatchMode):
+    """Records which row of which table an embedding reads in forward passes over one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[tuple[int, int]] = []  # number of rows of the table, index of the row
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.embedding.default and type(args[1]) is torch.Tensor and args[1].numel() == 1:
+            self.read.append((args[0].shape[0], int(args[1])))
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """Capabilities of a model under block attention.
@@ -56,6 +72,24 @@ class Capabilities:
     why_no_rotation: str = ""
     has_window: bool = False  # whether a layer has a sliding window
     max_length: int | None = None  # length beyond which RoPE frequencies change, which makes stored keys invalid
+    num_positions: int | None = None  # rows of the table of learned positions; None: there is none
+
+    def check_length(self, model: PreTrainedModel, longest: int) -> None:
+        """Raise an error if rows of `longest` tokens, the last of which is not computed, exceed the model's positions.
+
+        Raises `UnsupportedModelError` if RoPE frequencies would change, `ValueError` for learned positions.
+        """
+        name = type(model).__name__
+        if self.max_length is not None and longest > self.max_length:
+            raise UnsupportedModelError(
+                f"{name} changes its RoPE frequencies after {self.max_length} tokens, which would invalidate cached "
+                f"keys; prompt and new tokens may have at most that many, got {longest}"
+            )
+        if self.num_positions is not None and longest > self.num_positions + 1:
+            raise ValueError(
+                f"{name} has learned positions for {self.num_positions} tokens; prompt and new tokens, the last of "
+                f"which needs none, may have at most {self.num_positions + 1}, got {longest}"
+            )
 
     def to_json(self) -> str:
         """Serialize to JSON."""
@@ -84,17 +118,22 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
     with torch.no_grad(), _eval_mode(model):
         recorder = AttentionRecorder()
         queries: dict[int, Queries] = {}
+        reads: dict[int, list[tuple[int, int]]] = {}
+        has_tables = sum(isinstance(module, nn.Embedding) for module in model.modules()) > 1  # beside the tokens'
         far = [_position_limit(model) - 1] if _frequencies(model) else []
         with block_attention_enabled(model, recorder):
             # The far position comes first: if it changes the RoPE frequencies (dynamic), the near ones restore them.
             for position in (*far, 0, *PROBE_POSITIONS):
-                _run_one_token(model, recorder, position)
+                tables = _TableReads()
+                with tables if has_tables else nullcontext():
+                    _run_one_token(model, recorder, position)
                 queries[position], recorder.queries = recorder.queries, {}
+                reads[position] = tables.read
         _check_recorded(model, recorder, queries[0])
         rotary, why = _match_rotary(model, queries.pop(0), queries)
         _check_logits(model, recorder.keyword_arrives)
     has_window = any(window is not None for window, _ in recorder.windows.values())
-    return Capabilities(recorder.keyword_arrives, rotary, why, has_window, _max_length(model))
+    return Capabilities(recorder.keyword_arrives, rotary, why, has_window, _max_length(model), _num_positions(reads))
 
 
 def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
@@ -194,8 +233,9 @@ def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
     device, vocabulary = execution_device(model), model.config.get_text_config(decoder=True).vocab_size
     tokens = (vocabulary // 2 + torch.arange(CHECK_SHARED + sum(CHECK_TAILS), device=device)) % vocabulary
     shared, *tails = tokens.split((CHECK_SHARED, *CHECK_TAILS))
-    row = torch.cat((shared, tails[-1]))
-    expected = model(input_ids=row[None], use_cache=False).logits[0, CHECK_SHARED:].double()
+    expected = torch.cat(_stock_logits(model, shared, tails))
+    if not expected.isfinite().any():
+        _refuse(model, {"returns logits that are not finite": True})
     cache = BlockCache(device=device)
     root, *own = cache.new_block(CHECK_SHARED), *cache.new_blocks(len(tails), max(CHECK_TAILS), base=CHECK_SHARED)
     segments = [Segment([root], CHECK_SHARED), *(Segment([root, b], len(t)) for b, t in zip(own, tails, strict=True))]
@@ -208,20 +248,47 @@ def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
                 past_key_values=cache,
                 use_cache=True,
                 **({"block_cache": cache} if keyword else {}),
-            ).logits[0, -len(tails[-1]) :]
+            ).logits[0, CHECK_SHARED:]
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{type(model).__name__} {error}") from None
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__} needs a cache of its own kind; "
                 f"over blocks it fails with {type(error).__name__}: {error}"
             ) from error
+    same = torch.equal(logits.isfinite(), expected.isfinite())  # a model may forbid tokens
+    logits, expected = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (logits, expected))
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
     stored = next(iter(cache.arena.layers.values())).keys  # under autocast less precise than the logits
-    differ = (logits.double() - expected).norm() > _tolerance(stored, LOGITS_TOLERANCE) * spread
+    differ = not same or (logits - expected).norm() > _tolerance(stored, LOGITS_TOLERANCE) * spread
     cause = "it mixes tokens outside of attention"
     if dynamic := {type(m).__name__ for m in model.modules() if "quantized.dynamic" in type(m).__module__}:
         cause = f"its dynamically quantized layers ({', '.join(sorted(dynamic))}) round all tokens of a pass with one "
         cause += "scale; quantize weights only"
     _refuse(model, {f"computes other logits over blocks than over a plain sequence: {cause}": differ})
+
+
+def _stock_logits(model: PreTrainedModel, shared: torch.Tensor, tails: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the stock logits of each row's own tokens, `[length, vocabulary]`, in a left-padded batch."""
+    rows = [torch.cat((shared, tail)) for tail in tails]
+    ids = pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    known = inspect.signature(model.forward).parameters
+    logits = model(**{name: value for name, value in inputs.items() if name in known}, use_cache=False).logits
+    return [logits[row, -len(tail) :] for row, tail in enumerate(tails)]
+
+
+def _num_positions(reads: dict[int, list[tuple[int, int]]]) -> int | None:
+    """Return for how many positions there are learned embeddings: rows of a table that are read by position."""
+    first, *others = reads[0], *(reads[position] for position in PROBE_POSITIONS)
+    steps = zip(first, *others, strict=False)
+    by_position = [
+        rows - index
+        for (rows, index), *later in steps
+        if later == [(rows, index + position) for position in PROBE_POSITIONS]
+    ]
+    return min(by_position, default=None)
 
 
 def _run_one_token(model: PreTrainedModel, recorder: AttentionRecorder, position: int) -> None:

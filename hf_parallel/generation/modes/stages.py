@@ -29,7 +29,6 @@ from hf_parallel.generation.resampling.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import PassInputs, Row
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.token_table import TokenTable
-from hf_parallel.models.attention import UnsupportedModelError
 
 _PROMPT_RELATIVE = (
     "min_new_tokens",  # before `min_length`, which transformers sets from it
@@ -239,9 +238,10 @@ class StagedRun:
 
         At most `max_active` rows of a group (default: all) decode at the same time; when one ends, the next one starts.
         `input_ids`, int64 `[rows, length]`, are the prompts as logits processors see them (default: left-padded prompts
-        of the rows). Raises `UnsupportedModelError` if a row may exceed the length at which RoPE frequencies change.
+        of the rows). See `Capabilities.check_length`.
         """
-        _check_lengths(self.call, [row for group in groups for row in group])
+        longest = max(len(row.prompt) + row.max_new_tokens for group in groups for row in group)
+        self.call.capabilities.check_length(self.call.model, longest)
         return _Stage(self, groups, max_active, input_ids, seed).run(self._replay_config)
 
     def output(
@@ -286,15 +286,6 @@ def _with_padding(call: GenerationCall, padding: torch.Tensor) -> GenerationCall
             processor.prompt_ignore_length = padding  # some versions of transformers do not take a tensor
         processors.append(processor)
     return replace(call, logits_processor=processors)
-
-
-def _check_lengths(call: GenerationCall, rows: Sequence[CompletionRow]) -> None:
-    longest, limit = max(len(row.prompt) + row.max_new_tokens for row in rows), call.capabilities.max_length
-    if limit is not None and longest > limit:
-        raise UnsupportedModelError(
-            f"{type(call.model).__name__} changes its RoPE frequencies after {limit} tokens, which cached keys cannot "
-            f"follow; a completion with its prompt may have at most that many, got {longest}"
-        )
 
 
 def check_vocabulary(call: GenerationCall, texts: Sequence[str], needed: Sequence[str] = ()) -> None:
