@@ -45,6 +45,7 @@ from hf_parallel.engine.server import Limits, create_app  # noqa: E402
 from hf_parallel.engine.server.answers import Answers  # noqa: E402
 from hf_parallel.engine.server.grammar import JSONProcessor  # noqa: E402
 from hf_parallel.engine.server.responses import Writer  # noqa: E402
+from hf_parallel.engine.server.schema_finite import check_finite  # noqa: E402
 from hf_parallel.generation import MODES  # noqa: E402
 from hf_parallel.generation.stop_texts import StopFilter  # noqa: E402
 
@@ -533,6 +534,72 @@ def test_a_schema_that_is_not_supported_is_rejected(server: Served) -> None:
         response = server.post("/v1/chat/completions", messages=CHAT, response_format=response_format(schema))
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == "response_format"
+
+
+NEXT = {"$ref": "#"}
+ENDLESS = {
+    "itself": NEXT,
+    "a list whose elements need a next one": {"type": "object", "properties": {"next": NEXT}, "required": ["next"]},
+    "lists of lists": {"type": "array", "items": NEXT, "minItems": 1},
+    "any of two": {"anyOf": [{"type": "array", "prefixItems": [NEXT], "minItems": 1}, {"allOf": [NEXT]}]},
+    "each other": {
+        "$ref": "#/$defs/a",
+        "$defs": {
+            "a": {"type": "object", "required": ["b"], "additionalProperties": {"$ref": "#/$defs/b"}},
+            "b": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 2},
+        },
+    },
+    "required beside": {"allOf": [{"type": "object", "required": ["a"]}, {"properties": {"a": NEXT}}]},
+}
+FINITE = [
+    {"type": "object", "properties": {"next": {"anyOf": [NEXT, {"type": "null"}]}}, "required": ["next"]},
+    {"type": "object", "properties": {"next": NEXT}},
+    {"type": ["object", "null"], "properties": {"next": NEXT}, "required": ["next"]},
+    {"type": "array", "items": NEXT},
+    {"allOf": [{"$ref": "#/$defs/a"}, {"anyOf": [{"$ref": "#/$defs/a"}]}], "$defs": {"a": {"anyOf": [{"const": 1}]}}},
+    {"type": "object", "required": ["a"], "patternProperties": {"a": {"const": 1}}, "additionalProperties": False},
+    {"allOf": [{"type": "number"}, {"type": "integer"}]},
+]
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_schema_that_no_finite_text_satisfies_is_rejected(server: Served, name: str) -> None:
+    pytest.importorskip("llguidance")
+    response = server.post("/v1/chat/completions", messages=CHAT, response_format=response_format(ENDLESS[name]))
+    assert "no finite text" in check_error(response, 400)["message"]
+    assert response.json()["error"]["param"] == "response_format"
+    for schema in FINITE:
+        check_finite(schema)
+
+
+def test_an_answer_that_its_schema_leaves_no_token_ends_with_an_error(server: Served, small: tuple[Any, Any]) -> None:
+    """In a response, its streams and the record of an engine; other answers of the request are complete."""
+    pytest.importorskip("llguidance")
+    part = {"type": "object", "required": ["a"], "additionalProperties": False}
+    endless = {"$ref": "#/$defs/a", "$defs": {"a": {**part, "patternProperties": {"^a$": {"$ref": "#/$defs/a"}}}}}
+    schema = {**endless, "$ref": "#/$defs/b"}
+    schema["$defs"] = {**endless["$defs"], "b": {"anyOf": [{"const": True}, {"$ref": "#/$defs/a"}]}}
+    body = {
+        "prompt": "Hello",
+        "n": 4,
+        "temperature": 2,
+        "seed": 2,
+        "max_tokens": 30,
+        "response_format": response_format(schema),
+    }
+    choices = server.post("/v1/completions", **body).json()["choices"]
+    assert {choice["finish_reason"] for choice in choices} == {"stop", "error"}
+    for choice in choices:
+        failed = choice["finish_reason"] == "error"
+        assert ("cannot match the schema" in choice.get("error", {}).get("message", "")) is failed
+        assert failed or choice["text"] == "true"
+    chunks = [chunk["choices"][0] for chunk in stream(server, "/v1/completions", **body)[:-1]]
+    ends = {chunk["index"]: chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]}
+    assert ends == {choice["index"]: choice["finish_reason"] for choice in choices}
+    ids = small[1]("Hello")["input_ids"]
+    processor = JSONProcessor(endless, small[1], small[0].config.vocab_size, [small[1].eos_token_id], len(ids))
+    output = server.engine.submit(ids, logits_processor=[processor], max_new_tokens=30, do_sample=False).result()
+    assert "cannot match the schema" in output.record.errors[0]
 
 
 ARRAYS = [{"type": "array", "items": {"$ref": "#/$defs/a"}}] * 100

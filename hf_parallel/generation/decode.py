@@ -303,6 +303,10 @@ class DecodeLoop:
         record.lengths = list(self.table.lengths[:count])
         if self.replayer is not None:
             record.add_origins(self.replayer.origins)
+        for error_of in (p.error_of for p in self.sampler.processors if hasattr(p, "error_of")):
+            for row, length in enumerate(record.lengths):
+                if (error := error_of(self.table.ids[row, :length].tolist())) is not None:
+                    record.errors[row] = error
         scores, logits = self.sampler.scores, self.sampler.logits
         return cls(
             sequences=self.table.padded(count),  # type: ignore[arg-type]

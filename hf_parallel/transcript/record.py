@@ -40,6 +40,7 @@ class Record:
     passes: int = 0
     events: list[Event] = field(default_factory=list)  # none in modes that stream no text
     truncated: set[int] = field(default_factory=set)  # rows that a token budget ended, as streamers number them
+    errors: dict[int, str] = field(default_factory=dict)  # why rows ended early, by processors that say so
     origins: dict[int, str] = field(default_factory=dict)  # a letter per new token of a row, with a LogitsCache
     log_probs: list[tuple[list[int], Any]] = field(default_factory=list)
     """Rows that sampled a token in a step, and the `LogProbs` of these tokens, or None."""

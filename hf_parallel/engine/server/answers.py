@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,8 @@ class Delta:
     """Text of a row that is not itself the choice."""
     logged: list[LoggedToken] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None
+    """Why the choice ended with an error."""
     record: dict[str, Any] | None = None
     """Fields of the mode's output."""
 
@@ -86,10 +89,12 @@ class Answers:
         return await asyncio.to_thread(self._whole, await self.handle.result_async())
 
     def mean_log_probs(self, output: Any) -> list[float]:
-        """Return the mean log-probability, under the model, of the tokens of each choice, those of all its rows."""
+        """Return the mean log-probability, under the model, of each choice's tokens; -inf if it ended with an error."""
         rows, values = output.record.sampled_log_probs()
         choices = np.array([self.submission.choice(row) for row in rows.tolist()])
-        return [float(values[choices == choice].mean()) for choice in range(self.submission.choices)]
+        means = [float(values[choices == choice].mean()) for choice in range(self.submission.choices)]
+        failed = set(map(self.submission.choice, output.record.errors))
+        return [-inf if choice in failed else mean for choice, mean in enumerate(means)]
 
     def _whole(self, output: Any) -> list[Delta]:
         choices = [Delta(self.first + index) for index in range(self.submission.choices)]
@@ -98,7 +103,7 @@ class Answers:
             choice.text += delta.text
             choice.logged += delta.logged
             choice.row = delta.row or choice.row
-            choice.finish_reason, choice.record = delta.finish_reason, delta.record
+            choice.finish_reason, choice.record, choice.error = delta.finish_reason, delta.record, delta.error
         return choices
 
     def _all(self, output: Any) -> Iterator[Delta]:
@@ -124,6 +129,7 @@ class Answers:
         if submission.has_mode:
             records = [{n: v for n, v in found.items() if n != "stats"} for found in output.to_records()]
         cut = set(map(submission.choice, record.truncated))
+        errors = {submission.choice(row): error for row, error in record.errors.items()}
         texts = [] if submission.config.rows_continue_prompts else output.answer_texts(submission.engine.tokenizer)
         for index in range(submission.choices):
             reason = "length" if index in cut else "stop"
@@ -134,7 +140,8 @@ class Answers:
                 delta.row = submission.row_name(index) if submission.has_mode else None
             else:
                 delta.text = self._cut(texts[index])
-            delta.finish_reason = reason
+            delta.error = errors.get(index)
+            delta.finish_reason = reason if delta.error is None else "error"
             delta.record = records[index]
             yield delta
 

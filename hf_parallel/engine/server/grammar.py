@@ -12,11 +12,14 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
+from hf_parallel.engine.server.schema_finite import check_finite
 from hf_parallel.engine.server.schema_size import check_schema
 
 
 class JSONProcessor(LogitsProcessor):
     """Restricts rows to texts that match a JSON schema.
+
+    A row whose text cannot go on, although it does not match yet, ends: `error_of` says why.
 
     Parameters
     ----------
@@ -46,7 +49,7 @@ class JSONProcessor(LogitsProcessor):
         from llguidance import LLMatcher
 
         text = check_schema(schema)
-        self.begin = begin
+        self.begin, self.ends = begin, [token for token in eos_token_ids if token < vocabulary]
         try:
             grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
         except ValueError as error:
@@ -54,7 +57,9 @@ class JSONProcessor(LogitsProcessor):
         self._first = LLMatcher(_grammar_tokenizer(tokenizer, vocabulary, tuple(eos_token_ids)), grammar)
         if self._first.is_error():
             raise ValueError(f"response_format holds a schema that is not supported: {self._first.get_error()}")
+        check_finite(schema)
         self._matchers: dict[tuple[int, ...], Any] = {}  # by the new tokens of a row
+        self._errors: dict[tuple[int, ...], str] = {}  # by the new tokens of a row that ended with an error
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores `[rows, vocabulary]`, -inf for tokens that do not match."""
@@ -62,7 +67,18 @@ class JSONProcessor(LogitsProcessor):
         if len(self._matchers) > 4 * max(len(rows), 64):
             self._matchers = {row: self._matchers[row[:-1]] for row in rows if row[:-1] in self._matchers}
         allowed = np.stack([self._allowed(row, scores.shape[1]) for row in rows])
-        return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
+        masked = scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
+        for index in (masked.amax(-1) == -torch.inf).nonzero()[:, 0].tolist():
+            self._errors.setdefault(rows[index], "other settings exclude all tokens that the schema allows")
+            masked[index, self.ends] = 0.0
+        return masked
+
+    def error_of(self, tokens: list[int]) -> str | None:
+        """Return why a row with these tokens, prompt included, ended before its text matched; None: it did not."""
+        if not self._errors:
+            return None
+        new = tuple(tokens[self.begin :])
+        return next((error for end in range(len(new)) if (error := self._errors.get(new[:end]))), None)
 
     def _allowed(self, row: tuple[int, ...], vocabulary: int) -> np.ndarray:
         """Return the tokens that may follow the new tokens of a row, bool `[vocabulary]`."""
@@ -70,11 +86,21 @@ class JSONProcessor(LogitsProcessor):
             before, new = self._matchers.get(row[:-1]), row[-1:]
             if before is None:
                 before, new = self._first, row
-            matcher = before.deep_copy()
-            matcher.consume_tokens(list(new))
+            matcher = before
+            if not before.is_stopped():  # else it ends, or has ended
+                matcher = before.deep_copy()
+                matcher.consume_tokens(list(new))
             self._matchers[row] = matcher
-        bits = np.frombuffer(self._matchers[row].compute_bitmask(), np.uint8)
-        return np.unpackbits(bits, bitorder="little")[:vocabulary].astype(bool)
+        matcher = self._matchers[row]
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[:vocabulary].astype(bool)
+        goes_on = allowed.sum() > allowed[self.ends].sum()
+        if matcher.is_error() or not (goes_on or matcher.is_accepting()):
+            reason = matcher.get_error().partition("\n")[0] or "no further token matches"
+            self._errors[row] = f"the answer cannot match the schema of response_format: {reason}"
+            allowed[:] = False
+            allowed[self.ends] = True
+        return allowed
 
 
 @lru_cache(maxsize=4)

@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_parallel.detokenizer import token_bytes
 from hf_parallel.engine.server.answers import Answers, Delta, LoggedToken
+from hf_parallel.engine.server.errors import APIError
 from hf_parallel.generation.arguments import encode
 
 
@@ -119,8 +120,9 @@ def usage_of(answers: Sequence[Answers]) -> dict[str, Any]:
 
 
 def _mode_fields(delta: Delta) -> dict[str, Any]:
-    """Return the fields that modes add to a choice."""
-    fields = {"row": delta.row, "mode_output": delta.record}
+    """Return the fields that modes and errors add to a choice."""
+    error = None if delta.error is None else APIError(500, delta.error, "response_format").to_dict()["error"]
+    fields = {"row": delta.row, "mode_output": delta.record, "error": error}
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -91,8 +91,8 @@ class _Sizes:
 
     def _unions(self, part: dict[str, Any]) -> int:
         """Return the number of alternatives that may be arrays or objects, without the first."""
-        found = sum(isinstance(value, dict | list) for value in _items(part, "enum"))
-        if any(_items(part, name) for name in _COMBINED):
+        found = sum(isinstance(value, dict | list) for value in items_of(part, "enum"))
+        if any(items_of(part, name) for name in _COMBINED):
             found += self._measure(part).unions
         return max(found - 1, 0)
 
@@ -106,11 +106,11 @@ class _Sizes:
         return self._found[id(part)]
 
     def _merge(self, part: dict[str, Any]) -> _Size:
-        unions = [[self._measure(item) for item in _items(part, name)] for name in ("anyOf", "oneOf")]
+        unions = [[self._measure(item) for item in items_of(part, name)] for name in ("anyOf", "oneOf")]
         merged = [_Size(*map(sum, zip(*sizes, strict=True))) for sizes in unions if sizes]
-        merged += [self._measure(item) for item in _items(part, "allOf")]
+        merged += [self._measure(item) for item in items_of(part, "allOf")]
         if isinstance(name := part.get("$ref"), str):
-            merged.append(self._measure(self._target(name)))
+            merged.append(self._measure(target_of(self.root, name)))
         alternatives = prod(size.alternatives for size in merged)
         characters = alternatives * len(json.dumps(_own(part)))
         characters += sum(size.characters * (alternatives // size.alternatives) for size in merged)
@@ -119,19 +119,20 @@ class _Sizes:
         sizes = alternatives, 0 if is_scalar else nested, characters
         return _Size(*(min(size, _LARGEST) for size in sizes))  # references can square a number at each step
 
-    def _target(self, name: str) -> Any:
-        """Return the part that a reference names."""
-        found: Any = self.root
-        head, *places = unquote(name).split("/")
-        for place in places:
-            key = place.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-                found = found[int(key)]
-            else:
-                found = found.get(key) if isinstance(found, dict) else None
-        if head != "#" or not isinstance(found, dict | bool):
-            raise ValueError(f"response_format holds a schema that is not supported: $ref={name[:200]!r} is not in it")
-        return found
+
+def target_of(root: Any, name: str) -> Any:
+    """Return the part of a schema that a reference names."""
+    found = root
+    head, *places = unquote(name).split("/")
+    for place in places:
+        key = place.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+    if head != "#" or not isinstance(found, dict | bool):
+        raise ValueError(f"response_format holds a schema that is not supported: $ref={name[:200]!r} is not in it")
+    return found
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
@@ -143,7 +144,8 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
             yield from _objects(item)
 
 
-def _items(part: dict[str, Any], name: str) -> list[Any]:
+def items_of(part: dict[str, Any], name: str) -> list[Any]:
+    """Return the list of a keyword; empty if it is no list."""
     return value if isinstance(value := part.get(name), list) else []
 
 
@@ -162,7 +164,7 @@ def _is_scalar(part: dict[str, Any]) -> bool:
     """Return whether all values of a part are neither arrays nor objects."""
     types = part.get("type")
     types = types if isinstance(types, list) else [types]
-    values = _items(part, "enum") + ([part["const"]] if "const" in part else [])
+    values = items_of(part, "enum") + ([part["const"]] if "const" in part else [])
     return (
         all(kind in _SCALARS for kind in types) or bool(values) and not any(isinstance(v, dict | list) for v in values)
     )
