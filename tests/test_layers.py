@@ -19,7 +19,10 @@ import hf_parallel
 from hf_parallel.generation import MODES
 
 ROOT = Path(__file__).resolve().parent.parent
-MODE_NAMES = frozenset(MODES)  # a look-up of an unknown name in MODES searches the installed packages
+SCHEMA = (ROOT / "hf_parallel/engine/server/schema.py").read_text(encoding="utf-8")
+REQUEST_FIELDS = set(re.findall(r"^    (\w+): ", SCHEMA, re.MULTILINE))
+"""Names that OpenAI's API defines; a mode may have the same."""
+MODE_NAMES = frozenset(MODES) - REQUEST_FIELDS  # a look-up of an unknown name in MODES searches installed packages
 PACKAGE = "hf_parallel"
 MAX_LINES = 450
 

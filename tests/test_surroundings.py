@@ -21,6 +21,7 @@ from mode_cases import BUILT_IN, small_call
 from transformers import PreTrainedModel
 
 import hf_parallel
+from hf_parallel.generation import MODES
 
 PROMPTS = tiny.make_prompts([9, 9, 9])
 GREEDY = {"max_new_tokens": 12, "eos_token_id": -1, "pad_token_id": tiny.PAD}
@@ -189,7 +190,7 @@ def test_modes_use_the_tokenizer_of_enable_unless_the_call_has_one(model: PreTra
         return out.sequences.tolist(), getattr(out, "texts", None)
 
     one, other = texts(tokenizer=AsciiTokenizer()), texts(tokenizer=Shifted())
-    assert (one == other) == (mode in ("shared_prefix", "resample"))  # modes that read no text
+    assert (one == other) == (not MODES[mode].streams_text)  # those read no text
     hf_parallel.enable(model, tokenizer=AsciiTokenizer())
     assert texts() == one
     assert texts(tokenizer=Shifted()) == other

@@ -94,13 +94,17 @@ class InterruptibleCall:
         if self.config is None:  # nothing is recorded without a mode, and its streamer is a ConsoleStreamer
             truncated = self._streamer.truncated
         else:
-            truncated = {self._record.place(row)[0] for row in self._record.truncated}
+            truncated = set(self._record.answers_of(self._record.truncated, self._answer_of).values())
         for index, record in enumerate(records):
             fields = {**record, "truncated": index in truncated}
             if self.config is not None and self.config.merges_rows:
                 yield fields["transcript"], fields
             else:
                 yield self.tokenizer.decode(output.sequences[index, begin:], skip_special_tokens=True), fields
+
+    def _answer_of(self, row: int) -> int:
+        is_answer = self.config is not None and self.config.rows_per_prompt > 1 and not self.config.merges_rows
+        return row if is_answer else self._record.place(row)[0]
 
     def _partial_answers(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the answers of an interrupted call: cards in the order in which they ended, then unfinished ones."""

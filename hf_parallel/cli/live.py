@@ -54,6 +54,7 @@ class ShownRow:
     name: str
     steps: list[ShownStep] = field(default_factory=list)
     done: bool = False
+    end_reason: str = ""  # why it ended early
     interrupted: bool = False
 
     @property
@@ -79,6 +80,7 @@ class LiveView:
         self.passes = self.tokens = self.kv_tokens = 0
         self.completions: list[IncrementalDetokenizer] = []  # of rows that arrive as tokens
         self._counts_puts = config.streams_tokens == "every_pass"  # the other modes' passes are counted by `watching`
+        self._end_reasons: dict[int, str] = {}
         self._special = set(getattr(tokenizer, "all_special_ids", ()))
         self._first: tuple[float, int] | None = None  # time and number of the first tokens
         self._last = 0.0  # time of the last tokens
@@ -113,6 +115,10 @@ class LiveView:
         speed = (self.tokens - before) / (self._last - since) if self._last > since else 0.0
         tokens = f", {self.tokens} tokens, {speed:.1f} tokens/s" if self.tokens else ""
         return f"{self.passes} passes{tokens}" + (f", {self.kv_tokens} shared KV tokens" if self.kv_tokens else "")
+
+    def begin_call(self, call: Any) -> None:
+        """Receive the prepared call; see `ParallelStreamer`."""
+        self._end_reasons = call.record.end_reasons
 
     def put(self, value: Any) -> None:
         """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
@@ -164,7 +170,7 @@ class LiveView:
             if event == "join":
                 shown.steps.append(ShownStep())
         elif event == "end" and not shown.done:
-            shown.done = True
+            shown.done, shown.end_reason = True, self._end_reasons.get(row, "")
             if shown.steps and shown.last.text.strip() and shown.last.ended is None:
                 self.step_ended(shown)
 
@@ -188,7 +194,7 @@ class LiveLines(LiveView):
         """Print the step, unless it was printed when its row ended."""
         ended = row.last.ended
         if ended is None or not row.done:
-            self._print(row, f"(step {len(row.steps)}, pass {ended})" if ended else "(end)")
+            self._print(row, f"(step {len(row.steps)}, pass {ended})" if ended else f"({row.end_reason or 'end'})")
 
     def __exit__(self, *exception: Any) -> None:
         """Print the unfinished steps of an interrupted call."""
@@ -300,7 +306,7 @@ class LiveColumns(LiveFrames):
 
     def _state(self, row: ShownRow) -> str:
         if row.done:
-            return "interrupted" if row.interrupted else "done"
+            return "interrupted" if row.interrupted else row.end_reason or "done"
         if not self.passes and not any(step.text for step in row.steps):
             return "reads the task"
         return f"step {len(row.steps)}" if self.config.transcript_style.unit == "step" else "writes"

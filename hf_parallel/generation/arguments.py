@@ -20,6 +20,7 @@ from transformers.generation import BaseWatermarkingConfig, GenerationMode
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.detokenizer import check_tokenizer
+from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_text, is_int
 
 _UNSUPPORTED_ARGUMENTS = (
@@ -361,3 +362,15 @@ def _all(value: Any, is_valid: Callable[[Any], bool]) -> bool:
 
 def _kind(value: Any) -> str:
     return f"{value.__name__} itself" if isinstance(value, type) else type(value).__name__
+
+
+def check_stored(mode: Any, settings: Any) -> Any:
+    """Return settings of a generation config; raise `ValueError` if a text stands for one that cannot be stored.
+
+    A file must not name code that a call would run.
+    """
+    names = MODES[mode].not_stored if isinstance(settings, Mapping) and isinstance(mode, str) and mode in MODES else ()
+    for name in names:
+        if isinstance(settings.get(name), str):
+            raise ValueError(f"{name}={settings[name]!r} cannot come from a generation config: pass it to generate")
+    return settings

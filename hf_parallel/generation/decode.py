@@ -17,6 +17,7 @@ from transformers import StoppingCriteriaList
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.trace import Trace
+from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.ahead import PassAhead
 from hf_parallel.generation.backlog import Backlog, SpeculativeDecoding, TokenReplayer
 from hf_parallel.generation.call import Executor, GenerationCall
@@ -42,13 +43,16 @@ RETRY = 32
 R = TypeVar("R", bound=Row)
 OnToken = Callable[[Any, int, bool], bool]
 """(row, token, ended) -> whether the row generates another token; sets `row.pending`."""
+Schedule = Callable[[Sequence[Any]], Sequence[Any]]
+"""(active rows) -> rows of the next pass, ascending by index."""
 
 
 class DecodeLoop:
     """Generates tokens for the rows of one call.
 
     `table` holds the tokens of the rows, `criteria` defaults to those of the call, and `stream` says whether the
-    caller's streamer receives new tokens. A mode may set `replayer` and `speculation`.
+    caller's streamer receives new tokens. `log_probs`: whether the method of this name will be used. A mode may set
+    `replayer` and `speculation`.
     """
 
     def __init__(
@@ -60,14 +64,17 @@ class DecodeLoop:
         seed: Any = None,
         stats: GenerationStats | None = None,
         stream: bool = True,
+        log_probs: bool = False,
     ) -> None:
         self.call, self.cache, self.table = call, cache, table
+        self._texts: dict[Row, IncrementalDetokenizer] = {}
         if call.is_traced:
             call.record.trace = cache.trace = call.record.trace or Trace()
         self.stats = GenerationStats() if stats is None else stats
         self.runner = ModelRunner(call, cache, self.stats)
         self.backlog = Backlog(self.runner)
         self.sampler = Sampler(call, table, call.stopping_criteria if criteria is None else criteria, seed)
+        self.sampler.returns_log_probs |= log_probs
         self.streamer = call.streamer if stream and hasattr(call.streamer, "put") else None
         self.replayer: TokenReplayer | None = None
         self.speculation: SpeculativeDecoding | None = None
@@ -102,14 +109,14 @@ class DecodeLoop:
         logits: torch.Tensor | None,
         on_token: OnToken | None = None,
         after_pass: Callable[[], None] | None = None,
-        schedule: Callable[[Sequence[Row]], Sequence[Row]] | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         """Generate until no row is active. Rows are ascending by index.
 
         `logits`, as returned by `step`, are those of the rows' next tokens. None: they are computed from `row.pending`
         first. The default `on_token` makes the token pending, until the row ends.
         `after_pass` is called after every forward pass. `schedule` receives the active rows and returns those of the
-        next pass; it may admit others.
+        next pass; it may `drop` rows and admit others.
         """
         began, prefilling = time.perf_counter(), self.stats.prefill_seconds
         active = list(rows)
@@ -125,7 +132,7 @@ class DecodeLoop:
                 else:
                     active = self.sample(active, logits, on_token)
                 if schedule is not None:
-                    active = list(schedule(active))
+                    active = [row for row in schedule(active) if row.is_active()]
             if speculation is not None:
                 active = speculation.step(active)
             logits = None if ahead is None else self._kept(ahead, active)
@@ -185,6 +192,27 @@ class DecodeLoop:
             kept = {row.index for row in active}
             self.replayer.stop_computing([row.index for row in rows if row.index not in kept])
         return [row for row in active if row.is_active()]
+
+    def drop(self, row: Row, reason: str) -> None:
+        """End a row before its next pass and free its own block. `reason` is recorded, as a word for transcripts."""
+        row.dropped = True
+        self.call.record.end_reasons[row.output_row] = reason
+        self.cache.free(row.view[-1])
+        if self.replayer is not None and self.call.executor is not None:
+            self.replayer.stop_computing([row.index])
+        if row in self._texts:
+            self.call.show(row.output_row, "", "end")
+
+    def show(self, row: Row, token: int, ended: bool) -> None:
+        """Stream the text that a token adds to a row, in modes that stream text. The transcript shows it, too."""
+        text = self._texts.get(row)
+        if text is None:
+            text = self._texts[row] = IncrementalDetokenizer(self.call.tokenizer)
+            self.call.show(row.output_row, "", "begin")
+        added = "" if token in self.call.eos_token_ids else text.add([token])
+        self.call.show(row.output_row, added, "token")
+        if ended:
+            self.call.show(row.output_row, "", "end")
 
     def replay(self, rows: Sequence[R], on_token: OnToken | None = None, may_wait: bool = False) -> list[R]:
         """Append tokens sampled from cached logits, before any forward pass. Return rows that need the model.
@@ -275,54 +303,71 @@ class DecodeLoop:
         begin, end = self.call.input_ids.shape[1], self.table.lengths[row.index]
         return self.table.ids[row.index, begin:end].tolist()
 
-    def record_truncated(self) -> None:
-        """Record the rows that `max_length` ended, in a loop whose rows are those of the call."""
-        rows = [row for row, length in enumerate(self.table.lengths) if length >= self.call.max_length]
-        if not rows:  # then the table may have fewer columns
+    def record_truncated(self, rows: Sequence[Row] | None = None) -> None:
+        """Record the rows that `max_length` ended; default: all rows of the table, which are those of the call."""
+        output_rows = range(len(self.table.lengths)) if rows is None else [row.output_row for row in rows]
+        full = [row for row, length in enumerate(self.table.lengths) if length >= self.call.max_length]
+        if not full:  # then the table may have fewer columns
             return
-        last = self.table.ids[rows, self.call.max_length - 1].tolist()
-        ends = self.call.eos_token_ids
-        self.call.record.truncated.update(row for row, token in zip(rows, last, strict=True) if token not in ends)
+        last = self.table.ids[full, self.call.max_length - 1].tolist()
+        cut = [row for row, token in zip(full, last, strict=True) if token not in self.call.eos_token_ids]
+        self.call.record.truncated.update(output_rows[row] for row in cut)
 
-    def output(self, cls: type[ParallelOutput] = ParallelOutput, count: int | None = None, **fields: Any) -> Any:
-        """End the streamer and return the output of `generate` for the first `count` rows (default: all).
+    def output(
+        self, cls: type[ParallelOutput] = ParallelOutput, rows: Sequence[Row] | None = None, **fields: Any
+    ) -> Any:
+        """End the streamer and return the output of `generate` for `rows`, in this order (default: all of the table).
 
-        Empties a cache that nobody receives.
+        A streamer of a mode that streams tokens `at_end` receives them now. Empties a cache that nobody receives.
         """
-        if self.call.streamer is not None:
-            self.call.streamer.end()
-        if not self.call.generation_config.return_dict_in_generate:
-            if self.call.past_key_values is None:
+        call = self.call
+        sequences = self.table.padded(None if rows is None else [row.index for row in rows])
+        if call.record.config.streams_tokens == "at_end" and hasattr(call.streamer, "put"):
+            for column in sequences[:, call.input_ids.shape[1] :].T:
+                call.streamer.put(column.cpu())
+        if call.streamer is not None:
+            call.streamer.end()
+        if not call.generation_config.return_dict_in_generate:
+            if call.past_key_values is None:
                 self.cache.reset()
-            return self.table.padded(count)
-        return self.result(cls, count, **fields)
+            return sequences
+        return self.result(cls, rows, **fields)
 
-    def result(self, cls: type[ParallelOutput], count: int | None = None, **fields: Any) -> Any:
+    def result(self, cls: type[ParallelOutput], rows: Sequence[Row] | None = None, **fields: Any) -> Any:
         """Return a `cls` with the present state of the call."""
-        record = self.call.record
-        record.lengths = list(self.table.lengths[:count])
+        record, scores, logits = self.call.record, self.sampler.scores, self.sampler.logits
+        indices = None if rows is None else [row.index for row in rows]
+        record.lengths = [self.table.lengths[row] for row in indices] if indices else list(self.table.lengths)
         if self.replayer is not None:
             record.add_origins(self.replayer.origins)
+        output_rows = range(len(record.lengths)) if rows is None else [row.output_row for row in rows]
         for error_of in (p.error_of for p in self.sampler.processors if hasattr(p, "error_of")):
-            for row, length in enumerate(record.lengths):
-                if (error := error_of(self.table.ids[row, :length].tolist())) is not None:
+            for row, index, length in zip(output_rows, indices or output_rows, record.lengths, strict=True):
+                if (error := error_of(self.table.ids[index, :length].tolist())) is not None:
                     record.errors[row] = error
-        scores, logits = self.sampler.scores, self.sampler.logits
+        if rows is not None:
+            record.returned = [] if output_rows == list(range(len(rows))) else list(output_rows)
+            steps = max(record.lengths) - record.begin
+            scores, logits = (kept and [step[indices] for step in kept[:steps]] for kept in (scores, logits))
         return cls(
-            sequences=self.table.padded(count),  # type: ignore[arg-type]
+            sequences=self.table.padded(indices),  # type: ignore[arg-type]
             scores=None if scores is None else tuple(scores),  # type: ignore[arg-type]
             logits=None if logits is None else tuple(logits),  # type: ignore[arg-type]
             past_key_values=self.cache,
             stats=self.stats,
             record=record,
-            **{"log_probs": self._log_probs(count), **fields},
+            **{"log_probs": self.log_probs(rows), **fields},
         )
 
-    def _log_probs(self, count: int | None) -> torch.Tensor:
-        """Return `ParallelOutput.log_probs` of the first `count` rows, whose tokens are those of the table."""
-        lengths, begin = self.table.lengths[:count], self.call.record.begin
-        values = spread(self.sampler.drawn, len(self.table.lengths))[: len(lengths), begin:]
-        return F.pad(values, (0, max(lengths) - begin - values.shape[1]), value=torch.nan)
+    def log_probs(self, rows: Sequence[Row] | None = None) -> torch.Tensor:
+        """Return log-probabilities of the new tokens of rows (default: all) so far, float32 `[rows, longest]`.
+
+        They are those of the model, and NaN for tokens that were not sampled; see `ParallelOutput.log_probs`.
+        """
+        indices = list(range(len(self.table.lengths))) if rows is None else [row.index for row in rows]
+        longest, begin = max(self.table.lengths[index] for index in indices), self.call.record.begin
+        values = spread(self.sampler.drawn, len(self.table.lengths))[indices, begin:longest]
+        return F.pad(values, (0, longest - begin - values.shape[1]), value=torch.nan)
 
 
 def _set_pending(row: Row, token: int, ended: bool) -> bool:

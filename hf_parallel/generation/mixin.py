@@ -312,7 +312,7 @@ def _fields(mode: Any) -> Sequence[str]:
 def _stored_settings(config: Any, mode: Any) -> tuple[dict[str, Any], Any]:
     """Return the settings that stand beside the mode in a `GenerationConfig`, and its `parallel_config`."""
     beside = {name: getattr(config, name) for name in _fields(mode) if hasattr(config, name)}
-    return beside, getattr(config, "parallel_config", None)
+    return arguments.check_stored(mode, beside), arguments.check_stored(mode, getattr(config, "parallel_config", None))
 
 
 def keep_mode(config: Any) -> None:

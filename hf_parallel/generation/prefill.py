@@ -11,7 +11,7 @@ from hf_parallel.cache import Segment
 from hf_parallel.cache.shared_prefix import Node, SharedPrefixCache
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.rows import PassInputs
+from hf_parallel.generation.rows import PassInputs, Row
 
 SUFFIX_CAPACITY = 512  # maximum initial capacity of a completion, in tokens
 BATCH_CAPACITY = 1 << 16  # maximum of all completions together, unless each would have less than `MIN_CAPACITY`
@@ -77,6 +77,21 @@ def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequen
     loop.stats.reused_tokens += sum(len(node.tokens) for node in ancestors)
     loop.stats.prefilled_tokens += len(leaves)
     return parents
+
+
+def start_rows(cache: SharedPrefixCache, leaves: Sequence[Node], max_new_tokens: int) -> list[Row]:
+    """Return one row after each leaf, with a block of its own."""
+    blocks = cache.new_blocks(len(leaves), initial_capacity(max_new_tokens, len(leaves)))
+    for block, leaf in zip(blocks, leaves, strict=True):
+        block.base = leaf.start + len(leaf.tokens)
+    return [Row(i, [*cache.view(leaf), block]) for i, (leaf, block) in enumerate(zip(leaves, blocks, strict=True))]
+
+
+def keep_rows(loop: DecodeLoop, cache: SharedPrefixCache, rows: Sequence[Row], leaves: Sequence[Node]) -> None:
+    """Attach the completions of `start_rows` to the tree, without dropped rows: later calls can continue them."""
+    for row, leaf in zip(rows, leaves, strict=True):
+        if not row.dropped:
+            cache.add(leaf, np.array(loop.new_tokens(row), np.int64), row.view[-1])
 
 
 def initial_capacity(longest: int, rows: int) -> int:

@@ -183,6 +183,7 @@ class ConsoleStreamer(SequentialPrinter):
         """Tokens of each row, if tokens are printed."""
         self.truncated: set[int] = set()
         """Rows that a token budget ended; in a mode, those of the call's record."""
+        self._end_reasons: dict[int, str] = {}
         self.by_end = self._prints_text = False
         self._ends = self._eos_token_ids
         self._config: ParallelConfig | None = None
@@ -193,6 +194,7 @@ class ConsoleStreamer(SequentialPrinter):
         """Receive the prepared call of a mode; see `ParallelStreamer`."""
         config: ParallelConfig = call.record.config
         self._config, self._ends, self.truncated = config, set(call.eos_token_ids), call.record.truncated
+        self._end_reasons = call.record.end_reasons
         self.by_end = config.merges_rows
         self._prints_text = config.streams_text and config.streams_tokens != "when_final"
 
@@ -234,8 +236,9 @@ class ConsoleStreamer(SequentialPrinter):
         key = row, self._steps[row]
         self.write(key, text)
         if event in ("step", "end"):
-            if event == "end" and not self._has_ended(row) and row in self.truncated:
-                self.write_mark(key, TRUNCATED)
+            reason = self._end_reasons.get(row)
+            if event == "end" and not self._has_ended(row) and (reason or row in self.truncated):
+                self.write_mark(key, f"[{reason}]" if reason else TRUNCATED)
             self.close(key)
 
     def end(self) -> None:

@@ -22,6 +22,7 @@ class Row:
     pending: list[int] = field(default_factory=list)
     last_segment: Segment | None = None  # of the last pass that it took part in
     output_row: int = -1  # as `ParallelStreamer.write_row` numbers the rows; default: the index
+    dropped: bool = False  # by `DecodeLoop.drop`
 
     def __post_init__(self) -> None:
         if self.output_row < 0:
@@ -57,7 +58,7 @@ class Row:
 
     def is_active(self) -> bool:
         """Whether the row generates further tokens; checked once all rows of a pass have their tokens."""
-        return True
+        return not self.dropped
 
     @property
     def group(self) -> RowGroup | None:

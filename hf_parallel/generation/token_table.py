@@ -73,9 +73,11 @@ class TokenTable:
         column = torch.arange(longest, device=ids.device) - shift
         return ids.gather(1, column.clamp(min=0)).masked_fill(column < 0, self.pad_token_id)
 
-    def padded(self, count: int | None = None) -> torch.Tensor:
-        """Return a copy of the first `count` rows (default: all), right-padded, as `generate` returns sequences."""
-        return self.ids[:count, : max(self.lengths[:count])].clone()
+    def padded(self, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """Return a copy of `rows` in their order (default: all), right-padded, as `generate` returns sequences."""
+        if rows is None:
+            return self.ids[:, : max(self.lengths)].clone()
+        return self.ids[list(rows), : max(self.lengths[row] for row in rows)]
 
     def _reserve(self, length: int) -> None:
         if length > self.ids.shape[1]:

@@ -255,8 +255,8 @@ def _footer(card: Mapping[str, Any], style: Mapping[str, str]) -> str:
     done = _is_done(card, style)
     moved = [f"into the {style['history']} after {style['tick']} {_end(card)}"] if style["history"] else []
     notes = moved if done else []
-    if card.get("truncated", False):
-        notes.append("truncated")
+    if reason := card.get("end_reason", "") or "truncated" * card.get("truncated", False):
+        notes.append(reason)
     elif not done:
         notes.append("unfinished")
     if card["gone"] is not None:  # finished cards leave the history, if there is one; others leave with their worker

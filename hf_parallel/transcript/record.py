@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,6 +41,8 @@ class Record:
     events: list[Event] = field(default_factory=list)  # none in modes that stream no text
     truncated: set[int] = field(default_factory=set)  # rows that a token budget ended, as streamers number them
     errors: dict[int, str] = field(default_factory=dict)  # why rows ended early, by processors that say so
+    end_reasons: dict[int, str] = field(default_factory=dict)  # why the mode dropped rows, such as "pruned"
+    returned: list[int] = field(default_factory=list)  # rows of `sequences`, if they are not rows 0, 1, ...
     origins: dict[int, str] = field(default_factory=dict)  # a letter per new token of a row, with a LogitsCache
     log_probs: list[tuple[list[int], Any]] = field(default_factory=list)
     """Rows that sampled a token in a step, and the `LogProbs` of these tokens, or None."""
@@ -53,8 +55,18 @@ class Record:
 
     def place(self, row: int) -> tuple[int, int | None]:
         """Return the index of a row's prompt, and the row's column (None: it spans all columns)."""
-        place = self.config.place(row, len(self.prompts))
-        return place.prompt, place.column
+        prompt, _, column = self.config.place(row, len(self.prompts))
+        returned = [self.config.place(other, len(self.prompts)) for other in self.returned]
+        first = [place.column for place in returned if place.prompt == prompt and place.column is not None]
+        if column is not None:  # returned rows come first, in the order of the output
+            column = first.index(column) if column in first else column + sum(other > column for other in first)
+        return prompt, column
+
+    def answers_of(self, rows: Iterable[int], answer_of: Callable[[int], int]) -> dict[int, int]:
+        """Return the answer of each row that is returned; `answer_of` maps rows to answers where all are returned."""
+        if self.returned:
+            return {row: self.returned.index(row) for row in rows if row in self.returned}
+        return {row: answer_of(row) for row in rows}
 
     def write(self, row: int, text: str, event: str) -> None:
         """Append an event at the current decode pass."""

@@ -38,6 +38,7 @@ class Card:
     pieces: list[tuple[int, str, str]] = field(default_factory=list)  # decode pass, text and origin of each token
     gone: int | None = None  # decode pass after which no row attends to it: it was forgotten, or its worker removed
     truncated: bool = False  # whether a token budget ended its row; only the row's last card
+    end_reason: str = ""  # why its row ended early; only the row's last card
 
 
 WHOLE_ANSWERS = ("completion", "answer")
@@ -107,17 +108,18 @@ def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
             generated = event == "token" and (at > 0 or row in record.origins)
             card.pieces.append((at, text, next(origins.get(row, iter(())), COMPUTED) if generated else GIVEN))
             card.begin, card.end = min(card.begin, before), at
-    for row in record.truncated:
-        for card in [card for card in cards_by_row.get(row, []) if card.given or card.pieces][-1:]:
-            card.truncated = True
+    for row, cards in cards_by_row.items():
+        for card in [card for card in cards if card.given or card.pieces][-1:]:
+            card.truncated, card.end_reason = row in record.truncated, record.end_reasons.get(row, "")
     return {prompt: [card for card in cards if card.given or card.pieces] for prompt, cards in found.items()}
 
 
 def column_names(record: Record, prompt: int, cards: Sequence[Card]) -> list[str]:
     """Return the names of the columns of a prompt's cards: those of the rows that wrote them."""
-    config = record.config
-    places = [config.place(row, len(record.prompts)) for row in {event.row for event in record.events}]
-    names = {place.column: config.row_name(place.index) for place in places if place.prompt == prompt}
+    config, names = record.config, {}
+    for row in {event.row for event in record.events}:
+        if (place := config.place(row, len(record.prompts))).prompt == prompt:
+            names[record.place(row)[1]] = config.row_name(place.index)
     count = 1 + max((card.column or 0 for card in cards), default=0)
     return [names.get(column, f"{config.transcript_style.unit} {column + 1}") for column in range(count)]
 
@@ -147,7 +149,8 @@ def completion_sections(record: Record, sequences: Sequence[Sequence[int]], toke
     `sequences` are lists of tokens, padded on both sides. Rows of one prompt share a section. If every prompt has a
     single row, all rows share one.
     """
-    places = [record.config.place(row, len(record.prompts)) for row in range(len(sequences))]
+    drawn = record.returned or range(len(sequences))
+    places = [record.config.place(row, len(record.prompts)) for row in drawn]
     prompts = [record.prompts[place.prompt].tolist() for place in places]
     groups = [list(rows) for _, rows in groupby(range(len(prompts)), key=prompts.__getitem__)]
     if len(groups) == len(prompts) > 1:
@@ -161,8 +164,8 @@ def completion_sections(record: Record, sequences: Sequence[Sequence[int]], toke
         for column, row in enumerate(rows):
             tokens = sequences[row][record.begin : record.lengths[row]]
             rest = tokenizer.decode(prompts[row][len(shared) :])
-            card = _completion(column, rest, tokens, record.origins.get(row, ""), tokenizer)
-            card.truncated = row in record.truncated
+            card = _completion(column, rest, tokens, record.origins.get(drawn[row], ""), tokenizer)
+            card.truncated, card.end_reason = drawn[row] in record.truncated, record.end_reasons.get(drawn[row], "")
             cards.append(card)
         names = [record.config.row_name(places[row].index) for row in rows]
         if record.config.rows_per_prompt == 1 or len(set(names)) < len(names):
@@ -247,6 +250,7 @@ def _check_section(section: Any) -> None:
         _expect(end is None or (_is_count(end) and end >= begin), "end")
         _expect(gone is None or (_is_count(gone) and gone >= (begin if end is None else end)), "gone")
         _expect(isinstance(card.get("truncated", False), bool), "truncated")  # which older files lack
+        _expect(isinstance(card.get("end_reason", ""), str), "end_reason")
         _expect(isinstance(card["given"], str) and isinstance(card["ended"], str), "given or ended")
         for at, text, origin in card["pieces"]:
             _expect(isinstance(at, int) and begin <= at <= end and isinstance(text, str), "pieces")

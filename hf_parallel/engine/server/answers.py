@@ -128,8 +128,9 @@ class Answers:
         records: list[Any] = [None] * submission.choices
         if submission.has_mode:
             records = [{n: v for n, v in found.items() if n != "stats"} for found in output.to_records()]
-        cut = set(map(submission.choice, record.truncated))
-        errors = {submission.choice(row): error for row, error in record.errors.items()}
+        cut = set(record.answers_of(record.truncated, submission.choice).values())
+        answers = record.answers_of(record.errors, submission.choice)
+        errors = {answer: record.errors[row] for row, answer in answers.items()}
         texts = [] if submission.config.rows_continue_prompts else output.answer_texts(submission.engine.tokenizer)
         for index in range(submission.choices):
             reason = "length" if index in cut else "stop"

@@ -7,6 +7,7 @@ public in `hf_parallel`.
 from importlib import import_module
 from pkgutil import iter_modules
 
+from hf_parallel.generation.modes.best_of import BestOfConfig, BestOfOutput, Candidate
 from hf_parallel.generation.modes.final_answers import BOXED, find_answer, normal_form
 from hf_parallel.generation.modes.final_answers import find_matches as find_matches
 from hf_parallel.generation.modes.final_answers import majority as majority
@@ -33,8 +34,11 @@ PLAIN_MODE = SharedPrefixConfig.mode
 
 __all__ = [
     "BOXED",
+    "BestOfConfig",
+    "BestOfOutput",
     "BlockFormat",
     "Branch",
+    "Candidate",
     "HogwildConfig",
     "HogwildOutput",
     "HogwildSession",

@@ -252,7 +252,7 @@ class StagedRun:
         /,
         **fields: Any,
     ) -> Any:
-        """Stream the tokens of each prompt's answer, which are final now, and return what `generate` returns.
+        """Return what `generate` returns, given the tokens of each prompt's answer.
 
         With `return_dict_in_generate` that is a `cls` with further `fields`. `log_probs` are those of the answers, see
         `ParallelOutput`.
@@ -262,9 +262,6 @@ class StagedRun:
         table = TokenTable(call.input_ids, call.pad_token_id, max(map(len, answers)))
         for row, tokens in enumerate(answers):
             table.extend(row, tokens)
-        if hasattr(call.streamer, "put"):
-            for column in table.padded()[:, call.input_ids.shape[1] :].T:
-                call.streamer.put(column.cpu())
         return DecodeLoop(call, self.cache, table, stats=self.stats, stream=False).output(cls, **fields)
 
 

@@ -129,7 +129,7 @@ class PDOSRun:
         sampler.scores, sampler.logits = (_align(kept, trunks) for kept in (sampler.scores, sampler.logits))
         output = loop.output(
             PDOSOutput,
-            call.num_rows,
+            trunks,
             blocks=[trunk.blocks for trunk in trunks],
             transcripts=[self._transcript(trunk) for trunk in trunks],
             fallback=[trunk.fallback for trunk in trunks],

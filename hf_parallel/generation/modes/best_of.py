@@ -1,0 +1,271 @@
+"""`generation_mode="best_of"`: several completions of each prompt, ranked by a score; the best come first.
+
+Best of n: Stiennon et al., Learning to summarize from human feedback, 2020; Cobbe et al., Training Verifiers to Solve
+Math Word Problems, 2021. Pruning while they are written: Sun et al., Fast Best-of-N Decoding via Speculative
+Rejection, 2024 (arXiv 2410.20290).
+"""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hf_parallel.generation.arguments import check_tokenizer_given
+from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.config import ParallelConfig, RowPlace
+from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.prefill import keep_rows, prefill_leaves, prefix_cache_of, start_rows
+from hf_parallel.generation.rows import Row
+from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.generation.validation import check_int
+from hf_parallel.transcript.sections import TranscriptStyle
+
+PRUNED = "pruned"
+"""End reason of a candidate that was dropped."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A completion, finished or not, as a scorer receives it; see `BestOfConfig`."""
+
+    prompt: str
+    text: str
+    """Text without special tokens."""
+    tokens: list[int]
+    """New tokens, with the end-of-sequence token if there is one."""
+    mean_log_prob: float
+    """Mean log-probability of the tokens under the model."""
+    is_complete: bool
+    """Whether it has ended."""
+
+
+@dataclass
+class BestOfConfig(ParallelConfig):
+    """Several completions of each prompt; the best are returned, best first. `num_return_sequences` is their number.
+
+    Parameters
+    ----------
+    num_candidates : int
+        Completions per prompt. More than one need `do_sample=True`.
+    scorer : callable or str, optional
+        Receives a `Candidate` and returns a number, larger for better ones; or `"module:function"`, which names such a
+        function. Default: `mean_log_prob`. It is not stored, nor accepted from a generation config or by a server.
+    prune_every : int, optional
+        Number of tokens after which the worst candidates of each prompt are dropped, again and again. Default: never.
+    keep : float
+        Fraction of a prompt's candidates that each pruning keeps, rounded up, between 0 and 1. Those that have ended
+        compete, too. At least `num_return_sequences` are kept.
+
+    Notes
+    -----
+    A `ParallelStreamer` receives candidate `k` of prompt `p` as row `p * num_candidates + k`. `put` receives the
+    returned tokens once they are known.
+    """
+
+    mode: ClassVar[str] = "best_of"
+    not_stored: ClassVar[tuple[str, ...]] = ("scorer",)
+    not_remote: ClassVar[tuple[str, ...]] = ("scorer",)
+    streams_text: ClassVar[bool] = True
+    streams_tokens = "at_end"
+    rows_name: ClassVar[str] = "texts"
+    example_arguments = {"do_sample": "True"}
+
+    num_candidates: int = 4
+    scorer: Any = None
+    prune_every: int | None = None
+    keep: float = 0.5
+
+    def validate(self) -> None:
+        """Check every setting; see `ParallelConfig.validate`."""
+        super().validate()
+        check_int("num_candidates", self.num_candidates, at_least=1)
+        if self.scorer is not None:
+            resolve_scorer(self.scorer)
+        if self.prune_every is not None:
+            check_int("prune_every", self.prune_every, at_least=1)
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
+            raise ValueError(f"keep must be a number between 0 and 1, both excluded, got {self.keep!r}")
+
+    def prepare(self, kwargs: dict[str, Any]) -> None:
+        """Check the tokenizer."""
+        check_tokenizer_given(kwargs, self.mode)
+
+    def make_run(self, call: GenerationCall) -> BestOfRun:
+        """See `ParallelConfig.make_run`."""
+        return BestOfRun(self, call)
+
+    @property
+    def max_rows_per_prompt(self) -> int:
+        """Number of candidates."""
+        return self.num_candidates
+
+    def max_kv_tokens(self, call: GenerationCall) -> int:
+        """See `ParallelConfig.max_kv_tokens`."""
+        prompts = call.num_rows // _num_returned(call)
+        return call.prompt_tokens + prompts * self.num_candidates * call.max_new_tokens
+
+    def place(self, row: int, num_prompts: int) -> RowPlace:
+        """See `ParallelConfig.place`. Rows are candidates."""
+        prompt, index = divmod(row, self.num_candidates)
+        return RowPlace(prompt, index, index)
+
+    def row_name(self, index: int) -> str:
+        """Return the name of a candidate."""
+        return f"Candidate {index + 1}"
+
+    @property
+    def transcript_style(self) -> TranscriptStyle:
+        """How a transcript shows the rows."""
+        return TranscriptStyle("candidate")
+
+
+class BestOfRun:
+    """One call: all candidates decode together, and the worst are dropped at every `prune_every`-th token."""
+
+    def __init__(self, config: BestOfConfig, call: GenerationCall) -> None:
+        self.config, self.call, self.cache = config, call, prefix_cache_of(call)
+        n, self.num_returned = config.num_candidates, _num_returned(call)
+        if self.num_returned > n:
+            raise ValueError(f"num_return_sequences must be at most num_candidates={n}, got {self.num_returned}")
+        if n > 1 and not call.generation_config.do_sample:
+            raise ValueError(f"num_candidates={n} greedy completions would be equal: give do_sample=True")
+        self.scorer = None if config.scorer is None else resolve_scorer(config.scorer)
+        ids = call.input_ids[:: self.num_returned].repeat_interleave(n, dim=0)
+        table = TokenTable(ids, call.pad_token_id, call.max_new_tokens)
+        self.loop = DecodeLoop(call, self.cache, table, seed=config.seed, stream=False, log_probs=True)
+        self.num_tokens = 0  # of each active row
+
+    def generate(self) -> Any:
+        """Return a tensor `int64 [rows, length]` or a `BestOfOutput`."""
+        n, prompts = self.config.num_candidates, self.call.prompts[:: self.num_returned]
+        with self.loop.running():
+            leaves = [leaf for leaf in map(self.cache.insert, prompts) for _ in range(n)]
+            logits = prefill_leaves(self.loop, self.cache, leaves)
+            self.rows = start_rows(self.cache, leaves, self.call.max_new_tokens)
+            self.groups = [self.rows[start : start + n] for start in range(0, len(self.rows), n)]
+            for row in self.rows:  # `transformers` repeats prompts, and rows are numbered after the first of each
+                row.output_row = row.index + row.index // n * n * (self.num_returned - 1)
+            self.racing = list(self.groups)
+            self.ended: set[Row] = set()
+            self.final: set[Row] = set()  # ended, and scored since
+            self.scores: dict[Row, float] = {}
+            self.loop.decode(self.rows, logits, self._on_token, schedule=self._schedule)
+            keep_rows(self.loop, self.cache, self.rows, leaves)
+        self.loop.record_truncated(self.rows)
+        self._score([row for row in self.rows if not row.dropped])
+        return self._output()
+
+    def _on_token(self, row: Row, token: int, ended: bool) -> bool:
+        row.pending = [token]
+        self.loop.show(row, token, ended)
+        if ended:
+            self.ended.add(row)
+        return not ended
+
+    def _schedule(self, active: Sequence[Row]) -> Sequence[Row]:
+        self.num_tokens += 1
+        if active and self.config.prune_every is not None and self.num_tokens % self.config.prune_every == 0:
+            self._prune()
+        return active
+
+    def _prune(self) -> None:
+        sizes = [max(self.num_returned, math.ceil(self.config.keep * len(group))) for group in self.racing]
+        contested = [row for group, size in zip(self.racing, sizes, strict=True) if len(group) > size for row in group]
+        self._score(contested)
+        for index, size in enumerate(sizes):
+            if len(self.racing[index]) > size:
+                ranked = sorted(self.racing[index], key=self._rank)
+                self.racing[index] = ranked[:size]
+                for row in ranked[size:]:
+                    if row not in self.ended:
+                        self.loop.drop(row, PRUNED)
+
+    def _rank(self, row: Row) -> tuple[bool, float, int]:
+        return row.dropped, -self.scores[row], row.index
+
+    def _score(self, rows: Sequence[Row]) -> None:
+        """Set the scores of rows. Raises `TypeError` or `ValueError` if the scorer does not return a number."""
+        new = [row for row in rows if row not in self.final]
+        self.final |= self.ended.intersection(new)
+        means = self.loop.log_probs(new).nanmean(dim=1).tolist() if new else []
+        for row, mean in zip(new, means, strict=True):
+            self.scores[row] = mean if self.scorer is None else self._ask(self.scorer, row, mean)
+
+    def _ask(self, scorer: Callable[[Candidate], Any], row: Row, mean: float) -> float:
+        tokenizer, n = self.call.tokenizer, self.config.num_candidates
+        prompt = tokenizer.decode(self.call.prompts[row.index // n * self.num_returned].tolist())
+        tokens = self.loop.new_tokens(row)
+        candidate = Candidate(prompt, self._text(row), tokens, mean, row in self.ended)
+        given = scorer(candidate)
+        try:
+            score = float("text" if isinstance(given, str) else given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"scorer must return a number, got {given!r} for {candidate.text!r}") from error
+        if math.isnan(score):
+            raise ValueError(f"scorer must return a number, got nan for {candidate.text!r}")
+        return score
+
+    def _text(self, row: Row) -> str:
+        return self.call.tokenizer.decode(self.loop.new_tokens(row), skip_special_tokens=True)
+
+    def _output(self) -> Any:
+        n, size = self.config.num_candidates, self.num_returned
+        best = [row for group in self.groups for row in sorted(group, key=self._rank)[:size]]
+        groups = [self.groups[row.index // n] for row in best]
+        return self.loop.output(
+            BestOfOutput,
+            best,
+            texts=[[self._text(row) for row in group] for group in groups],
+            ratings=[[self.scores[row] for row in group] for group in groups],
+            order=[[row.index % n for row in sorted(group, key=self._rank)] for group in groups],
+            pruned=[[row.index % n for row in group if row.dropped] for group in groups],
+            chosen=[row.index % n for row in best],
+        )
+
+
+@dataclass
+class BestOfOutput(ParallelOutput):
+    """The best completions of each prompt, and the scores of all.
+
+    Attributes
+    ----------
+    sequences : int64 [batch * num_return_sequences, length]
+        Each prompt with its best completions, best first.
+    """
+
+    texts: list[list[str]] | None = None
+    """Per row the texts of all candidates of its prompt, in the order in which they were drawn; so are the others."""
+    ratings: list[list[float]] | None = None
+    """Per row the scores of all candidates of its prompt; of pruned ones, when they were pruned."""
+    order: list[list[int]] | None = None
+    """Per row the indices of the candidates of its prompt, best first, pruned ones last."""
+    pruned: list[list[int]] | None = None
+    """Per row the indices of the candidates of its prompt that were pruned."""
+    chosen: list[int] | None = None
+    """Per row the index of its candidate."""
+
+    def notes(self, prompt: int) -> list[tuple[str, str]]:
+        """Return the scores, best first."""
+        order, ratings = (self.order or ())[prompt], (self.ratings or ())[prompt]
+        return [("Scores", ", ".join(f"candidate {index + 1}: {ratings[index]:.4g}" for index in order))]
+
+
+def resolve_scorer(scorer: Any) -> Callable[[Candidate], Any]:
+    """Return a scorer that was given itself or as `"module:function"`; raise `ValueError` if it is neither."""
+    found = scorer
+    if isinstance(scorer, str):
+        try:
+            found = pkgutil.resolve_name(scorer) if scorer.count(":") == 1 else None
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"scorer={scorer!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ValueError(f"scorer must be callable, or 'module:function', got {scorer!r}")
+    return found
+
+
+def _num_returned(call: GenerationCall) -> int:
+    return int(call.generation_config.num_return_sequences or 1)
