@@ -443,7 +443,7 @@ def test_a_mode_that_merges_rows_gives_one_choice(client: Any) -> None:
     assert [*texts.values()] == workers
 
 
-@pytest.mark.parametrize("mode", ["shared_prefix", "self_consistency", "skeleton_of_thought"])
+@pytest.mark.parametrize("mode", ["best_of", "shared_prefix", "self_consistency", "skeleton_of_thought"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_mode_streams_its_answer_with_names_of_rows(server: Served, mode: str) -> None:
     settings = {"generation_mode": mode, "temperature": 1, "seed": 2, "max_tokens": 16}
@@ -452,6 +452,16 @@ def test_a_mode_streams_its_answer_with_names_of_rows(server: Served, mode: str)
     assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == whole["message"]["content"]
     assert {chunk["row"] for chunk in chunks if "row_content" in chunk["delta"] or mode == "shared_prefix"}
     assert "mode_output" in whole
+
+
+def test_choices_of_best_of_are_its_best_candidates(server: Served) -> None:
+    settings = {"prompt": "Hello", "generation_mode": "best_of", "temperature": 1, "seed": 2, "max_tokens": 8}
+    choices = server.post("/v1/completions", n=3, **settings).json()["choices"]
+    for fields in ({"n": 1}, {"n": 2}, {"n": 2, "best_of": 3}):
+        found = server.post("/v1/completions", **fields, **settings).json()["choices"]
+        assert [choice["text"] for choice in found] == [choice["text"] for choice in choices[: fields["n"]]]
+    refused = server.post("/v1/completions", scorer="os:getcwd", **settings)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "scorer")
 
 
 def test_each_row_of_a_mode_of_ones_own_is_a_choice(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,10 +90,12 @@ class Answers:
 
     def mean_log_probs(self, output: Any) -> list[float]:
         """Return the mean log-probability, under the model, of each choice's tokens; -inf if it ended with an error."""
-        rows, values = output.record.sampled_log_probs()
-        choices = np.array([self.submission.choice(row) for row in rows.tolist()])
+        record, choice_of = output.record, self.submission.choice
+        rows, values = record.sampled_log_probs()
+        of_rows = record.answers_of(set(rows.tolist()), choice_of)
+        choices = np.array([of_rows.get(row, -1) for row in rows.tolist()])
         means = [float(values[choices == choice].mean()) for choice in range(self.submission.choices)]
-        failed = set(map(self.submission.choice, output.record.errors))
+        failed = set(record.answers_of(record.errors, choice_of).values())
         return [-inf if choice in failed else mean for choice, mean in enumerate(means)]
 
     def _whole(self, output: Any) -> list[Delta]:
