@@ -291,8 +291,8 @@ class SharedPrefixCache(BlockCache):
     @staticmethod
     def _best_child(node: Node, tokens: np.ndarray, gap: int = 0) -> tuple[Node | None, int]:
         """Return the child with the longest common prefix with `tokens`, and the length of that prefix."""
-        children = [child for child in node.children.get(int(tokens[0]), ()) if child.gap == gap]
-        shared = [(child, common_prefix(child.tokens, tokens)) for child in children]
+        children = node.children.get(int(tokens[0]), ())
+        shared = [(child, common_prefix(child.tokens, tokens)) for child in children if child.gap == gap]
         return max(shared, key=lambda pair: pair[1], default=(None, 0))
 
     def _split(self, node: Node, at: int) -> Node:
