@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
+import math
 import os
 import platform
 import signal
@@ -259,6 +262,44 @@ def test_hidden_files_and_threads_are_limited(name: str) -> None:
     code = f"import ctypes, os, threading, time\nlibc = ctypes.CDLL(None)\n{FILES[name]}"
     found = run(code, timeout=60, max_memory=1 << 34)
     assert found.truncated, found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+@pytest.mark.parametrize("moves", [3, 10**6])
+@pytest.mark.parametrize("what", ["folder", "file", "number of an open file"])
+def test_what_moves_while_it_is_counted_is_counted_or_infinite(
+    what: str, moves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, scan, numbers = sandbox_run.MAX_DISK + 1, os.scandir, iter(range(1, moves))
+    place = tmp_path / "0"
+    if what == "folder":
+        place.mkdir()
+    with open(place / "content" if what == "folder" else place, "wb") as file:
+        file.truncate(size)  # takes no disk space
+    held = [os.open(place, os.O_RDONLY)]
+    watched = str(tmp_path)
+    if what == "number of an open file":
+        place.unlink()
+        watched = f"/proc/{os.getpid()}/task/{os.getpid()}/fd"
+
+    def list_and_move(path: str) -> Any:
+        nonlocal place
+        listed = [entry for entry in list(scan(path)) if os.path.exists(entry)]  # not the number of the listing itself
+        number = next(numbers, None) if path == watched else None
+        if number is not None and what == "number of an open file":
+            held.append(fcntl.fcntl(held[-1], fcntl.F_DUPFD, held[-1] + 1))
+            os.close(held[-2])
+        elif number is not None:
+            place = place.rename(tmp_path / str(number))
+        return contextlib.nullcontext(listed)
+
+    monkeypatch.setattr(os, "scandir", list_and_move)
+    try:
+        found = sandbox_run._written(os.getpid(), tmp_path)
+    finally:
+        os.close(held[-1])
+    assert found >= size
+    assert (found == math.inf) == (moves > 3)
 
 
 def test_a_process_that_cannot_start_leaves_no_open_files(monkeypatch: pytest.MonkeyPatch) -> None:

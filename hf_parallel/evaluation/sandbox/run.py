@@ -36,6 +36,8 @@ MAX_FILE = MAX_DISK // 4
 """Bytes of a file."""
 MAX_FILES = 1000
 """Number of files and folders that it may make."""
+MAX_COUNTS = 50
+"""Tries to count files that move meanwhile."""
 MAX_THREADS = 256
 KERNEL = frozenset({"one thread", "capabilities", "landlock", "seccomp"})
 """Steps of `run_child.restrict` that isolate a process."""
@@ -216,7 +218,7 @@ def _wait(
             if not selector.get_map():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(POLL_SECONDS)
-            written = _size(folder) + _unlinked(process.pid, folder)
+            written = _written(process.pid, folder)
             if max(map(len, output)) > max_output or written > MAX_DISK or _threads(process.pid) > MAX_THREADS:
                 ended_by = "size"
             elif time.monotonic() - start > timeout:
@@ -241,9 +243,21 @@ def _folder() -> Iterator[str]:
                 subprocess.run([*command, "--", base], check=False, stderr=subprocess.DEVNULL)
 
 
+def _written(process: int, folder: Path) -> float:
+    """Return the bytes of all files that a process has written, also of deleted ones that it keeps open or mapped.
+
+    Infinity if there are more than `MAX_FILES`, or if they cannot be counted: a file that is renamed, or opened under
+    another number, after it was listed is not found, so that code could hide files by moving them all the time.
+    """
+    for _ in range(MAX_COUNTS):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return _size(folder) + _unlinked(process, folder)
+    return math.inf
+
+
 def _size(folder: Path) -> float:
-    """Return the bytes of all files in a folder; infinity for more than `MAX_FILES`, or if they cannot be listed."""
-    total, count, left = 0, 0, [str(folder)]
+    """Return the bytes of all files in a folder, see `_written`. Raises `FileNotFoundError` if any has moved."""
+    total, count, left = 0, 0, [str(folder)] if folder.exists() else []
     while left:
         try:
             with os.scandir(left.pop()) as entries:
@@ -254,10 +268,9 @@ def _size(folder: Path) -> float:
                     if entry.is_dir(follow_symlinks=False):
                         left.append(entry.path)
                     else:
-                        with contextlib.suppress(FileNotFoundError):
-                            total += entry.stat(follow_symlinks=False).st_size
-        except FileNotFoundError:  # the code has deleted the folder
-            continue
+                        total += entry.stat(follow_symlinks=False).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            raise
         except OSError:
             return math.inf
     return total
@@ -266,21 +279,23 @@ def _size(folder: Path) -> float:
 def _unlinked(process: int, folder: Path) -> int:
     """Return the bytes of files that a process has deleted and keeps open or mapped; 0 where the system does not tell.
 
-    The first thread may have ended; all threads have the same files. A mapped file counts as of maximum size.
+    The first thread may have ended; all threads have the same files. A mapped file counts as of maximum size. Raises
+    `FileNotFoundError` if a file was closed after it was listed.
     """
     sizes: dict[int, int] = {}
+    threads: list[str] = []
     with contextlib.suppress(OSError):
-        for thread in sorted(os.listdir(f"/proc/{process}/task"), key=int)[:2]:
-            with contextlib.suppress(OSError):
-                for line in Path(f"/proc/{process}/task/{thread}/maps").read_bytes().splitlines():
-                    if line.endswith(b" (deleted)") and b" " + os.fsencode(folder.resolve()) + b"/" in line:
-                        sizes[int(line.split()[4])] = MAX_FILE
-                with os.scandir(f"/proc/{process}/task/{thread}/fd") as files:
-                    for file in files:
-                        with contextlib.suppress(OSError):
-                            found = file.stat()
-                            if stat.S_ISREG(found.st_mode) and not found.st_nlink:
-                                sizes[found.st_ino] = found.st_size
+        threads = sorted(os.listdir(f"/proc/{process}/task"), key=int)[:2]
+    for thread in threads:
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # it has ended
+            for line in Path(f"/proc/{process}/task/{thread}/maps").read_bytes().splitlines():
+                if line.endswith(b" (deleted)") and b" " + os.fsencode(folder.resolve()) + b"/" in line:
+                    sizes[int(line.split()[4])] = MAX_FILE
+            with os.scandir(f"/proc/{process}/task/{thread}/fd") as files:
+                for file in files:
+                    found = file.stat()
+                    if stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                        sizes[found.st_ino] = found.st_size
     return sum(sizes.values())
 
 
