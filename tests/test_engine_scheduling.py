@@ -220,6 +220,20 @@ def test_a_full_queue_raises_and_serves_those_in_it(model: Any) -> None:
         engine.submit(prompt(9), max_new_tokens=2).result(600)
 
 
+def test_a_submitter_that_fills_the_queue_keeps_no_other_out(model: Any) -> None:
+    """The others get equal shares of the full queue, and no more."""
+    with Engine(model, max_rows=1, max_waiting=4) as engine:
+        gate = Gate(engine)
+        handles = [engine.submit(prompt(i), max_new_tokens=2, submitter="many") for i in range(4)]
+        for submitter, share in (("other", 2), ("third", 2), ("many", 0), ("other", 0)):
+            handles += [engine.submit(prompt(9), max_new_tokens=2, submitter=submitter) for _ in range(share)]
+            with pytest.raises(QueueFullError):
+                engine.submit(prompt(9), max_new_tokens=2, submitter=submitter)
+        gate.open()
+        for handle in handles:
+            handle.result(600)
+
+
 def test_a_budget_for_one_request_at_a_time_serves_all(model: Any, token_bytes: int) -> None:
     cases = [Case(prompt(i, 30)[None], None, {"max_new_tokens": 30}) for i in range(6)]
     expected = [case.alone(model) for case in cases]

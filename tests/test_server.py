@@ -746,13 +746,22 @@ def test_a_full_queue_answers_429_with_retry_after(another: tuple[Any, Any]) -> 
         assert running.chat()["choices"]
 
 
-def test_too_many_open_requests_answer_429(another: tuple[Any, Any]) -> None:
-    with Engine(*another) as engine, served(engine, Limits(open_requests=1)) as running:
+def test_too_many_open_requests_answer_429_but_no_key_keeps_others_out(another: tuple[Any, Any]) -> None:
+    first, second = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    with Engine(*another) as engine, served(engine, Limits(open_requests=1), api_keys=["one", "two"]) as running:
         body = {"model": MODEL, "messages": CHAT, "max_tokens": LONG, "stream": True, "logit_bias": {"2": -100}}
-        with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body, timeout=600) as first:
-            lines = first.iter_lines()
+        url = f"{running.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body, headers=first, timeout=600) as response:
+            lines = response.iter_lines()
             next(lines)
-            check_error(running.post("/v1/chat/completions", messages=CHAT), 429)
+            check_error(running.post("/v1/chat/completions", first, messages=CHAT), 429)
+            assert running.post("/v1/chat/completions", second, messages=CHAT, max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("keys", ["secret", [""], ["one", " two"], [b"one"]])
+def test_keys_that_would_open_the_server_or_never_match_raise(keys: Any, another: tuple[Any, Any]) -> None:
+    with Engine(*another) as engine, pytest.raises(ValueError, match="api_keys must be a list of keys"):
+        create_app(engine, api_keys=keys)
 
 
 def test_a_request_that_does_not_fit_the_memory_is_rejected(another: tuple[Any, Any]) -> None:

@@ -85,7 +85,7 @@ def serve(options: argparse.Namespace) -> int:
         default_tokens=options.default_tokens,
     )
     name = options.served_model_name or _name(options.model)
-    keys = options.api_key or [key for key in os.environ.get(KEY_VARIABLE, "").split(",") if key]
+    keys = options.api_key or [*filter(None, map(str.strip, os.environ.get(KEY_VARIABLE, "").split(",")))]
     is_local = _is_local(options.host)
     if not keys and not is_local:
         print(

@@ -57,7 +57,7 @@ class Engine:
     max_rows : int
         Rows that generate at the same time, unless one request alone has more.
     max_waiting : int
-        Requests in the queue, beyond which `submit` raises `QueueFullError`.
+        Requests in the queue. Beyond, only submitters with less than an equal share of them can submit more.
     max_batch_tokens : int, optional
         Tokens of a step; prompts are computed in parts of at most that many. Default: 512 on a CPU, else 4096.
     policy : EvictionPolicy, optional
@@ -182,7 +182,7 @@ class Engine:
         KVBudgetError
             If the request alone may not fit into `max_kv_bytes`.
         QueueFullError
-            If `max_waiting` requests wait.
+            If `max_waiting` requests wait, an equal share or more of them this submitter's.
         RuntimeError
             If the engine is not open.
         """
@@ -198,7 +198,7 @@ class Engine:
         self._scheduler.check_budget(request)
         with self._changed:
             self.check_open()
-            if len(self._submitted) + len(self._scheduler.waiting) >= self.max_waiting:
+            if not self._scheduler.has_place(self._submitted, key, self.max_waiting):
                 raise QueueFullError(f"{self.max_waiting} requests wait already (max_waiting)")
             self._submitted.append(request)
             self._changed.notify_all()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -15,7 +16,16 @@ EXPECTED_TOKENS = 32
 
 
 class QueueFullError(RuntimeError):
-    """Raised at submission if `max_waiting` requests wait already."""
+    """Raised at submission if `max_waiting` requests wait already, an equal share or more of them the submitter's."""
+
+
+def has_place(counts: Counter[Any], submitter: Any, most: int) -> bool:
+    """Return whether a submitter may add a request to those that are there, by submitter.
+
+    It may if there are fewer than `most`, or if it has less than an equal share of these: no submitter can keep all
+    others out.
+    """
+    return counts.total() < most or counts[submitter] * len(counts.keys() | {submitter}) < most
 
 
 @dataclass
@@ -57,6 +67,11 @@ class Scheduler:
                 f"{request.max_tokens}: {prompt} of the prompt, and {request.max_tokens - prompt} of up to "
                 f"{request.num_rows} rows with max_new_tokens={request.call.max_new_tokens}"
             )
+
+    def has_place(self, submitted: Iterable[Request], submitter: Any, most: int) -> bool:
+        """Return whether a submitter may add a request to the queue and to those that were `submitted` since."""
+        counts = Counter(request.submitter for request in (*submitted, *self.waiting))
+        return has_place(counts, submitter, most)
 
     def add(self, request: Request) -> None:
         """Append a request to the queue."""

@@ -21,7 +21,7 @@ from hf_parallel.engine.server.answers import Answers, Delta
 from hf_parallel.engine.server.errors import APIError, api_error, json_response, to_json
 from hf_parallel.engine.server.fair_pool import FairPool
 from hf_parallel.engine.server.json_body import read_body
-from hf_parallel.engine.server.limits import Gate, Limits
+from hf_parallel.engine.server.limits import Gate, Limits, check_keys
 from hf_parallel.engine.server.metrics import Metrics
 from hf_parallel.engine.server.responses import Writer, usage_of
 from hf_parallel.engine.server.schema import Body, ChatBody, CompletionBody
@@ -62,6 +62,7 @@ def create_app(
     """
     if engine.tokenizer is None:
         raise ValueError("the server needs an Engine with a tokenizer")
+    check_keys(api_keys)
     limits = limits or Limits()
     server = _Server(engine, model, limits, Metrics(engine, max_kv_bytes))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -11,6 +12,7 @@ from typing import Any
 
 import anyio
 
+from hf_parallel.engine.scheduler import has_place
 from hf_parallel.engine.server.errors import APIError
 
 OPEN_PATHS = ("/health",)
@@ -28,13 +30,20 @@ class Limits:
     body_seconds: float = 30.0
     """Time in which the body must arrive."""
     open_requests: int = 1024
-    """Requests whose response has not been sent completely."""
+    """Requests whose response has not been sent completely, those of all clients. Beyond, a client with less than an
+    equal share of them is still served."""
     rows: int = 64
     """Rows of a request: answers, times the rows that the mode generates for each."""
     tokens: int | None = None
     """Tokens of a row, prompt and answer. Default: the context length of the model."""
     default_tokens: int = 512
     """New tokens of a request without `max_tokens`."""
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Raise `ValueError` for keys that no header can hold, and for a text: each of its characters would be a key."""
+    if isinstance(keys, str) or not all(isinstance(key, str) and key and key == key.strip() for key in keys):
+        raise ValueError("api_keys must be a list of keys that are not empty, and have no space around them")
 
 
 class Gate:
@@ -51,7 +60,7 @@ class Gate:
         self.app, self.limits, self.on_response = app, limits, on_response
         self._keys = [sha256(key.encode()).digest() for key in api_keys]
         self._hosts = [host.encode() for host in hosts]
-        self._open = 0
+        self._open: Counter[Any] = Counter()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, or answer with an error."""
@@ -67,7 +76,7 @@ class Gate:
         await self._pass(scope, receive, counting_send)
 
     async def _pass(self, scope: Any, receive: Any, send: Any) -> None:
-        self._open += 1
+        submitter, opened = None, 0
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
             if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may see another end of it
@@ -79,13 +88,18 @@ class Gate:
                 submitter = scope["submitter"] = self._submitter(scope, headers)
                 scope["cache_salt"] = f"{submitter}:" if len(self._keys) > 1 else ""
             if scope["method"] == "POST":
+                if not has_place(self._open, submitter, self.limits.open_requests):
+                    message = f"{self.limits.open_requests} requests are open already"
+                    raise APIError(429, message, code="too_many_requests")
+                opened = 1
+                self._open[submitter] += opened
                 receive = await self._with_body(headers, receive)
         except APIError as error:
             await error.response()(scope, receive, send)
         else:
             await self.app(scope, receive, send)
         finally:
-            self._open -= 1
+            self._open -= Counter({submitter: opened})  # keeps positive counts only
 
     def _submitter(self, scope: Any, headers: dict[bytes, bytes]) -> Any:
         """Check the API key. Return the client, among which the engine is fair: the index of its key, or its host."""
@@ -100,8 +114,6 @@ class Gate:
 
     async def _with_body(self, headers: dict[bytes, bytes], receive: Any) -> Any:
         """Receive the whole body. Return a `receive` that returns it again."""
-        if self._open > self.limits.open_requests:
-            raise APIError(429, f"{self.limits.open_requests} requests are open already", code="too_many_requests")
         media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media_type != b"application/json":  # a page of another origin cannot send it without being asked
             raise APIError(415, "the request needs the header Content-Type: application/json")
