@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import random
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import small_tokenizers
 import tiny
 import torch
 from hypothesis import given, settings
@@ -18,6 +21,7 @@ from workers import TOKENIZER
 
 import hf_parallel
 from hf_parallel import SharedPrefixCache
+from hf_parallel.cli import main as cli
 from hf_parallel.engine import Engine
 
 EVERY_SETTING: dict[str, Any] = {
@@ -217,6 +221,16 @@ def test_a_scorer_receives_candidates_and_may_be_named() -> None:
     assert [candidate.text for candidate in seen] == [text for texts in expected.texts[:2] for text in texts]
     assert [candidate.mean_log_prob for candidate in seen] == pytest.approx(drawn()[1], abs=1e-5)
     assert all(candidate.is_complete for candidate in seen)
+
+
+def test_the_command_line_takes_the_name_of_a_scorer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    MODEL.save_pretrained(tmp_path)
+    small_tokenizers.make("split_marker").save_pretrained(tmp_path)
+    settings = ["--mode", "best_of", "--set", "scorer=test_best_of:shortest", "--raw", "--sample", "--seed", "1"]
+    assert cli.main(["generate", "Hi", "--model", str(tmp_path), *settings, "--format", "jsonl"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["ratings"] == [-len(text) for text in record["texts"]]
+    assert record["generated_text"] == min(record["texts"], key=len)
 
 
 @pytest.mark.parametrize(

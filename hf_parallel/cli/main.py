@@ -283,7 +283,7 @@ def _mode(name: str) -> str:
 def _settings_help() -> str:
     lines = ["  values are JSON or plain text: num_workers=3, layout=interleaved, branch_stops='[\"\\n\"]'"]
     for mode, config in MODES.items():
-        lines.append(f"  {mode}: " + ", ".join(name for name in config.fields() if name not in config.not_stored))
+        lines.append(f"  {mode}: " + ", ".join(name for name in config.fields() if name != "logits_cache"))
     return "\n".join(lines) + f"\n  their meanings: hf-parallel generate --mode {DEFAULT_MODE} --settings"
 
 

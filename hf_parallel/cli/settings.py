@@ -114,9 +114,8 @@ def _parse_set(text: str, cls: type[ParallelConfig] | None, flags: Mapping[str, 
         raise ValueError(f"--set must be NAME=VALUE, got {text!r}")
     if not flags.get(name, "--set").startswith("--set"):  # a later --set replaces an earlier one
         raise ValueError(f"--set {name} and {flags[name]} are the same setting, give one of them")
-    if cls is not None and name in cls.not_stored:
-        hint = "; use --logits-cache FILE" if name == "logits_cache" else ""
-        raise ValueError(f"--set cannot hold the object {name} (got {text!r}){hint}")
+    if name == "logits_cache":
+        raise ValueError(f"--set cannot hold the object {name} (got {text!r}); use --logits-cache FILE")
     check_setting_names(cls, {name: value}, GENERATION_SETTINGS)
     is_of_mode = cls is not None and name in cls.fields()
     return name, parse(value, getattr(cls if is_of_mode else GenerationConfig(), name, None))

@@ -68,7 +68,6 @@ class BestOfConfig(ParallelConfig):
 
     mode: ClassVar[str] = "best_of"
     not_stored: ClassVar[tuple[str, ...]] = ("scorer",)
-    not_remote: ClassVar[tuple[str, ...]] = ("scorer",)
     streams_text: ClassVar[bool] = True
     streams_tokens = "at_end"
     rows_name: ClassVar[str] = "texts"
