@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import time
 import tracemalloc
@@ -246,6 +247,23 @@ def test_inconsistent_arrays_raise(tmp_path: Path, damage: str, top_k: int | Non
         tensors["0.vocabulary"] = tensors["0.ids"].max().long()
     save_file(tensors, path, sealed(metadata, tensors))
     with pytest.raises(ValueError, match=f"{path} is not a readable LogitsCache"):
+        LogitsCache.load(path)
+
+
+@pytest.mark.parametrize("top_k", [8, 2, None])
+@pytest.mark.parametrize("change", [torch.Tensor.float, torch.zeros_like, torch.clone], ids=["floats", "equal", "same"])
+def test_forged_tokens_of_the_highest_logits_raise(tmp_path: Path, change: Any, top_k: int | None) -> None:
+    write(cache := LogitsCache(top_k=8), [1, 2], 5, 6, 7)
+    cache.save(path := tmp_path / "cache")
+    with safe_open(path, "pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    tensors["0.ids"] = change(tensors["0.ids"])
+    metadata["top_k"] = json.dumps(top_k)
+    save_file(tensors, path, sealed(metadata, tensors))
+    if (change, top_k) == (torch.clone, 8):
+        assert len(LogitsCache.load(path)) == len(cache)
+        return
+    with pytest.raises(ValueError, match="dtypes|a token has two logits|logits and top_k do not match"):
         LogitsCache.load(path)
 
 

@@ -181,7 +181,7 @@ class LogitsCache:
             for number, key in enumerate(_keys(metadata["keys"])):
                 arrays = {name.split(".")[1]: t for name, t in tensors.items() if name.startswith(f"{number}.")}
                 if int(arrays["vocabulary"]):  # otherwise there are no logits
-                    _check(arrays)
+                    _check(arrays, cache.top_k)
                     cache._restore(key, arrays)
             cache._evict()
         except (SafetensorError, KeyError, RecursionError, RuntimeError, TypeError, ValueError) as error:
@@ -397,10 +397,11 @@ def _keys(text: str) -> list[str]:
     return keys
 
 
-def _check(arrays: dict[str, torch.Tensor]) -> None:
+def _check(arrays: dict[str, torch.Tensor], top_k: int | None) -> None:
     """Raise `ValueError` unless the arrays are consistent."""
     integers = ("tokens", "parents", "used", "places", "vocabulary")
-    if any(arrays[name].dtype != torch.int64 for name in integers) or not arrays["rest"].is_floating_point():
+    types = {**dict.fromkeys(integers, torch.int64), **({"ids": torch.int32} if "ids" in arrays else {})}
+    if any(arrays[name].dtype != type_ for name, type_ in types.items()) or not arrays["rest"].is_floating_point():
         raise ValueError("its arrays have other dtypes")
     parents, places, rest = arrays["parents"], arrays["places"], arrays["rest"]
     values = arrays["values"] if "values" in arrays else torch.empty(0, int(arrays["vocabulary"]))
@@ -422,11 +423,14 @@ def _check(arrays: dict[str, torch.Tensor]) -> None:
     if not values.is_floating_point() or values.isnan().any() or (values == torch.inf).any():
         raise ValueError("logits must be numbers or -inf")
     has_any = (values > -torch.inf).any(1)  # only a tie of the highest of `top_k` logits keeps none
-    if ids is None:
-        is_valid = has_any
-    elif ids.shape[1] < vocabulary:
+    kept = vocabulary if top_k is None else min(top_k, vocabulary)
+    if (ids is None) != (kept == vocabulary) or values.shape[1] > kept:
+        raise ValueError("logits and top_k do not match")
+    is_valid = has_any
+    if ids is not None:
         is_valid = torch.where(has_any, rest < 0, rest == 0)
-    else:
-        raise ValueError("top_k is not below the vocabulary")
+        different = ids.long().where(values > -torch.inf, -1 - torch.arange(ids.shape[1])).sort().values  # padding, too
+        if (different.diff() == 0).any():
+            raise ValueError("a token has two logits")
     if not is_valid.all():
         raise ValueError("logits and the probability of the dropped ones do not match")

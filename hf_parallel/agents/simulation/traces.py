@@ -12,11 +12,16 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hf_parallel.engine.hints import AgentHints
-from hf_parallel.files import read_json, write_atomically
+from hf_parallel.files import COUNT, FINITE, TEXT, Field, check_fields, read_json, write_atomically
 from hf_parallel.generation.validation import check_int
 
 Segment: TypeAlias = tuple[str, int] | list[int]
 """Part of a prompt: a name and a number of tokens, which are equal for equal names; or token ids."""
+MAX_TOKENS = 1 << 24
+"""Largest token id in a file, and tokens of a segment."""
+_SECONDS = Field(lambda value: FINITE.is_valid(value) and value >= 0, "a number of seconds from 0")
+_FLAG = Field(lambda value: isinstance(value, bool), "true or false")
+_SEGMENTS = Field(lambda value: isinstance(value, list) and bool(value), "a list of segments, and not empty")
 
 
 @dataclass(frozen=True)
@@ -96,13 +101,12 @@ class Trace:
         """Read a trace that `save` has written, or that has the same form. Raises `ValueError` for others."""
         try:
             given = read_json(path)
-            requests = [
-                TraceRequest(
-                    **{**one, "prompt": tuple(map(_segment, one["prompt"])), "output": _segment(one["output"])}
-                )
-                for one in given.pop("requests")
-            ]
-            return cls(tuple(requests), **{name: tuple(value) for name, value in given.items()})
+            requests = [_request(one, f"request {number}") for number, one in enumerate(given.pop("requests"))]
+            trace = cls(tuple(requests), **{name: tuple(value) for name, value in given.items()})
+            low, high = map(_count, trace.vocabulary)
+            if low >= high:
+                raise ValueError(f"vocabulary must be two increasing token ids, got {[low, high]}")
+            return trace
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no trace: {error!r}") from error
 
@@ -111,14 +115,31 @@ def _length(segment: Segment) -> int:
     return len(segment) if isinstance(segment, list) else segment[1]
 
 
+def _request(given: Any, where: str) -> TraceRequest:
+    """Return a request that was read from JSON."""
+    check_fields(given, {"agent": TEXT, "prompt": _SEGMENTS}, where)
+    fields = {**given, "prompt": tuple(map(_segment, given["prompt"])), "output": _segment(given["output"])}
+    request = TraceRequest(**fields)
+    check_fields(vars(request), {"gap": _SECONDS, "workflow": TEXT, "is_hotspot": _FLAG}, where)
+    _ = request.hints  # raises if an id or the duration is invalid
+    return request
+
+
 def _segment(given: Any) -> Segment:
     """Return a segment that was read from JSON."""
     if isinstance(given, list) and len(given) == 2 and isinstance(given[0], str):
         check_int("length of a segment", given[1], at_least=1)
-        return given[0], given[1]
-    if not isinstance(given, list) or not given or not all(isinstance(token, int) for token in given):
-        raise ValueError(f"a segment must be a name and a length, or token ids, got {given!r}")
-    return given
+        return given[0], _count(given[1])
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"a segment must be a name and a length, or token ids, got {given!r:.80}")
+    return list(map(_count, given))
+
+
+def _count(given: Any) -> int:
+    """Return a token id, or number of tokens, that was read from JSON."""
+    if not COUNT.is_valid(given) or given > MAX_TOKENS:
+        raise ValueError(f"token ids and numbers of tokens must be integers from 0 to {MAX_TOKENS}, got {given!r:.80}")
+    return int(given)
 
 
 @lru_cache(maxsize=4096)
