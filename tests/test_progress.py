@@ -20,6 +20,7 @@ from transformers.utils import logging
 import hf_parallel
 from hf_parallel import HogwildSession
 from hf_parallel.engine import Engine
+from hf_parallel.generation.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = tiny.make_prompts([9], seed=4)[0][None]
@@ -113,6 +114,21 @@ def test_other_values_and_calls_without_a_loop_raise(model: Any, bars: list[Any]
     with pytest.raises(ValueError, match="progress"):
         HogwildSession(model, AsciiTokenizer(), PROMPT, progress=True)
     assert not bars
+
+
+def test_speeds_count_the_passes_after_the_bar_opens(monkeypatch: pytest.MonkeyPatch, bars: list[Any]) -> None:
+    now = 10.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    progress = Progress("shared_prefix")
+    progress.update(9, rows=4, tokens=4, is_pass=True)
+    assert "1/9" in last_state(bars[0])
+    assert "4 rows, 4 tokens]" in last_state(bars[0]), "no speed of no time"
+    for tokens in (4, 2):
+        now += 1.0
+        progress.update(9, rows=tokens, tokens=tokens, is_pass=True)
+    progress.close()
+    assert "2 rows, 10 tokens, 3.0 tokens/s" in last_state(bars[0])
+    assert bars[0].n == 3
 
 
 def test_bars_that_are_disabled_in_transformers_are_not_shown(model: Any, capfd: pytest.CaptureFixture[str]) -> None:

@@ -18,21 +18,23 @@ INTERVAL = 0.1
 class Progress:
     """A tqdm bar over the decode passes of a call, with the numbers of active rows and of tokens.
 
-    The budget is `max_new_tokens`, which a call seldom uses up. The bar opens with the first pass.
+    The budget is `max_new_tokens`, which a call seldom uses up. The bar opens after the first pass, and speeds do not
+    count that pass.
     """
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
         self._bar: Any = None
-        self._passes = self._tokens = self._rows = self._shown_passes = 0
+        self._passes = self._tokens = self._rows = self._shown_passes = self._untimed_tokens = 0
         self._began = self._shown_at = 0.0
 
     def update(self, budget: int, rows: int, tokens: int, is_pass: bool) -> None:
         """Count new tokens of active rows, and the pass that computed them."""
         now = time.monotonic()
         if self._bar is None:
-            self._bar = logging.tqdm(total=budget, desc=self._mode, unit=" passes", mininterval=0, miniters=0)
-            self._began = now
+            settings = {"initial": int(is_pass), "unit": " passes", "mininterval": 0, "miniters": 0}
+            self._bar = logging.tqdm(total=budget, desc=self._mode, **settings)
+            self._began, self._untimed_tokens, self._shown_passes = now, tokens, int(is_pass)
         self._rows, self._tokens, self._passes = rows, self._tokens + tokens, self._passes + is_pass
         if now - self._shown_at >= INTERVAL:
             self._show(now)
@@ -45,8 +47,10 @@ class Progress:
             self._bar = None
 
     def _show(self, now: float) -> None:
-        rate = self._tokens / max(now - self._began, 1e-9)
-        self._bar.set_postfix_str(f"{self._rows} rows, {self._tokens} tokens, {rate:.1f} tokens/s", refresh=False)
+        state = f"{self._rows} rows, {self._tokens} tokens"
+        if timed := self._tokens - self._untimed_tokens:
+            state += f", {timed / max(now - self._began, 1e-9):.1f} tokens/s"
+        self._bar.set_postfix_str(state, refresh=False)
         self._bar.update(self._passes - self._shown_passes)
         self._shown_passes, self._shown_at = self._passes, now
 
