@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from workers import TOKENIZER
 
 import hf_parallel
-from hf_parallel import SharedPrefixCache
+from hf_parallel import ParallelOutput, SharedPrefixCache
 from hf_parallel.cli import main as cli
 from hf_parallel.engine import Engine
 
@@ -155,10 +155,21 @@ class Listener:
         self.columns.append([])
 
 
+def test_a_repetition_penalty_ignores_the_padding_of_each_prompt() -> None:
+    penalty = {"repetition_penalty": 1.5, "temperature": 1.0}
+    rows = MODEL.generate(
+        BATCH, generation_mode="shared_prefix", num_return_sequences=N, seed=3, **COMMON | penalty
+    ).sequences
+    out = best_of(num_return_sequences=3, **penalty)
+    for row, chosen in enumerate(out.chosen):
+        expected = rows[row // 3 * N + chosen, : out.record.lengths[row]]
+        assert torch.equal(out.sequences[row, : len(expected)], expected)
+
+
 PRUNING: dict[str, Any] = {"prune_every": 3, "keep": 0.5, "num_return_sequences": 2}
 
 
-def test_streams_transcripts_and_scores_follow_the_order_of_the_output() -> None:
+def test_streams_transcripts_and_scores_follow_the_order_of_the_output(tmp_path: Path) -> None:
     listener = Listener()
     out = best_of(streamer=listener, output_scores=True, **PRUNING)
     assert any(out.pruned)
@@ -177,6 +188,8 @@ def test_streams_transcripts_and_scores_follow_the_order_of_the_output() -> None
         ]
         assert texts == [listener.texts[first * N + k] for k in [*returned, *others]]
         assert section["notes"][0][1].startswith(f"candidate {returned[0] + 1}: ")
+    out.save(tmp_path / "out.json")
+    assert ParallelOutput.load(tmp_path / "out.json").to_dict(TOKENIZER) == out.to_dict(TOKENIZER)
     assert out.to_html(TOKENIZER).count("pruned") >= len(out.pruned[0])
     for row, (tokens, log_probs) in enumerate(zip(new_tokens(out), out.log_probs, strict=True)):
         kept = log_probs[: len(tokens)]

@@ -82,9 +82,10 @@ def test_masked_prompts_in_an_engine_equal_generate(model: Any) -> None:
             assert torch.equal(handle.result().sequences, one)
 
 
-@pytest.mark.parametrize("mode", ["self_consistency", "pdos"])
+@pytest.mark.parametrize("mode", ["best_of", "self_consistency", "pdos"])
 def test_modes_that_continue_masked_prompts_equal_generate(mode: str, model: Any) -> None:
-    more: dict[str, Any] = {"pdos": {}, "self_consistency": {"num_answers": 1, "answer_header": ""}}[mode]
+    settings = {"best_of": {"num_candidates": 1}, "self_consistency": {"num_answers": 1, "answer_header": ""}}
+    more: dict[str, Any] = settings.get(mode, {})
     more |= {"tokenizer": TOKENIZER, "generation_mode": mode, **SETTINGS}
     plain = model.generate(IDS, attention_mask=HOLE, generation_mode=None, **SETTINGS)
     assert torch.equal(model.generate(IDS, attention_mask=HOLE, **more)[:, : LENGTH + NEW], plain)

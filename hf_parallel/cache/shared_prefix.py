@@ -239,7 +239,7 @@ class SharedPrefixCache(BlockCache):
     def discard_uncached(self) -> None:
         """Remove uncached tokens from the tree, after a prefill that failed."""
         for node in list(self.nodes()):
-            if node not in node.siblings or not len(node.uncached):
+            if not len(node.uncached) or node not in node.siblings:
                 continue
             if node.block is None or not node.block.length:
                 self._remove(node)

@@ -236,8 +236,8 @@ class Sampler:
         padding = getattr(processor, "prompt_ignore_length", None)
         if type(processor) is not RepetitionPenaltyLogitsProcessor or not isinstance(padding, torch.Tensor):
             return processor
-        rows_per_prompt = self.num_rows // len(padding)
-        return RowPenaltyProcessor(processor, padding.repeat_interleave(rows_per_prompt).tolist(), self)
+        of_rows = torch.arange(self.num_rows) * len(padding) // self.num_rows  # row of the call with the same prompt
+        return RowPenaltyProcessor(processor, padding.cpu()[of_rows].tolist(), self)
 
     def _copy(self, logits: torch.Tensor) -> torch.Tensor:  # as processors may write to their input
         return logits.to(copy=True, dtype=torch.float32, device=self.table.ids.device)

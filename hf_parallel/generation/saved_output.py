@@ -42,6 +42,9 @@ class _Run:
     passes: int
     events: list[tuple[int, int, str, str]]
     truncated: list[int]
+    errors: dict[str, str]
+    end_reasons: dict[str, str]
+    returned: list[int]
     origins: dict[str, str]
 
     @classmethod
@@ -56,6 +59,8 @@ class _Run:
             record.passes,
             [(*event,) for event in record.events],
             sorted(record.truncated),
+            *({str(row): text for row, text in texts.items()} for texts in (record.errors, record.end_reasons)),
+            record.returned,
             {str(row): letters for row, letters in record.origins.items()},
         )
 
@@ -78,6 +83,9 @@ class _Run:
             passes=self.passes,
             events=[Event(*event) for event in self.events],
             truncated=set(self.truncated),
+            errors={int(row): text for row, text in self.errors.items()},
+            end_reasons={int(row): text for row, text in self.end_reasons.items()},
+            returned=self.returned,
             origins={int(row): letters for row, letters in self.origins.items()},
         )
 
@@ -141,7 +149,8 @@ def _check(output: Any) -> None:
     _expect(bool(record.prompts) and 0 <= record.begin <= length, "prompts or begin do not fit")
     _expect(all(len(prompt) and prompt.min() >= 0 for prompt in record.prompts), "prompts hold no token ids")
     _expect(bool((output.sequences >= 0).all()), "sequences hold no token ids")
-    for row in range(rows):
+    _expect(len(record.returned) in (0, rows), "returned does not fit")
+    for row in (*range(rows), *record.returned):
         _expect(0 <= record.place(row)[0] < len(record.prompts), "there are more rows than prompts")
     output.to_records()
     check_run(output.to_dict() if record.events else transcript_dict(record, output.stats, []))

@@ -140,9 +140,10 @@ class BestOfRun:
 
     def generate(self) -> Any:
         """Return a tensor `int64 [rows, length]` or a `BestOfOutput`."""
-        n, prompts = self.config.num_candidates, self.call.prompts[:: self.num_returned]
+        n, call = self.config.num_candidates, self.call
         with self.loop.running():
-            leaves = [leaf for leaf in map(self.cache.insert, prompts) for _ in range(n)]
+            prompts = map(self.cache.insert_prompt, call.prompts[:: self.num_returned], call.gaps[:: self.num_returned])
+            leaves = [leaf for leaf in prompts for _ in range(n)]
             logits = prefill_leaves(self.loop, self.cache, leaves)
             self.rows = start_rows(self.cache, leaves, self.call.max_new_tokens)
             self.groups = [self.rows[start : start + n] for start in range(0, len(self.rows), n)]
