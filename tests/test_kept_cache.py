@@ -293,6 +293,16 @@ def test_what_a_transient_nan_computed_is_not_kept(
     assert torch.equal(generate(model, None, logits_cache=logits, **settings).sequences, expected)
 
 
+@torch.no_grad()
+def test_a_mode_leaves_the_rows_of_a_plain_forward_pass_in_the_cache(model: PreTrainedModel) -> None:
+    cache = SharedPrefixCache()
+    model(input_ids=IDS, past_key_values=cache, use_cache=True)
+    held = set(cache.blocks)
+    assert torch.equal(generate(model, cache).sequences, generate(model, None).sequences)
+    assert held
+    assert held < cache.blocks
+
+
 def test_a_plain_forward_pass_over_the_cache_of_a_mode_raises(model: PreTrainedModel) -> None:
     out = generate(model, None)
     with pytest.raises(ValueError, match="pass it to generate with the mode"):

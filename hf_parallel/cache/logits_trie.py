@@ -52,9 +52,6 @@ class CachedLogits:
     @cached_property
     def log_total(self) -> float:
         """Log of the sum of the exponentials of all logits."""
-        if self.ids is None:
-            best = self.values.argmax()
-            return float(self.values[best]) - float(self.values.log_softmax(-1, dtype=torch.float32)[best])
         return float(self.values.double().logsumexp(-1) - np.log(-np.expm1(self.log_tail)))
 
     def log_prob(self, token: int) -> float:

@@ -126,7 +126,7 @@ class SharedPrefixCache(BlockCache):
         if not self.blocks and not self._has_device:
             self.device = execution_device(model)
         key = (fingerprint or fingerprint_of_present(model), str(execution_device(model))) if kept else None
-        if kept and self.blocks and key != self._filled_by:
+        if kept and key != self._filled_by and any(True for _ in self.nodes()):  # blocks of `rows` are not reused
             raise ValueError(
                 "past_key_values was filled by another model, or before the model's weights changed: reset() it first, "
                 "or pass a new cache"

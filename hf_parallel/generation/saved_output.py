@@ -59,7 +59,8 @@ class _Run:
             record.passes,
             [(*event,) for event in record.events],
             sorted(record.truncated),
-            *({str(row): text for row, text in texts.items()} for texts in (record.errors, record.end_reasons)),
+            {str(row): text for row, text in record.errors.items()},
+            {str(row): text for row, text in record.end_reasons.items()},
             record.returned,
             {str(row): letters for row, letters in record.origins.items()},
         )

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.kernels import native
 from hf_parallel.kernels.dispatch import select_backend
@@ -55,9 +56,7 @@ def _of_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[by
             rows_of_rests.append(begin + whole)
         begin += span * _SPAN
     if rests:
-        padded = torch.zeros(len(rests), _ROW, dtype=torch.uint8, device=device)
-        for row, rest in zip(padded, rests, strict=True):
-            row[: len(rest)] = rest
+        padded = pad_sequence([*rests, rests[0].new_zeros(_ROW)], batch_first=True)[:-1]
         of_rests = sums.new_empty(len(rests), COLUMNS)
         row_sums(padded.view(torch.int32), of_rests)
         sums[torch.tensor(rows_of_rests, device=device)] = of_rests
