@@ -28,7 +28,7 @@ def fingerprint(model: PreTrainedModel, caller: str = "logits_cache") -> str:
     """Return a hash of the function that a model computes.
 
     The hash covers the class, the config, the active PEFT adapters, active dropout, and all bytes of every parameter
-    and buffer. Values that a quantized tensor consists of count, too. Equal models have equal fingerprints, in any
+    and buffer. The parts of quantized tensors count, too. Equal models have equal fingerprints, in any
     memory layout and on any device; of a `DTensor`, only the part of this process counts. It does not cover hooks, nor
     the version of transformers, although logits may differ in their last bits between versions; fields that a version
     adds to the config change it. Raises a `ValueError` that names the `caller` if weights are offloaded.
@@ -62,7 +62,7 @@ def fingerprint_of_present(model: nn.Module) -> str:
 
 
 def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the dense tensors of which a parameter or buffer consists, with names that hold its other properties."""
+    """Yield the dense tensors in a parameter or buffer, with names that hold its other properties."""
     if isinstance(tensor, DTensor):
         yield from _parts(name, tensor.to_local())
     elif hasattr(tensor, "__tensor_flatten__"):

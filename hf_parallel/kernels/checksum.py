@@ -1,4 +1,4 @@
-"""Checksums of the bytes of tensors, by which any change of a model's weights is noticed.
+"""Checksums of the bytes of tensors, which detect any change of a model's weights.
 
 Bytes are read as rows of 1024 words of 32 bits. A row has two sums, each of its words times random odd 64-bit numbers,
 modulo 2^64 (multilinear hashing; Lemire and Kaser, "Strongly universal string hashing is fast", 2014). A row with one
@@ -22,8 +22,8 @@ from hf_parallel.kernels.dispatch import select_backend
 
 WIDTH, COLUMNS = 1024, 2
 _ROW = 4 * WIDTH  # bytes
-_SPAN = WIDTH // (2 * COLUMNS)  # sums of so many rows are a row themselves
-_CHUNK = {"cpu": 256, "other": 4096}  # rows of which PyTorch computes the products at a time
+_SPAN = WIDTH // (2 * COLUMNS)  # number of rows whose sums fill a row
+_CHUNK = {"cpu": 256, "other": 4096}  # rows whose products PyTorch computes at a time
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[bytes]:

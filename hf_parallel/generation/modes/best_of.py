@@ -17,7 +17,7 @@ from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig, RowPlace
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 from hf_parallel.generation.prefill import keep_rows, prefill_leaves, prefix_cache_of, start_rows
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.token_table import TokenTable
@@ -237,20 +237,20 @@ class BestOfOutput(ParallelOutput):
         Each prompt with its best completions, best first.
     """
 
-    texts: list[list[str]] | None = None
+    texts: list[list[str]] = ALWAYS
     """Per row the texts of all candidates of its prompt, in the order in which they were drawn; so are the others."""
-    ratings: list[list[float]] | None = None
+    ratings: list[list[float]] = ALWAYS
     """Per row the scores of all candidates of its prompt; of pruned ones, when they were pruned."""
-    order: list[list[int]] | None = None
+    order: list[list[int]] = ALWAYS
     """Per row the indices of the candidates of its prompt, best first, pruned ones last."""
-    pruned: list[list[int]] | None = None
+    pruned: list[list[int]] = ALWAYS
     """Per row the indices of the candidates of its prompt that were pruned."""
-    chosen: list[int] | None = None
+    chosen: list[int] = ALWAYS
     """Per row the index of its candidate."""
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """Return the scores, best first."""
-        order, ratings = (self.order or ())[prompt], (self.ratings or ())[prompt]
+        order, ratings = self.order[prompt], self.ratings[prompt]
         return [("Scores", ", ".join(f"candidate {index + 1}: {ratings[index]:.4g}" for index in order))]
 
 
