@@ -75,7 +75,7 @@ class Capabilities:
     num_positions: int | None = None  # rows of the table of learned positions; None: there is none
 
     def check_length(self, model: PreTrainedModel, longest: int) -> None:
-        """Raise an error if rows of `longest` tokens, the last of which is not computed, exceed the model's positions.
+        """Raise an error if rows of `longest` tokens exceed the model's positions; the last token needs none.
 
         Raises `UnsupportedModelError` if RoPE frequencies would change, `ValueError` for learned positions.
         """

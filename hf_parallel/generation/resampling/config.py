@@ -55,8 +55,7 @@ def replaying(
 ) -> Iterator[None]:
     """Let a decode loop replay and cache logits, if the config has a `logits_cache`.
 
-    `prompts` are those of rows 0, 1, ... (see `with_gaps`); not needed for rows of groups, for
-    which nothing is prefetched.
+    `prompts` are those of rows 0, 1, ... (see `with_gaps`). Rows of groups need none: nothing is prefetched for them.
     """
     if config.logits_cache is None or has_dropout(loop.call.model, "logits_cache"):
         yield
