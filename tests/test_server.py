@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,7 @@ from hf_parallel.engine.server.answers import Answers  # noqa: E402
 from hf_parallel.engine.server.grammar import JSONProcessor  # noqa: E402
 from hf_parallel.engine.server.responses import Writer  # noqa: E402
 from hf_parallel.engine.server.schema_finite import check_finite  # noqa: E402
+from hf_parallel.engine.server.schema_size import check_schema  # noqa: E402
 from hf_parallel.generation import MODES  # noqa: E402
 from hf_parallel.generation.stop_texts import StopFilter  # noqa: E402
 
@@ -580,6 +582,27 @@ def test_a_schema_that_no_finite_text_satisfies_is_rejected(server: Served, name
     assert response.json()["error"]["param"] == "response_format"
     for schema in FINITE:
         check_finite(schema)
+
+
+def test_wide_schemas_are_checked_in_few_steps() -> None:
+    """The work does not grow with the product of required names, or of list items, and parts of `allOf`."""
+    names = [f"{index:x}" for index in range(1000)]
+    wide = {"type": "object", "allOf": [{}] * 1500, "required": names}
+    long = {"type": "array", "allOf": [{}] * 1500, "prefixItems": [{}] * 1000, "minItems": 1000}
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for schema in (wide, long):
+        check_schema(schema)
+        sys.setprofile(count)
+        try:
+            check_finite(schema)
+        finally:
+            sys.setprofile(None)
+    assert calls < 500_000
 
 
 def test_an_answer_that_its_schema_leaves_no_token_ends_with_an_error(server: Served, small: tuple[Any, Any]) -> None:

@@ -71,9 +71,11 @@ def create_app(
         # A full collection takes longer the more objects there are, and stops all threads; large bodies cause them.
         gc.collect()
         gc.freeze()
-        yield
-        gc.unfreeze()
-        server.close()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
+            server.close()
 
     app = FastAPI(title="hf_parallel", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.metrics = server.metrics

@@ -7,8 +7,8 @@ from typing import Any
 
 from hf_parallel.engine.server.schema_size import items_of, target_of
 
-MAX_STEPS = 5_000
-"""Parts that are visited, in about 0.1 s. A schema that needs more is left to the grammar."""
+MAX_STEPS = 20_000
+"""Visits of parts, in about 0.1 s. A schema that needs more is left to the grammar."""
 _SCALARS = frozenset(("boolean", "integer", "null", "number", "string"))
 
 
@@ -29,7 +29,7 @@ class _TooManyStepsError(Exception):
 class _Finite:
     """Finds the parts of a schema that have finite instances, as a least fixed point: at first none has one.
 
-    It errs on one side: what it does not understand excludes no instance.
+    Conservative: keywords that it does not know exclude no instance.
     """
 
     def __init__(self, root: Any) -> None:
@@ -47,7 +47,13 @@ class _Finite:
                 return True
         return False
 
+    def _count_step(self) -> None:
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise _TooManyStepsError
+
     def _is_finite(self, part: Any) -> bool:
+        self._count_step()
         if not isinstance(part, dict):
             return part is not False
         if id(part) not in self._finite and id(part) not in self._visited:
@@ -71,9 +77,7 @@ class _Finite:
 
     def _merged(self, part: Any, path: tuple[int, ...]) -> Iterator[Any]:
         """Yield a part, and those of its `allOf` and `$ref`; False if it consists of itself."""
-        self._steps += 1
-        if self._steps > MAX_STEPS:
-            raise _TooManyStepsError
+        self._count_step()
         yield part if id(part) not in path else False
         if isinstance(part, dict) and id(part) not in path:
             name = part.get("$ref")
