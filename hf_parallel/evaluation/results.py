@@ -16,7 +16,7 @@ from hf_parallel.files import COUNT, FINITE, OBJECT, TEXT, Field, check_fields, 
 
 FORMAT, VERSION = "hf_parallel sweep", 1
 """Values of `format` and `version` in the first line of a file."""
-_FIELDS = {
+_KEY = {
     "task": TEXT,
     "index": COUNT,
     "problem": TEXT,
@@ -25,15 +25,17 @@ _FIELDS = {
     "budget": COUNT,
     "seed": Field(lambda value: isinstance(value, int) and not isinstance(value, bool), "an integer"),
     "sample": COUNT,
+}
+_MEASURED = {
     **dict.fromkeys(("passes", "tokens", "seconds", "duplicated"), FINITE),
     "answered": Field(lambda value: isinstance(value, bool) or FINITE.is_valid(value), "true or false"),
     "score": FINITE,
-    "text": TEXT,
 }
+_FIELDS = {**_KEY, **_MEASURED, "text": TEXT}
 """Fields of a result."""
-KEY = tuple(_FIELDS)[:8]
+KEY = tuple(_KEY)
 """Fields that identify a result; the others are measured."""
-MEASURED = tuple(_FIELDS)[8:-1]
+MEASURED = tuple(_MEASURED)
 COLUMNS = {
     "task": "task",
     "mode": "mode",

@@ -6,7 +6,7 @@ shared memory, queues, locks or watches. It reads Python's own files and the sha
 files only, in a folder of its own that is deleted afterwards. CPU time, memory, threads, open files, disk space and
 output are limited. Namespaces are not needed. Code can still see whether a path exists, and its size, dates and owner.
 
-Elsewhere an audit hook of Python refuses the same. This contains mistakes of a model, such as endless loops and stray
+Elsewhere an audit hook of Python does the same. This contains mistakes of a model, such as endless loops and stray
 files, but not code that wants to escape: use a container or a virtual machine. On macOS memory is not limited. Windows
 is not supported. `SandboxResult.is_isolated` tells whether the kernel isolated a run.
 """
