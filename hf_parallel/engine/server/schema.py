@@ -58,7 +58,7 @@ def _check_template_size(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str | None:
-    """Return whether a value is a text or a list. Errors are about this kind alone, and do not show its name as a field."""
+    """Return whether a value is a text or a list. Errors are about this kind alone, and do not name it."""
     return "a text" if isinstance(value, str) else "a list" if isinstance(value, list) else None
 
 
