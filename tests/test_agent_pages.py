@@ -202,7 +202,7 @@ def test_the_page_allows_its_own_script_alone() -> None:
 
 
 def test_an_event_that_lacks_an_entry_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match=r"event 0 \('gen'\): data has no 'tokens'"):
+    with pytest.raises(ValueError, match=r"event 0 \('gen'\): data: 'tokens' is missing"):
         render(RunTrace([Event(1.0, "a#0", "gen", "0", {"begin": 0.0})]))
 
 
@@ -229,7 +229,7 @@ def test_view_renders_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path
     del data["events"][0]["data"]["child"]
     path.write_text(json.dumps(data))
     assert cli.main(["view", str(path)]) == 2
-    assert "run.json: event 0 ('spawn'): data has no 'child'" in capsys.readouterr().err
+    assert "run.json: event 0 ('spawn'): data: 'child' is missing" in capsys.readouterr().err
 
 
 def test_a_click_shows_the_text_and_the_slider_zooms(tmp_path: Path) -> None:

@@ -477,6 +477,7 @@ def test_an_engine_that_is_interrupted_while_it_opens_gives_the_model_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, opening = hf_parallel.enable(twin()), Engine._open_storage
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
 
     def interrupt(self: Engine) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -485,8 +486,11 @@ def test_an_engine_that_is_interrupted_while_it_opens_gives_the_model_back(
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "_open_storage", interrupt)
-        with pytest.raises(KeyboardInterrupt), Engine(model):
-            pass
+        try:
+            with pytest.raises(KeyboardInterrupt), Engine(model):
+                pass
+        finally:
+            signal.signal(signal.SIGINT, before)
     assert model.generate(torch.tensor([IDS]), generation_mode="shared_prefix", max_new_tokens=1).shape[0] == 1
     assert not caplog.records
     with Engine(model) as other:
@@ -623,3 +627,19 @@ def test_a_busy_submitter_does_not_delay_another_one() -> None:
         one.result(600)
         ended = sum(handle.times.ended is not None and handle.times.ended < one.times.ended for handle in many)
         assert ended <= 1
+
+
+def test_masks_of_token_ids_are_those_of_generate() -> None:
+    model = hf_parallel.enable(twin())
+    ids = torch.tensor([[0, 0, *IDS], [*IDS, 5, 7]])
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    settings = {"generation_mode": "shared_prefix", "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids, attention_mask=mask, **settings)
+    with Engine(model, TOKENIZER) as engine:
+        assert torch.equal(engine.submit(ids, attention_mask=mask, **settings).result(600).sequences, expected)
+        for prompt, given in (("Hi", {"attention_mask": mask}), (ids, {"input_ids": ids}), (ids, {"inputs": ids})):
+            with pytest.raises(ValueError, match=f"{[*given][0]}"):
+                engine.submit(prompt, **given, **settings)
+        with pytest.raises(ValueError, match="attention_mask"):
+            engine.submit(ids, attention_mask=mask[:, :3], **settings)

@@ -178,6 +178,9 @@ MAY_WAIT = {
     "reorder_cache",
     "batch_select_indices",
     "last_tokens",
+    "new_tokens",
+    "output",
+    "result",
 }
 """Functions that run once per call, or on the host alone; `Sampled.read` is where a step waits."""
 

@@ -416,7 +416,8 @@ def _check(arrays: dict[str, torch.Tensor], top_k: int | None) -> None:
         raise ValueError("nodes and logits do not match")
     if values.shape[1] != vocabulary if ids is None else ids.shape != values.shape:
         raise ValueError("logits and vocabulary do not match")
-    if any(((t < 0) | (t >= vocabulary)).any() for t in (ids, arrays["tokens"]) if t is not None):
+    # Keys of Hogwild! states are negative, see `RowGroup.advance`.
+    if (arrays["tokens"] >= vocabulary).any() or (ids is not None and ((ids < 0) | (ids >= vocabulary)).any()):
         raise ValueError("tokens are outside the vocabulary")
     if ((arrays["used"] < 0) | (arrays["used"] > MAX_NUMBER)).any():
         raise ValueError("times of use are not counts")

@@ -135,6 +135,10 @@ class SharedPrefixCache(BlockCache):
         self._calls += 1
         self._evict()
 
+    def record_weights(self, model: PreTrainedModel, fingerprint: str) -> None:
+        """Record the fingerprint of the weights that filled the cache, for calls that receive it later."""
+        self._filled_by = fingerprint, str(execution_device(model))
+
     def insert(self, tokens: np.ndarray, root: Node | None = None, gap: int = 0) -> Node:
         """Insert tokens, int64 `[length]`, after `root` (default: the root of the tree). Return the last token's node.
 

@@ -68,7 +68,17 @@ def split_arguments(
         arguments["tokenizer"] = tokenizer
     template = arguments.pop("chat_template_kwargs", None)
     tokenizer, device = arguments.get("tokenizer"), execution_device(model)
-    return config, arguments | encode_prompt(prompt, config, tokenizer, device, template)
+    encoded = encode_prompt(prompt, config, tokenizer, device, template)
+    is_ids = not isinstance(prompt, str | Mapping) and not (
+        isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping)
+    )
+    if (mask := arguments.pop("attention_mask", None)) is not None:
+        if not is_ids:
+            raise ValueError("attention_mask can only be given with token ids: text and mappings have their own")
+        encoded["attention_mask"] = mask.to(device) if isinstance(mask, torch.Tensor) else mask
+    if given_twice := arguments.keys() & encoded.keys() | arguments.keys() & {"inputs", "input_ids"}:
+        raise ValueError(f"the prompt is the first argument of submit, got {sorted(given_twice)} as well")
+    return config, arguments | encoded
 
 
 def encode_prompt(

@@ -146,8 +146,11 @@ class GenerationCall:
         return cls(rotary, device=self.input_ids.device)
 
     def claim_cache(self, cache: Any, is_kept: bool = False) -> None:
-        """Start to use a `SharedPrefixCache`, which is kept if it was given or is returned, too."""
-        is_kept |= self.past_key_values is not None or bool(self.generation_config.return_dict_in_generate)
+        """Start to use a `SharedPrefixCache`, which is kept if it was given or belongs to an engine, too.
+
+        The weights of a new cache that is returned are recorded at the end of the call, after the first token.
+        """
+        is_kept |= self.past_key_values is not None or self.executor is not None
         cache.claim(self.model, self.claim, is_kept, self.fingerprint if is_kept else None)
 
     def show(self, row: int, text: str, event: str) -> None:

@@ -336,6 +336,9 @@ class DecodeLoop:
     def result(self, cls: type[ParallelOutput], rows: Sequence[Row] | None = None, **fields: Any) -> Any:
         """Return a `cls` with the present state of the call."""
         record, scores, logits = self.call.record, self.sampler.scores, self.sampler.logits
+        is_new = self.call.past_key_values is None and self.call.executor is None
+        if is_new and isinstance(self.cache, SharedPrefixCache):
+            self.cache.record_weights(self.call.model, self.call.fingerprint)
         indices = None if rows is None else [row.index for row in rows]
         record.lengths = [self.table.lengths[row] for row in indices] if indices else list(self.table.lengths)
         if self.replayer is not None:

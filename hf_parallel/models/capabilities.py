@@ -269,14 +269,21 @@ def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
 
 
 def _stock_logits(model: PreTrainedModel, shared: torch.Tensor, tails: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the stock logits of each row's own tokens, `[length, vocabulary]`, in a left-padded batch."""
+    """Return the stock logits of each row's own tokens, `[length, vocabulary]`, in a left-padded batch.
+
+    Eager attention returns NaN for padded rows in float64, as its softmax is in float32; such a row is computed alone.
+    """
     rows = [torch.cat((shared, tail)) for tail in tails]
     ids = pad_sequence(rows, batch_first=True, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     known = inspect.signature(model.forward).parameters
     logits = model(**{name: value for name, value in inputs.items() if name in known}, use_cache=False).logits
-    return [logits[row, -len(tail) :] for row, tail in enumerate(tails)]
+    own = [logits[row, -len(tail) :] for row, tail in enumerate(tails)]
+    return [
+        found if found.isfinite().any() else model(input_ids=row[None], use_cache=False).logits[0, -len(found) :]
+        for found, row in zip(own, rows, strict=True)
+    ]
 
 
 def _num_positions(reads: dict[int, list[tuple[int, int]]]) -> int | None:

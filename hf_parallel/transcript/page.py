@@ -124,7 +124,15 @@ def _facts(stats: Mapping[str, Any]) -> list[tuple[Any, str]]:
 
 def _section(section: Mapping[str, Any], style: Mapping[str, str]) -> dict[str, Any]:
     """Return a section as the template needs it, with grid rows and the positions of the cards."""
-    section = {**section, "columns": [_DIRECTIONS.sub("", name) for name in section["columns"]]}
+    ranking = section.get("ranking", ())
+    order = [*ranking, *(column for column in range(len(section["columns"])) if column not in ranking)]
+    place = {column: index for index, column in enumerate(order)}
+    section = {
+        **section,
+        "columns": [_DIRECTIONS.sub("", section["columns"][column]) for column in order],
+        "cards": [{**card, "column": place.get(card["column"])} for card in section["cards"]],
+        "chosen": [place[column] for column in section.get("chosen", ())],
+    }
     cards = section["cards"]
     intervals = _intervals(cards, {at for _, at in _joined(cards, style)})
     heights = [min(max(16, 3 * (end - begin)), 240) for begin, end in intervals]  # pixels

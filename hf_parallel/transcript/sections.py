@@ -70,6 +70,7 @@ class Section:
     cards: list[Card]  # in the order in which they began
     notes: list[tuple[str, str]] = field(default_factory=list)  # headings and texts shown above the columns
     task: str | None = None  # what the prompt asks for; None: unknown, as in older files
+    ranking: list[int] = field(default_factory=list)  # columns that a page shows first, best first
     chosen: list[int] = field(default_factory=list)  # columns that the mode has chosen
 
 
@@ -122,14 +123,6 @@ def column_names(record: Record, prompt: int, cards: Sequence[Card]) -> list[str
             names[record.place(row)[1]] = config.row_name(place.index)
     count = 1 + max((card.column or 0 for card in cards), default=0)
     return [names.get(column, f"{config.transcript_style.unit} {column + 1}") for column in range(count)]
-
-
-def rank_columns(names: list[str], cards: Sequence[Card], ranking: Sequence[int]) -> list[str]:
-    """Move the columns of `ranking` to the left in its order, in cards as well. Return the names of the columns."""
-    order = [*ranking, *(column for column in range(len(names)) if column not in ranking)]
-    for card in cards:
-        card.column = None if card.column is None else order.index(card.column)
-    return [names[column] for column in order]
 
 
 def separate_overlapping(cards: Sequence[Card], columns: list[str], name: str) -> None:
@@ -239,8 +232,10 @@ def _check_section(section: Any) -> None:
     _expect(isinstance(section["prompt"], str | None) and _is_count(section["prompt_tokens"]), "prompt")
     _expect(isinstance(section.get("task"), str | None), "task")
     _expect(all(isinstance(name, str) for name in names), "columns")
-    for column in section.get("chosen", ()):  # which older files lack
-        _expect(isinstance(column, int) and 0 <= column < len(names), "chosen")
+    for name in ("ranking", "chosen"):  # which older files lack
+        columns = section.get(name, [])
+        _expect(all(isinstance(column, int) and 0 <= column < len(names) for column in columns), name)
+        _expect(len(set(columns)) == len(columns), name)
     for heading, text in section["notes"]:
         _expect(isinstance(heading, str) and isinstance(text, str), "notes")
     for card in section["cards"]:

@@ -12,7 +12,6 @@ from hf_parallel.transcript.sections import (
     cards_by_prompt,
     column_names,
     completion_sections,
-    rank_columns,
     separate_overlapping,
     transcript_dict,
 )
@@ -50,7 +49,7 @@ class Transcribable:
         return []
 
     def ranking(self, prompt: int) -> tuple[list[int], list[int]]:
-        """Return a prompt's columns, best first, and the places of the chosen ones in this order. Empty: unranked."""
+        """Return a prompt's columns as a page orders them, best first, and the chosen ones. Empty: unranked."""
         return [], []
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
@@ -67,12 +66,11 @@ class Transcribable:
         for prompt, cards in sorted(cards_by_prompt(record).items()):
             names = self.columns(prompt)
             names = [*names, *column_names(record, prompt, cards)[len(names) :]]
-            ranking, chosen = self.ranking(prompt)
-            names = rank_columns(names, cards, ranking)
             separate_overlapping(cards, names, record.config.transcript_style.spanning)
             tokens = record.prompts[prompt]
             text = None if tokenizer is None else tokenizer.decode(tokens.tolist())
             rules = record.config.system_prompt() or ""
             task = None if text is None else find_task(text, tokenizer, rules)
-            sections.append(Section(text, len(tokens), names, cards, self.notes(prompt), task, chosen))
+            ranked = self.ranking(prompt)
+            sections.append(Section(text, len(tokens), names, cards, self.notes(prompt), task, *ranked))
         return sections

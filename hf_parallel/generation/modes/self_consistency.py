@@ -275,12 +275,12 @@ class SelfConsistencyOutput(ParallelOutput):
     """Per prompt the conclusion, `conclusion_prompt` included; empty for `majority`."""
 
     def ranking(self, prompt: int) -> tuple[list[int], list[int]]:
-        """Return the answers, those with the most votes first, and the place of the chosen one."""
+        """Return the answers, those with the most votes first, and the chosen one."""
         votes, found = self.votes[prompt], self.found[prompt]
         scores = [0.0 if answer is None else votes[normal_form(answer)] for answer in found]
         chosen = self.chosen[prompt]
         order = sorted(range(len(found)), key=lambda index: (-scores[index], index != chosen, index))
-        return order, [] if chosen is None else [order.index(chosen)]
+        return order, [] if chosen is None else [chosen]
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """Return the votes and the chosen answer."""
