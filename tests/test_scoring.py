@@ -174,7 +174,7 @@ def test_any_rows_in_any_batches_with_any_cache_equal_plain_passes(llama: Any, d
     cache = SharedPrefixCache() if data.draw(st.booleans()) else None
     for _ in range(1 + (cache is not None)):
         found = loglikelihoods(llama, contexts, continuations, cache, max_batch_tokens=data.draw(st.integers(1, 40)))
-        assert_equal(found, plain(llama, contexts, continuations), 1e-6)
+        assert_equal(found, plain(llama, contexts, continuations), 1e-5)
 
 
 def test_a_kept_cache_computes_only_what_is_new(llama: Any) -> None:

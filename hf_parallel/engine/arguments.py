@@ -68,26 +68,22 @@ def split_arguments(
         arguments["tokenizer"] = tokenizer
     template = arguments.pop("chat_template_kwargs", None)
     tokenizer, device = arguments.get("tokenizer"), execution_device(model)
-    encoded = encode_prompt(prompt, config, tokenizer, device, template)
-    is_ids = not isinstance(prompt, str | Mapping) and not (
-        isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping)
-    )
-    if (mask := arguments.pop("attention_mask", None)) is not None:
-        if not is_ids:
-            raise ValueError("attention_mask can only be given with token ids: text and mappings have their own")
-        encoded["attention_mask"] = mask.to(device) if isinstance(mask, torch.Tensor) else mask
+    encoded = encode_prompt(prompt, config, tokenizer, device, template, arguments.pop("attention_mask", None))
     if given_twice := arguments.keys() & encoded.keys() | arguments.keys() & {"inputs", "input_ids"}:
         raise ValueError(f"the prompt is the first argument of submit, got {sorted(given_twice)} as well")
     return config, arguments | encoded
 
 
 def encode_prompt(
-    prompt: Any, config: ParallelConfig, tokenizer: Any, device: torch.device, template: Any = None
+    prompt: Any, config: ParallelConfig, tokenizer: Any, device: torch.device, template: Any = None, mask: Any = None
 ) -> dict[str, torch.Tensor]:
     """Return `input_ids` and `attention_mask`, int64 `[rows, length]`, of a prompt as `Engine.submit` takes it.
 
-    `template` are the `chat_template_kwargs` of `submit`.
+    `template` are the `chat_template_kwargs` of `submit`, `mask` is its `attention_mask`.
     """
+    is_chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+    if mask is not None and (is_chat or isinstance(prompt, str | Mapping)):
+        raise ValueError("attention_mask can only be given with token ids: text and mappings have their own")
     if isinstance(prompt, Mapping):
         check_unused_template_kwargs(template, NOT_RENDERED)
         types = {name: type(value).__name__ for name, value in prompt.items()}
@@ -96,7 +92,6 @@ def encode_prompt(
         return {name: value.to(device) for name, value in prompt.items()}
     if isinstance(prompt, list | tuple) and prompt and all(isinstance(one, str) for one in prompt):
         raise ValueError(f"prompt is a list of {len(prompt)} texts: submit each by itself")
-    is_chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
     if is_chat or isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("prompt is text: give the Engine a tokenizer, or pass token ids")
@@ -117,4 +112,6 @@ def encode_prompt(
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.dim() != 2 or ids.dtype.is_floating_point or not ids.numel():
         raise ValueError(f"prompt must hold token ids [length] or [rows, length], got {list(ids.shape)} {ids.dtype}")
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if mask is None:
+        mask = torch.ones_like(ids)
+    return {"input_ids": ids, "attention_mask": mask.to(device) if isinstance(mask, torch.Tensor) else mask}

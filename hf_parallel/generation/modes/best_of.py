@@ -44,7 +44,7 @@ class Candidate:
 
 
 @dataclass
-class BestOfConfig(ParallelConfig):
+class BestOfConfig(ParallelConfig["BestOfOutput"]):
     """Several completions of each prompt; the best are returned, best first. `num_return_sequences` is their number.
 
     Parameters

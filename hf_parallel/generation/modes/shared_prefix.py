@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
@@ -29,6 +30,9 @@ from hf_parallel.generation.validation import check_bool, check_int, check_text,
 Path: TypeAlias = tuple[np.ndarray, ...]
 """Tokens of the nodes from the root of a tree to a leaf, each int64 `[length]`."""
 
+MAX_DEPTH = 256
+"""Largest depth of the tree of `levels`."""
+
 
 @dataclass
 class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
@@ -38,8 +42,8 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
     ----------
     levels : nested list, optional
         An explicit tree of prefixes instead of `input_ids`: a node is `[tokens, child, child, ...]`, a leaf its tokens
-        alone. Tokens are a list of ints, a 1-D tensor, or a string if a `tokenizer` is given. A tuple lists several
-        roots. There is one row per leaf, depth first. Default: the shared prefixes of the rows of `input_ids`.
+        alone, at most 256 deep. Tokens are a list of ints, a 1-D tensor, or a string if a `tokenizer` is given. A tuple
+        lists several roots. There is one row per leaf, depth first. Default: the shared prefixes of the rows of `input_ids`.
     keep_completions : bool
         Whether the cache keeps the completions after the call, so that later calls can continue them.
     draft_tokens : int, optional
@@ -78,10 +82,7 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
                 raise ValueError(f"give either {name} or levels, not both: levels hold all tokens of every row")
         if kwargs.get("num_return_sequences", 1) not in (None, 1):
             raise ValueError("with levels there is one row per leaf; repeat a leaf instead of num_return_sequences")
-        try:
-            paths = list(_leaf_paths(self.levels, kwargs.get("tokenizer")))
-        except RecursionError as error:
-            raise ValueError("levels is nested too deeply, or holds itself") from error
+        paths = list(_leaf_paths(self.levels, kwargs.get("tokenizer")))
         rows = [np.concatenate(path) for path in paths]
         width = max(len(row) for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -155,13 +156,15 @@ class SharedPrefixRun:
                 cache.free(block)
 
 
-def _leaf_paths(node: Any, tokenizer: Any, parents: Path = ()) -> Iterator[Path]:
+def _leaf_paths(node: Any, tokenizer: Any, parents: Path = (), depth: int = 1) -> Iterator[Path]:
     """Yield the path to each leaf of a nested list, depth first."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"levels must be nested at most {MAX_DEPTH} deep, got a deeper list or one that holds itself")
     if isinstance(node, tuple):
         if not node:
             raise ValueError("levels must name at least one root, got an empty tuple")
         for root in node:
-            yield from _leaf_paths(root, tokenizer, parents)
+            yield from _leaf_paths(root, tokenizer, parents, depth + 1)
         return
     is_leaf = not isinstance(node, list) or all(isinstance(item, int) for item in node)
     tokens, children = (node, []) if is_leaf else (node[0], node[1:])
@@ -169,7 +172,7 @@ def _leaf_paths(node: Any, tokenizer: Any, parents: Path = ()) -> Iterator[Path]
     if not children:
         yield path
     for child in children:
-        yield from _leaf_paths(child, tokenizer, path)
+        yield from _leaf_paths(child, tokenizer, path, depth + 1)
 
 
 def _as_tokens(tokens: Any, tokenizer: Any) -> np.ndarray:
@@ -182,5 +185,7 @@ def _as_tokens(tokens: Any, tokenizer: Any) -> np.ndarray:
     elif isinstance(tokens, np.ndarray) or (isinstance(tokens, torch.Tensor) and not tokens.is_meta):
         tokens = tokens.tolist()
     if not isinstance(tokens, list) or not tokens or not all(is_int(t) and abs(t) < 2**63 for t in tokens):
-        raise ValueError(f"node tokens in levels must be a non-empty list of ints, 1-D tensor or text, got {given!r}")
+        raise ValueError(
+            f"node tokens in levels must be a non-empty list of ints, 1-D tensor or text, got {reprlib.repr(given)}"
+        )
     return np.array(tokens, dtype=np.int64)
