@@ -43,7 +43,8 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
     levels : nested list, optional
         An explicit tree of prefixes instead of `input_ids`: a node is `[tokens, child, child, ...]`, a leaf its tokens
         alone, at most 256 deep. Tokens are a list of ints, a 1-D tensor, or a string if a `tokenizer` is given. A tuple
-        lists several roots. There is one row per leaf, depth first. Default: the shared prefixes of the rows of `input_ids`.
+        lists several roots. There is one row per leaf, depth first. Default: the shared prefixes of the rows of
+        `input_ids`.
     keep_completions : bool
         Whether the cache keeps the completions after the call, so that later calls can continue them.
     draft_tokens : int, optional
