@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hf_parallel import Hotspot
-from hf_parallel.generation.resampling.policies import uncertainty_of
+from hf_parallel.generation.replay.policies import uncertainty_of
 
 from .__main__ import add_model_options, set_up
 from .resample import encode, solvable

@@ -23,7 +23,7 @@ from hf_parallel.generation import (
     modes,
 )
 from hf_parallel.generation.modes import *  # noqa: F403
-from hf_parallel.generation.resampling import Hotspot, ReplayPolicy, Stepwise
+from hf_parallel.generation.replay import Hotspot, ReplayPolicy, Stepwise
 from hf_parallel.kernels import Backend, backends
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.embedded import load_embedded_model

@@ -22,7 +22,7 @@ import transformers
 
 import hf_parallel
 from hf_parallel.generation import MODES, ParallelGenerationMixin, mixin
-from hf_parallel.generation.resampling.policies import POLICIES
+from hf_parallel.generation.replay.policies import POLICIES
 from hf_parallel.models.embedded import PRESET, PRESET_MARK
 
 ROOT = Path(__file__).parent.parent

@@ -22,7 +22,7 @@ from benchmarks.cache_stress import Stress
 from benchmarks.hotspots import decode
 from benchmarks.resample import WAYS, ResampleBenchmark, below_single_path, makes, show, solvable
 from hf_parallel import Hotspot
-from hf_parallel.generation.resampling.policies import uncertainty_of
+from hf_parallel.generation.replay.policies import uncertainty_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 import hf_parallel
 from hf_parallel import LogitsCache
 from hf_parallel.cache.fingerprint import fingerprint
-from hf_parallel.generation.resampling import drafts
-from hf_parallel.generation.resampling.drafts import DraftSampler, acceptance_rates
+from hf_parallel.generation.replay import drafts
+from hf_parallel.generation.replay.drafts import DraftSampler, acceptance_rates
 from hf_parallel.generation.rng import RowRNG, draw, draw_among, make_rngs
 
 __all__ = ["model"]

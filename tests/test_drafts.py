@@ -19,8 +19,8 @@ import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.cache.logits import Cursors
 from hf_parallel.cache.logits_trie import TrieNode
-from hf_parallel.generation.resampling import drafts
-from hf_parallel.generation.resampling.drafts import NgramDrafter, acceptance_rates
+from hf_parallel.generation.replay import drafts
+from hf_parallel.generation.replay.drafts import NgramDrafter, acceptance_rates
 from hf_parallel.kernels import native
 from hf_parallel.kernels.linear import LINEAR_VARIABLE, linear_backend, pass_cost
 

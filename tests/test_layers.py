@@ -35,8 +35,8 @@ LAYERS: dict[str, set[str]] = {
     "models": {"kernels", "cache"},
     "transcript": set(),
     "generation": {"kernels", "cache", "models", "transcript"},
-    "generation.resampling": {"kernels", "cache", "models", "transcript", "generation"},
-    "generation.modes": {"kernels", "cache", "models", "transcript", "generation", "generation.resampling"},
+    "generation.replay": {"kernels", "cache", "models", "transcript", "generation"},
+    "generation.modes": {"kernels", "cache", "models", "transcript", "generation", "generation.replay"},
     "engine": {"kernels", "cache", "models", "generation", "generation.modes"},
     "agents": {"kernels", "cache", "models", "transcript", "generation", "generation.modes", "engine"},
 }

@@ -19,8 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 import hf_parallel
 from hf_parallel import LogitsCache
 from hf_parallel.cache.logits_trie import CachedDistribution, TrieNode
-from hf_parallel.generation.resampling.policies import uncertainty_of
-from hf_parallel.generation.resampling.prefetch import Prefetcher
+from hf_parallel.generation.replay.policies import uncertainty_of
+from hf_parallel.generation.replay.prefetch import Prefetcher
 from hf_parallel.generation.sampling import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,7 +39,7 @@ def model() -> Iterator[PreTrainedModel]:
 @pytest.fixture
 def not_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the CPU like a GPU: the decoding thread stores no distributions."""
-    monkeypatch.setattr("hf_parallel.generation.resampling.distributions.HOST", ())
+    monkeypatch.setattr("hf_parallel.generation.replay.distributions.HOST", ())
 
 
 class Pause(BaseStreamer):
@@ -377,7 +377,7 @@ def counted(cache: LogitsCache) -> int:
 
 @pytest.mark.usefixtures("not_host")
 def test_prefetch_visits_at_most_max_nodes(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_parallel.generation.resampling.prefetch.MAX_NODES", 5)
+    monkeypatch.setattr("hf_parallel.generation.replay.prefetch.MAX_NODES", 5)
     cache = LogitsCache()
     pause = Pause(lambda: len(with_distribution(cache)) >= min(5, len(with_logits(cache))))
     sample(model, cache, prefetch=True, streamer=pause, **CUT)

@@ -20,7 +20,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 import hf_parallel
 from hf_parallel import Hotspot, LogitsCache
 from hf_parallel.cache.logits_trie import CachedLogits, TrieNode
-from hf_parallel.generation.resampling.replay import last_continuation
+from hf_parallel.generation.replay.replay import last_continuation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_parallel
 from hf_parallel import Hotspot, LogitsCache, ReplayPolicy, Stepwise
-from hf_parallel.generation.resampling.policies import POLICIES, make_policy, uncertainty_of
+from hf_parallel.generation.replay.policies import POLICIES, make_policy, uncertainty_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -24,7 +24,7 @@ from hf_parallel.generation.config import make_config
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.printing import INTERRUPTED, ConsoleStreamer
 from hf_parallel.generation.prompts import build_prompt, check_unused_template_kwargs, encode_task
-from hf_parallel.generation.resampling.config import ReplayConfig
+from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.rng import mix
 from hf_parallel.generation.validation import is_int
 from hf_parallel.models.capabilities import embedded_capabilities

@@ -18,7 +18,7 @@ R = TypeVar("R", bound=Row)
 
 
 class TokenReplayer(Protocol):
-    """Samples tokens from cached logits where there are any; see `hf_parallel.generation.resampling.replay`."""
+    """Samples tokens from cached logits where there are any; see `hf_parallel.generation.replay.replay`."""
 
     @property
     def origins(self) -> dict[int, list[str]]:
@@ -49,7 +49,7 @@ class TokenReplayer(Protocol):
 
 
 class SpeculativeDecoding(Protocol):
-    """Appends several tokens per forward pass; see `hf_parallel.generation.resampling.speculative`."""
+    """Appends several tokens per forward pass; see `hf_parallel.generation.replay.speculative`."""
 
     def start(self) -> bool:
         """Prepare for a decode loop. Return whether to use draft tokens."""

@@ -31,7 +31,7 @@ from hf_parallel.generation.modes.stages import (
     check_vocabulary,
 )
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
-from hf_parallel.generation.resampling.config import ReplayConfig
+from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text
 from hf_parallel.transcript.sections import TranscriptStyle
 

@@ -22,7 +22,7 @@ from hf_parallel.generation.prefill import (
     prefill_leaves,
     prefix_cache_of,
 )
-from hf_parallel.generation.resampling.config import ReplayConfig, replaying
+from hf_parallel.generation.replay.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.validation import check_bool, check_int, check_text, is_int

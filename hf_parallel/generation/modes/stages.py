@@ -25,7 +25,7 @@ from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.log_probs import padded_log_probs, spread
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prefill import SUFFIX_CAPACITY, initial_capacity, prefill_leaves, prefix_cache_of
-from hf_parallel.generation.resampling.config import ReplayConfig, replaying
+from hf_parallel.generation.replay.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import PassInputs, Row
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.token_table import TokenTable

@@ -20,7 +20,7 @@ from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput
 from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_PRESET
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.prompts import Chat, build_prompt
-from hf_parallel.generation.resampling.config import ReplayConfig
+from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text, check_texts
 from hf_parallel.models.capabilities import max_positions
 from hf_parallel.transcript.sections import TranscriptStyle

@@ -33,7 +33,7 @@ from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.modes.stages import check_vocabulary
 from hf_parallel.generation.prefill import count_cached
 from hf_parallel.generation.processors import MinLengthProcessor, PerPromptProcessor
-from hf_parallel.generation.resampling.config import replaying
+from hf_parallel.generation.replay.config import replaying
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.models.attention import UnsupportedModelError

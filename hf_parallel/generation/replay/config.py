@@ -11,9 +11,9 @@ from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.generation.call import has_dropout
 from hf_parallel.generation.config import OutputT, ParallelConfig
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.resampling.policies import ReplayPolicy, make_policy
-from hf_parallel.generation.resampling.replay import Replayer
-from hf_parallel.generation.resampling.speculative import SpeculativeDecoder
+from hf_parallel.generation.replay.policies import ReplayPolicy, make_policy
+from hf_parallel.generation.replay.replay import Replayer
+from hf_parallel.generation.replay.speculative import SpeculativeDecoder
 
 
 @dataclass

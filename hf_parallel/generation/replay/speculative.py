@@ -13,9 +13,9 @@ from typing import TypeVar
 from hf_parallel.cache import Segment
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.resampling.distributions import HOST
-from hf_parallel.generation.resampling.drafts import MAX_DRAFT_TOKENS, DraftSampler, NgramDrafter
-from hf_parallel.generation.resampling.replay import Replayer
+from hf_parallel.generation.replay.distributions import HOST
+from hf_parallel.generation.replay.drafts import MAX_DRAFT_TOKENS, DraftSampler, NgramDrafter
+from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import PassInputs, Row
 from hf_parallel.kernels import to_device
 from hf_parallel.kernels.linear import linear_backend

@@ -18,8 +18,8 @@ from queue import Empty, SimpleQueue
 import torch
 
 from hf_parallel.cache.logits_trie import CachedDistribution, TrieNode
-from hf_parallel.generation.resampling.distributions import DistributionCache
-from hf_parallel.generation.resampling.policies import uncertainty_at
+from hf_parallel.generation.replay.distributions import DistributionCache
+from hf_parallel.generation.replay.policies import uncertainty_at
 
 MAX_NODES = 4096  # maximum number that one call precomputes
 _logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.call import Executor, GenerationCall, vocabulary_size
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.log_probs import LogProbs
-from hf_parallel.generation.resampling.distributions import HOST, DistributionCache, dense
-from hf_parallel.generation.resampling.policies import ReplayPolicy, uncertainty_at
-from hf_parallel.generation.resampling.prefetch import Prefetcher
+from hf_parallel.generation.replay.distributions import HOST, DistributionCache, dense
+from hf_parallel.generation.replay.policies import ReplayPolicy, uncertainty_at
+from hf_parallel.generation.replay.prefetch import Prefetcher
 from hf_parallel.generation.rng import Candidates
 from hf_parallel.kernels import to_device
 from hf_parallel.transcript.record import COMPUTED, DRAFTED, HOTSPOT, REPLAYED

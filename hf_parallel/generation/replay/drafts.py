@@ -18,7 +18,7 @@ import torch
 
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
-from hf_parallel.generation.resampling.distributions import DistributionCache
+from hf_parallel.generation.replay.distributions import DistributionCache
 from hf_parallel.generation.rng import draw_among
 from hf_parallel.generation.sampling import Sampler
 from hf_parallel.kernels.linear import pass_cost
