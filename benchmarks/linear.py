@@ -25,8 +25,8 @@ from torch import nn
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cli.measure import long_prompt
 from hf_parallel.kernels import native
-from hf_parallel.kernels.linear import LINEAR_VARIABLE, linear_layers
 from hf_parallel.models.attention import block_attention_enabled
+from hf_parallel.models.linear import LINEAR_VARIABLE, linear_layers
 
 from .__main__ import about, finish, new_path, set_up
 

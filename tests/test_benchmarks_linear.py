@@ -11,8 +11,9 @@ import torch
 
 import hf_parallel
 from benchmarks import linear as benchmark
-from hf_parallel.kernels import linear, native
-from hf_parallel.kernels.linear import LINEAR_VARIABLE
+from hf_parallel.kernels import native
+from hf_parallel.models import linear
+from hf_parallel.models.linear import LINEAR_VARIABLE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

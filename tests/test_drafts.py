@@ -22,7 +22,7 @@ from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.generation.replay import drafts
 from hf_parallel.generation.replay.drafts import NgramDrafter, acceptance_rates
 from hf_parallel.kernels import native
-from hf_parallel.kernels.linear import LINEAR_VARIABLE, linear_backend, pass_cost
+from hf_parallel.models.linear import LINEAR_VARIABLE, linear_backend, pass_cost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 import hf_parallel
 from hf_parallel.kernels import native
-from hf_parallel.kernels.linear import LINEAR_VARIABLE, linear_layers
+from hf_parallel.models.linear import LINEAR_VARIABLE, linear_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

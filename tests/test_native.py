@@ -208,7 +208,7 @@ import sys; sys.path.insert(0, {tests!r})
 import torch
 from test_native import shared_prompt
 from hf_parallel.kernels import AttentionParams, native, reference, torch_attention
-from hf_parallel.kernels.linear import linear_layers
+from hf_parallel.models.linear import linear_layers
 
 def check():
     query, keys, values, plan = shared_prompt(700)

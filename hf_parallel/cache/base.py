@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +19,6 @@ from hf_parallel.cache.arena import Arena
 from hf_parallel.cache.layout import Block, ForwardPass, Segment, View, plan_passes, view_length
 from hf_parallel.cache.trace import Trace
 from hf_parallel.kernels import AttentionPlan, LayerStorage, RotarySpec, rotate_by
-
-
-@dataclass(eq=False)
-class ActiveAttention:
-    """Block attention over one cache, of the model with these configs."""
-
-    cache: Any
-    configs: Sequence[Any]
-
-
-active_attention: ContextVar[ActiveAttention | None] = ContextVar("hf_parallel_active_attention", default=None)
-"""Block attention that is enabled in the running thread."""
 
 
 class BlockCache(Cache):
@@ -49,6 +35,9 @@ class BlockCache(Cache):
         Device of position ids; the storage is on the device of the model's keys. Default: the CPU, and in the modes
         the device of the model.
     """
+
+    in_place = False
+    """Whether attention reads the blocks in place. `models.attention.block_attention_enabled` sets it."""
 
     def __init__(
         self, rotary: Mapping[int, RotarySpec | None] | None = None, device: torch.device | str | None = None
@@ -311,8 +300,7 @@ class BlockCache(Cache):
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if torch.compiler.is_compiling():
             return key_states, value_states
-        active = active_attention.get()
-        if active is not None and active.cache is self:
+        if self.in_place:
             self.arena.write(layer_idx, key_states[0], value_states[0], self.plan)
             return key_states, value_states
         if self._pass is None or layer_idx in self._updated:  # the caller did not prepare this pass
@@ -376,7 +364,9 @@ class BlockCache(Cache):
         return max((view_length(view) for view in self.rows), default=0)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return the index of the first new token in the dense rows."""
+        """Return the index of the first new token in the dense rows; 0 under block attention, which has none."""
+        if self.in_place:
+            return 0
         if self._pass is None or self._updated:
             return self.get_seq_length(layer_idx)
         longest = max(self._pass.segments, key=lambda segment: view_length(segment.view))

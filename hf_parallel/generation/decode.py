@@ -28,8 +28,8 @@ from hf_parallel.generation.runner import ModelRunner
 from hf_parallel.generation.sampling import Sampled, Sampler
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.token_table import TokenTable
-from hf_parallel.kernels.linear import linear_layers
 from hf_parallel.models.attention import gradient_checkpointing_disabled
+from hf_parallel.models.linear import linear_layers
 
 ASYNC_DEVICES = ("cuda",)
 """Device types that run asynchronously, so that the next pass can be queued before the sampled tokens are read."""

@@ -12,16 +12,16 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from hf_parallel.cache import BlockCache
-from hf_parallel.cache.base import ActiveAttention, active_attention
 from hf_parallel.kernels import AttentionParams, RotarySpec, block_attention
 
 IMPLEMENTATION = "hf_parallel"
@@ -66,8 +66,18 @@ class AttentionRecorder:
         self.queries[layer] = query[0, :, 0].detach()
 
 
+@dataclass(eq=False)
+class _ActiveAttention:
+    """Block attention over one cache, of the model with these configs."""
+
+    cache: BlockCache | AttentionRecorder | Attention
+    configs: dict[int, PreTrainedConfig]  # by id
+
+
 _PLAIN_CLASS = "_hf_parallel_plain_class"
-_all_active: weakref.WeakSet[ActiveAttention] = weakref.WeakSet()
+_active_attention: ContextVar[_ActiveAttention | None] = ContextVar("hf_parallel_active_attention", default=None)
+"""Block attention that is enabled in the running thread."""
+_all_active: weakref.WeakSet[_ActiveAttention] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
@@ -95,7 +105,7 @@ def block_attention_forward(
         layer: Any = module.layer_idx
         query = query.to(key.dtype)  # under autocast: the result has the dtype that the compiler expects
         return _attend(query, key, value, layer, scale, sliding_window, softcap, s_aux), None
-    active = active_attention.get()
+    active = _active_attention.get()
     cache = block_cache if block_cache is not None or active is None else active.cache
     if isinstance(cache, AttentionRecorder):
         cache.keyword_arrives |= block_cache is not None
@@ -150,9 +160,10 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """A layer's `BlockCache.update` and its attention, as one operation of a compiled layer (`compiled.py`)."""
-    active = active_attention.get()
+    active = _active_attention.get()
     assert active is not None, "compiled layers run within block_attention_enabled"
-    cache: BlockCache = active.cache
+    cache = active.cache
+    assert isinstance(cache, BlockCache), "only the attention of a BlockCache is compiled"
     cache.update(key, value, layer_idx)
     rotary = None if cache.rotary is None else cache.rotary.get(layer_idx)
     params = AttentionParams(key.shape[1], scale, rotary, softcap, sinks, window)
@@ -168,7 +179,7 @@ def _(
 
 def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
     """Mask function of the implementation: no mask, as the plan holds the key ranges; the window while probing."""
-    active = active_attention.get()
+    active = _active_attention.get()
     if active is not None and isinstance(active.cache, AttentionRecorder) and local_size:
         return torch.full((1, 1, 1, 1), local_size)
     return None
@@ -183,23 +194,29 @@ def block_attention_enabled(
     model: PreTrainedModel, cache: BlockCache | AttentionRecorder | Attention
 ) -> Iterator[None]:
     """Run a model with block attention over `cache` in this context; other threads use the model's own attention."""
-    active = ActiveAttention(cache, _configs(model.config))
+    active = _ActiveAttention(cache, _configs(model.config))
     try:
         with _lock:
             _all_active.add(active)
-            for config in active.configs:
-                config.__class__ = _context_dependent(config.__class__)
-        token = active_attention.set(active)
+            for config in active.configs.values():
+                config.__class__ = _context_dependent(config.__class__)  # type: ignore[arg-type]  # classes are hashable
+        token = _active_attention.set(active)
         try:
+            if isinstance(cache, BlockCache):
+                cache.in_place = True
             yield
         finally:
-            active_attention.reset(token)
+            if isinstance(cache, BlockCache):
+                cache.in_place = False
+            _active_attention.reset(token)
     finally:
         with _lock:
             _all_active.discard(active)
-            used = [config for other in _all_active for config in other.configs]
-            for config in active.configs:
-                if not any(config is other for other in used):
+            used: set[int] = set()
+            for other in _all_active:
+                used.update(other.configs)
+            for key, config in active.configs.items():
+                if key not in used:
                     config.__class__ = getattr(type(config), _PLAIN_CLASS, type(config))
 
 
@@ -218,7 +235,7 @@ def gradient_checkpointing_disabled(model: PreTrainedModel) -> Iterator[None]:
 
 @lru_cache
 def _context_dependent(plain: Any) -> Any:
-    """Return a config class with block attention as its implementation where `active_attention` says so.
+    """Return a config class with block attention as its implementation where `_active_attention` says so.
 
     Other threads read the implementation of the plain class, whenever the class of a config is exchanged.
     """
@@ -229,8 +246,8 @@ def _context_dependent(plain: Any) -> Any:
     def implementation(config: Any) -> str | None:
         if torch.compiler.is_compiling():  # Dynamo cannot trace context variables
             return IMPLEMENTATION if _is_active() else own.fget(config)  # type: ignore[misc]
-        active = active_attention.get()
-        chosen = active is not None and any(config is one for one in active.configs)
+        active = _active_attention.get()
+        chosen = active is not None and id(config) in active.configs
         return IMPLEMENTATION if chosen else own.fget(config)  # type: ignore[misc]
 
     names: dict[str, Any] = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -246,7 +263,7 @@ def _context_dependent(plain: Any) -> Any:
 
 @torch.compiler.assume_constant_result
 def _is_active() -> bool:
-    return active_attention.get() is not None
+    return _active_attention.get() is not None
 
 
 def _reduce_as_plain(config: Any, protocol: Any) -> Any:
@@ -255,6 +272,11 @@ def _reduce_as_plain(config: Any, protocol: Any) -> Any:
     return (object.__new__, (plain,), *plain.__reduce_ex__(config, protocol)[2:])
 
 
-def _configs(config: Any) -> list[Any]:
-    inner = [getattr(config, name, None) for name in config.sub_configs]
-    return [config, *(c for sub in inner if sub is not None for c in _configs(sub))]
+def _configs(config: PreTrainedConfig) -> dict[int, PreTrainedConfig]:
+    """Return a config and those inside it, by id."""
+    found = {id(config): config}
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if inner is not None:
+            found |= _configs(inner)
+    return found

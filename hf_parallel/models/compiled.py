@@ -33,7 +33,7 @@ SECONDS_SAVED = 60e-6
 Measured with Qwen3-8B on an H200: 5 to 14 s, and 2.2 ms of a step of 36 layers.
 """
 FUSING_DEVICES = ("cuda",)
-"""Device types on which projections are fused. A CPU has a kernel of its own for them (`kernels/linear.py`)."""
+"""Device types on which projections are fused. A CPU has a kernel of its own for them (`models/linear.py`)."""
 MAX_GRAPHS = 64
 """Graphs per model: one for each kind of layer (sliding window, no rotary embedding) and class of cache, another for
 passes of one row, which Dynamo compiles separately."""

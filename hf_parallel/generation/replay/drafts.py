@@ -21,7 +21,7 @@ from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.generation.replay.distributions import DistributionCache
 from hf_parallel.generation.rng import draw_among
 from hf_parallel.generation.sampling import Sampler
-from hf_parallel.kernels.linear import pass_cost
+from hf_parallel.models.linear import pass_cost
 
 MAX_DRAFT_TOKENS = 15
 INITIAL_RATES = {8: 0.8, 5: 0.7, 3: 0.6, 2: 0.5, 1: 0.3}

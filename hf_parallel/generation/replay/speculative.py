@@ -18,7 +18,7 @@ from hf_parallel.generation.replay.drafts import MAX_DRAFT_TOKENS, DraftSampler,
 from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import PassInputs, Row
 from hf_parallel.kernels import to_device
-from hf_parallel.kernels.linear import linear_backend
+from hf_parallel.models.linear import linear_backend
 
 R = TypeVar("R", bound=Row)
 
