@@ -126,7 +126,7 @@ def measure(model: Any, run: Callable[[int], None], rounds: int) -> dict[str, An
     short, long = (min(_host_seconds(model, run, length) for _ in range(rounds)) for length in (SHORT, LONG))
     by_function: Counter[str] = Counter()
     for code, count in calls.items():
-        by_function[f"{Path(code.co_filename).relative_to(PACKAGE)}:{code.co_qualname}"] += count
+        by_function[f"{Path(code.co_filename).relative_to(PACKAGE)}:{code.co_qualname}"] += count  # type: ignore[attr-defined]
     return {
         "calls": round(sum((found[1] - found[0]).values()) / steps, 1),
         "files": len({code.co_filename for code in calls}),
