@@ -39,7 +39,7 @@ class Field(NamedTuple):
     description: str
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, float) or (
         isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
     )
@@ -161,7 +161,7 @@ def read_lines(path: str | Path) -> tuple[str, bytes]:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
 
 
-def parse_json(text: str | bytes, where: Any) -> Any:
+def parse_json(text: str | bytes, where: object) -> Any:
     """Return the value of a JSON text; raise `ValueError` that says where it is not JSON, or nested too deeply."""
     try:
         return json.loads(text if isinstance(text, str) else text.decode())
@@ -174,8 +174,8 @@ def read_json(path: str | Path) -> Any:
     return parse_json(read_file(path, MAX_JSON_BYTES), path)
 
 
-def check_fields(entry: Any, fields: Mapping[str, Field], where: str) -> None:
-    """Raise `ValueError` that names the first field of a JSON object that is missing or not allowed."""
+def check_fields(entry: object, fields: Mapping[str, Field], where: str) -> dict[str, Any]:
+    """Return a JSON object; raise `ValueError` that names the first field that is missing or not allowed."""
     if not isinstance(entry, dict):
         raise ValueError(f"{where} must be an object, got {reprlib.repr(entry)}")
     for name, field in fields.items():
@@ -183,3 +183,4 @@ def check_fields(entry: Any, fields: Mapping[str, Field], where: str) -> None:
             raise ValueError(f"{where}: {name!r} is missing")
         if not field.is_valid(entry[name]):
             raise ValueError(f"{where}: {name!r} must be {field.description}, got {reprlib.repr(entry[name])}")
+    return entry

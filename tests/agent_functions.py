@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from hf_parallel.agents import agent
 
 
 async def bug_repair(bug):
@@ -126,17 +126,11 @@ class Tools:
         await once()
 
 
-def decorate(**settings):
-    """Return a decorator that makes an object, as `agent` does."""
-    return lambda function: SimpleNamespace(function=function, **settings)
-
-
-@decorate(supervisor=None)
-@decorate(
+@agent(
     supervisor=None,
 )
 async def decorated():
-    """An object of an object of a function."""
+    """An agent whose decorator has several lines."""
     yield 1
 
 

@@ -15,7 +15,7 @@ from hf_parallel.agents.supervisors.single import Single
 class Agent:
     """An agent; made by `agent`, started by `Runtime.run` or `spawn`."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     supervisor: Supervisor
     name: str
 
@@ -23,13 +23,13 @@ class Agent:
         """Return the same agent with another supervisor."""
         return replace(self, supervisor=_checked(supervisor))
 
-    def __call__(self, *arguments: Any, **named: Any) -> NoReturn:
+    def __call__(self, *arguments: object, **named: object) -> NoReturn:
         """Raise `TypeError`: an agent is not called."""
         raise TypeError(f"{self.name} is an agent: start it with Runtime(engine).run({self.name}, ...) or spawn")
 
 
 def agent(
-    function: Callable[..., Any] | None = None, *, supervisor: Supervisor | None = None, name: str | None = None
+    function: Callable[..., object] | None = None, *, supervisor: Supervisor | None = None, name: str | None = None
 ) -> Any:
     """Make an agent of an async generator function, or of a coroutine function.
 
@@ -56,7 +56,7 @@ def agent(
     """
     chosen = _checked(Single() if supervisor is None else supervisor)
 
-    def decorate(function: Callable[..., Any]) -> Agent:
+    def decorate(function: Callable[..., object]) -> Agent:
         if not (inspect.isasyncgenfunction(function) or inspect.iscoroutinefunction(function)):
             raise TypeError(f"an agent must be an async function, got {function!r}")
         chosen_name = function.__name__ if name is None else name
@@ -67,7 +67,7 @@ def agent(
     return decorate if function is None else decorate(function)
 
 
-def _checked(supervisor: Any) -> Supervisor:
+def _checked(supervisor: object) -> Supervisor:
     if not isinstance(supervisor, Supervisor):
         raise TypeError(f"supervisor must be a Supervisor such as Single(), got {supervisor!r}")
     return supervisor

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.errors import AgentCancelledError, AgentEndedError, ToolError
@@ -18,6 +18,7 @@ from hf_parallel.agents.segment import Segment
 from hf_parallel.agents.state import END, Entry, State, derive_seed, fingerprint
 from hf_parallel.generation.validation import check_int
 
+T = TypeVar("T")
 MAX_SHOWN = 2000
 """Characters of a tool's result in a trace."""
 FIRST_DELAY = 0.05
@@ -36,7 +37,7 @@ class AgentHandle:
         """Id of the agent's instance."""
         return self._segment.agent_id
 
-    def __deepcopy__(self, memo: Any) -> AgentHandle:
+    def __deepcopy__(self, memo: object) -> AgentHandle:
         copied = AgentHandle(self._segment)
         copied._is_read, copied._is_cancelled = self._is_read, self._is_cancelled
         return copied
@@ -45,7 +46,7 @@ class AgentHandle:
         return f"AgentHandle({self.agent_id})"
 
 
-def spawn(agent: Agent, *arguments: Any, **named: Any) -> AgentHandle:
+def spawn(agent: Agent, *arguments: object, **named: object) -> AgentHandle:
     """Start another agent, which runs beside the running one. Arguments are copied.
 
     It ends with the running one, if not before.
@@ -90,14 +91,14 @@ def _id_after(frame: Frame, before: Segment) -> str:
     return f"{parent}{slash}{name.partition('@')[0]}@{place}" + (f"+{number}" if number else "")
 
 
-def _start(frame: Frame, origin: State, sent: Any, agent_id: str | None = None) -> Segment:
+def _start(frame: Frame, origin: State, sent: object, agent_id: str | None = None) -> Segment:
     parent = frame.execution.segment
     segment = Segment(parent.runtime, origin, sent, agent_id, parent.starts_exclusive)
     frame.state.segments.append(segment)
     return segment
 
 
-def _trace(frame: Frame, kind: str, **data: Any) -> None:
+def _trace(frame: Frame, kind: str, **data: object) -> None:
     line = source_line(frame.state.agent.function)
     frame.execution.segment.runtime.trace.add(frame.execution.agent_id, kind, frame.state.id, **data, line=line)
 
@@ -121,7 +122,7 @@ async def next(handle: AgentHandle) -> Any:
         await resume(handle, None)
     segment = handle._segment
 
-    async def wait(key: str, directive: Any) -> Any:
+    async def wait(key: str, directive: object) -> object:
         frame, began = current_frame(), time.monotonic()
         execution, runtime = frame.execution, segment.runtime
         begin = runtime.trace.now()
@@ -137,7 +138,7 @@ async def next(handle: AgentHandle) -> Any:
     return value
 
 
-async def resume(handle: AgentHandle, value: Any = None) -> None:
+async def resume(handle: AgentHandle, value: object = None) -> None:
     """Continue an agent that has yielded; its `yield` returns the value. Waits until it has yielded."""
     _check_live(handle)
     if not handle._is_read:
@@ -158,7 +159,7 @@ async def resume(handle: AgentHandle, value: Any = None) -> None:
     handle._segment, handle._is_read = entry.value, False
 
 
-def _check_live(handle: Any) -> None:
+def _check_live(handle: object) -> None:
     if not isinstance(handle, AgentHandle):
         raise TypeError(f"next, resume and cancel need the handle that spawn returns, got {handle!r}")
     if handle._is_cancelled:
@@ -182,8 +183,12 @@ def cancel(handle: AgentHandle) -> None:
 
 
 async def tool(
-    function: Callable[..., Any], *arguments: Any, timeout: float | None = None, retries: int = 0, **named: Any
-) -> Any:
+    function: Callable[..., T | Awaitable[T]],
+    *arguments: object,
+    timeout: float | None = None,
+    retries: int = 0,
+    **named: object,
+) -> T:
     """Call a function outside of the agent's code; a replay returns what it has returned.
 
     Parameters
@@ -206,13 +211,13 @@ async def tool(
         raise ValueError(f"timeout must be positive, got {timeout!r}")
     name = getattr(function, "__name__", type(function).__name__)
 
-    async def attempt() -> Any:
+    async def attempt() -> T:
         if inspect.iscoroutinefunction(function):
             return await function(*arguments, **named)
         result = await in_thread(partial(function, *arguments, **named))
         return await result if inspect.isawaitable(result) else result
 
-    async def call() -> Any:
+    async def call() -> T:
         delay = FIRST_DELAY
         for left in reversed(range(retries + 1)):
             task = outside_of_agents(attempt())
@@ -236,13 +241,13 @@ async def tool(
             delay *= 2
         raise AssertionError("unreachable")
 
-    async def run(key: str, directive: Any) -> Any:
+    async def run(key: str, directive: object) -> T:
         frame = current_frame()
         runtime, began = frame.execution.segment.runtime, time.monotonic()
         runtime.stats.tool_calls += 1
         begin = runtime.trace.now()
         error: str | None = None
-        result: Any = None
+        result: T | None = None
         try:
             result = await runtime.recorded(frame.execution, key, f"tool {name}", (arguments, named), call)
             return result
@@ -256,7 +261,7 @@ async def tool(
     return await perform(f"tool {name} {fingerprint(arguments)} {fingerprint(named)}", run)
 
 
-async def gather(*awaitables: Awaitable[Any]) -> list[Any]:
+async def gather(*awaitables: Awaitable[T]) -> list[T]:
     """Run operations at the same time, such as several `Chat.gen`, and return their results in order.
 
     Takes the place of `asyncio.gather`. Completions within are part of the running transition, and no choices.

@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_parallel.agents.execution import current_frame, perform, run_aside
 from hf_parallel.agents.state import digest
+from hf_parallel.generation.prompts import Message
 from hf_parallel.generation.validation import check_int, check_text
 
 
@@ -28,10 +29,8 @@ class Chat:
         The messages so far.
     """
 
-    def __init__(
-        self, system: str | None = None, *, messages: Sequence[Mapping[str, Any]] = (), **settings: Any
-    ) -> None:
-        self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
+    def __init__(self, system: str | None = None, *, messages: Sequence[Message] = (), **settings: Any) -> None:
+        self.messages: list[Message] = [dict(message) for message in messages]
         if "forkable" in settings:
             raise ValueError("forkable is an argument of each gen, not of Chat")
         self.settings = settings
@@ -109,15 +108,13 @@ class Chat:
         if (given := settings.setdefault("num_return_sequences", n)) != n:
             raise ValueError(f"num_return_sequences={given} differs from n={n}: give n alone")
 
-        async def generate(key: str, fire: Any) -> list[str]:
+        async def generate(key: str, fire: object) -> list[str]:
             return list(await self._generate(key, messages, settings))
 
-        return list(await perform(f"sample {digest(messages, settings)}", generate))
+        return await perform(f"sample {digest(messages, settings)}", generate)
 
     @staticmethod
-    async def _generate(
-        key: str, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
-    ) -> tuple[str, ...]:
+    async def _generate(key: str, messages: Sequence[Message], settings: Mapping[str, object]) -> tuple[str, ...]:
         execution = current_frame().execution
         assert execution.state is not None
         found = await execution.segment.runtime.generate(execution, key, messages, settings)

@@ -11,10 +11,14 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from hf_parallel.agents.errors import ReplayError
 from hf_parallel.agents.state import CHOICE, END, ERROR, YIELD, Entry, State
+from hf_parallel.generation.prompts import Message
+
+T = TypeVar("T")
 
 _frame: ContextVar[Frame | None] = ContextVar("hf_parallel_agent_frame", default=None)
 
@@ -53,7 +57,7 @@ class Frame:
         self.replay = deque(replay)
         self._entries = entries
         self.num_spawned = 0
-        self.task: asyncio.Task[Any] | None = None
+        self.task: asyncio.Task[object] | None = None
 
     @property
     def is_main(self) -> bool:
@@ -88,7 +92,7 @@ class Frame:
             self._entries.append(entry)
         return entry
 
-    def record(self, operation: str, value: Any = None) -> Entry:
+    def record(self, operation: str, value: object = None) -> Entry:
         """Append an entry."""
         entry = Entry(operation, value)
         self.entries.append(entry)
@@ -102,7 +106,7 @@ class Frame:
         )
         return self.execution.end_run(error)
 
-    async def run(self, awaitable: Awaitable[Any]) -> Any:
+    async def run(self, awaitable: Awaitable[T]) -> T:
         """Await an awaitable in this frame. The caller makes a task of it."""
         self.task = asyncio.current_task()
         token = _frame.set(self)
@@ -122,7 +126,7 @@ def current_frame() -> Frame:
     return frame
 
 
-def source_line(function: Callable[..., Any]) -> int | None:
+def source_line(function: Callable[..., object]) -> int | None:
     """Return the line of an agent's function that the running operation is called from, directly or by a helper.
 
     None outside of it: in a value function, and in tasks of `gather`.
@@ -136,8 +140,8 @@ def source_line(function: Callable[..., Any]) -> int | None:
 
 
 async def perform(
-    operation: str, compute: Callable[[str, Any], Awaitable[Any]], messages: list[dict[str, Any]] | None = None
-) -> Any:
+    operation: str, compute: Callable[[str, Any], Awaitable[T]], messages: Sequence[Message] | None = None
+) -> T:
     """Run an operation of the running agent, or replay it.
 
     Parameters
@@ -171,7 +175,7 @@ async def perform(
     return entry.result()
 
 
-def outside_of_agents(awaitable: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+def outside_of_agents(awaitable: Coroutine[object, None, T]) -> asyncio.Task[T]:
     """Start a task whose code is no part of an agent."""
     token = _frame.set(None)
     try:
@@ -180,33 +184,29 @@ def outside_of_agents(awaitable: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         _frame.reset(token)
 
 
-async def in_thread(function: Callable[[], Any]) -> Any:
+async def in_thread(function: Callable[[], T]) -> T:
     """Call a function in a thread of its own, for which the process does not wait when it ends."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
+    done: asyncio.Future[T] = loop.create_future()
 
-    def set_result(result: Any, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
+    def end(set_outcome: Callable[[], None]) -> None:
+        if not done.done():
+            set_outcome()
 
     def work() -> None:
-        result, raised = None, None
         try:
-            result = function()
+            outcome = partial(done.set_result, function())
         except BaseException as error:
             raised = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
+            outcome = partial(done.set_exception, raised)
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(set_result, result, raised)
+            loop.call_soon_threadsafe(end, outcome)
 
     threading.Thread(target=work, name="hf_parallel-tool", daemon=True).start()
     return await done
 
 
-async def run_aside(place: Place, prefix: str, awaitable: Coroutine[Any, Any, Any]) -> Any:
+async def run_aside(place: Place, prefix: str, awaitable: Coroutine[object, None, T]) -> T:
     """Await what is no part of the agent's code, such as a value function: nothing in it is replayed.
 
     `prefix` distinguishes the keys of its operations from those of the agent.
@@ -226,7 +226,7 @@ class Execution(Place):
     def __init__(self, segment: Any, state: State) -> None:
         super().__init__(segment, state)
         self.state = None
-        self._stopped: asyncio.Future[tuple[str, Any, Any]]
+        self._stopped: asyncio.Future[tuple[str, str, Any]]
         entries = [entry for one in state.path for entry in one.entries]
         self.frame = Frame(self, replay=entries)
         self._begin()
@@ -240,12 +240,12 @@ class Execution(Place):
         self.is_running = False
         self._stopped = asyncio.get_running_loop().create_future()
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
+    def _done(self, task: asyncio.Task[None]) -> None:
         self._runtime.executions.discard(self)
         if not self._stopped.done():
             self._stopped.cancel()
 
-    async def _run(self, state: State, go: asyncio.Future[Any]) -> None:
+    async def _run(self, state: State, go: asyncio.Future[object]) -> None:
         function = state.agent.function
         try:
             await go
@@ -261,8 +261,8 @@ class Execution(Place):
         except Exception as error:
             self._stop(ERROR, "", error)
 
-    async def _generate(self, generator: AsyncGenerator[Any, Any]) -> None:
-        sent: Any = None
+    async def _generate(self, generator: AsyncGenerator[object, object]) -> None:
+        sent: object = None
         while True:
             try:
                 value = await generator.asend(sent)
@@ -277,17 +277,17 @@ class Execution(Place):
                 sent = entry.value
             sent = copy.deepcopy(sent)
 
-    def _stop(self, status: str, operation: str, value: Any) -> None:
+    def _stop(self, status: str, operation: str, value: object) -> None:
         if not self._stopped.done():
             self._stopped.set_result((status, operation, value))
 
-    async def suspend(self, status: str, operation: str, value: Any) -> Any:
+    async def suspend(self, status: str, operation: str, value: object) -> object:
         """Wait until a supervisor continues the state; return what it passes."""
         self._go = asyncio.get_running_loop().create_future()
         self._stop(status, operation, value)
         return await self._go
 
-    async def advance(self, child: State, directive: Any = None) -> None:
+    async def advance(self, child: State, directive: object = None) -> None:
         """Continue to the next choice, yield or end, which becomes the state `child`."""
         self.state = child
         await self._continue(directive)
@@ -313,7 +313,7 @@ class Execution(Place):
             raise error from (value if status == ERROR else None)
         self._begin()
 
-    async def _continue(self, directive: Any) -> None:
+    async def _continue(self, directive: object) -> None:
         if self._go.done():  # the coroutine was closed
             raise asyncio.CancelledError
         self.is_running = True

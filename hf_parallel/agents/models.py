@@ -1,4 +1,4 @@
-"""Models of a runtime: what generates the completions of agents."""
+"""Models that generate the completions of agents: an engine, or a script for tests."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from hf_parallel.agents.state import joined_contents
 from hf_parallel.cache.fingerprint import fingerprint_of_present
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine, QueueFullError, RequestHandle
-from hf_parallel.engine.policies.scores import Contribution, ContributionScores
+from hf_parallel.engine.hints import AgentHints
+from hf_parallel.engine.policies import ContributionPolicy
+from hf_parallel.engine.policies.scores import Contribution
+from hf_parallel.generation.prompts import Message
 from hf_parallel.generation.rng import mix
 
 RETRY_SECONDS = 0.05
-"""Time after which a request is submitted again that found the queue full."""
+"""Delay before a request is submitted again if the queue was full."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Texts of a request, one for each of its `num_return_sequences`, and its cost in tokens."""
+    """Texts of a request, one per `num_return_sequences`, and its cost in tokens."""
 
     texts: tuple[str, ...]
     tokens: int = 0
     """New tokens."""
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    """Tokens of the prompt, and those of them whose keys and values were cached, once for all completions."""
+    """Prompt tokens, and how many of them had cached keys and values; counted once for all completions."""
     replayed_tokens: int = 0
-    """New tokens whose logits were cached."""
+    """New tokens that were sampled from cached logits."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return asdict(self)
 
 
 class Model(Protocol):
-    """Generates completions. `passes` counts forward passes."""
+    """Generates completions."""
 
     @property
     def passes(self) -> int:
         """Number of forward passes so far."""
 
     async def generate(
-        self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], seed: int, hints: Any
+        self, messages: Sequence[Message], settings: Mapping[str, Any], seed: int, hints: AgentHints
     ) -> Completion:
-        """Continue a conversation `num_return_sequences` times, a setting whose default is 1.
-
-        `hints` are `AgentHints`.
-        """
+        """Continue a conversation `num_return_sequences` times, a setting whose default is 1."""
 
 
 class EngineModel:
-    """The model of an engine, whose requests of a moment are one batch.
+    """Model of an engine. Concurrent requests are batched.
 
-    Completions without a mode pass through `logits_cache`, if there is one: a conversation that is continued again
-    replays the logits as far as its samples agree, with the same tokens as without (Hive, section 6.1).
+    Completions without a mode use `logits_cache`, if given: a conversation that is continued again replays cached
+    logits as long as its samples agree. The tokens are the same with and without it (Hive, section 6.1).
     """
 
     def __init__(self, engine: Engine, logits_cache: LogitsCache | None = None) -> None:
@@ -69,25 +69,25 @@ class EngineModel:
         return self.engine.stats.steps
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the engine's model, without its offloaded weights."""
+        """Return the fingerprint of the engine's model; offloaded weights are not read."""
         return fingerprint_of_present(self.engine.model)
 
     @property
     def contributions(self) -> Mapping[str, Contribution]:
-        """Scores of the agents, as of the last round; another object in each. Empty: the policy has none."""
-        scores = getattr(self.engine.policy, "scores", None)
-        return scores.current if isinstance(scores, ContributionScores) else {}
+        """Contribution scores after the last round, a new mapping each round; empty if the policy has none."""
+        policy = self.engine.policy
+        return policy.scores.current if isinstance(policy, ContributionPolicy) else {}
 
     async def generate(
-        self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], seed: int, hints: Any
+        self, messages: Sequence[Message], settings: Mapping[str, Any], seed: int, hints: AgentHints
     ) -> Completion:
         """See `Model.generate`."""
         given = dict(settings)
-        if given.get("do_sample") is not False:  # the model's generation config may say that it samples
+        if given.get("do_sample") is not False:  # the model's generation config may set do_sample
             given.setdefault("seed", seed)
         if self.logits_cache is not None and given.get("generation_mode") is None and "parallel_config" not in given:
             given.setdefault("logits_cache", self.logits_cache)
-        prompt: Any = list(messages)
+        prompt: str | list[Message] = list(messages)
         if not getattr(self.engine.tokenizer, "chat_template", None):
             prompt = joined_contents(messages)
         handle = await self._submit(prompt, hints, given)
@@ -105,25 +105,27 @@ class EngineModel:
             replayed_tokens=stats.replayed_tokens,
         )
 
-    async def _submit(self, prompt: Any, hints: Any, settings: Mapping[str, Any]) -> RequestHandle:
+    async def _submit(
+        self, prompt: str | list[Message], hints: AgentHints, settings: Mapping[str, Any]
+    ) -> RequestHandle:
         while True:
             try:
                 return self.engine.submit(prompt, agent_hints=hints, **settings)
-            except QueueFullError:  # others use the engine, too
+            except QueueFullError:  # the engine has other callers
                 await asyncio.sleep(RETRY_SECONDS)
 
 
-Script = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any], int], "str | Awaitable[str]"]
-"""(messages, settings, seed) -> text. It is called once for each of `num_return_sequences`."""
+Script = Callable[[Sequence[Message], Mapping[str, Any], int], "str | Awaitable[str]"]
+"""(messages, settings, seed) -> text, called once per `num_return_sequences`."""
 
 
 @dataclass
 class ScriptedModel:
-    """A function in place of a model, for tests of agents. Each word counts as a token."""
+    """Replaces a model by a function, for tests of agents. Each word counts as a token."""
 
     script: Script
-    calls: list[Sequence[Mapping[str, Any]]] = field(default_factory=list)
-    """Conversations that were continued."""
+    calls: list[Sequence[Message]] = field(default_factory=list)
+    """Conversations of the requests so far."""
 
     @property
     def passes(self) -> int:
@@ -131,7 +133,7 @@ class ScriptedModel:
         return len(self.calls)
 
     async def generate(
-        self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], seed: int, hints: Any
+        self, messages: Sequence[Message], settings: Mapping[str, Any], seed: int, hints: AgentHints
     ) -> Completion:
         """See `Model.generate`."""
         self.calls.append(messages)

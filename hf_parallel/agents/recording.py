@@ -1,4 +1,4 @@
-"""Recording: completions and results of tools of a run, in a file from which it replays or continues."""
+"""Recording: a run's completions and tool results on disk, for replay or resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Recording:
     def __init__(self, path: str | Path, seed: int, model: str | None = None) -> None:
         self.path = Path(path)
         self._results: dict[str, dict[str, Any]] = {}
-        header = {"format": FORMAT, "seed": seed, "model": model}
+        header: dict[str, object] = {"format": FORMAT, "seed": seed, "model": model}
         # A process that was killed may have written a part of a line.
         whole, rest = read_lines(self.path) if self.path.exists() else ("", b"")
         if whole:
@@ -48,7 +48,7 @@ class Recording:
         if whole and rest:
             os.truncate(self.path, len(whole.encode()))
 
-    def _load(self, lines: list[str], header: dict[str, Any]) -> None:
+    def _load(self, lines: list[str], header: dict[str, object]) -> None:
         for number, line in enumerate(lines, 1):
             found = parse_json(line, f"{self.path}, line {number},")
             if number == 1:
@@ -68,7 +68,7 @@ class Recording:
     def __len__(self) -> int:
         return len(self._results)
 
-    def get(self, key: str, operation: str, arguments: Any = ()) -> Any | None:
+    def get(self, key: str, operation: str, arguments: object = ()) -> list[Any] | None:
         """Return a recorded result in a list; None if there is none. Raise the recorded `ToolError`.
 
         Raises `ReplayError` if another operation was recorded; it names the arguments of this one.
@@ -89,7 +89,7 @@ class Recording:
             return [Completion(**{**found["value"], "texts": tuple(found["value"]["texts"])})]
         return [found["value"]]
 
-    def put(self, key: str, operation: str, value: Any = None, error: str | None = None) -> Any:
+    def put(self, key: str, operation: str, value: object = None, error: str | None = None) -> Any:
         """Append a result, and return it as `get` will. Raises `TypeError` if JSON cannot hold it."""
         value = value.to_dict() if isinstance(value, Completion) else value
         try:

@@ -1,4 +1,4 @@
-"""Run: the state of one run of an agent and all that it spawns."""
+"""Run: state of one run of an agent and of the agents that it spawns."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.errors import AgentError, DeadlockError, ReplayError, ToolError, agent_failure
@@ -19,11 +19,15 @@ from hf_parallel.agents.segment import Segment
 from hf_parallel.agents.state import END, State, derive_seed, digest
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.engine.hints import MAX_ID, AgentHints
+from hf_parallel.engine.policies.scores import Contribution
+from hf_parallel.generation.prompts import Message
+
+T = TypeVar("T")
 
 STALL_SECONDS = 5.0
-"""Time without completions and tools after which a run counts as deadlocked."""
+"""Idle time, without a completion or tool call, after which a run counts as deadlocked."""
 MISSING_SECONDS = 0.5
-"""The same for agents that wait for completions that a recording lacks."""
+"""Idle time after which a completion that the recording lacks ends the run."""
 
 
 @dataclass
@@ -36,40 +40,42 @@ class AgentStats:
     """Transitions between states."""
     completions: int = 0
     replayed_completions: int = 0
-    """Part of them that a recording held."""
+    """Completions that were read from a recording."""
     tokens: int = 0
     """New tokens."""
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    """Tokens of prompts, once per request, and those of them whose keys and values were cached."""
+    """Prompt tokens, once per request, and how many of them had cached keys and values."""
     replayed_tokens: int = 0
-    """New tokens whose logits were cached."""
+    """New tokens that were sampled from cached logits."""
     tool_calls: int = 0
     passes: int = 0
-    """Forward passes of the engine meanwhile."""
+    """Forward passes of the engine during the run, those of other callers included."""
     seconds: float = 0.0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the statistics as a plain dictionary."""
         return asdict(self)
 
 
 class Run:
-    """A run. Agents find it as the `runtime` of their segment."""
+    """State of a run, the `runtime` of its segments."""
 
     def __init__(self, model: Model | None, seed: int, max_requests: int, recording: Recording | None) -> None:
         self.model, self.seed, self.recording = model, seed, recording
         self.id = secrets.token_hex(8)
         self.trace, self.stats = RunTrace(), AgentStats()
-        self._scores: Any = None  # last ones in the trace
+        self._scores: Mapping[str, Contribution] = {}  # the last that the trace has
         self.executions: set[Execution] = set()
-        self.searches: set[asyncio.Task[Any]] = set()  # of segments
+        self.searches: set[asyncio.Task[State]] = set()  # tasks of segments
         self.functions: dict[str, Agent] = {}
-        self._busy = self._operations = 0  # completions and tools that run, and have begun or ended
+        self._busy = self._operations = 0  # operations running now; starts and ends so far
         self._places = asyncio.Semaphore(max_requests)
-        self._missing_at: list[Place] = []  # where agents wait for completions that the recording lacks
-        self._waits: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])  # number and seconds, by agent
-        self._steps: dict[str, str] = {}  # last request of each instance
+        self._missing_at: list[Place] = []  # agents that wait for a completion that the recording lacks
+        self._waits: dict[str, list[float]] = defaultdict(
+            lambda: [0, 0.0]
+        )  # number and total seconds of waits, by agent
+        self._steps: dict[str, str] = {}  # key of the last request, by agent instance
         self._end: asyncio.Future[AgentError] = asyncio.get_running_loop().create_future()  # see `end`
 
     @property
@@ -77,7 +83,7 @@ class Run:
         """Forward passes of the model so far."""
         return 0 if self.model is None else self.model.passes
 
-    async def drive(self, agent: Agent, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> list[Any]:
+    async def drive(self, agent: Agent, arguments: tuple[object, ...], named: Mapping[str, object]) -> list[Any]:
         """Run an agent to its end and return its values."""
         began, passes = time.monotonic(), self.passes
         values: list[Any] = []
@@ -100,7 +106,7 @@ class Run:
             self.stats.passes = self.passes - passes
 
     async def _wait(self, segment: Segment) -> None:
-        """Wait for the end of a segment or of the run. Raise `DeadlockError` if nothing happens meanwhile."""
+        """Wait until a segment or the run ends. Raise `DeadlockError` if no operation makes progress."""
         while True:
             stall = asyncio.get_running_loop().create_task(self._stall(STALL_SECONDS))
             awaited: list[asyncio.Future[Any]] = [segment.task, self._end, stall]
@@ -121,24 +127,24 @@ class Run:
                 )
 
     async def _stall(self, seconds: float) -> None:
-        """Wait until no completion or tool has run, begun or ended for some time."""
+        """Wait until no operation has run, started or ended for `seconds`."""
         idle = 0
-        while idle < 2:  # once: a function may have blocked the loop
+        while idle < 2:  # twice, as a function may have blocked the event loop
             before = self._operations
             await asyncio.sleep(seconds / 2)
             aside = {place for place in self._missing_at if not isinstance(place, Execution)}
-            waiting = len(self._missing_at) + len(aside)  # what runs aside is busy itself
+            waiting = len(self._missing_at) + len(aside)  # a value function counts as busy itself
             idle = idle + 1 if self._busy == waiting and self._operations == before else 0
 
     def end(self, agent_id: str, error: ReplayError) -> None:
-        """End the run by the error of an agent, whether or not the agents handle it."""
+        """End the run with an agent's error, even if an agent catches it."""
         if not self._end.done():
             self._end.set_result(agent_failure(agent_id, error))
 
     async def generate(
-        self, execution: Execution, key: str, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+        self, execution: Execution, key: str, messages: Sequence[Message], settings: Mapping[str, object]
     ) -> Completion:
-        """Generate completions, or return the recorded ones."""
+        """Generate completions, or read them from the recording."""
         agent_id, state = execution.agent_id, execution.state
         assert state is not None
         begin = self.trace.now()
@@ -151,9 +157,7 @@ class Run:
             async with self._places:
                 return await model.generate(messages, settings, derive_seed(self.seed, key), hints)
 
-        found: Completion = await self.recorded(
-            execution, key, f"gen {state.agent.name}", (messages, settings), compute
-        )
+        found = await self.recorded(execution, key, f"gen {state.agent.name}", (messages, settings), compute)
         stats = self.stats
         stats.completions += len(found.texts)
         for name in ("tokens", "prompt_tokens", "reused_tokens", "replayed_tokens"):
@@ -179,7 +183,7 @@ class Run:
         return found
 
     async def _missing(self, execution: Place, key: str) -> ReplayError:
-        """End the run, unless other agents continue and cancel this one, as in the recorded run; return the error."""
+        """End the run and return the error, unless another agent cancels this one first, as in the recorded run."""
         self._missing_at.append(execution)
         try:
             await self._stall(MISSING_SECONDS)
@@ -201,7 +205,7 @@ class Run:
         )
 
     def waited(self, execution: Execution, seconds: float) -> None:
-        """Note that an agent has waited for a tool or for another agent."""
+        """Record how long an agent waited for a tool or another agent."""
         if execution.state is not None:
             wait = self._waits[execution.state.agent.name]
             wait[0] += 1
@@ -209,9 +213,9 @@ class Run:
         execution.segment.wake(execution.state)
 
     async def recorded(
-        self, execution: Place, key: str, name: str, arguments: Any, compute: Callable[[], Awaitable[Any]]
-    ) -> Any:
-        """Return the recorded result of an operation with a name and arguments, or compute and record it."""
+        self, execution: Place, key: str, name: str, arguments: Iterable[object], compute: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Return the recorded result of an operation, or compute and record it."""
         self._operations += 1
         if self.recording is None:
             return await self.computed(compute)
@@ -226,8 +230,8 @@ class Run:
             raise
         return self.recording.put(key, operation, value)
 
-    async def computed(self, compute: Callable[[], Awaitable[Any]]) -> Any:
-        """Await what takes time, and is no sign of a deadlock."""
+    async def computed(self, compute: Callable[[], Awaitable[T]]) -> T:
+        """Await an operation, which counts as progress until it ends (see `_stall`)."""
         self._busy += 1
         try:
             return await compute()
@@ -235,7 +239,7 @@ class Run:
             self._busy -= 1
             self._operations += 1
 
-    def _found(self, execution: Place, key: str, operation: str, arguments: Any = ()) -> Any | None:
+    def _found(self, execution: Place, key: str, operation: str, arguments: object = ()) -> list[Any] | None:
         assert self.recording is not None
         try:
             return self.recording.get(key, operation, arguments)
@@ -244,7 +248,7 @@ class Run:
             raise
 
     def recorded_now(self, execution: Place, key: str) -> float:
-        """Return the time of the run that was recorded, or the time now."""
+        """Return the recorded time, or the current time."""
         if self.recording is None:
             return time.time()
         found = self._found(execution, key, "now")

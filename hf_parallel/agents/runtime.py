@@ -42,7 +42,7 @@ class AgentResult:
     values: list[Any]
     trace: RunTrace = field(repr=False)
     stats: AgentStats
-    functions: dict[str, Any] = field(default_factory=dict, repr=False)
+    functions: dict[str, Agent] = field(default_factory=dict, repr=False)
     """Functions of the agents, by name."""
 
     @cached_property
@@ -89,7 +89,7 @@ class Runtime:
         else:
             raise TypeError(f"Runtime needs an Engine, got {type(engine).__name__}")
 
-    def run(self, agent: Agent, *arguments: Any, record: str | Path | None = None, **named: Any) -> AgentResult:
+    def run(self, agent: Agent, *arguments: object, record: str | Path | None = None, **named: object) -> AgentResult:
         """Run an agent to its end.
 
         Parameters
@@ -114,7 +114,7 @@ class Runtime:
         if asyncio._get_running_loop() is None:
             return asyncio.run(self.run_async(agent, *arguments, record=record, **named))
         done: list[AgentResult | BaseException] = []
-        started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+        started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[object]]] = []
 
         async def main() -> AgentResult:
             task = asyncio.current_task()
@@ -142,7 +142,7 @@ class Runtime:
         return done[0]
 
     async def run_async(
-        self, agent: Agent, *arguments: Any, record: str | Path | None = None, **named: Any
+        self, agent: Agent, *arguments: object, record: str | Path | None = None, **named: object
     ) -> AgentResult:
         """Run an agent in asyncio; see `run`."""
         if not isinstance(agent, Agent):

@@ -8,6 +8,7 @@ import inspect
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from hf_parallel.agents.errors import AgentCancelledError, AgentError, BudgetExceededError, agent_failure
@@ -25,7 +26,7 @@ class Segment:
     """
 
     def __init__(
-        self, runtime: Any, origin: State, sent: Any = None, agent_id: str | None = None, is_exclusive: bool = True
+        self, runtime: Any, origin: State, sent: object = None, agent_id: str | None = None, is_exclusive: bool = True
     ) -> None:
         self.runtime, self.origin, self.sent, self.is_exclusive = runtime, origin, sent, is_exclusive
         self.agent_id = agent_id or origin.agent_id
@@ -174,7 +175,7 @@ class Segment:
         parent = None if state.parent is None else state.parent.id
         self.runtime.trace.add(self.agent_id, "state", state.id, parent=parent, value=state.value, status=status)
 
-    def _drop(self, states: Any, kept: Any) -> None:
+    def _drop(self, states: Sequence[State], kept: Sequence[State]) -> None:
         """Close the coroutines of states, and the agents that were started on the way to them, except those kept."""
         for state in states:
             if state in kept:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_parallel.generation.prompts import Message
+
 CHOICE, YIELD, END, ERROR = "choice", "yield", "end", "error"
 """Why a coroutine is suspended: before a choice, at a yield, because it has ended, or failed."""
 
@@ -61,7 +63,7 @@ class State:
         self,
         agent: Any,
         agent_id: str,
-        arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
+        arguments: tuple[tuple[object, ...], Mapping[str, object]],
         parent: State | None = None,
     ) -> None:
         self.agent, self.agent_id, self.arguments, self.parent = agent, agent_id, arguments, parent
@@ -74,9 +76,9 @@ class State:
         self.entries: list[Entry] = []
         self.status = ""
         self.pending = ""  # operation of the choice
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[Message] = []
         self.yielded: Any = None
-        self.sent: Any = None  # value that the transition from a yield began with
+        self.sent: object = None  # value that the transition from a yield began with
         self.value: float | None = None
         self.error: BaseException | None = None
         self.tokens = 0
@@ -95,7 +97,7 @@ class State:
             state = state.parent
 
     @property
-    def conversation(self) -> list[dict[str, Any]]:
+    def conversation(self) -> list[Message]:
         """Messages of the last choice, and its completion; where a search begins, those of the choice that comes."""
         if self.parent is None or not self.parent.is_choice:
             return list(self.messages)
@@ -120,18 +122,18 @@ class State:
         return f"State({self.agent_id}, {self.id}, {self.status})"
 
 
-def derive_seed(*parts: Any) -> int:
+def derive_seed(*parts: object) -> int:
     """Return a seed of 62 bits that depends on all parts."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 2
 
 
-def digest(*values: Any) -> str:
+def digest(*values: object) -> str:
     """Return a short text that is equal for equal arguments in each replay; see `fingerprint`."""
     return hashlib.sha256(repr(fingerprint(values)).encode()).hexdigest()[:16]
 
 
-def fingerprint(value: Any) -> Any:
+def fingerprint(value: object) -> object:
     """Return what is equal for equal arguments in each replay: objects count by their type."""
     if isinstance(value, Mapping):
         return {str(name): fingerprint(one) for name, one in sorted(value.items(), key=str)}
@@ -140,6 +142,6 @@ def fingerprint(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float | bool) else type(value).__name__
 
 
-def joined_contents(messages: Sequence[Mapping[str, Any]]) -> str:
+def joined_contents(messages: Sequence[Message]) -> str:
     """Return the text of a conversation for a tokenizer without a chat template."""
     return "\n".join(str(message["content"]) for message in messages)

@@ -80,20 +80,20 @@ class RunTrace:
         """Return the seconds since the run began."""
         return self.clock() - self._began
 
-    def add(self, agent: str, kind: str, /, state: str = "", **data: Any) -> Event:
+    def add(self, agent: str, kind: str, /, state: str = "", **data: object) -> Event:
         """Append an event that happens now, and return it. Nothing is checked before the trace is read."""
         event = Event(self.now(), agent, kind, state, data)
         self.events.append(event)
         return event
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the trace as plain data. Values that JSON cannot hold are replaced by their `repr`."""
         names = Event.__slots__
         events = [{name: _plain(getattr(event, name)) for name in names} for event in self.events]
         return {"format": FORMAT, "version": VERSION, "events": events}
 
     @classmethod
-    def from_dict(cls, data: Any) -> RunTrace:
+    def from_dict(cls, data: object) -> RunTrace:
         """Return the trace that `to_dict` made.
 
         Raises
@@ -129,7 +129,7 @@ def function_name(agent: str) -> str:
     return agent.rpartition("/")[2].rpartition("#")[0] or agent
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value as JSON holds it."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
@@ -169,9 +169,9 @@ _ENTRIES: dict[str, dict[str, Field]] = {
 """Entries that the data of each kind must have, and what they may be."""
 
 
-def _event(entry: Any, where: str) -> Event:
+def _event(given: object, where: str) -> Event:
     """Return an event from plain data; raise `ValueError` that names what is wrong."""
-    check_fields(entry, {"time": _TIME, "agent": TEXT, "kind": TEXT, "state": TEXT, "data": OBJECT}, where)
+    entry = check_fields(given, {"time": _TIME, "agent": TEXT, "kind": TEXT, "state": TEXT, "data": OBJECT}, where)
     kind, data = entry["kind"], entry["data"]
     fields = _ENTRIES.get(kind, {})
     check_fields(data, fields, f"{where} ({reprlib.repr(kind)}): data")

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.calls import next, spawn
 from hf_parallel.agents.chat import Chat
 from hf_parallel.agents.state import State, joined_contents
-from hf_parallel.generation.prompts import apply_template
+from hf_parallel.generation.prompts import Message, apply_template
 from hf_parallel.generation.validation import check_int, check_template
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
@@ -124,9 +122,8 @@ def reward_model(
     thread = ThreadPoolExecutor(1, "hf_parallel-reward-model")
 
     @torch.inference_mode()
-    def logit(messages: list[dict[str, Any]]) -> float:
-        inputs: Any
-        if getattr(tokenizer, "chat_template", None):
+    def logit(messages: Sequence[Message]) -> float:
+        if tokenizer.chat_template:
             text = apply_template(messages, tokenizer)
             inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         else:

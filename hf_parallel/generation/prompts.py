@@ -15,8 +15,9 @@ from hf_parallel.generation.config import ParallelConfig, check_setting_names, p
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_template, check_text
 
-Chat: TypeAlias = Sequence[Mapping[str, Any]]
-"""Messages of a chat template."""
+Message: TypeAlias = Mapping[str, Any]
+"""Message of a chat template: its role, its content, and what else the template reads."""
+Chat: TypeAlias = Sequence[Message]
 THINK, END_THINK = "<think>", "</think>"  # around the reasoning of a reasoning model
 ENABLE_THINKING = "enable_thinking"  # variable of many templates; False: the answer has no reasoning
 NOT_RENDERED = "only chats, and texts in a mode with a prompt builder, are rendered by the chat template"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.drawing.control_flow import END, START, ControlFlow, FlowState
 from hf_parallel.agents.drawing.svg import Box, Drawing, Link, document, draw, shorten
 
@@ -27,7 +27,7 @@ class FlowGraph:
     edges: tuple[tuple[str, str], ...]
     name: str = ""
 
-    def svg(self, counts: Mapping[Any, float] | None = None) -> str:
+    def svg(self, counts: Mapping[str | tuple[str, str], float] | None = None) -> str:
         """Return a drawing as SVG text: forkable states are blue and doubled, edges of loops are curves at the right.
 
         Parameters
@@ -43,7 +43,7 @@ class FlowGraph:
         """
         return document([("", self.drawing(counts))], f"flow graph of {self.name}" if self.name else "flow graph")
 
-    def drawing(self, counts: Mapping[Any, float] | None = None) -> Drawing:
+    def drawing(self, counts: Mapping[str | tuple[str, str], float] | None = None) -> Drawing:
         """Return the drawing of `svg` without the document around it."""
         counts = counts or {}
         known = {*(state.name for state in self.states), *self.edges}
@@ -69,7 +69,7 @@ def _box(state: FlowState, count: float | None) -> Box:
     return Box(state.name, (text, *times), style, f"{state.name} (line {state.line})\n{state.call}")
 
 
-def flow_graph(function: Any) -> FlowGraph:
+def flow_graph(function: Callable[..., object]) -> FlowGraph:
     """Return the flow graph of a function from its source.
 
     Where an exception can leave a suspension point within `try`, an edge leads to what handles it; that an unhandled
@@ -78,16 +78,15 @@ def flow_graph(function: Any) -> FlowGraph:
 
     Parameters
     ----------
-    function
-        A function defined with `async def` or `def`, or an object whose `function` is one, such as an agent.
+    function : callable or Agent
+        A function defined with `async def` or `def`, or an agent.
 
     Raises
     ------
     ValueError
         If the source is not available, as for functions in C and of an interactive session, or is no `def`.
     """
-    while not inspect.isroutine(function) and hasattr(function, "function"):
-        function = function.function
+    function = function.function if isinstance(function, Agent) else function
     name = getattr(function, "__name__", repr(function))
     try:
         lines, first = inspect.getsourcelines(function)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class _Lane:
     top: int = 0
     height: int = 0
     boxes: list[dict[str, Any]] = field(default_factory=list)
-    marks: list[dict[str, Any]] = field(default_factory=list)
+    marks: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def middle(self) -> float:
@@ -146,7 +146,7 @@ def _words(event: Event) -> tuple[str, str]:
     return data["text"], f"{tokens}{settings}\n\n{data['text']}"
 
 
-def _mark(event: Event, kind: str, about: str, span: float) -> dict[str, Any]:
+def _mark(event: Event, kind: str, about: str, span: float) -> dict[str, str]:
     return {
         "x": _percent(event.time, span),
         "kind": kind,
@@ -176,7 +176,7 @@ def _stack(boxes: list[dict[str, Any]], span: float) -> int:
     return max(len(ends) * height, _HEIGHTS[0][1])
 
 
-def _arrows(trace: RunTrace, lanes: Mapping[str, _Lane], span: float) -> Iterator[dict[str, Any]]:
+def _arrows(trace: RunTrace, lanes: Mapping[str, _Lane], span: float) -> Iterator[dict[str, object]]:
     """Yield the messages between lanes as vertical arrows; one to a lower lane points down."""
     for event in trace.events:
         if event.kind not in _MESSAGES:
@@ -232,7 +232,7 @@ def _facts(trace: RunTrace, names: Mapping[str, str], seconds: float) -> str:
     return f"{', '.join(words)}; {_time(seconds)}"
 
 
-def _kv(trace: RunTrace, span: float) -> dict[str, Any]:
+def _kv(trace: RunTrace, span: float) -> dict[str, object]:
     points: dict[str, list[tuple[float, float]]] = {}
     for event in trace.events:
         if event.kind == "kv":
@@ -241,7 +241,7 @@ def _kv(trace: RunTrace, span: float) -> dict[str, Any]:
     return _chart("KV cache", points, hues, span, lambda value: f"{value / 1e6:.3g} MB")
 
 
-def _scores(trace: RunTrace, hues: Mapping[str, int], span: float) -> dict[str, Any]:
+def _scores(trace: RunTrace, hues: Mapping[str, int], span: float) -> dict[str, object]:
     points: dict[str, list[tuple[float, float]]] = {}
     for event in trace.events:
         if event.kind == "scores":
@@ -253,8 +253,12 @@ def _scores(trace: RunTrace, hues: Mapping[str, int], span: float) -> dict[str, 
 
 
 def _chart(
-    heading: str, points: Mapping[str, Sequence[tuple[float, float]]], hues: Mapping[str, int], span: float, words: Any
-) -> dict[str, Any]:
+    heading: str,
+    points: Mapping[str, Sequence[tuple[float, float]]],
+    hues: Mapping[str, int],
+    span: float,
+    words: Callable[[float], str],
+) -> dict[str, object]:
     """Return lines in steps, in a box of 1000 x 100, and their names with their last values."""
     values = [value for line in points.values() for _, value in line]
     low, high = min([0.0, *values]), max([0.0, *values])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 from hf_parallel.agents.drawing.control_flow import START, FlowState
 from hf_parallel.agents.drawing.flow_graph import FlowGraph, flow_graph
@@ -27,7 +26,7 @@ def run_graph(trace: RunTrace) -> str:
     return graph(trace, {})
 
 
-def graph(trace: RunTrace, functions: Mapping[str, Any]) -> str:
+def graph(trace: RunTrace, functions: Mapping[str, Callable[..., object]]) -> str:
     """Return `run_graph` with the flow graphs of functions, or agents, below it, by their names in the run.
 
     States and edges show how often the run took them, where its events say their line in the source. Dashed edges are
@@ -135,7 +134,7 @@ def _states(events: Iterable[Event]) -> tuple[list[Box], list[Link]]:
     return boxes, [Link(*link) for link in links]
 
 
-def visits(trace: RunTrace, name: str, flow: FlowGraph) -> Counter[Any]:
+def visits(trace: RunTrace, name: str, flow: FlowGraph) -> Counter[str | tuple[str, str]]:
     """Return how often the instances of a function were in its states, and took its edges.
 
     The events of a transition follow those of its parent in the search tree. Operations without a line are those of
@@ -145,7 +144,7 @@ def visits(trace: RunTrace, name: str, flow: FlowGraph) -> Counter[Any]:
     following: dict[str, list[FlowState]] = {state.name: [] for state in flow.states}
     for begin, end in flow.edges:
         following[begin].append(next(state for state in flow.states if state.name == end))
-    counts: Counter[Any] = Counter()
+    counts: Counter[str | tuple[str, str]] = Counter()
     counts["start"] = sum(one == name for one in names.values())
     last: dict[tuple[str, str], str] = {}  # state of the source, by instance and state of the search tree
     for event in trace.events:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from markupsafe import escape
 
@@ -128,7 +128,7 @@ def shorten(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1].rstrip()}\u2026"
 
 
-def _escape(text: Any) -> str:
+def _escape(text: str) -> str:
     return str(escape(printable(text)))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from hf_parallel.engine.request_cache import RequestCache
 from hf_parallel.engine.storage import KVStorage, cached_length
 from hf_parallel.generation.validation import check_int
 
-POLICIES: dict[str, type[Any]] = {
+POLICIES: dict[str, type[EvictionPolicy]] = {
     "lru": LeastRecentlyUsed,
     "contribution": ContributionPolicy,
     "steps": StepsToExecution,
@@ -41,7 +40,7 @@ class CacheResult:
     A token that no earlier request had is a miss with every policy.
     """
 
-    policy: Any
+    policy: EvictionPolicy
     """The policy object, with its state at the end."""
     hotspot_hits: int = 0
     hotspot_misses: int = 0
@@ -151,7 +150,7 @@ def replay(trace: Trace, engine: Engine) -> CacheResult:
     return result
 
 
-def _policy(given: str | EvictionPolicy) -> Any:
+def _policy(given: str | EvictionPolicy) -> EvictionPolicy:
     if not isinstance(given, str):
         return given
     if given not in POLICIES:
@@ -159,7 +158,7 @@ def _policy(given: str | EvictionPolicy) -> Any:
     return POLICIES[given]()
 
 
-def _requests(trace: Trace, policy: Any) -> Iterator[TraceRequest]:
+def _requests(trace: Trace, policy: EvictionPolicy) -> Iterator[TraceRequest]:
     """Yield the requests of a trace, and set the clock of a policy that has one to the time of the trace."""
     now = 0.0
     if isinstance(policy, TimeToLive):

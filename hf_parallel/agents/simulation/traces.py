@@ -115,9 +115,9 @@ def _length(segment: Segment) -> int:
     return len(segment) if isinstance(segment, list) else segment[1]
 
 
-def _request(given: Any, where: str) -> TraceRequest:
+def _request(read: object, where: str) -> TraceRequest:
     """Return a request that was read from JSON."""
-    check_fields(given, {"agent": TEXT, "prompt": _SEGMENTS}, where)
+    given = check_fields(read, {"agent": TEXT, "prompt": _SEGMENTS}, where)
     fields = {**given, "prompt": tuple(map(_segment, given["prompt"])), "output": _segment(given["output"])}
     request = TraceRequest(**fields)
     check_fields(vars(request), {"gap": _SECONDS, "workflow": TEXT, "is_hotspot": _FLAG}, where)
@@ -125,7 +125,7 @@ def _request(given: Any, where: str) -> TraceRequest:
     return request
 
 
-def _segment(given: Any) -> Segment:
+def _segment(given: object) -> Segment:
     """Return a segment that was read from JSON."""
     if isinstance(given, list) and len(given) == 2 and isinstance(given[0], str):
         check_int("length of a segment", given[1], at_least=1)

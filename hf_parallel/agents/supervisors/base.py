@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hf_parallel.agents.chat import Chat
 from hf_parallel.agents.state import State
@@ -16,7 +16,7 @@ from hf_parallel.generation.validation import check_int
 
 ValueFunction = Callable[[State], float | Awaitable[float]]
 """Returns the value of a state; higher is better. May be a coroutine function that uses `Chat`, `spawn` and `tool`."""
-Complete = Callable[[Chat], Coroutine[Any, Any, str]]
+Complete = Callable[[Chat], Coroutine[object, None, str]]
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ class Supervisor:
         return max((state for state in self.states if state.is_final), key=value_of, default=None)
 
 
-def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
+def check_number(name: str, value: object, at_least: float = -math.inf) -> None:
     """Raise `ValueError` unless `value` is a finite number of at least `at_least`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not at_least <= value < math.inf:
         limit = "" if at_least == -math.inf else f" of at least {at_least}"

@@ -12,7 +12,7 @@ from hf_parallel.agents.supervisors.base import value_of
 from hf_parallel.agents.supervisors.best_of_n import BestOfN
 
 
-def stripped(answer: Any) -> str:
+def stripped(answer: object) -> str:
     """Return an answer as text, without spaces around it."""
     return str(answer).strip()
 

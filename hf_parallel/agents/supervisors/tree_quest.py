@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors.rounds import RoundSearch
 from hf_parallel.generation.validation import check_int
 
+T = TypeVar("T")
 ACTION = "generate"
 
 
@@ -95,7 +96,7 @@ class TreeQuest(RoundSearch):
             raise ValueError(f"the value of {state!r} must be from 0 to 1 for TreeQuest, got {value!r}")
         self._tree = self._seeded(self.algorithm.tell, self._tree, trial, (state, value))
 
-    def _seeded(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _seeded(self, function: Callable[..., T], *arguments: object) -> T:
         """Call a function with random numbers of this search."""
         outside = np.random.get_state()
         np.random.set_state(self._random)
