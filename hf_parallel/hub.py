@@ -257,7 +257,7 @@ def _config_of(given: Any) -> ParallelConfig:
             raise ValueError(f"the config must be of one of the modes {sorted(MODES)}, got {config!r}")
     else:
         raise TypeError(f"model_or_config must be a PreTrainedModel or a ParallelConfig, got {type(given).__name__}")
-    for name in config.not_stored:
+    for name in config.not_stored():
         if getattr(config, name) is not None:
             raise ValueError(f"{name} cannot be stored, it is an object of this process: pass it in each call instead")
     return config
@@ -362,11 +362,15 @@ def _example(name: str, given: Any, config: ParallelConfig, tokenizer: Any) -> s
         loaded = f"hf_parallel.hub.load({json.dumps(name)})"
     task = '"Plan a day in Rome for six friends."'
     inputs = f'tokenizer({task}, return_tensors="pt")'
-    if config.system_prompt() is not None:
+    if config.prompt.rules() is not None:
         settings = [f"{setting}={value!r}" for setting, value in config.stored().items()]
         inputs = f"hf_parallel.build_prompt({', '.join([json.dumps(config.mode), task, 'tokenizer', *settings])})"
-    arguments = [*([] if config.replaces_input_ids else ["**inputs"]), "max_new_tokens=64", "tokenizer=tokenizer"]
-    arguments += [f"{argument}={code}" for argument, code in config.example_arguments.items()]
+    arguments = [
+        *([] if config.prompt.replaces_input_ids else ["**inputs"]),
+        "max_new_tokens=64",
+        "tokenizer=tokenizer",
+    ]
+    arguments += [f"{argument}={code}" for argument, code in config.traits.example_arguments.items()]
     if not has_model:
         arguments += [f"custom_generate={json.dumps(name)}", "trust_remote_code=True"]
     lines = [

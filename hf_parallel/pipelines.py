@@ -40,7 +40,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
     generation_mode : str, optional
         Name of the mode. Default: `generation_config.generation_mode` of the model, or plain generation.
     prompt_helper : bool
-        Whether the mode's instructions (`ParallelConfig.system_prompt`) are added to prompts, as `build_prompt` does.
+        Whether the mode's instructions (`ModePrompt.rules`) are added to prompts, as `build_prompt` does.
         If False, and in modes without instructions, strings are used unchanged, and chats are formatted with the chat
         template only. Default: True.
     chat_template_kwargs : mapping
@@ -146,11 +146,13 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         if not isinstance(prompt_text, str | Chat):
             raise _invalid_inputs(prompt_text)
         config = parallel_config if prompt_helper else None
-        rules = None if config is None else config.system_prompt()
+        rules = None if config is None else config.prompt.rules()
         if rules is None and isinstance(prompt_text, str):
             check_unused_template_kwargs(chat_template_kwargs, NOT_RENDERED)
             return super().preprocess(prompt_text, **kwargs)
-        task: Any = config.task_text(prompt_text) if config is not None and isinstance(prompt_text, str) else None
+        task: Any = (
+            config.prompt.task_text(prompt_text) if config is not None and isinstance(prompt_text, str) else None
+        )
         template: dict[str, Any] = {}
         if isinstance(prompt_text, Chat):
             task = prompt_text.messages
@@ -161,7 +163,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
             template |= {name: value for name, value in given.items() if name not in _OF_TOKENIZER}
             kwargs["tokenizer_encode_kwargs"] = {name: given[name] for name in given.keys() & _OF_TOKENIZER}
             kwargs["add_special_tokens"] = False  # the template contains them
-        thinking = None if config is None else config.thinking
+        thinking = None if config is None else config.prompt.thinking
         text = render_prompt(rules or "", task, self.tokenizer, thinking, chat_template_kwargs, **template)
         inputs = super().preprocess(text, **kwargs)
         inputs["prompt_text"] = prompt_text
@@ -177,7 +179,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         if not isinstance(model.output, ParallelOutput):
             return outputs
         records = grouped(model.output.to_records(), len(outputs["generated_sequence"]))
-        name = "merged_records" if config.merges_rows else "records"
+        name = "merged_records" if config.traits.merges_rows else "records"
         outputs[name] = records if isinstance(outputs["prompt_text"], list) else records[0]
         return outputs
 

@@ -205,9 +205,9 @@ COMPLETIONS = [
 def mode_places() -> Iterator[Place]:
     """Yield the settings of each mode; the values that are not valid follow from their type."""
     for mode, cls in sorted(MODES.items()):
-        types = {} if cls.needs_logits_cache else get_type_hints(cls)
+        types = {} if cls.traits.needs_logits_cache else get_type_hints(cls)
         for name in cls.fields():
-            if name not in types or name in (*COMMON, *cls.not_stored, *cls.not_remote):
+            if name not in types or name in (*COMMON, *cls.not_remote()):
                 continue
             valid = next((names for kind, names in OF_TYPE.items() if kind in str(types[name])), {"null"})
             yield Place(name, valid=valid, beside={"generation_mode": json.dumps(mode)})

@@ -20,7 +20,9 @@ def every_setting(mode: str) -> dict[str, Any]:
 
 def small_call(mode: str) -> dict[str, Any]:
     """Return arguments of `generate` for a short call of a mode with a tiny model; a tokenizer is not included."""
-    required = {name: eval(code, {"hf_parallel": hf_parallel}) for name, code in MODES[mode].example_arguments.items()}
+    required = {
+        name: eval(code, {"hf_parallel": hf_parallel}) for name, code in MODES[mode].traits.example_arguments.items()
+    }
     return {"generation_mode": mode, "max_new_tokens": 12, **required, **import_module(f"test_{mode}").SMALL_CALL}
 
 

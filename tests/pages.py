@@ -23,7 +23,8 @@ import transformers
 import hf_parallel
 from hf_parallel.generation import MODES, ParallelGenerationMixin, mixin
 from hf_parallel.generation.replay.policies import POLICIES
-from hf_parallel.models.embedded import PRESET, PRESET_MARK
+from hf_parallel.models.embedded import PRESET
+from hf_parallel.models.preset_mark import mark_preset
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -121,13 +122,12 @@ def random_stand_in(folder: Path, device: torch.device | str = "cpu") -> tuple[A
     """Return a small random model, saved to a folder, and a tokenizer, without the embedded model."""
     tokenizer = copy.deepcopy(small_tokenizers.make("byte_level"))
     tokenizer.chat_template, tokenizer.padding_side = CHAT, "left"
-    tokenizer.init_kwargs[PRESET_MARK] = PRESET
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 8192}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     config = transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends)
     model = transformers.LlamaForCausalLM(config).eval()
-    setattr(model.generation_config, PRESET_MARK, PRESET)
+    mark_preset(PRESET, model, tokenizer)
     model.save_pretrained(folder)
     model.name_or_path = model.config._name_or_path = str(folder)  # adapters name it
     return model.to(device), tokenizer  # type: ignore[arg-type]

@@ -214,7 +214,7 @@ def test_the_task_of_a_prompt_is_found_whatever_follows_it(kind: str) -> None:
     for mode in ("hogwild", "pdos", "shared_prefix"):
         for template in ({}, {"enable_thinking": False}, {"thinking": True}):
             prompt = hf_parallel.build_prompt(mode, TASK, tokenizer, chat_template_kwargs=template)
-            rules = make_config(mode).system_prompt() or ""
+            rules = make_config(mode).prompt.rules() or ""
             assert find_task(tokenizer.decode(prompt["input_ids"][0]), tokenizer, rules) == TASK
 
 

@@ -23,7 +23,8 @@ import hf_parallel
 from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, SharedPrefixConfig
 from hf_parallel.cli.settings import describe
 from hf_parallel.generation import MODES
-from hf_parallel.generation.config import Preset, make_config
+from hf_parallel.generation.config import ModeTraits, make_config
+from hf_parallel.generation.presets import Preset
 
 IDS = make_prompts([5])[0][None]
 
@@ -180,7 +181,7 @@ def test_settings_of_several_sources_are_merged(echo: type[ParallelConfig], mode
 def marked(echo: type[ParallelConfig], model: Any) -> Any:
     """A model with a preset of `echo`."""
     sampling = {"do_sample": True, "temperature": 0.5, "no_repeat_ngram_size": 2}
-    echo.presets = {"small": Preset({"times": 5, "reverse": True}, sampling)}
+    echo.traits = ModeTraits(presets={"small": Preset({"times": 5, "reverse": True}, sampling)})
     model.generation_config.parallel_preset = "small"
     return model
 
@@ -396,7 +397,7 @@ def test_a_call_does_not_modify_the_config(model: Any) -> None:
 @pytest.mark.parametrize("mode", BUILT_IN)
 def test_every_setting_has_a_value_other_than_its_default(mode: str) -> None:
     settings, defaults = every_setting(mode), MODES[mode]()
-    assert set(settings) == set(MODES[mode].fields()) - set(MODES[mode].not_stored)
+    assert set(settings) == set(MODES[mode].fields()) - set(MODES[mode].not_stored())
     assert all(getattr(defaults, name) != value for name, value in settings.items())
 
 

@@ -20,7 +20,7 @@ from hf_parallel.cli import demo
 from hf_parallel.cli.live import ABOVE, LiveColumns, LiveLines, LiveView, live_view, make_console
 from hf_parallel.cli.main import main
 from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
-from hf_parallel.generation.config import SAMPLING
+from hf_parallel.generation.presets import SAMPLING
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -358,7 +358,7 @@ def test_the_example_of_every_mode_runs(
     exec(compile(example((tmp_path / CARD).read_text(encoding="utf-8")), CARD, "exec"), {})
     printed = capsys.readouterr().out
     assert "Plan a day" in printed
-    assert (config.system_prompt() or "") in printed
+    assert (config.prompt.rules() or "") in printed
 
 
 CARDS = {

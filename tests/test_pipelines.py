@@ -61,7 +61,7 @@ def make(model: Any, tokenizer: Any, **kwargs: Any) -> Any:
 def prepared(mode: str, prompt: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
     """Return one prompt as a caller of `generate` prepares it."""
     config = small_config(mode)
-    if config.system_prompt() is not None:
+    if config.prompt.rules() is not None:
         return hf_parallel.build_prompt(mode, prompt, tokenizer, config)
     if isinstance(prompt, str):
         return tokenizer(prompt, return_tensors="pt")
@@ -73,7 +73,7 @@ def generated(model: Any, tokenizer: Any, mode: str, prompts: list[Any], **setti
     ids, mask = tiny.left_pad([prepared(mode, prompt, tokenizer)["input_ids"][0] for prompt in prompts])
     arguments = {**small_call(mode), "tokenizer": tokenizer, **settings}
     tokens = hf_parallel.enable(model).generate(ids, attention_mask=mask, **arguments).tolist()
-    return grouped(tokens, len(prompts)) if MODES[mode].merges_rows else tokens
+    return grouped(tokens, len(prompts)) if MODES[mode].traits.merges_rows else tokens
 
 
 def tokens_of(results: Any) -> list[Any]:

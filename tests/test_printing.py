@@ -146,8 +146,8 @@ def test_steps_that_begin_with_their_authors_name_get_no_name_in_their_heading()
 def test_rows_of_two_prompts_have_positions_and_names(
     config: ParallelConfig, row: int, place: tuple[int, int], name: str
 ) -> None:
-    assert config.place(row, 2)[:2] == place
-    assert config.row_name(place[1]) == name
+    assert config.rows.place(row, 2)[:2] == place
+    assert config.rows.name(place[1]) == name
 
 
 # In calls of `generate`

@@ -64,7 +64,7 @@ def test_the_last_state_has_the_passes_and_tokens_of_the_call(mode: str, model: 
     call = {**small_call(mode), "tokenizer": AsciiTokenizer(), "return_dict_in_generate": True}
     for shown in (False, True):
         given = {**copy.deepcopy(call), "progress": shown}
-        inputs = () if hf_parallel.generation.MODES[mode]().replaces_input_ids else (PROMPT,)
+        inputs = () if hf_parallel.generation.MODES[mode]().prompt.replaces_input_ids else (PROMPT,)
         out = model.generate(*inputs, **given)
         assert bool(bars) is shown
     check(bars, out.record, out.stats)

@@ -190,7 +190,7 @@ def test_modes_use_the_tokenizer_of_enable_unless_the_call_has_one(model: PreTra
         return out.sequences.tolist(), getattr(out, "texts", None)
 
     one, other = texts(tokenizer=AsciiTokenizer()), texts(tokenizer=Shifted())
-    assert (one == other) == (not MODES[mode].streams_text)  # those read no text
+    assert (one == other) == (not MODES[mode].traits.streams_text)  # those read no text
     hf_parallel.enable(model, tokenizer=AsciiTokenizer())
     assert texts() == one
     assert texts(tokenizer=Shifted()) == other

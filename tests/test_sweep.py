@@ -45,7 +45,7 @@ def results() -> list[dict[str, Any]]:
 # Budgets
 
 
-SWEPT = [None, *(name for name in OWN_MODES if not MODES[name].needs_logits_cache)]
+SWEPT = [None, *(name for name in OWN_MODES if not MODES[name].traits.needs_logits_cache)]
 
 
 @pytest.mark.parametrize("mode", SWEPT)

@@ -21,8 +21,8 @@ from hf_parallel.cli.live import live_view, make_console
 from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
 from hf_parallel.cli.settings import add_template_option
 from hf_parallel.generation import build_prompt, enable
-from hf_parallel.generation.config import SAMPLING
 from hf_parallel.generation.modes import HogwildConfig, SharedPrefixConfig
+from hf_parallel.generation.presets import SAMPLING
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.loading import load_model
 

@@ -24,8 +24,9 @@ from hf_parallel.evaluation.tasks import check_task
 from hf_parallel.files import write_atomically
 from hf_parallel.generation import MODES
 from hf_parallel.generation.arguments import GENERATION_SETTINGS
-from hf_parallel.generation.config import SAMPLING_ONLY, check_setting_names
+from hf_parallel.generation.config import check_setting_names
 from hf_parallel.generation.modes import HogwildConfig, SelfConsistencyConfig
+from hf_parallel.generation.presets import SAMPLING_ONLY
 from hf_parallel.generation.validation import suggestion
 
 TASK = "task"
@@ -220,7 +221,7 @@ def _budgets(text: str) -> list[int]:
 
 
 def _modes() -> list[str]:
-    return [mode for mode, cls in MODES.items() if not cls.needs_logits_cache]
+    return [mode for mode, cls in MODES.items() if not cls.traits.needs_logits_cache]
 
 
 def _plot(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:

@@ -68,7 +68,7 @@ class InterruptibleCall:
         `truncated` is True if the token budget of any of the answer's rows ended it.
 
         An interrupted call yields only answers that have text. Their text is everything generated so far, and of the
-        mode's fields they have only the texts of the rows (`ParallelConfig.rows_name`).
+        mode's fields they have only the texts of the rows (`ModeTraits.rows_field`).
         """
         answers = list(self._partial_answers() if self.interrupted else self._answers())
         for index, (text, fields) in enumerate(answers):
@@ -97,13 +97,13 @@ class InterruptibleCall:
             truncated = set(self._record.answers_of(self._record.truncated, self._answer_of).values())
         for index, record in enumerate(records):
             fields = {**record, "truncated": index in truncated}
-            if self.config is not None and self.config.merges_rows:
+            if self.config is not None and self.config.traits.merges_rows:
                 yield fields["transcript"], fields
             else:
                 yield self.tokenizer.decode(output.sequences[index, begin:], skip_special_tokens=True), fields
 
     def _answer_of(self, row: int) -> int:
-        is_answer = self.config is not None and self.config.rows_per_prompt > 1 and not self.config.merges_rows
+        is_answer = self.config is not None and self.config.rows_per_prompt > 1 and not self.config.traits.merges_rows
         return row if is_answer else self._record.place(row)[0]
 
     def _partial_answers(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -121,11 +121,15 @@ class InterruptibleCall:
 
     def _row_texts(self, sequence: int, cards: Sequence[Card]) -> dict[str, Any]:
         """Return the texts of the rows of a sequence under the name that the mode's output uses."""
-        if self.config is None or not self.config.rows_name:
+        if self.config is None or not self.config.traits.rows_field:
             return {}
         places = map(self._record.place, {event.row for event in self._record.events})
         columns = sorted(column for prompt, column in places if prompt == sequence and column is not None)
-        return {self.config.rows_name: ["".join(_text(c) for c in cards if c.column == column) for column in columns]}
+        return {
+            self.config.traits.rows_field: [
+                "".join(_text(c) for c in cards if c.column == column) for column in columns
+            ]
+        }
 
 
 def _text(card: Card) -> str:

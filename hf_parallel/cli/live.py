@@ -76,10 +76,14 @@ class LiveView:
         self.config, self.console, self.tokenizer = config, console, tokenizer
         self.interrupted = False
         self.num_prompts = 1
-        self.rows = {row: ShownRow(self._name(row)) for row in range(config.rows_per_prompt * config.streams_text)}
+        self.rows = {
+            row: ShownRow(self._name(row)) for row in range(config.rows_per_prompt * config.traits.streams_text)
+        }
         self.passes = self.tokens = self.kv_tokens = 0
         self.completions: list[IncrementalDetokenizer] = []  # of rows that arrive as tokens
-        self._counts_puts = config.streams_tokens == "every_pass"  # the other modes' passes are counted by `watching`
+        self._counts_puts = (
+            config.traits.streams_tokens == "every_pass"
+        )  # the other modes' passes are counted by `watching`
         self._end_reasons: dict[int, str] = {}
         self._special = set(getattr(tokenizer, "all_special_ids", ()))
         self._first: tuple[float, int] | None = None  # time and number of the first tokens
@@ -140,16 +144,16 @@ class LiveView:
     def _begin(self, num_prompts: int) -> None:
         self.num_prompts = num_prompts
         rows = num_prompts * self.config.rows_per_prompt
-        if not self.config.streams_text:
+        if not self.config.traits.streams_text:
             rows *= self.tokenizer is not None
             self.completions = [IncrementalDetokenizer(self.tokenizer) for _ in range(rows)]
         self.rows = {row: ShownRow(self._name(row)) for row in range(rows)}
 
     def _name(self, row: int) -> str:
-        prompt, index, _ = self.config.place(row, self.num_prompts)
-        if self.num_prompts > 1 and self.config.rows_per_prompt == 1 and not self.config.streams_text:
-            return self.config.row_name(prompt)
-        name = self.config.row_name(index)
+        prompt, index, _ = self.config.rows.place(row, self.num_prompts)
+        if self.num_prompts > 1 and self.config.rows_per_prompt == 1 and not self.config.traits.streams_text:
+            return self.config.rows.name(prompt)
+        name = self.config.rows.name(index)
         return f"{name} ({prompt + 1} of {self.num_prompts})" if self.num_prompts > 1 else name
 
     def write_row(self, row: int, text: str, event: str) -> None:
@@ -157,8 +161,8 @@ class LiveView:
         shown = self.rows.setdefault(row, ShownRow(self._name(row)))
         if event == "begin":
             shown.done = False
-            index = self.config.place(row, self.num_prompts).index
-            shown.steps.append(ShownStep(_clean(self.config.step_text(index, len(shown.steps) + 1, text))))
+            index = self.config.rows.place(row, self.num_prompts).index
+            shown.steps.append(ShownStep(_clean(self.config.rows.step_text(index, len(shown.steps) + 1, text))))
         elif event in ("token", "inject"):
             shown.last.text += _clean(text)
             self.changed()
@@ -309,7 +313,7 @@ class LiveColumns(LiveFrames):
             return "interrupted" if row.interrupted else row.end_reason or "done"
         if not self.passes and not any(step.text for step in row.steps):
             return "reads the task"
-        return f"step {len(row.steps)}" if self.config.transcript_style.unit == "step" else "writes"
+        return f"step {len(row.steps)}" if self.config.rows.style.unit == "step" else "writes"
 
 
 @dataclass
@@ -346,7 +350,7 @@ def live_view(config: ParallelConfig, console: Console, tokenizer: Any = None) -
     A terminal shows columns if all rows of a merged answer fit side by side, or two rows of separate answers. A smaller
     one prints finished steps as lines and shows the ends of unfinished ones below. Other consoles get only the lines.
     """
-    columns = config.rows_per_prompt if config.merges_rows else 2
+    columns = config.rows_per_prompt if config.traits.merges_rows else 2
     if not console.is_interactive:
         return LiveLines(config, console, tokenizer)
     fits = console.width >= MIN_WIDTH * columns and console.height >= MIN_HEIGHT

@@ -15,7 +15,8 @@ from transformers import GenerationConfig
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.generation import MODES, ParallelConfig
 from hf_parallel.generation.arguments import GENERATION_SETTINGS, check_values
-from hf_parallel.generation.config import SAMPLING_ONLY, check_setting_names, make_config
+from hf_parallel.generation.config import check_setting_names, make_config
+from hf_parallel.generation.presets import SAMPLING_ONLY
 from hf_parallel.generation.prompts import check_template_kwargs
 
 PLAIN = "generate"  # value of `--mode` for `generate` without a mode
@@ -88,7 +89,7 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
     if given.get("max_length") is None:
         given.setdefault("max_new_tokens", 256)
     check_generation(given)
-    if options.logits_cache is not None or (cls is not None and cls.needs_logits_cache):
+    if options.logits_cache is not None or (cls is not None and cls.traits.needs_logits_cache):
         if cls is None or "logits_cache" not in cls.fields():
             raise ValueError(f"--logits-cache needs a mode with logits_cache, got --mode {options.mode}")
         path = options.logits_cache

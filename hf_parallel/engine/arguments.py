@@ -95,7 +95,7 @@ def encode_prompt(
     if is_chat or isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("prompt is text: give the Engine a tokenizer, or pass token ids")
-        if is_chat or config.system_prompt() is not None:
+        if is_chat or config.prompt.rules() is not None:
             check_task(prompt, tokenizer)
             encoded = encode_task(config, prompt, tokenizer, template)
             return {name: value.to(device) for name, value in encoded.items()}
@@ -103,7 +103,7 @@ def encode_prompt(
     check_unused_template_kwargs(template, NOT_RENDERED)
     if isinstance(prompt, str):
         prompt = tokenizer(prompt)["input_ids"]
-    if config.replaces_input_ids and prompt is None:
+    if config.prompt.replaces_input_ids and prompt is None:
         return {}
     try:
         ids = torch.as_tensor(prompt, device=device)

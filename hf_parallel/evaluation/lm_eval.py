@@ -215,7 +215,7 @@ class _Generation:
         settings = {name: kwargs.pop(name) for name in MODES[mode].fields() if name in kwargs}
         if mode == lm.generation_mode:
             settings = lm.settings | settings
-        if MODES[mode].needs_logits_cache:
+        if MODES[mode].traits.needs_logits_cache:
             settings.setdefault("logits_cache", LogitsCache())
         self.config: ParallelConfig = make_config(mode, settings)
         eos = lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
@@ -226,8 +226,8 @@ class _Generation:
         if "max_length" in kwargs:
             raise ValueError("max_length is not supported in gen_kwargs: give max_gen_toks")
         self.kwargs, self.seed = kwargs, drawn if self.config.seed is None else self.config.seed
-        self.cache = SharedPrefixCache() if self.config.rows_continue_prompts else None
-        if self.config.merges_rows and is_int(lm.think_end_token):
+        self.cache = SharedPrefixCache() if self.config.traits.rows_continue_prompts else None
+        if self.config.traits.merges_rows and is_int(lm.think_end_token):
             raise ValueError(f"think_end_token must be a text with generation_mode={mode!r}, got {lm.think_end_token}")
         if self.new_tokens >= lm.max_length:
             raise ValueError(f"max_gen_toks must be less than max_length={lm.max_length}, got {self.new_tokens}")
@@ -255,9 +255,9 @@ class _Generation:
 
     def _generate(self, ids: torch.Tensor, mask: torch.Tensor, indices: list[int]) -> ParallelOutput:
         seed = self.seed
-        if self.kwargs["do_sample"] and self.config.rows_continue_prompts and is_int(seed):
+        if self.kwargs["do_sample"] and self.config.traits.rows_continue_prompts and is_int(seed):
             seed = [mix(seed, index * self.lm.world_size + self.lm.rank) for index in indices]
-        criteria = [] if self.config.merges_rows else [StopTexts(self.lm.tokenizer, self.stops, ids.shape[1])]
+        criteria = [] if self.config.traits.merges_rows else [StopTexts(self.lm.tokenizer, self.stops, ids.shape[1])]
         with self.lm._autocast():
             return self.lm.model.generate(
                 ids,
@@ -277,7 +277,7 @@ class _Generation:
     def _texts(self, output: ParallelOutput, begin: int) -> list[str]:
         """Return the text of each answer, without what follows a stop text or precedes the end of the thinking."""
         thinking = self.lm.think_end_token
-        if self.config.merges_rows:
+        if self.config.traits.merges_rows:
             texts = output.answer_texts(self.lm.tokenizer)
         else:
             assert output.record is not None

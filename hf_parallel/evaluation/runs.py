@@ -57,7 +57,7 @@ class Run:
         cls = None if self.mode is None else type(make_config(self.mode))
         check_setting_names(cls, self.settings, (*GENERATION_SETTINGS, TEMPLATE))
         check_template_kwargs(self.settings.get(TEMPLATE))
-        if cls is not None and cls.needs_logits_cache:
+        if cls is not None and cls.traits.needs_logits_cache:
             raise ValueError(f"{self.mode} cannot be swept: a logits cache makes samples of a problem depend on order")
         self.config()
 
@@ -151,7 +151,7 @@ def check_sweep(
     for run in runs:
         configs = [run.config(pattern) for pattern in {problem.answer_pattern for problem in problems}]
         if {**generation, **run.settings}.get("do_sample") is False:
-            voting = any(one is not None and one.rows_vote and one.max_rows_per_prompt > 1 for one in configs)
+            voting = any(one is not None and one.rows.vote and one.max_rows_per_prompt > 1 for one in configs)
             several = "answers that vote" if voting else ""
             if counts.get("samples", 1) > 1:
                 several = "samples of a problem"

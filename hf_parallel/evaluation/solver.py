@@ -162,7 +162,7 @@ class Solver:
         written = written_until(transcript, budget)
         seconds = clock.times[written.passes - 1] - started if written.passes else 0.0
         config = one.run.config()
-        votes = config is not None and config.rows_vote
+        votes = config is not None and config.rows.vote
         texts = [row.rstrip() for row in written.rows] if votes else [written.text]
         return _Attempt(budget, written, seconds, texts)
 

@@ -1,9 +1,10 @@
 """Generation of several rows per forward pass: the decode loop, and the mixin that extends `model.generate`."""
 
-from hf_parallel.generation.config import ParallelConfig, Preset, RowPlace
+from hf_parallel.generation.config import ModePrompt, ModeRows, ModeTraits, ParallelConfig, RowPlace
 from hf_parallel.generation.entry import generate
 from hf_parallel.generation.mixin import ParallelGenerationMixin, disable, enable, is_enabled
 from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.presets import Preset
 from hf_parallel.generation.printing import ConsoleStreamer
 from hf_parallel.generation.prompts import CHAIN_OF_DRAFT, build_prompt, chain_of_draft_prompt
 from hf_parallel.generation.registry import MODES
@@ -15,6 +16,9 @@ __all__ = [
     "MODES",
     "ConsoleStreamer",
     "GenerationStats",
+    "ModePrompt",
+    "ModeRows",
+    "ModeTraits",
     "ParallelConfig",
     "ParallelGenerationMixin",
     "ParallelIteratorStreamer",

@@ -369,7 +369,9 @@ def check_stored(mode: Any, settings: Any) -> Any:
 
     A file must not name code that a call would run.
     """
-    names = MODES[mode].not_stored if isinstance(settings, Mapping) and isinstance(mode, str) and mode in MODES else ()
+    names = (
+        MODES[mode].not_stored() if isinstance(settings, Mapping) and isinstance(mode, str) and mode in MODES else ()
+    )
     for name in names:
         if isinstance(settings.get(name), str):
             raise ValueError(f"{name}={settings[name]!r} cannot come from a generation config: pass it to generate")

@@ -63,9 +63,9 @@ class GenerationCall:
 
     `input_ids`, `int64 [rows, length]`, are the left-padded prompts, each repeated `num_return_sequences` times;
     `prompts` (int64) the same without padding and other masked tokens. `gaps` has for each prompt the number of masked
-    tokens before the token at an index inside it. `record` collects what the transcript shows, `prepared` is the return
-    value of `ParallelConfig.prepare`, and `claim` is active until the call ends. Calls of an engine have an `executor`.
-    Other fields are arguments of `generate`, as transformers prepared them.
+    tokens before the token at an index inside it. `record` collects what the transcript shows, and `claim` is active
+    until the call ends. Calls of an engine have an `executor`. Other fields are arguments of `generate`, as
+    transformers prepared them.
     """
 
     model: PreTrainedModel
@@ -82,7 +82,6 @@ class GenerationCall:
     cuda_graph: bool = True
     compile: bool | None = None
     record: Record = field(default_factory=Record)
-    prepared: Any = None
     claim: Any = None
     executor: Executor | None = None
     progress: Progress | None = None
@@ -125,7 +124,7 @@ class GenerationCall:
         returned = bool(self.generation_config.return_dict_in_generate) and self.past_key_values is None
         returned = returned and self.executor is None  # whose caches hold prefixes that other calls have computed
         returned = returned and not self.record.has_gaps
-        return returned and config is not None and not config.rows_continue_prompts
+        return returned and config is not None and not config.traits.rows_continue_prompts
 
     @cached_property
     def pad_token_id(self) -> int:

@@ -1,27 +1,29 @@
-"""Settings of the modes: one dataclass per mode, checked before anything runs.
+"""The contract of a mode: a dataclass of its settings, its traits, and its run.
 
 A mode is a dataclass that derives from `ParallelConfig`, sets `mode` and implements `make_run`. Defining it registers
-it; the rest of the package uses the mode only through the attributes and methods of the class.
+it; the rest of the package uses the mode only through this class and the objects of its `traits`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol
 
 import torch
-from typing_extensions import Self, TypeVar
+from typing_extensions import TypeVar
 
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.presets import Preset
 from hf_parallel.generation.registry import MODES
-from hf_parallel.generation.validation import check_bool, check_text, is_int, json_error, names_hint, suggestion
-from hf_parallel.models.embedded import PRESET_MARK
+from hf_parallel.generation.settings import Settings
+from hf_parallel.generation.validation import check_bool, is_int, names_hint, suggestion
 from hf_parallel.transcript.sections import TranscriptStyle
 
 OutputT = TypeVar("OutputT", default=Any, covariant=True)
 """The output of a mode."""
+ConfigT = TypeVar("ConfigT", bound="ParallelConfig", default="ParallelConfig")
+"""The config of a mode."""
 
 
 class RowPlace(NamedTuple):
@@ -36,35 +38,105 @@ class RowPlace(NamedTuple):
     column: int | None
 
 
+class ModeRows(Generic[ConfigT]):
+    """The rows of a mode: which prompt each belongs to, its name, and how transcripts show it. By default, answers."""
+
+    style: TranscriptStyle = TranscriptStyle()
+    """How a transcript shows the rows."""
+
+    def __init__(self, config: ConfigT) -> None:
+        self.config = config
+
+    def place(self, row: int, num_prompts: int) -> RowPlace:
+        """Return the position of a row, given the number of rows of `input_ids`."""
+        prompt, index = divmod(row, self.config.rows_per_prompt)
+        return RowPlace(prompt, index, index)
+
+    def name(self, index: int) -> str:
+        """Return the name of a prompt's row."""
+        return f"Answer {index + 1}"
+
+    def step_text(self, index: int, step: int, text: str) -> str:
+        """Return the text of a row's step (counted from 1) without the prefix that repeats the row's name."""
+        return text
+
+    def step_name(self, index: int, step: int, text: str) -> str:
+        """Return the name of a row's step (counted from 1) that begins with `text`; by default the row's name."""
+        return self.name(index)
+
+    @property
+    def vote(self) -> bool:
+        """Whether a prompt's rows are whole answers, and the most frequent final answer wins."""
+        return False
+
+
+class ModePrompt(Generic[ConfigT]):
+    """The prompts of a mode. By default, a mode has no instructions, and tasks are used unchanged."""
+
+    thinking: ClassVar[bool | None] = None
+    """What `build_prompt` does for a reasoning model.
+
+    True opens `<think>` if the chat template knows it, but the prompt ends neither with it nor with `</think>`. False
+    sets the template's variable `enable_thinking` to False by default. None leaves both to the template.
+    """
+
+    def __init__(self, config: ConfigT) -> None:
+        self.config = config
+
+    def rules(self) -> str | None:
+        """Return the instructions that `build_prompt` adds to a task; empty: none. None: it is no mode for chats."""
+        return None
+
+    def task_text(self, task: str) -> str:
+        """Return a task as `build_prompt` inserts it into the prompt."""
+        return task
+
+    @property
+    def replaces_input_ids(self) -> bool:
+        """Whether the settings hold the prompts, so that a call must not pass `input_ids`."""
+        return False
+
+
 @dataclass(frozen=True)
-class Preset:
-    """Defaults of a mode for one model: settings of the mode, and settings of `generate`."""
+class ModeTraits:
+    """What the rest of the package needs to know about a mode, apart from the settings of a call."""
 
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rows: type[ModeRows[Any]] = ModeRows
+    """Places and names of the rows."""
+    prompt: type[ModePrompt[Any]] = ModePrompt
+    """Instructions for `build_prompt`."""
+    streams_text: bool = False
+    """Whether rows stream text through `ParallelStreamer.write_row`."""
+    streams_tokens: Literal["every_pass", "when_final", "at_end"] = "every_pass"
+    """When a streamer's `put` receives token ids."""
+    rows_continue_prompts: bool = False
+    """Whether `sequences` alone say how each row was computed: its prompt, then its own tokens, as in `generate`."""
+    merges_rows: bool = False
+    """Whether a prompt's rows form one answer instead of one each.
 
-
-SAMPLING: dict[str, Any] = {
-    "do_sample": True,
-    "temperature": 0.7,
-    "top_p": 0.9,
-    "repetition_penalty": 1.1,
-    "no_repeat_ngram_size": 5,
-}
-"""Settings of `generate` for a small model, which repeats itself under greedy decoding."""
-SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Settings of `generate` that have an effect only with `do_sample=True`."""
+    The mode's output then has `texts`, one per row, and `transcripts`, one per prompt.
+    """
+    rows_field: str = ""
+    """Record field for the texts of a prompt's rows, in merged or interrupted calls. Empty: none."""
+    needs_logits_cache: bool = False
+    """Whether a call without `logits_cache` raises."""
+    presets: Mapping[str, Preset] = field(default_factory=dict)
+    """Defaults for single models, by the name with which a model is marked; see `preset_of`."""
+    text_markers: Mapping[str, str] = field(default_factory=dict)
+    """Settings that are the fields of a `SkeletonDialect` of `hf_parallel.training`, with defaults. Empty: none."""
+    example_arguments: Mapping[str, str] = field(default_factory=dict)
+    """Source code of further arguments of `generate` that an example of the mode needs."""
 
 
 class ModeRun(Protocol):
     """One call of a mode. Holds all state of the call that is not a setting."""
 
     def generate(self) -> Any:
-        """Generate. Return what `model.generate` returns."""
+        """Generate. Return what `model.generate` returns: a tensor `int64 [rows, length]` or the mode's output."""
 
 
 @dataclass
-class ParallelConfig(Generic[OutputT]):
+class ParallelConfig(Settings, Generic[OutputT]):
     """Settings that every mode has. A mode with an output of its own derives from `ParallelConfig[ItsOutput]`.
 
     Parameters
@@ -83,58 +155,13 @@ class ParallelConfig(Generic[OutputT]):
     """
 
     mode: ClassVar[str] = ""
-    not_stored: ClassVar[tuple[str, ...]] = ()
-    """Settings that `to_dict` omits, as their values exist in the running process only."""
-    not_remote: ClassVar[tuple[str, ...]] = ()
-    """Settings that a server does not accept from a request: regular expressions, which may take a second per text."""
-    needs_logits_cache: ClassVar[bool] = False
-    """Whether a call without `logits_cache` raises."""
-    streams_text: ClassVar[bool] = False
-    """Whether rows stream text through `ParallelStreamer.write_row`."""
-    streams_tokens: ClassVar[Literal["every_pass", "when_final", "at_end"]] = "every_pass"
-    """When a streamer's `put` receives token ids."""
-    merges_rows: ClassVar[bool] = False
-    """Whether a prompt's rows form one answer instead of one each.
-
-    The mode's output then has `texts`, one per row, and `transcripts`, one per prompt.
-    """
-    rows_continue_prompts: ClassVar[bool] = False
-    """Whether `sequences` alone say how each row was computed: its prompt, then its own tokens, as in `generate`."""
-    text_markers: ClassVar[Mapping[str, str]] = {}
-    """Settings that are the fields of a `SkeletonDialect` of `hf_parallel.training`, with defaults. Empty: none."""
-    thinking: ClassVar[bool | None] = None
-    """What `build_prompt` does for a reasoning model.
-
-    True opens `<think>` if the chat template knows it, but the prompt ends neither with it nor with `</think>`. False
-    sets the template's variable `enable_thinking` to False by default. None leaves both to the template.
-    """
-    rows_name: ClassVar[str] = ""
-    """Record field for the texts of a prompt's rows, in merged or interrupted calls. Empty: none."""
-    presets: ClassVar[Mapping[str, Preset]] = {}
-    """Defaults for single models, by the name with which a model is marked; see `preset_of`."""
-    example_arguments: ClassVar[Mapping[str, str]] = {}
-    """Source code of further arguments of `generate` that an example of the mode needs."""
+    traits: ClassVar[ModeTraits] = ModeTraits()
 
     seed: int | torch.Generator | Sequence[int | torch.Generator] | None = None
     cuda_graph: bool = True
     compile: bool | None = None
-    _given: set[str] = dataclasses.field(init=False, repr=False, compare=False)
-    is_implicit: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
+    is_implicit: bool = field(default=False, init=False, repr=False, compare=False)
     """Whether the caller has named no mode, as in a plain request of an engine. Errors do not name it then."""
-
-    def __new__(cls, *args: Any, **settings: Any) -> Self:
-        """Store which settings were passed: one passed with its default value still overrides a stored one."""
-        self = super().__new__(cls)
-        self._given = {*cls.fields()[: len(args)], *settings}
-        return self
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if cls.mode:
-            MODES[cls.mode] = cls
-
-    def __post_init__(self) -> None:
-        self.validate()
 
     def validate(self) -> None:
         """Check every setting; raise a `ValueError` that names the setting, the value and what is allowed."""
@@ -145,17 +172,12 @@ class ParallelConfig(Generic[OutputT]):
         if self.compile is not None:
             check_bool("compile", self.compile)
 
-    def prepare(self, kwargs: dict[str, Any]) -> Any:
-        """Check and modify `kwargs`, the arguments of `generate`, in place. Return the value of `call.prepared`."""
+    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
+        """Check and modify `kwargs`, the arguments of `generate`, in place, before transformers reads them."""
 
     def make_run(self, call: GenerationCall) -> ModeRun:
         """Return the run of one call."""
         raise NotImplementedError(f"{type(self).__name__} has no make_run")
-
-    @property
-    def title(self) -> str:
-        """What generates, in errors."""
-        return "an engine" if self.is_implicit else f"generation_mode={self.mode!r}"
 
     @property
     def rows_per_prompt(self) -> int:
@@ -170,90 +192,35 @@ class ParallelConfig(Generic[OutputT]):
     def max_kv_tokens(self, call: GenerationCall) -> int:
         """Return the maximum number of tokens whose keys and values a call holds at the same time.
 
-        By default those of the prompts, and of all rows at their maximum length. An engine with a budget refuses calls
-        that may need more than it has. A mode that inserts text, or computes text again, overrides this.
+        By default the tokens of the prompts, and of all rows at their maximum length. An engine with a budget rejects
+        calls that may need more than it has. A mode that inserts text, or computes text again, overrides this.
         """
         return call.prompt_tokens + call.num_rows * self.max_rows_per_prompt * call.max_new_tokens
 
-    @property
-    def replaces_input_ids(self) -> bool:
-        """Whether the settings hold the prompts, so that a call must not pass `input_ids`."""
-        return False
+    # What follows is for callers of a mode. A mode overrides none of it.
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.mode:
+            MODES[cls.mode] = cls
+
+    def __post_init__(self) -> None:
+        self.validate()
 
     @property
-    def rows_vote(self) -> bool:
-        """Whether a prompt's rows are whole answers, of which the most frequent final answer wins."""
-        return False
-
-    def place(self, row: int, num_prompts: int) -> RowPlace:
-        """Return the position of a row, given the number of rows of `input_ids`."""
-        prompt, index = divmod(row, self.rows_per_prompt)
-        return RowPlace(prompt, index, index)
-
-    def row_name(self, index: int) -> str:
-        """Return the name of a prompt's row."""
-        return f"Answer {index + 1}"
-
-    def step_text(self, index: int, step: int, text: str) -> str:
-        """Return the text of a row's step (counted from 1) without the prefix that repeats the row's name."""
-        return text
-
-    def step_name(self, index: int, step: int, text: str) -> str:
-        """Return the name of a row's step (counted from 1) that begins with `text`; by default the row's name."""
-        return self.row_name(index)
+    def rows(self) -> ModeRows:
+        """Places and names of the rows."""
+        return self.traits.rows(self)
 
     @property
-    def transcript_style(self) -> TranscriptStyle:
-        """How a transcript shows the rows."""
-        return TranscriptStyle()
+    def prompt(self) -> ModePrompt:
+        """Instructions and other properties of the prompts."""
+        return self.traits.prompt(self)
 
-    def system_prompt(self) -> str | None:
-        """Return the instructions that `build_prompt` puts before a task; empty: none.
-
-        None means that the mode has no prompt builder: prompts are used unchanged.
-        """
-        return None
-
-    def task_text(self, task: str) -> str:
-        """Return a task as `build_prompt` inserts it into the prompt; by default unchanged."""
-        return task
-
-    @classmethod
-    def fields(cls) -> list[str]:
-        """Return the names of the settings."""
-        return [f.name for f in dataclasses.fields(cls) if f.init]
-
-    def given(self) -> dict[str, Any]:
-        """Return the settings that were given or differ from the defaults."""
-        defaults = type(self)()
-        pairs = ((name, getattr(self, name)) for name in self.fields())
-        return {name: v for name, v in pairs if name in self._given or v != getattr(defaults, name)}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return `given()` without `not_stored`, ready for `generation_config.json`."""
-        return {name: value for name, value in self.given().items() if name not in self.not_stored}
-
-    def stored(self) -> dict[str, Any]:
-        """Return `to_dict()` after a JSON round trip; raise `ValueError` if a setting is not JSON-serializable."""
-        texts = {f.name for f in dataclasses.fields(self) if "Sequence[str]" in str(f.type)}  # tuples become lists
-        settings = {name: list(v) if name in texts and v is not None else v for name, v in self.to_dict().items()}
-        for name, value in settings.items():
-            if reason := json_error(value):
-                raise ValueError(f"{name}={value!r} cannot be stored: {reason}")
-        return settings
-
-
-def preset_of(mode: Any, marked: Any) -> Preset:
-    """Return the preset of a mode for a model that is marked with its name; an empty one without a mark.
-
-    `marked` is the model's generation config or its tokenizer, whose attribute or init argument `parallel_preset` is
-    the name. Raises `ValueError` if it is not a string.
-    """
-    name = getattr(marked, PRESET_MARK, None) or getattr(marked, "init_kwargs", {}).get(PRESET_MARK)
-    if name is None or not isinstance(mode, str) or mode not in MODES:
-        return Preset()
-    check_text(PRESET_MARK, name)
-    return MODES[mode].presets.get(name, Preset())
+    @property
+    def title(self) -> str:
+        """What generates, in errors."""
+        return "an engine" if self.is_implicit else f"generation_mode={self.mode!r}"
 
 
 def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) -> ParallelConfig:

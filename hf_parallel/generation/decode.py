@@ -322,7 +322,7 @@ class DecodeLoop:
         """
         call = self.call
         sequences = self.table.padded(None if rows is None else [row.index for row in rows])
-        if call.record.config.streams_tokens == "at_end" and hasattr(call.streamer, "put"):
+        if call.record.config.traits.streams_tokens == "at_end" and hasattr(call.streamer, "put"):
             for column in sequences[:, call.input_ids.shape[1] :].T:
                 call.streamer.put(column.cpu())
         if call.streamer is not None:

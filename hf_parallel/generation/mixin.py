@@ -28,7 +28,8 @@ from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import GenerationCall, make_call, vocabulary_size
 from hf_parallel.generation.claim import BUSY, Claim, preparation
-from hf_parallel.generation.config import SAMPLING_ONLY, ParallelConfig, check_setting_names, make_config, preset_of
+from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
+from hf_parallel.generation.presets import SAMPLING_ONLY, preset_of
 from hf_parallel.generation.progress import closing_progress, take_progress
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.streaming import report_errors
@@ -123,33 +124,31 @@ class ParallelGenerationMixin:
         """Let transformers prepare a call, and hold the model while the context is open; `kwargs` is modified."""
         claim = claim or Claim()
         with torch.no_grad(), cpu_as_default():
-            prepared = self._check_call(config, kwargs)
-            with self.claimed(claim), closing_progress(self._prepare_call(config, kwargs, claim, prepared)) as call:
+            self._check_call(config, kwargs)
+            with self.claimed(claim), closing_progress(self._prepare_call(config, kwargs, claim)) as call:
                 yield call
 
     def prepare_call(self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim) -> GenerationCall:
         """Let transformers prepare a call of a model that `claim` holds; `kwargs` is modified."""
         with torch.no_grad(), cpu_as_default():
-            return self._prepare_call(config, kwargs, claim, self._check_call(config, kwargs))
+            self._check_call(config, kwargs)
+            return self._prepare_call(config, kwargs, claim)
 
-    def _check_call(self, config: ParallelConfig, kwargs: dict[str, Any]) -> Any:
-        """Complete and check the arguments of a call. Return the value of `call.prepared`."""
+    def _check_call(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:
+        """Complete and check the arguments of a call."""
         if kwargs.get("tokenizer") is None and self._parallel_tokenizer.tokenizer is not None:
             kwargs["tokenizer"] = self._parallel_tokenizer.tokenizer
         _add_preset(config.mode, self.generation_config, kwargs)  # type: ignore[attr-defined]
-        prepared = config.prepare(kwargs)
+        config.prepare(kwargs)
         self._check_arguments(config, kwargs)
         arguments.move_padding_left(kwargs)
-        return prepared
 
-    def _prepare_call(
-        self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim, prepared: Any
-    ) -> GenerationCall:
+    def _prepare_call(self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim) -> GenerationCall:
         progress = take_progress(config.mode, kwargs)
         outer = preparation.calls
         try:
             preparation.calls = *outer, (self, config, claim)
-            call = dataclasses.replace(self._generate(kwargs, ()), prepared=prepared, progress=progress)
+            call = dataclasses.replace(self._generate(kwargs, ()), progress=progress)
         finally:
             preparation.calls = outer
         begin_call = getattr(call.streamer, "begin_call", None)

@@ -89,7 +89,7 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
         values = {name: getattr(self, name) for name in names} | {"past_key_values": None}
         if self.record is not None and self.record.config is not None:
             config = self.record.config
-            kept = {name: value for name, value in config.given().items() if name not in config.not_stored}
+            kept = {name: value for name, value in config.given().items() if name not in config.not_stored()}
             values["record"] = dataclasses.replace(self.record, config=type(config)(**kept))
         others = {name: value for name, value in vars(self).items() if name not in names}
         return _unpickle, (type(self), values), others
@@ -134,15 +134,15 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
     def to_records(self) -> list[dict[str, Any]]:
         """Return the mode's own fields and `stats` as plain data: one dictionary per answer.
 
-        An answer is a row, or all rows of a prompt in modes that merge them (`ParallelConfig.merges_rows`). A field
+        An answer is a row, or all rows of a prompt in modes that merge them (`ModeTraits.merges_rows`). A field
         that is a list is split: the i-th answer contains its i-th item. Single texts get a singular name: the answer
         has an `answer` from the field `answers`.
         """
         fields = {name: getattr(self, name) for name in self._own_fields()}
         count = len(self.sequences)
-        if self.record is not None and self.record.config.merges_rows:
+        if self.record is not None and self.record.config.traits.merges_rows:
             count = len(fields["transcripts"])
-            fields = {self.record.config.rows_name: grouped(fields.pop("texts"), count), **fields}
+            fields = {self.record.config.traits.rows_field: grouped(fields.pop("texts"), count), **fields}
         items = [{n: v[i] if isinstance(v, list) else v for n, v in fields.items()} for i in range(count)]
         return [
             {self._item_name(name, value): _plain(value) for name, value in {**item, "stats": self.stats}.items()}
@@ -151,7 +151,7 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
 
     def answer_texts(self, tokenizer: Any) -> list[str]:
         """Return the text of each answer, decoded without special tokens, or merged by the mode."""
-        if self.record.config.merges_rows:
+        if self.record.config.traits.merges_rows:
             return list(self.transcripts)  # type: ignore[attr-defined]
         ends = self.record.lengths or [self.sequences.shape[1]] * len(self.sequences)
         new = [row[self.record.begin : end] for row, end in zip(self.sequences, ends, strict=True)]

@@ -195,8 +195,8 @@ class ConsoleStreamer(SequentialPrinter):
         config: ParallelConfig = call.record.config
         self._config, self._ends, self.truncated = config, set(call.eos_token_ids), call.record.truncated
         self._end_reasons = call.record.end_reasons
-        self.by_end = config.merges_rows
-        self._prints_text = config.streams_text and config.streams_tokens != "when_final"
+        self.by_end = config.traits.merges_rows
+        self._prints_text = config.traits.streams_text and config.traits.streams_tokens != "when_final"
 
     def put(self, value: Any) -> None:
         """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
@@ -256,10 +256,10 @@ class ConsoleStreamer(SequentialPrinter):
         answers = self._num_sequences // len(self.headings)
         sequence, name = row, ""
         if self._config is not None:
-            sequence, index, _ = self._config.place(row, self._num_sequences)
-            named = self._config.step_text(index, step, text) != text  # the text itself begins with the name
+            sequence, index, _ = self._config.rows.place(row, self._num_sequences)
+            named = self._config.rows.step_text(index, step, text) != text  # the text itself begins with the name
             if not named and (self._prints_text or self._config.rows_per_prompt > 1):
-                name = self._config.step_name(index, step, text)
+                name = self._config.rows.step_name(index, step, text)
         number = f"{sequence % answers + 1} of {answers}" if answers > 1 else ""
         heading = ", ".join(filter(None, (number, name)))
         self.begin((row, step), sequence // answers, f"[{heading}]" if heading else "")

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import is_valid_message
 
 from hf_parallel.detokenizer import check_tokenizer
-from hf_parallel.generation.config import ParallelConfig, check_setting_names, preset_of
+from hf_parallel.generation.config import ParallelConfig, check_setting_names
+from hf_parallel.generation.presets import preset_of
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_template, check_text
 
@@ -42,7 +43,7 @@ def build_prompt(
     """Build the prompt of a task for a mode.
 
     The mode's instructions go into the system message or, if the chat template has none, before the first user message.
-    `ParallelConfig.thinking` says whether the mode opens or disables the reasoning of a reasoning model.
+    `ModePrompt.thinking` says whether the mode opens or disables the reasoning of a reasoning model.
 
     Parameters
     ----------
@@ -119,8 +120,10 @@ def encode_task(
     """Encode a task with the instructions of a mode (None: without any); returns what `build_prompt` returns."""
     if config is None:
         return _encode(render_prompt("", task, tokenizer, None, chat_template_kwargs), tokenizer)
-    rules, task = config.system_prompt() or "", config.task_text(task) if isinstance(task, str) else task
-    return _encode(render_prompt(rules, task, tokenizer, config.thinking, chat_template_kwargs), tokenizer)
+    prompt = config.prompt
+    task = prompt.task_text(task) if isinstance(task, str) else task
+    text = render_prompt(prompt.rules() or "", task, tokenizer, prompt.thinking, chat_template_kwargs)
+    return _encode(text, tokenizer)
 
 
 def _encode(text: str, tokenizer: Any) -> dict[str, torch.Tensor]:
@@ -148,7 +151,7 @@ def render_prompt(
 ) -> str:
     """Return the text of a prompt, see `build_prompt`. `template` are arguments of `apply_chat_template`.
 
-    `thinking` is that of the mode, see `ParallelConfig`. `continue_final_message` defaults to whether the last message
+    `thinking` is the mode's, see `ModePrompt`. `continue_final_message` defaults to whether the last message
     is the assistant's.
     """
     given = check_template_kwargs(chat_template_kwargs)

@@ -69,7 +69,7 @@ class _Run:
         if self.mode not in MODES:
             raise ValueError(f"its mode {self.mode!r} is not defined here: import the package that defines it")
         known = MODES[self.mode]
-        kept = {n: v for n, v in self.settings.items() if n in known.fields() and n not in known.not_remote}
+        kept = {n: v for n, v in self.settings.items() if n in known.fields() and n not in known.not_remote()}
         config = make_config(self.mode, kept)  # settings that name code or patterns stay in `settings`
         rows = [event[1] for event in self.events]
         _expect(all(0 <= row <= len(rows) + len(self.prompts) for row in rows), "events have rows out of range")

@@ -27,10 +27,11 @@ from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 
 from hf_parallel.files import cache_folder
+from hf_parallel.models.preset_mark import mark_preset
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
-PRESET, PRESET_MARK = "embedded", "parallel_preset"
-"""Name of the model's presets, and of the entry of its generation config and tokenizer that holds this name."""
+PRESET = "embedded"
+"""Name of the model's presets."""
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 """Must be increased when the output of `_convert` changes; folders of older formats are then ignored."""
@@ -82,9 +83,8 @@ def load_embedded_model(
         notify = partial(print, file=sys.stderr, flush=True) if progress else lambda line: None
         create_once(folder, partial(_convert, gguf_file), notify=notify)
         model, tokenizer = _load(folder, dtype)
-    if preset:  # both entries are saved and copied with their objects
-        tokenizer.init_kwargs[PRESET_MARK] = PRESET
-        setattr(model.generation_config, PRESET_MARK, PRESET)
+    if preset:
+        mark_preset(PRESET, model, tokenizer)
     if device is not None:
         model.to(device)  # type: ignore[arg-type]
     return model, tokenizer

@@ -96,10 +96,10 @@ def get_dialect(dialect: str | AnyDialect) -> Dialect | SkeletonDialect:
     Raises `ValueError` for an unknown name, and for the settings of a mode that writes no annotated text.
     """
     if isinstance(dialect, ParallelConfig):
-        if not dialect.text_markers:
+        if not dialect.traits.text_markers:
             raise ValueError(f"the mode {dialect.mode!r} writes no annotated text: its settings are no dialect")
-        return SkeletonDialect(**{name: getattr(dialect, name) for name in dialect.text_markers})
-    own = {mode: SkeletonDialect(**cls.text_markers) for mode, cls in MODES.items() if cls.text_markers}
+        return SkeletonDialect(**{name: getattr(dialect, name) for name in dialect.traits.text_markers})
+    own = {mode: SkeletonDialect(**cls.traits.text_markers) for mode, cls in MODES.items() if cls.traits.text_markers}
     known: dict[str, Dialect | SkeletonDialect] = {**own, **_OTHERS}
     if isinstance(dialect, Dialect | SkeletonDialect):
         return dialect

@@ -109,7 +109,7 @@ class ParallelExample:
             raise ValueError(
                 "output must be that of prompts without masked tokens inside, as the model has a sliding window"
             )
-        if record.config.rows_continue_prompts:
+        if record.config.traits.rows_continue_prompts:
             rows = zip(output.sequences.tolist(), record.lengths, strict=True)
             prompts = [prompt.tolist() for prompt in record.prompts]
             return cls.from_tree(prompts, [row[record.begin : length] for row, length in rows])

@@ -107,7 +107,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         super().__init__(*args, **kwargs)
         given = self.args.generation_kwargs or {}  # type: ignore[attr-defined]
         self._mode: str | None = given.get("generation_mode")
-        if self._mode is not None and self._mode in MODES and not MODES[self._mode].rows_continue_prompts:
+        if self._mode is not None and self._mode in MODES and not MODES[self._mode].traits.rows_continue_prompts:
             func = f"rollout_func=make_rollout_func({self._mode!r})"
             raise ValueError(
                 f"rows of {self._mode} do not continue their prompts: instead of generation_kwargs, pass {func}"

@@ -49,7 +49,7 @@ def make_rollout_func(
         For an unknown mode or setting, and for a mode whose rows continue their prompts, which needs no `rollout_func`.
     """
     config = make_config(generation_mode, settings)
-    if config.rows_continue_prompts:
+    if config.traits.rows_continue_prompts:
         kwargs = f"generation_kwargs={{'generation_mode': {config.mode!r}}}"
         raise ValueError(f"{config.mode} needs no rollout_func: pass {kwargs} to GRPOConfig")
     if config.seed is not None:

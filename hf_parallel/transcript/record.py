@@ -55,8 +55,8 @@ class Record:
 
     def place(self, row: int) -> tuple[int, int | None]:
         """Return the index of a row's prompt, and the row's column (None: it spans all columns)."""
-        prompt, _, column = self.config.place(row, len(self.prompts))
-        returned = [self.config.place(other, len(self.prompts)) for other in self.returned]
+        prompt, _, column = self.config.rows.place(row, len(self.prompts))
+        returned = [self.config.rows.place(other, len(self.prompts)) for other in self.returned]
         first = [place.column for place in returned if place.prompt == prompt and place.column is not None]
         if column is not None:  # returned rows come first, in the order of the output
             column = first.index(column) if column in first else column + sum(other > column for other in first)

@@ -76,7 +76,7 @@ class Section:
 
 def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
     """Return the cards of each prompt from the events of a call."""
-    keep_steps = bool(record.config.transcript_style.history)  # the history keeps the finished steps of removed workers
+    keep_steps = bool(record.config.rows.style.history)  # the history keeps the finished steps of removed workers
     origins = {row: iter(letters) for row, letters in record.origins.items()}
     found: dict[int, list[Card]] = {}
     open_cards: dict[int, Card] = {}
@@ -119,10 +119,10 @@ def column_names(record: Record, prompt: int, cards: Sequence[Card]) -> list[str
     """Return the names of the columns of a prompt's cards: those of the rows that wrote them."""
     config, names = record.config, {}
     for row in {event.row for event in record.events}:
-        if (place := config.place(row, len(record.prompts))).prompt == prompt:
-            names[record.place(row)[1]] = config.row_name(place.index)
+        if (place := config.rows.place(row, len(record.prompts))).prompt == prompt:
+            names[record.place(row)[1]] = config.rows.name(place.index)
     count = 1 + max((card.column or 0 for card in cards), default=0)
-    return [names.get(column, f"{config.transcript_style.unit} {column + 1}") for column in range(count)]
+    return [names.get(column, f"{config.rows.style.unit} {column + 1}") for column in range(count)]
 
 
 def separate_overlapping(cards: Sequence[Card], columns: list[str], name: str) -> None:
@@ -143,7 +143,7 @@ def completion_sections(record: Record, sequences: Sequence[Sequence[int]], toke
     single row, all rows share one.
     """
     drawn = record.returned or range(len(sequences))
-    places = [record.config.place(row, len(record.prompts)) for row in drawn]
+    places = [record.config.rows.place(row, len(record.prompts)) for row in drawn]
     prompts = [record.prompts[place.prompt].tolist() for place in places]
     groups = [list(rows) for _, rows in groupby(range(len(prompts)), key=prompts.__getitem__)]
     if len(groups) == len(prompts) > 1:
@@ -160,7 +160,7 @@ def completion_sections(record: Record, sequences: Sequence[Sequence[int]], toke
             card = _completion(column, rest, tokens, record.origins.get(drawn[row], ""), tokenizer)
             card.truncated, card.end_reason = drawn[row] in record.truncated, record.end_reasons.get(drawn[row], "")
             cards.append(card)
-        names = [record.config.row_name(places[row].index) for row in rows]
+        names = [record.config.rows.name(places[row].index) for row in rows]
         if record.config.rows_per_prompt == 1 or len(set(names)) < len(names):
             names = [f"completion {number}" for number in range(1, len(rows) + 1)]
         sections.append(Section(prompt, len(shared), names, cards, task=task))
@@ -189,7 +189,7 @@ def transcript_dict(record: Record, stats: Any, sections: Sequence[Section]) -> 
         "settings": {name: value for name, value in record.settings.items() if is_plain(value)},
         "stats": None if stats is None else stats.to_dict(),
         "passes": record.passes,
-        "style": record.config.transcript_style._asdict(),
+        "style": record.config.rows.style._asdict(),
         "sections": [asdict(section) for section in sections],
     }
 

@@ -22,7 +22,7 @@ def find_task(prompt: str, tokenizer: Any, instructions: str = "") -> str | None
     tokenizer
         Its chat template, if it has one, is the one of the prompt.
     instructions : str
-        Those of the mode, see `ParallelConfig.system_prompt`. Empty: none.
+        Rules of the mode, see `ModePrompt.rules`. Empty: none.
 
     Returns
     -------

@@ -66,10 +66,10 @@ class Transcribable:
         for prompt, cards in sorted(cards_by_prompt(record).items()):
             names = self.columns(prompt)
             names = [*names, *column_names(record, prompt, cards)[len(names) :]]
-            separate_overlapping(cards, names, record.config.transcript_style.spanning)
+            separate_overlapping(cards, names, record.config.rows.style.spanning)
             tokens = record.prompts[prompt]
             text = None if tokenizer is None else tokenizer.decode(tokens.tolist())
-            rules = record.config.system_prompt() or ""
+            rules = record.config.prompt.rules() or ""
             task = None if text is None else find_task(text, tokenizer, rules)
             ranked = self.ranking(prompt)
             sections.append(Section(text, len(tokens), names, cards, self.notes(prompt), task, *ranked))

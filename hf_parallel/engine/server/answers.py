@@ -70,12 +70,12 @@ class Answers:
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield what is new as it is generated; at last the end of every choice."""
-        if self.submission.config.rows_continue_prompts:
+        if self.submission.config.traits.rows_continue_prompts:
             async for token in self.handle:
                 delta = self._token_delta(token.row, int(token))
                 if delta is not None:
                     yield delta
-        elif self.submission.config.streams_text:
+        elif self.submission.config.traits.streams_text:
             async for row, text, _ in self.handle.texts_async():
                 if text:
                     yield self._row_delta(row, text)
@@ -109,7 +109,7 @@ class Answers:
         return choices
 
     def _all(self, output: Any) -> Iterator[Delta]:
-        if self.submission.config.rows_continue_prompts:
+        if self.submission.config.traits.rows_continue_prompts:
             for token in self.handle:
                 delta = self._token_delta(token.row, int(token))
                 if delta is not None:
@@ -133,11 +133,13 @@ class Answers:
         cut = set(record.answers_of(record.truncated, submission.choice).values())
         answers = record.answers_of(record.errors, submission.choice)
         errors = {answer: record.errors[row] for row, answer in answers.items()}
-        texts = [] if submission.config.rows_continue_prompts else output.answer_texts(submission.engine.tokenizer)
+        texts = (
+            [] if submission.config.traits.rows_continue_prompts else output.answer_texts(submission.engine.tokenizer)
+        )
         for index in range(submission.choices):
             reason = "length" if index in cut else "stop"
             delta = Delta(self.first + index, finish_reason=reason)
-            if submission.config.rows_continue_prompts:
+            if submission.config.traits.rows_continue_prompts:
                 delta.text, delta.logged = self._texts[index].flush()
                 reason = "stop" if self._texts[index].stopped else reason
                 delta.row = submission.row_name(index) if submission.has_mode else None

@@ -15,10 +15,11 @@ from hf_parallel.engine.server.grammar import JSONProcessor
 from hf_parallel.engine.server.limits import Limits
 from hf_parallel.engine.server.schema import Body
 from hf_parallel.generation.call import vocabulary_size
-from hf_parallel.generation.config import ParallelConfig, preset_of
+from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.log_probs import TopLogProbs
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import SharedPrefixConfig
+from hf_parallel.generation.presets import preset_of
 from hf_parallel.generation.prompts import NOT_RENDERED, check_unused_template_kwargs, encode_task
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.stop_texts import StopTexts
@@ -80,7 +81,7 @@ class Submission:
     @property
     def rows_per_prompt(self) -> int:
         """Number of choices of each answer of the mode."""
-        return 1 if self.config.merges_rows else self.config.rows_per_prompt
+        return 1 if self.config.traits.merges_rows else self.config.rows_per_prompt
 
     @property
     def choices(self) -> int:
@@ -89,14 +90,14 @@ class Submission:
 
     def choice(self, row: int) -> int:
         """Return the index of the choice that a row belongs to."""
-        place = self.config.place(row, self.prompts)
+        place = self.config.rows.place(row, self.prompts)
         return place.prompt * self.rows_per_prompt + (place.index if self.rows_per_prompt > 1 else 0)
 
     def row_name(self, row: int) -> str:
         """Return the name of a row."""
-        if self.config.rows_continue_prompts and self.rows_per_prompt == 1:
-            return self.config.row_name(row)
-        return self.config.row_name(self.config.place(row, self.prompts).index)
+        if self.config.traits.rows_continue_prompts and self.rows_per_prompt == 1:
+            return self.config.rows.name(row)
+        return self.config.rows.name(self.config.rows.place(row, self.prompts).index)
 
     def submit(self, submitter: Any, cache_salt: str | None) -> RequestHandle:
         """Submit it to the engine."""
@@ -142,9 +143,9 @@ class Translator:
         model_config = self.engine.model.generation_config
         name = body.generation_mode
         cls = SharedPrefixConfig if name is None else MODES.get(name, SharedPrefixConfig)
-        if cls.needs_logits_cache:
+        if cls.traits.needs_logits_cache:
             raise APIError(400, f"{name!r} needs a logits_cache, which a request cannot give", "generation_mode")
-        refused = (*COMMON, *cls.not_stored, *cls.not_remote)
+        refused = (*COMMON, *cls.not_remote())
         allowed = () if name is None else tuple(n for n in cls.fields() if n not in refused)
         given = {}
         for key, value in body.others.items():
@@ -232,8 +233,10 @@ class Translator:
             return encode_task(config, prompt, tokenizer, template)
         self._check_length(name, len(prompt))
         check_text(name, prompt)
-        if config.system_prompt() is not None:
-            self._check_length(name, len(config.task_text(prompt)))  # a template, which may hold it several times
+        if config.prompt.rules() is not None:
+            self._check_length(
+                name, len(config.prompt.task_text(prompt))
+            )  # a template, which may hold it several times
             return encode_task(config, prompt, tokenizer, template)
         check_unused_template_kwargs(template, NOT_RENDERED)
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
@@ -280,7 +283,7 @@ class Translator:
         criteria: list[Any] = []
         schema = _schema(body)
         for name, wanted in (("response_format", schema), ("logprobs", body.top_logprobs_wanted)):
-            if wanted is not None and not config.rows_continue_prompts:
+            if wanted is not None and not config.traits.rows_continue_prompts:
                 raise APIError(400, f"{name} is not supported with generation_mode={config.mode!r}", name)
         if schema is not None:
             for name in BANNING:

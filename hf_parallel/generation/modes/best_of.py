@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
 
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.config import ParallelConfig, RowPlace
+from hf_parallel.generation.config import ModeRows, ModeTraits, ParallelConfig, RowPlace
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 from hf_parallel.generation.prefill import keep_rows, prefill_leaves, prefix_cache_of, start_rows
 from hf_parallel.generation.rows import Row
+from hf_parallel.generation.settings import NOT_STORED
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.validation import check_int
 from hf_parallel.transcript.sections import TranscriptStyle
@@ -41,6 +42,24 @@ class Candidate:
     """Mean log-probability of the tokens under the model."""
     is_complete: bool
     """Whether it has ended."""
+
+
+Scorer: TypeAlias = Callable[[Candidate], float]
+
+
+class BestOfRows(ModeRows["BestOfConfig"]):
+    """All candidates, returned or not."""
+
+    style = TranscriptStyle("candidate")
+
+    def place(self, row: int, num_prompts: int) -> RowPlace:
+        """See `ModeRows.place`."""
+        prompt, index = divmod(row, self.config.num_candidates)
+        return RowPlace(prompt, index, index)
+
+    def name(self, index: int) -> str:
+        """Return the name of a candidate."""
+        return f"Candidate {index + 1}"
 
 
 @dataclass
@@ -67,14 +86,16 @@ class BestOfConfig(ParallelConfig["BestOfOutput"]):
     """
 
     mode: ClassVar[str] = "best_of"
-    not_stored: ClassVar[tuple[str, ...]] = ("scorer",)
-    streams_text: ClassVar[bool] = True
-    streams_tokens = "at_end"
-    rows_name: ClassVar[str] = "texts"
-    example_arguments = {"do_sample": "True"}
+    traits = ModeTraits(
+        rows=BestOfRows,
+        streams_text=True,
+        streams_tokens="at_end",
+        rows_field="texts",
+        example_arguments={"do_sample": "True"},
+    )
 
     num_candidates: int = 4
-    scorer: Any = None
+    scorer: Scorer | str | None = field(default=None, metadata=NOT_STORED)
     prune_every: int | None = None
     keep: float = 0.5
 
@@ -89,7 +110,7 @@ class BestOfConfig(ParallelConfig["BestOfOutput"]):
         if isinstance(self.keep, bool) or not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
             raise ValueError(f"keep must be a number between 0 and 1, both excluded, got {self.keep!r}")
 
-    def prepare(self, kwargs: dict[str, Any]) -> None:
+    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
         """Check the tokenizer."""
         check_tokenizer_given(kwargs, self.mode)
 
@@ -106,20 +127,6 @@ class BestOfConfig(ParallelConfig["BestOfOutput"]):
         """See `ParallelConfig.max_kv_tokens`."""
         prompts = call.num_rows // _num_returned(call)
         return call.prompt_tokens + prompts * self.num_candidates * call.max_new_tokens
-
-    def place(self, row: int, num_prompts: int) -> RowPlace:
-        """See `ParallelConfig.place`. Rows are candidates."""
-        prompt, index = divmod(row, self.num_candidates)
-        return RowPlace(prompt, index, index)
-
-    def row_name(self, index: int) -> str:
-        """Return the name of a candidate."""
-        return f"Candidate {index + 1}"
-
-    @property
-    def transcript_style(self) -> TranscriptStyle:
-        """How a transcript shows the rows."""
-        return TranscriptStyle("candidate")
 
 
 class BestOfRun:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,11 +28,14 @@ class ResampleConfig(SharedPrefixConfig):
     """
 
     mode: ClassVar[str] = "resample"
-    needs_logits_cache: ClassVar[bool] = True
-    example_arguments: ClassVar[Mapping[str, str]] = {"logits_cache": "hf_parallel.LogitsCache()"}
+    traits = dataclasses.replace(
+        SharedPrefixConfig.traits,
+        needs_logits_cache=True,
+        example_arguments={"logits_cache": "hf_parallel.LogitsCache()"},
+    )
 
-    def prepare(self, kwargs: dict[str, Any]) -> Any:
+    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
         """Check that there is a LogitsCache; see `SharedPrefixConfig.prepare`."""
         if self.logits_cache is None:
             raise ValueError("resample needs a logits_cache: pass one hf_parallel.LogitsCache() to all calls")
-        return super().prepare(kwargs)
+        super().prepare(kwargs)

@@ -6,14 +6,14 @@ By majority (Wang et al., Self-Consistency, 2022), or by the model, which reads 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from hf_parallel.generation.arguments import check_tokenizer_given, encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.caller import name_prompts, warn_caller
-from hf_parallel.generation.config import Preset, RowPlace
+from hf_parallel.generation.config import ModeRows, ModeTraits, RowPlace
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.final_answers import (
     BOXED,
@@ -31,12 +31,38 @@ from hf_parallel.generation.modes.stages import (
     check_vocabulary,
 )
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
+from hf_parallel.generation.presets import Preset
 from hf_parallel.generation.replay.config import ReplayConfig
+from hf_parallel.generation.settings import NOT_REMOTE
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text
 from hf_parallel.transcript.sections import TranscriptStyle
 
 _SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
 """For a small model. No repetition penalty, which would make the numbers of the question unlikely in the answer."""
+
+
+class SelfConsistencyRows(ModeRows["SelfConsistencyConfig"]):
+    """Answers, which do not see each other, and conclusions, which see all answers of their prompt."""
+
+    style = TranscriptStyle("answer", "conclusion")
+
+    def place(self, row: int, num_prompts: int) -> RowPlace:
+        """See `ModeRows.place`. A conclusion spans the columns of all answers."""
+        num_answers = self.config.num_answers
+        answers = num_prompts * num_answers
+        if row < answers:
+            prompt, index = divmod(row, num_answers)
+            return RowPlace(prompt, index, index)
+        return RowPlace(row - answers, num_answers, None)
+
+    def name(self, index: int) -> str:
+        """Return the name of an answer or of the conclusion."""
+        return super().name(index) if index < self.config.num_answers else "Conclusion"
+
+    @property
+    def vote(self) -> bool:
+        """See `ModeRows.vote`."""
+        return self.config.vote == "majority"
 
 
 @dataclass
@@ -71,17 +97,19 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
     """
 
     mode: ClassVar[str] = "self_consistency"
-    streams_text: ClassVar[bool] = True
-    streams_tokens = "at_end"
-    rows_name: ClassVar[str] = "texts"
-    not_remote: ClassVar[tuple[str, ...]] = ("answer_pattern",)
-    presets: ClassVar[Mapping[str, Preset]] = {"embedded": Preset(generation=_SAMPLING)}
-    example_arguments: ClassVar[Mapping[str, str]] = {"do_sample": "True"}
+    traits = ModeTraits(
+        rows=SelfConsistencyRows,
+        streams_text=True,
+        streams_tokens="at_end",
+        rows_field="texts",
+        presets={"embedded": Preset(generation=_SAMPLING)},
+        example_arguments={"do_sample": "True"},
+    )
 
     num_answers: int = 5
     vote: str = "majority"
     weights: str = "equal"
-    answer_pattern: str = BOXED
+    answer_pattern: str = field(default=BOXED, metadata=NOT_REMOTE)
     answer_header: str = "\n\n### Attempt {number}\n\n"
     conclusion_prompt: str = "\n\n### Result\n\nHaving compared the attempts above, the final answer is \\boxed{"
     conclusion_tokens: int = 64
@@ -99,7 +127,7 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
         check_text("conclusion_prompt", self.conclusion_prompt)
         check_int("conclusion_tokens", self.conclusion_tokens, at_least=1)
 
-    def prepare(self, kwargs: dict[str, Any]) -> None:
+    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
         """Check the tokenizer."""
         check_tokenizer_given(kwargs, self.mode)
 
@@ -112,11 +140,6 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
         """Number of answers."""
         return self.num_answers
 
-    @property
-    def rows_vote(self) -> bool:
-        """See `ParallelConfig.rows_vote`."""
-        return self.vote == "majority"
-
     def max_kv_tokens(self, call: GenerationCall) -> int:
         """See `ParallelConfig.max_kv_tokens`. A conclusion reads all answers again."""
         total = super().max_kv_tokens(call)
@@ -125,23 +148,6 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
         headers = sum(call.count_tokens(self.answer_header.format(number=n + 1)) for n in range(self.num_answers))
         conclusion = call.count_tokens(self.conclusion_prompt) + self.conclusion_tokens
         return total + call.num_rows * (headers + self.num_answers * call.max_new_tokens + conclusion)
-
-    def place(self, row: int, num_prompts: int) -> RowPlace:
-        """See `ParallelConfig.place`. A conclusion spans the columns of all answers."""
-        answers = num_prompts * self.num_answers
-        if row < answers:
-            prompt, index = divmod(row, self.num_answers)
-            return RowPlace(prompt, index, index)
-        return RowPlace(row - answers, self.num_answers, None)
-
-    def row_name(self, index: int) -> str:
-        """Name of an answer or of the conclusion."""
-        return f"Answer {index + 1}" if index < self.num_answers else "Conclusion"
-
-    @property
-    def transcript_style(self) -> TranscriptStyle:
-        """Answers do not see each other; a conclusion sees all of them."""
-        return TranscriptStyle("answer", "conclusion")
 
 
 class SelfConsistencyRun(StagedRun):

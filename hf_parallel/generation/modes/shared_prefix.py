@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -13,6 +13,7 @@ import torch
 from hf_parallel.cache.shared_prefix import Node
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall, with_gaps
+from hf_parallel.generation.config import ModePrompt, ModeTraits
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prefill import (
@@ -32,6 +33,15 @@ Path: TypeAlias = tuple[np.ndarray, ...]
 
 MAX_DEPTH = 256
 """Largest depth of the tree of `levels`."""
+
+
+class LevelsPrompt(ModePrompt["SharedPrefixConfig"]):
+    """Prompts of `input_ids` or of `levels`."""
+
+    @property
+    def replaces_input_ids(self) -> bool:
+        """Whether `levels` hold the prompts."""
+        return self.config.levels is not None
 
 
 @dataclass
@@ -54,7 +64,7 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
     """
 
     mode: ClassVar[str] = "shared_prefix"
-    rows_continue_prompts: ClassVar[bool] = True
+    traits = ModeTraits(prompt=LevelsPrompt, rows_continue_prompts=True)
 
     levels: Sequence[Any] | None = None
     keep_completions: bool = True
@@ -69,22 +79,16 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
         if self.levels is not None and not isinstance(self.levels, list | tuple):
             raise ValueError(f"levels must be a nested list, got {type(self.levels).__name__}")
 
-    @property
-    def replaces_input_ids(self) -> bool:
-        """Whether `levels` hold the prompts."""
-        return self.levels is not None
-
-    def prepare(self, kwargs: dict[str, Any]) -> list[Path]:
-        """Replace `levels` by left-padded `input_ids`. Return the path of each leaf; empty without `levels`."""
+    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
+        """Replace `levels` by left-padded `input_ids`."""
         if self.levels is None:
-            return []
+            return
         for name in ("inputs", "input_ids", "attention_mask", "position_ids"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"give either {name} or levels, not both: levels hold all tokens of every row")
         if kwargs.get("num_return_sequences", 1) not in (None, 1):
             raise ValueError("with levels there is one row per leaf; repeat a leaf instead of num_return_sequences")
-        paths = list(_leaf_paths(self.levels, kwargs.get("tokenizer")))
-        rows = [np.concatenate(path) for path in paths]
+        rows = [np.concatenate(path) for path in _leaf_paths(self.levels, kwargs.get("tokenizer"))]
         width = max(len(row) for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -92,7 +96,6 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
             ids[i, width - len(row) :] = torch.from_numpy(row)
             mask[i, width - len(row) :] = 1
         kwargs.update(input_ids=ids, attention_mask=mask)
-        return paths
 
     def make_run(self, call: GenerationCall) -> SharedPrefixRun:
         """See `ParallelConfig.make_run`."""
@@ -103,7 +106,8 @@ class SharedPrefixRun:
     """One call of the mode: prefills the tree of prompts once, then decodes all rows over it."""
 
     def __init__(self, config: SharedPrefixConfig, call: GenerationCall) -> None:
-        if call.prepared and call.num_rows != len(call.prepared):
+        self.paths = [] if config.levels is None else list(_leaf_paths(config.levels, call.tokenizer))
+        if self.paths and call.num_rows != len(self.paths):
             raise ValueError("with levels there is one row per leaf, but generation_config has num_return_sequences")
         self.config, self.call, self.cache = config, call, prefix_cache_of(call)
         table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, SUFFIX_CAPACITY))
@@ -121,10 +125,10 @@ class SharedPrefixRun:
 
     def _leaf(self, row: int) -> Node:
         """Insert a prompt into the cache, node by node if given as `levels`. Return its leaf."""
-        if not self.call.prepared:
+        if not self.paths:
             return self.cache.insert_prompt(self.call.prompts[row], self.call.gaps[row])
         node = self.cache.root
-        for tokens in self.call.prepared[row]:
+        for tokens in self.paths[row]:
             node = self.cache.insert(tokens, root=node)
         return node
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import regex
@@ -17,7 +17,7 @@ import regex
 from hf_parallel.generation.arguments import check_tokenizer_given, encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.caller import warn_sequential
-from hf_parallel.generation.config import RowPlace
+from hf_parallel.generation.config import ModeRows, ModeTraits, RowPlace
 from hf_parallel.generation.modes.final_answers import check_pattern, find_matches
 from hf_parallel.generation.modes.stages import (
     CompletionRow,
@@ -28,6 +28,7 @@ from hf_parallel.generation.modes.stages import (
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.rng import RowRNG, make_rngs
+from hf_parallel.generation.settings import NOT_REMOTE
 from hf_parallel.generation.validation import check_int, check_template, check_text
 from hf_parallel.transcript.sections import TranscriptStyle
 
@@ -35,6 +36,27 @@ POINT_LENGTH = 1000
 """Characters of a line of an outline in which a point is looked for."""
 SKELETON, POINT = "\x01", "\x02"
 """Stand for the skeleton and a point in the text of a template."""
+
+
+class SkeletonRows(ModeRows["SkeletonOfThoughtConfig"]):
+    """Points, which do not see each other, and a row of outline and conclusion."""
+
+    style = TranscriptStyle("point", "outline and conclusion")
+
+    def place(self, row: int, num_prompts: int) -> RowPlace:
+        """See `ModeRows.place`. Index 0 is outline and conclusion, which span the columns of all points."""
+        index, prompt = divmod(row, num_prompts)
+        return RowPlace(prompt, index, index - 1 if index else None)
+
+    def name(self, index: int) -> str:
+        """Return the name of the outline or of a point."""
+        return f"Point {index}" if index else "Outline"
+
+    def step_name(self, index: int, step: int, text: str) -> str:
+        """Return the name of a text; the outline's row also generates the conclusion or an answer without points."""
+        if step == 1:
+            return self.name(index)
+        return "Conclusion" if text else "Answer"
 
 
 @dataclass
@@ -79,16 +101,14 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
     """
 
     mode: ClassVar[str] = "skeleton_of_thought"
-    streams_text: ClassVar[bool] = True
-    not_remote: ClassVar[tuple[str, ...]] = ("point_pattern",)
-    streams_tokens = "at_end"
+    traits = ModeTraits(rows=SkeletonRows, streams_text=True, streams_tokens="at_end")
 
     outline_prompt: str = (
         "\n\nThe answer has several parts. Here is a list of their names, one short name in each line, without any "
         "details:\n\n"
     )
     outline_start: str = "1."
-    point_pattern: str = r"\s*\d+[.):]\s*\**([^\s*].*?)[\s:*]*$"
+    point_pattern: str = field(default=r"\s*\d+[.):]\s*\**([^\s*].*?)[\s:*]*$", metadata=NOT_REMOTE)
     min_points: int = 2
     max_points: int = 10
     point_prompt: str = (
@@ -120,7 +140,7 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=least)
 
-    def prepare(self, kwargs: dict[str, Any]) -> None:
+    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
         """Check that a tokenizer is given, and no `prefix_allowed_tokens_fn`."""
         check_tokenizer_given(kwargs, self.mode)
         if kwargs.get("prefix_allowed_tokens_fn") is not None:
@@ -167,26 +187,6 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
         shared, fixed = (text.replace(SKELETON, "").replace(POINT, "") for text in (shared, own))
         separate = self.max_points * (call.count_tokens(fixed) + 2)  # a number of more digits, a token not shared
         return call.count_tokens(shared) + copies * skeleton + separate + titles * own.count(POINT)
-
-    def place(self, row: int, num_prompts: int) -> RowPlace:
-        """See `ParallelConfig.place`. Index 0 is outline and conclusion, which span the columns of all points."""
-        index, prompt = divmod(row, num_prompts)
-        return RowPlace(prompt, index, index - 1 if index else None)
-
-    def row_name(self, index: int) -> str:
-        """Name of the outline or of a point."""
-        return f"Point {index}" if index else "Outline"
-
-    def step_name(self, index: int, step: int, text: str) -> str:
-        """Return the name of a text; the outline's row also generates the conclusion or an answer without points."""
-        if step == 1:
-            return self.row_name(index)
-        return "Conclusion" if text else "Answer"
-
-    @property
-    def transcript_style(self) -> TranscriptStyle:
-        """Points do not see each other."""
-        return TranscriptStyle("point", "outline and conclusion")
 
     def read_points(self, outline: str, truncated: bool = False) -> list[str]:
         """Return the points of an outline, without the last line of a truncated one."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.generation.call import has_dropout
@@ -14,6 +13,7 @@ from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.replay.policies import ReplayPolicy, make_policy
 from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.replay.speculative import SpeculativeDecoder
+from hf_parallel.generation.settings import NOT_STORED
 
 
 @dataclass
@@ -33,9 +33,7 @@ class ReplayConfig(ParallelConfig[OutputT]):
         is on the CPU.
     """
 
-    not_stored: ClassVar[tuple[str, ...]] = ("logits_cache",)
-
-    logits_cache: LogitsCache | None = None
+    logits_cache: LogitsCache | None = field(default=None, metadata=NOT_STORED)
     replay: str | ReplayPolicy = "stepwise"
     prefetch: bool | None = None
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, ClassVar
 
@@ -14,13 +14,14 @@ from transformers import TextStreamer
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.config import Preset, RowPlace
+from hf_parallel.generation.config import ModePrompt, ModeRows, ModeTraits, RowPlace
 from hf_parallel.generation.modes.final_answers import BOXED, check_pattern, find_matches
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput
 from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_PRESET
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.replay.config import ReplayConfig
+from hf_parallel.generation.settings import NOT_REMOTE
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text, check_texts
 from hf_parallel.models.capabilities import max_positions
 from hf_parallel.transcript.sections import TranscriptStyle
@@ -67,6 +68,51 @@ def _around(template: str, field: str) -> tuple[str, str]:
 def _pattern(text: str) -> str:
     """Return a regular expression for text of a template, in which a field may have any value and format."""
     return regex.escape(text).replace(FIELD, r"[^\n]{1,100}?")
+
+
+class HogwildRows(ModeRows["HogwildConfig"]):
+    """Workers. Row -1 is the common history; a session may have more rows than `num_workers`."""
+
+    def place(self, row: int, num_prompts: int) -> RowPlace:
+        """See `ModeRows.place`."""
+        if row < 0:
+            return RowPlace(0, row, None)
+        return RowPlace(0, row, row) if num_prompts == 1 else super().place(row, num_prompts)
+
+    def name(self, index: int) -> str:
+        """Return the name of a worker."""
+        if index < 0:
+            return COMMON
+        return self.config.names[index] if index < self.config.num_workers else default_name(index)
+
+    def step_text(self, index: int, step: int, text: str) -> str:
+        """Return the text of a step without its `step_prefix`; a worker that joined a session may have any name."""
+        if index < self.config.num_workers:
+            return text.removeprefix(self.config.step_prefix_of(self.name(index), step))
+        before, after = _around(self.config.step_prefix, "name")
+        found = find_matches(f"{_pattern(before)}.*{_pattern(after)}", text)
+        return text[found[0].end() :] if found and found[0].start() == 0 else text
+
+    @property
+    def style(self) -> TranscriptStyle:  # type: ignore[override]
+        """Columns of steps; a worker sees all steps of the others, or finished ones only."""
+        layout = self.config.layout
+        past = "" if layout == "contiguous" else "history"
+        return TranscriptStyle("step", COMMON, "ended" if layout == "interleaved" else "live", "step", past)
+
+
+class HogwildPrompt(ModePrompt["HogwildConfig"]):
+    """Rules of the collaboration. Workers think in the open."""
+
+    thinking = True
+
+    def rules(self) -> str:
+        """Return `collaboration_prompt` with the names of the workers."""
+        return self.config.collaboration_prompt.format(**self.config.prompt_fields())
+
+    def task_text(self, task: str) -> str:
+        """Return `task_prompt` with the task."""
+        return self.config.task_prompt.format(task=task)
 
 
 @dataclass
@@ -130,12 +176,14 @@ class HogwildConfig(ReplayConfig[HogwildOutput]):
     """
 
     mode: ClassVar[str] = "hogwild"
-    streams_text: ClassVar[bool] = True
-    merges_rows: ClassVar[bool] = True
-    rows_name: ClassVar[str] = "workers"
-    thinking: ClassVar[bool | None] = True
-    not_remote: ClassVar[tuple[str, ...]] = ("answer_pattern",)
-    presets: ClassVar[Mapping[str, Preset]] = {"embedded": EMBEDDED_PRESET}
+    traits = ModeTraits(
+        rows=HogwildRows,
+        prompt=HogwildPrompt,
+        streams_text=True,
+        merges_rows=True,
+        rows_field="workers",
+        presets={"embedded": EMBEDDED_PRESET},
+    )
 
     num_workers: int = 2
     layout: str = "combined"
@@ -150,7 +198,7 @@ class HogwildConfig(ReplayConfig[HogwildOutput]):
     code_fence: str = "```"
     redundancy_prompt: str = "Let me check: is somebody else already doing what I am doing (yes/no)?"
     redundancy_interval: int = 1024
-    answer_pattern: str = BOXED
+    answer_pattern: str = field(default=BOXED, metadata=NOT_REMOTE)
     stop_on_answer: str = "any"
     finisher_prompt: str = "\n\nTime is up. From everything written so far, the final answer is \\boxed{"
     finisher_tokens: int = 16
@@ -191,7 +239,7 @@ class HogwildConfig(ReplayConfig[HogwildOutput]):
             check_template("step_prefix", self.step_prefix, name=worker, step=1)
         if not self.step_prefix:
             raise ValueError("step_prefix must not be empty: the first token of a step is predicted from it")
-        check_template("collaboration_prompt", self.collaboration_prompt, **self._prompt_fields())
+        check_template("collaboration_prompt", self.collaboration_prompt, **self.prompt_fields())
         check_template("task_prompt", self.task_prompt, task="")
         if "{task}" not in self.task_prompt:
             raise ValueError(f"task_prompt must contain {{task}}, got {self.task_prompt!r}")
@@ -232,41 +280,8 @@ class HogwildConfig(ReplayConfig[HogwildOutput]):
             group = min(group, positions + new + prefix)
         return call.prompt_tokens + call.num_rows * group
 
-    def place(self, row: int, num_prompts: int) -> RowPlace:
-        """See `ParallelConfig.place`. Row -1 is the common history; a session may have more rows than `num_workers`."""
-        if row < 0:
-            return RowPlace(0, row, None)
-        return RowPlace(0, row, row) if num_prompts == 1 else super().place(row, num_prompts)
-
-    def row_name(self, index: int) -> str:
-        """Return the name of a worker."""
-        if index < 0:
-            return COMMON
-        return self.names[index] if index < self.num_workers else default_name(index)
-
-    def step_text(self, index: int, step: int, text: str) -> str:
-        """Return the text of a step without its `step_prefix`; a worker that joined a session may have any name."""
-        if index < self.num_workers:
-            return text.removeprefix(self.step_prefix_of(self.row_name(index), step))
-        before, after = _around(self.step_prefix, "name")
-        found = find_matches(f"{_pattern(before)}.*{_pattern(after)}", text)
-        return text[found[0].end() :] if found and found[0].start() == 0 else text
-
-    @property
-    def transcript_style(self) -> TranscriptStyle:
-        """Columns of steps; a worker sees all steps of the others, or finished ones only."""
-        past = "" if self.layout == "contiguous" else "history"
-        return TranscriptStyle("step", COMMON, "ended" if self.layout == "interleaved" else "live", "step", past)
-
-    def system_prompt(self) -> str:
-        """Return `collaboration_prompt` with the names of the workers."""
-        return self.collaboration_prompt.format(**self._prompt_fields())
-
-    def task_text(self, task: str) -> str:
-        """Return `task_prompt` with the task."""
-        return self.task_prompt.format(task=task)
-
-    def _prompt_fields(self) -> dict[str, Any]:
+    def prompt_fields(self) -> dict[str, Any]:
+        """Return the fields of `collaboration_prompt`."""
         return {"names": _Names(self.names), "count": self.num_workers}
 
     def names_in(self, prompt: str) -> str | None:
@@ -280,7 +295,7 @@ class HogwildConfig(ReplayConfig[HogwildOutput]):
         found = find_matches(rf"{_pattern(before)}([^\n]{{1,500}}?){_pattern(after)}", prompt)
         return found[0].group(1).strip() if found else None
 
-    def prepare(self, kwargs: dict[str, Any]) -> None:
+    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
         """Check the tokenizer and the streamer before `generate` prepares the call."""
         check_tokenizer_given(kwargs, self.mode, "reads text to find the ends of steps")
         streamer = kwargs.get("streamer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_parallel.generation.config import SAMPLING, Preset
+from hf_parallel.generation.presets import SAMPLING, Preset
 
 _SMALL_MODEL: dict[str, Any] = {
     "history_header": "",

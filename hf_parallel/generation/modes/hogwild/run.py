@@ -139,7 +139,7 @@ class HogwildRun:
     def _warn_other_prompts(self) -> None:
         """Warn if a prompt was built for workers with other names, or has no rules for workers."""
         tokenizer, config = self.loop.call.tokenizer, self.config
-        encoded = encode(tokenizer, config.system_prompt() or " ")
+        encoded = encode(tokenizer, config.prompt.rules() or " ")
         rules = _words(tokenizer.decode(encoded, skip_special_tokens=True))
         for prompt in self.loop.call.prompts:
             head = tokenizer.decode(prompt[: 2 * len(encoded) + PREAMBLE].tolist(), skip_special_tokens=True)

@@ -156,7 +156,7 @@ class SteppedRun(HogwildRun):
         generation["max_new_tokens"] = call.max_new_tokens
         if generation["min_new_tokens"] is not None:
             del generation["min_length"]
-        settings = {name: _plain(getattr(config, name)) for name in config.fields() if name not in config.not_stored}
+        settings = {name: _plain(getattr(config, name)) for name in config.fields() if name not in config.not_stored()}
         for name, value in {**generation, **settings}.items():
             if json_error(value):
                 raise ValueError(f"{name} cannot be saved: it must be plain data, got {value!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.config import ParallelConfig, RowPlace
+from hf_parallel.generation.config import ModePrompt, ModeRows, ModeTraits, ParallelConfig, RowPlace
 from hf_parallel.generation.modes.pdos.output import PDOSOutput
 from hf_parallel.generation.modes.pdos.parser import DONE, BlockFormat, SkeletonParser
 from hf_parallel.generation.modes.pdos.run import PDOSRun, TrunkFormatProcessor
@@ -25,6 +25,32 @@ from hf_parallel.generation.validation import (
     check_texts,
 )
 from hf_parallel.transcript.sections import TranscriptStyle
+
+
+class PDOSRows(ModeRows["PDOSConfig"]):
+    """The trunk, and branches, each of which sees the trunk and itself."""
+
+    style = TranscriptStyle("branch", "trunk")
+
+    def place(self, row: int, num_prompts: int) -> RowPlace:
+        """See `ModeRows.place`. Index 0 is the trunk, which spans the columns of all branches."""
+        index, prompt = divmod(row, num_prompts)
+        return RowPlace(prompt, index, index - 1 if index else None)
+
+    def name(self, index: int) -> str:
+        """Return the name of the trunk or of a branch."""
+        return f"Branch {index}" if index else "Answer"
+
+
+class PDOSPrompt(ModePrompt["PDOSConfig"]):
+    """Instructions to write blocks. Branches start in the answer, so that there is no reasoning before it."""
+
+    thinking = False
+
+    def rules(self) -> str:
+        """Return the `format_prompt` with the markers; empty without `parallel_hint`."""
+        config = self.config
+        return config.format_prompt.format(**config.markers) if config.parallel_hint else ""
 
 
 @dataclass
@@ -68,14 +94,13 @@ class PDOSConfig(BlockFormat, ParallelConfig[PDOSOutput]):
     """
 
     mode: ClassVar[str] = "pdos"
-    streams_text: ClassVar[bool] = True
-    streams_tokens = "when_final"
-    thinking: ClassVar[bool | None] = False
-    text_markers: ClassVar[Mapping[str, str]] = {
-        **BlockFormat().markers,
-        "join": "reencode",
-        "branch_separator": "\n",
-    }
+    traits = ModeTraits(
+        rows=PDOSRows,
+        prompt=PDOSPrompt,
+        streams_text=True,
+        streams_tokens="when_final",
+        text_markers={**BlockFormat().markers, "join": "reencode", "branch_separator": "\n"},
+    )
 
     join: str = "reencode"
     parallel_hint: bool = True
@@ -153,13 +178,12 @@ class PDOSConfig(BlockFormat, ParallelConfig[PDOSOutput]):
         parts = "".join(f"{self.branch_marker}{title}{self.title_end}{self.ellipsis}\n" for title in self.titles)
         return f"{self.opening}{gap}{parts}{self.terminator}"
 
-    def prepare(self, kwargs: dict[str, Any]) -> TrunkFormatProcessor:
+    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
         """Check the tokenizer, and add a processor that forces the format after the caller's processors."""
         check_tokenizer_given(kwargs, self.mode, "reads text to find blocks and branches")
-        processor, given = TrunkFormatProcessor(), kwargs.get("logits_processor")
+        given = kwargs.get("logits_processor")
         if self.parallel_hint and (given is None or isinstance(given, list | tuple)):
-            kwargs["logits_processor"] = LogitsProcessorList([*(given or ()), processor])
-        return processor
+            kwargs["logits_processor"] = LogitsProcessorList([*(given or ()), TrunkFormatProcessor()])
 
     def make_run(self, call: GenerationCall) -> PDOSRun:
         """See `ParallelConfig.make_run`."""
@@ -173,24 +197,6 @@ class PDOSConfig(BlockFormat, ParallelConfig[PDOSOutput]):
     def max_kv_tokens(self, call: GenerationCall) -> int:
         """See `ParallelConfig.max_kv_tokens`. An answer holds its branches, which are copied when they are joined."""
         return call.prompt_tokens + 2 * call.num_rows * call.max_new_tokens
-
-    def place(self, row: int, num_prompts: int) -> RowPlace:
-        """See `ParallelConfig.place`. Index 0 is the trunk, which spans the columns of all branches."""
-        index, prompt = divmod(row, num_prompts)
-        return RowPlace(prompt, index, index - 1 if index else None)
-
-    def row_name(self, index: int) -> str:
-        """Name of the trunk or of a branch."""
-        return f"Branch {index}" if index else "Answer"
-
-    @property
-    def transcript_style(self) -> TranscriptStyle:
-        """A branch sees the trunk and itself."""
-        return TranscriptStyle("branch", "trunk")
-
-    def system_prompt(self) -> str:
-        """Return the `format_prompt` with the markers; empty without `parallel_hint`."""
-        return self.format_prompt.format(**self.markers) if self.parallel_hint else ""
 
 
 def pdos_prompt(

@@ -64,7 +64,7 @@ _BATCH_DEPENDENT = {
 
 
 class PDOSRun:
-    """One call of the mode, with a `PDOSConfig`; `call.prepared` is its `TrunkFormatProcessor`."""
+    """One call of the mode, with a `PDOSConfig`."""
 
     def __init__(self, config: Any, call: GenerationCall) -> None:
         if call.past_key_values is not None:
@@ -118,7 +118,9 @@ class PDOSRun:
             cache.free(spare)
             for index, (leaf, block) in enumerate(zip(leaves, blocks, strict=True)):
                 self.trunks.append(TrunkRow(index, Tree(cache.view(leaf), block), self.config))
-            call.prepared.run = self
+            for processor in call.logits_processor:
+                if isinstance(processor, TrunkFormatProcessor):
+                    processor.run = self
             rows: Sequence[PDOSRow] = self.trunks
             if self.opening:
                 rows, logits = self._prefill_opening()

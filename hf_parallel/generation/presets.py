@@ -1,0 +1,46 @@
+"""Presets: defaults of a mode for one model, by the name with which the model is marked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.validation import check_text
+from hf_parallel.models.preset_mark import PRESET_MARK, marked_preset
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Defaults of a mode for one model: settings of the mode, and settings of `generate`."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+
+SAMPLING: dict[str, Any] = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "repetition_penalty": 1.1,
+    "no_repeat_ngram_size": 5,
+}
+"""Settings of `generate` for a small model, which repeats itself under greedy decoding."""
+SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings of `generate` that have an effect only with `do_sample=True`."""
+
+
+def preset_of(mode: object, marked: GenerationConfig | PreTrainedTokenizerBase) -> Preset:
+    """Return the preset of a mode for a model that is marked with its name; an empty one without a mark.
+
+    `marked` is the model's generation config or its tokenizer. Raises `ValueError` if the mark is not a string.
+    """
+    name = marked_preset(marked)
+    if name is None or not isinstance(mode, str) or mode not in MODES:
+        return Preset()
+    check_text(PRESET_MARK, name)
+    preset: Preset = MODES[mode].traits.presets.get(name, Preset())
+    return preset

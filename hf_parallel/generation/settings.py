@@ -1,0 +1,64 @@
+"""Settings: a dataclass that remembers which of its values were given, and what may be stored or sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import Self
+
+from hf_parallel.generation.validation import json_error
+
+NOT_STORED: Mapping[str, bool] = {"stored": False, "remote": False}
+"""Metadata of a setting whose value exists in the running process only: never saved, nor accepted by a server."""
+NOT_REMOTE: Mapping[str, bool] = {"remote": False}
+"""Metadata of a setting that a server does not accept, such as a regular expression, which may be slow."""
+
+
+@dataclass
+class Settings:
+    """Base of `ParallelConfig`. The fields of a subclass are its settings."""
+
+    _given: set[str] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __new__(cls, *args: object, **settings: object) -> Self:
+        """Store which settings were passed: one passed with its default value still overrides a stored one."""
+        self = super().__new__(cls)
+        self._given = {*cls.fields()[: len(args)], *settings}
+        return self
+
+    @classmethod
+    def fields(cls) -> list[str]:
+        """Return the names of the settings."""
+        return [f.name for f in dataclasses.fields(cls) if f.init]
+
+    @classmethod
+    def not_stored(cls) -> set[str]:
+        """Return the names of the settings that are never saved."""
+        return {f.name for f in dataclasses.fields(cls) if not f.metadata.get("stored", True)}
+
+    @classmethod
+    def not_remote(cls) -> set[str]:
+        """Return the names of the settings that a server does not accept, those that are never saved included."""
+        return {f.name for f in dataclasses.fields(cls) if not f.metadata.get("remote", True)}
+
+    def given(self) -> dict[str, Any]:
+        """Return the settings that were given or differ from the defaults."""
+        defaults = type(self)()
+        pairs = ((name, getattr(self, name)) for name in self.fields())
+        return {name: v for name, v in pairs if name in self._given or v != getattr(defaults, name)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return `given()` without `not_stored()`, ready for `generation_config.json`."""
+        return {name: value for name, value in self.given().items() if name not in self.not_stored()}
+
+    def stored(self) -> dict[str, Any]:
+        """Return `to_dict()` after a JSON round trip; raise `ValueError` if a setting is not JSON-serializable."""
+        texts = {f.name for f in dataclasses.fields(self) if "Sequence[str]" in str(f.type)}  # tuples become lists
+        settings = {name: list(v) if name in texts and v is not None else v for name, v in self.to_dict().items()}
+        for name, value in settings.items():
+            if reason := json_error(value):
+                raise ValueError(f"{name}={value!r} cannot be stored: {reason}")
+        return settings
