@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.engine import RequestHandle
 from hf_parallel.engine.server.submission import Submission
 from hf_parallel.generation.log_probs import TokenLogProbs
+from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.stop_texts import StopFilter
 
 
@@ -47,7 +47,7 @@ class Delta:
     finish_reason: str | None = None
     error: str | None = None
     """Why the choice ended with an error."""
-    record: dict[str, Any] | None = None
+    record: dict[str, object] | None = None
     """Fields of the mode's output."""
 
 
@@ -88,7 +88,7 @@ class Answers:
         # Decoding many tokens takes seconds, in which the event loop serves others.
         return await asyncio.to_thread(self._whole, await self.handle.result_async())
 
-    def mean_log_probs(self, output: Any) -> list[float]:
+    def mean_log_probs(self, output: ParallelOutput) -> list[float]:
         """Return the mean log-probability, under the model, of each choice's tokens; -inf if it ended with an error."""
         record, choice_of = output.record, self.submission.choice
         rows, values = record.sampled_log_probs()
@@ -98,7 +98,7 @@ class Answers:
         failed = set(record.answers_of(record.errors, choice_of).values())
         return [-inf if choice in failed else mean for choice, mean in enumerate(means)]
 
-    def _whole(self, output: Any) -> list[Delta]:
+    def _whole(self, output: ParallelOutput) -> list[Delta]:
         choices = [Delta(self.first + index) for index in range(self.submission.choices)]
         for delta in self._all(output):
             choice = choices[delta.index - self.first]
@@ -108,7 +108,7 @@ class Answers:
             choice.finish_reason, choice.record, choice.error = delta.finish_reason, delta.record, delta.error
         return choices
 
-    def _all(self, output: Any) -> Iterator[Delta]:
+    def _all(self, output: ParallelOutput) -> Iterator[Delta]:
         if self.submission.config.traits.rows_continue_prompts:
             for token in self.handle:
                 delta = self._token_delta(token.row, int(token))
@@ -125,9 +125,9 @@ class Answers:
         index = self.first + self.submission.choice(row)
         return Delta(index, row=self.submission.row_name(row), row_text=text)
 
-    def _ends(self, output: Any) -> Iterator[Delta]:
+    def _ends(self, output: ParallelOutput) -> Iterator[Delta]:
         submission, record = self.submission, output.record
-        records: list[Any] = [None] * submission.choices
+        records: list[dict[str, object] | None] = [None] * submission.choices
         if submission.has_mode:
             records = [{n: v for n, v in found.items() if n != "stats"} for found in output.to_records()]
         cut = set(record.answers_of(record.truncated, submission.choice).values())

@@ -6,15 +6,16 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from hf_parallel.engine import Engine, KVBudgetError
 from hf_parallel.engine.server.answers import Answers, Delta
@@ -158,7 +159,7 @@ class _Server:
             if not body.stream:
                 self._close(answers)
 
-    def _submit(self, kind: type[Body], content: bytes, scope: Mapping[str, Any]) -> tuple[Body, list[Answers]]:
+    def _submit(self, kind: type[Body], content: bytes, scope: Scope) -> tuple[Body, list[Answers]]:
         """Read a body. Submit all of its prompts, or none; clients with different keys share no cached prefixes."""
         body = read_body(kind, content)
         self.check_model(body.model)
@@ -273,7 +274,7 @@ class _EventStream(StreamingResponse):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._close = close
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -318,5 +319,5 @@ async def _merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delt
             task.cancel()
 
 
-def _event(data: dict[str, Any]) -> str:
+def _event(data: dict[str, object]) -> str:
     return f"data: {to_json(data)}\n\n"

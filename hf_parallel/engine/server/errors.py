@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from starlette.responses import Response
 
@@ -35,7 +34,7 @@ class APIError(Exception):
             return {"Retry-After": str(RETRY_SECONDS)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the body of the response."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         message = str(self)[:MAX_MESSAGE]
@@ -46,12 +45,12 @@ class APIError(Exception):
         return json_response(self.to_dict(), self.status, self.headers)
 
 
-def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return JSON in ASCII: texts of requests, which messages quote, may hold surrogates."""
     return Response(to_json(body), status, headers, "application/json")
 
 
-def to_json(body: Any) -> str:
+def to_json(body: object) -> str:
     """Return a value as one line of JSON."""
     return json.dumps(body, separators=(",", ":"))
 

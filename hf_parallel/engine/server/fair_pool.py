@@ -1,4 +1,4 @@
-"""FairPool: threads that work for all submitters in turn."""
+"""FairPool: a thread pool that serves its submitters round-robin."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 class FairPool:
-    """Threads that do the jobs of all submitters in turn, and one job of each at a time."""
+    """Runs jobs in threads, round-robin by submitter, and one job of each submitter at a time."""
 
     def __init__(self, threads: int) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="hf_parallel-submit")
         self._lock = threading.Lock()
-        self._waiting: dict[Hashable, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # while a job is in its turn
+        self._waiting: dict[Hashable, deque[tuple[Future[Any], Callable[[], object]]]] = {}  # of busy submitters
 
     def submit(self, submitter: Hashable, job: Callable[[], T]) -> Future[T]:
         """Queue a job of a submitter and return its future."""
@@ -30,7 +30,7 @@ class FairPool:
                 self._waiting[submitter] = deque()
         return future
 
-    def _run(self, submitter: Hashable, future: Future[Any], job: Callable[[], Any]) -> None:
+    def _run(self, submitter: Hashable, future: Future[Any], job: Callable[[], object]) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(job())

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 from hf_parallel.engine.server.schema_finite import check_finite
 from hf_parallel.engine.server.schema_size import check_schema
@@ -44,7 +44,12 @@ class JSONProcessor(LogitsProcessor):
     keeps_rows = False
 
     def __init__(
-        self, schema: dict[str, Any], tokenizer: Any, vocabulary: int, eos_token_ids: list[int], begin: int
+        self,
+        schema: dict[str, object],
+        tokenizer: PreTrainedTokenizerFast,
+        vocabulary: int,
+        eos_token_ids: list[int],
+        begin: int,
     ) -> None:
         from llguidance import LLMatcher
 
@@ -104,7 +109,7 @@ class JSONProcessor(LogitsProcessor):
 
 
 @lru_cache(maxsize=4)
-def _grammar_tokenizer(tokenizer: Any, vocabulary: int, eos_token_ids: tuple[int, ...]) -> Any:
+def _grammar_tokenizer(tokenizer: PreTrainedTokenizerFast, vocabulary: int, eos_token_ids: tuple[int, ...]) -> object:
     from llguidance.hf import from_tokenizer
 
     return from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(eos_token_ids))

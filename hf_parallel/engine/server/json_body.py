@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from reprlib import repr as _shortened
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -48,7 +48,7 @@ def _validation_error(error: ValidationError) -> APIError:
     return APIError(400, f"{'.'.join(places)}: {message}{given}", name)
 
 
-def parse_json(body: bytes) -> Any:
+def parse_json(body: bytes) -> object:
     """Return the value of JSON text.
 
     Python's `json.loads` also accepts UTF-16, and an object with two equal names, of which it ignores the first. Raises
@@ -57,7 +57,7 @@ def parse_json(body: bytes) -> Any:
     return json.loads(body.decode("utf-8-sig"), object_pairs_hook=_object)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)

@@ -1,16 +1,16 @@
-"""Limits of the server, and the gate that every request passes: API key, content type, size and time of its body."""
+"""Limits: limits of a server, and the ASGI middleware that checks API key, content type, size and time of a body."""
 
 from __future__ import annotations
 
 import hmac
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
 
 import anyio
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_parallel.engine.scheduler import has_place
 from hf_parallel.engine.server.errors import APIError
@@ -21,27 +21,24 @@ OPEN_PATHS = ("/health",)
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the requests of one client.
-
-    The number of waiting requests is limited by the engine (`max_waiting`).
-    """
+    """Limits per client. The engine limits the number of waiting requests (`max_waiting`)."""
 
     body_bytes: int = 1 << 20
     body_seconds: float = 30.0
-    """Time in which the body must arrive."""
+    """Time limit for receiving a body."""
     open_requests: int = 1024
-    """Requests whose response has not been sent completely, those of all clients. Beyond, a client with less than an
-    equal share of them is still served."""
+    """Open requests of all clients: their responses are not complete. Above the limit, only clients with less than an
+    equal share are served."""
     rows: int = 64
-    """Rows of a request: answers, times the rows that the mode generates for each."""
+    """Rows of a request: answers times rows of the mode per answer."""
     tokens: int | None = None
-    """Tokens of a row, prompt and answer. Default: the context length of the model."""
+    """Tokens of a row, prompt included. Default: the context length of the model."""
     default_tokens: int = 512
-    """New tokens of a request without `max_tokens`."""
+    """Default of `max_tokens`."""
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """Raise `ValueError` for keys that no header can hold, and for a text: each of its characters would be a key."""
+    """Raise `ValueError` for keys that a header cannot hold, and for a string instead of a list of strings."""
     if isinstance(keys, str) or not all(isinstance(key, str) and key and key == key.strip() for key in keys):
         raise ValueError("api_keys must be a list of keys that are not empty, and have no space around them")
 
@@ -51,7 +48,7 @@ class Gate:
 
     def __init__(
         self,
-        app: Any,
+        app: ASGIApp,
         limits: Limits,
         api_keys: Sequence[str] = (),
         hosts: Sequence[str] = (),
@@ -60,26 +57,26 @@ class Gate:
         self.app, self.limits, self.on_response = app, limits, on_response
         self._keys = [sha256(key.encode()).digest() for key in api_keys]
         self._hosts = [host.encode() for host in hosts]
-        self._open: Counter[Any] = Counter()
+        self._open: Counter[Hashable] = Counter()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass a request on, or answer with an error."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward a request to the application, or send an error."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
 
-        async def counting_send(message: Any) -> None:
+        async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start" and self.on_response is not None:
                 self.on_response(scope["path"], message["status"])
             await send(message)
 
         await self._pass(scope, receive, counting_send)
 
-    async def _pass(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         submitter, opened = None, 0
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
-            if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may see another end of it
+            if b"content-length" in headers and b"transfer-encoding" in headers:  # request smuggling
                 raise APIError(400, "a request may have Content-Length or Transfer-Encoding, not both", code="framing")
             host = headers.get(b"host", b"").lower()
             if self._hosts and re.sub(rb"^\[|\]?(:\d*)?$", b"", host) not in self._hosts:
@@ -101,21 +98,21 @@ class Gate:
         finally:
             self._open -= Counter({submitter: opened})  # keeps positive counts only
 
-    def _submitter(self, scope: Any, headers: dict[bytes, bytes]) -> Any:
-        """Check the API key. Return the client, among which the engine is fair: the index of its key, or its host."""
+    def _submitter(self, scope: Scope, headers: dict[bytes, bytes]) -> Hashable:
+        """Check the API key. Return the client for fair scheduling: the index of its key or, without keys, its host."""
         if not self._keys:
             return (scope.get("client") or ("",))[0]
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         given = sha256(key.strip()).digest()
-        equal = [hmac.compare_digest(given, known) for known in self._keys]  # all of them: constant time
+        equal = [hmac.compare_digest(given, known) for known in self._keys]  # constant time: compare with all keys
         if kind.lower() != b"bearer" or not any(equal):
             raise APIError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
         return equal.index(True)
 
-    async def _with_body(self, headers: dict[bytes, bytes], receive: Any) -> Any:
-        """Receive the whole body. Return a `receive` that returns it again."""
+    async def _with_body(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
+        """Receive the whole body and return a `receive` that replays it."""
         media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if media_type != b"application/json":  # a page of another origin cannot send it without being asked
+        if media_type != b"application/json":  # browsers send a preflight request first
             raise APIError(415, "the request needs the header Content-Type: application/json")
         length = headers.get(b"content-length", b"0")
         limit = self.limits.body_bytes
@@ -137,7 +134,7 @@ class Gate:
             raise APIError(408, f"the body did not arrive within {self.limits.body_seconds} seconds") from error
         messages = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
-        async def replay() -> Any:
+        async def replay() -> Message:
             return messages.pop(0) if messages else await receive()
 
         return replay

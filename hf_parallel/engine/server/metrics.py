@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from hf_parallel.engine import Engine, RequestHandle
 
@@ -88,7 +87,7 @@ class Metrics:
         """Return the metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the state of the server as JSON data."""
         return {
             "seconds": time.time() - self.began,
@@ -105,7 +104,7 @@ class _EngineCollector:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the engine."""
         stats = self.metrics.engine.stats.to_dict()
         for name, words in _GAUGES.items():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import token_bytes
 from hf_parallel.engine.server.answers import Answers, Delta, LoggedToken
@@ -16,7 +17,7 @@ from hf_parallel.generation.arguments import encode
 class Writer:
     """Writes the response to one request: a chat or a completion."""
 
-    def __init__(self, model: str, is_chat: bool, tokenizer: Any) -> None:
+    def __init__(self, model: str, is_chat: bool, tokenizer: PreTrainedTokenizerBase) -> None:
         self.is_chat, self.tokenizer = is_chat, tokenizer
         self._bytes: dict[tuple[int, bool], bytes] = {}  # by token, and whether the text begins with it
         kind = "chat.completion" if is_chat else "text_completion"
@@ -27,27 +28,23 @@ class Writer:
             "model": model,
         }
 
-    def whole(self, choices: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Delta], usage: dict[str, object]) -> dict[str, object]:
         """Return the body of a response that is not streamed."""
         return {**self.head, "choices": [self._choice(choice) for choice in choices], "usage": usage}
 
-    def chunk(self, delta: Delta, is_first: bool) -> dict[str, Any]:
+    def chunk(self, delta: Delta, is_first: bool) -> dict[str, object]:
         """Return a chunk of a stream; `is_first`: the first one of its choice."""
-        choice: dict[str, Any] = {"index": delta.index}
+        added = {"row_content": delta.row_text} if delta.row_text else {}
+        choice: dict[str, object] = {"index": delta.index}
         if self.is_chat:
-            choice["delta"] = {"role": "assistant"} if is_first else {}
-            if delta.text or is_first:
-                choice["delta"]["content"] = delta.text
-            if delta.row_text:
-                choice["delta"]["row_content"] = delta.row_text
+            role = {"role": "assistant"} if is_first else {}
+            choice["delta"] = role | ({"content": delta.text} if delta.text or is_first else {}) | added
         else:
-            choice["text"] = delta.text
-            if delta.row_text:
-                choice["row_content"] = delta.row_text
+            choice |= {"text": delta.text, **added}
         choice |= {"logprobs": self._log_probs(delta), "finish_reason": delta.finish_reason}
         return {**self.head, "object": self._chunk_kind, "choices": [choice | _mode_fields(delta)]}
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def usage_chunk(self, usage: dict[str, object]) -> dict[str, object]:
         """Return the last chunk of a stream that reports its usage."""
         return {**self.head, "object": self._chunk_kind, "choices": [], "usage": usage}
 
@@ -55,14 +52,14 @@ class Writer:
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
-    def _choice(self, choice: Delta) -> dict[str, Any]:
-        content: dict[str, Any] = {"text": choice.text}
+    def _choice(self, choice: Delta) -> dict[str, object]:
+        content: dict[str, object] = {"text": choice.text}
         if self.is_chat:
             content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
         ending = {"logprobs": self._log_probs(choice), "finish_reason": choice.finish_reason}
         return {"index": choice.index, **content, **ending, **_mode_fields(choice)}
 
-    def _log_probs(self, delta: Delta) -> dict[str, Any] | None:
+    def _log_probs(self, delta: Delta) -> dict[str, object] | None:
         if not delta.logged:
             return None
         if self.is_chat:
@@ -84,11 +81,11 @@ class Writer:
                 names[token] = f"token_id:{token}" if name in names.values() else name
         return {names[token]: _finite(value) for token, value in values.items()}
 
-    def _logged(self, logged: LoggedToken) -> dict[str, Any]:
+    def _logged(self, logged: LoggedToken) -> dict[str, object]:
         top = [self._entry(token, value, logged.is_first) for token, value in logged.found.top]
         return {**self._entry(logged.token, logged.found.log_prob, logged.is_first), "top_logprobs": top}
 
-    def _entry(self, token: int, log_prob: float, is_first: bool) -> dict[str, Any]:
+    def _entry(self, token: int, log_prob: float, is_first: bool) -> dict[str, object]:
         own = list(self._bytes_of(token, is_first))
         return {"token": self._name(token, is_first), "logprob": _finite(log_prob), "bytes": own}
 
@@ -107,7 +104,7 @@ class Writer:
         return self._bytes[token, is_first]
 
 
-def usage_of(answers: Sequence[Answers]) -> dict[str, Any]:
+def usage_of(answers: Sequence[Answers]) -> dict[str, object]:
     """Return the number of tokens of a response."""
     prompt = sum(one.submission.prompt_tokens for one in answers)
     generated = sum(one.num_tokens for one in answers)
@@ -119,7 +116,7 @@ def usage_of(answers: Sequence[Answers]) -> dict[str, Any]:
     }
 
 
-def _mode_fields(delta: Delta) -> dict[str, Any]:
+def _mode_fields(delta: Delta) -> dict[str, object]:
     """Return the fields that modes and errors add to a choice."""
     error = None if delta.error is None else APIError(500, delta.error, "response_format").to_dict()["error"]
     fields = {"row": delta.row, "mode_output": delta.record, "error": error}

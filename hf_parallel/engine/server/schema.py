@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -20,6 +20,8 @@ Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
 Id = Annotated[str, Field(strict=True, max_length=MAX_ID)]
+Prompt: TypeAlias = str | list[Any]
+"""A text, a chat or token ids."""
 MAX_STOPS = 16
 """Texts in `stop`."""
 MAX_STOP_BYTES = 128
@@ -37,7 +39,7 @@ MAX_METADATA = 16
 def _entries(most: int) -> BeforeValidator:
     """Return a validator that raises `ValueError` for an object with more entries, before they are validated."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > most:
             raise ValueError(f"an object with at most {most} entries is accepted, this one has {len(value)}")
         return value
@@ -51,25 +53,25 @@ def _check_stop(text: str) -> str:
     return text
 
 
-def _check_template_size(given: dict[str, Any]) -> dict[str, Any]:
+def _check_template_size(given: dict[str, object]) -> dict[str, object]:
     if (size := len(json.dumps(given))) > MAX_TEMPLATE_KWARGS:
         raise ValueError(f"chat_template_kwargs may have at most {MAX_TEMPLATE_KWARGS} characters, got {size}")
     return given
 
 
-def _kind(value: Any) -> str | None:
+def _kind(value: object) -> str | None:
     """Return whether a value is a text or a list. Errors are about this kind alone, and do not name it."""
     return "a text" if isinstance(value, str) else "a list" if isinstance(value, list) else None
 
 
-def _prompt_kind(value: Any) -> str | None:
+def _prompt_kind(value: object) -> str | None:
     if isinstance(value, list) and value:
         kinds = {str: "list of texts", int: "token ids", bool: "token ids", list: "lists of token ids"}
         return kinds.get(type(value[0]))
     return "a text" if isinstance(value, str) else None
 
 
-def _one_of(words: str, kind: Callable[[Any], str | None] = _kind) -> Discriminator:
+def _one_of(words: str, kind: Callable[[object], str | None] = _kind) -> Discriminator:
     return Discriminator(kind, custom_error_type="kind", custom_error_message=f"must be {words}")
 
 
@@ -87,7 +89,7 @@ class Part(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_others(cls, given: Any) -> Any:
+    def _check_others(cls, given: object) -> object:
         known = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in given.items() if isinstance(given, dict) else ():
             if name not in known and value is not None and value != []:
@@ -130,7 +132,7 @@ class StreamOptions(Part):
 class JSONSchema(Part):
     """A JSON schema, whose answer is to match it."""
 
-    definition: dict[str, Any] = Field(alias="schema")
+    definition: dict[str, object] = Field(alias="schema")
     name: Text | None = None
     description: Text | None = None
     strict: Flag | None = None
@@ -188,7 +190,7 @@ class Body(BaseModel):
     min_new_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
     agent_hints: Hints | None = None
     cache_salt: Annotated[Id, Field(min_length=1)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_template_size)] | None = None
+    chat_template_kwargs: Annotated[dict[str, object], AfterValidator(_check_template_size)] | None = None
     # Fields of OpenAI that do not change an answer
     user: Text | None = None
     metadata: Annotated[dict[str, Text], _entries(MAX_METADATA)] | None = None
@@ -204,12 +206,12 @@ class Body(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def prompts(self) -> list[Any]:
+    def prompts(self) -> list[Prompt]:
         """The prompts: chats, texts or token ids."""
         raise NotImplementedError
 
     @property
-    def others(self) -> dict[str, Any]:
+    def others(self) -> dict[str, object]:
         """Fields that the schema does not name."""
         return self.model_extra or {}
 
@@ -239,7 +241,7 @@ class ChatBody(Body):
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
 
     @property
-    def prompts(self) -> list[list[dict[str, str]]]:
+    def prompts(self) -> list[Prompt]:
         """See `Body.prompts`."""
         return [[message.to_chat() for message in self.messages]]
 
@@ -271,7 +273,7 @@ class CompletionBody(Body):
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[Prompt]:
         """See `Body.prompts`."""
         given: Any = self.prompt
         return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)

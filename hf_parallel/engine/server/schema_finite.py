@@ -1,19 +1,18 @@
-"""JSON schemas that no finite text satisfies, such as a list whose elements all need a next one."""
+"""Check that a JSON schema has a finite instance; a linked list whose `next` is required has none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from hf_parallel.engine.server.schema_size import items_of, target_of
 
 MAX_STEPS = 20_000
-"""Visits of parts, in about 0.1 s. A schema that needs more is left to the grammar."""
+"""Maximum number of visited subschemas, about 0.1 s. Larger schemas are not checked."""
 _SCALARS = frozenset(("boolean", "integer", "null", "number", "string"))
 
 
-def check_finite(schema: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the required parts of a schema show that it has no finite instance."""
+def check_finite(schema: Mapping[str, object]) -> None:
+    """Raise `ValueError` if a schema has no finite instance, judged by its required parts."""
     try:
         is_finite = _Finite(schema).has_instance()
     except (RecursionError, _TooManyStepsError):
@@ -27,15 +26,15 @@ class _TooManyStepsError(Exception):
 
 
 class _Finite:
-    """Finds the parts of a schema that have finite instances, as a least fixed point: at first none has one.
+    """Computes which subschemas have finite instances, as a least fixed point that starts with none.
 
-    Conservative: keywords that it does not know exclude no instance.
+    Conservative: unknown keywords are ignored.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: object) -> None:
         self.root = root
-        self._finite: set[int] = set()  # ids of parts
-        self._visited: set[int] = set()  # ids of parts in this round; until found to be finite they count as not
+        self._finite: set[int] = set()  # ids of subschemas
+        self._visited: set[int] = set()  # ids of subschemas in this round; they count as infinite until shown finite
         self._steps = 0
 
     def has_instance(self) -> bool:
@@ -52,7 +51,7 @@ class _Finite:
         if self._steps > MAX_STEPS:
             raise _TooManyStepsError
 
-    def _is_finite(self, part: Any) -> bool:
+    def _is_finite(self, part: object) -> bool:
         self._count_step()
         if not isinstance(part, dict):
             return part is not False
@@ -62,8 +61,8 @@ class _Finite:
                 self._finite.add(id(part))
         return id(part) in self._finite
 
-    def _holds_beside(self, others: list[dict[str, Any]], part: Any, unions: frozenset[int]) -> bool:
-        """Whether an instance of `others` may satisfy a part, too, an alternative of each of `unions` (by id)."""
+    def _holds_beside(self, others: list[dict[str, object]], part: object, unions: frozenset[int]) -> bool:
+        """Return whether a value can satisfy `part` and `others` together; `unions` (ids) are already resolved."""
         merged = list(self._merged(part, ()))
         if False in merged:
             return False
@@ -75,8 +74,8 @@ class _Finite:
                     return False
         return self._has_value(parts)
 
-    def _merged(self, part: Any, path: tuple[int, ...]) -> Iterator[Any]:
-        """Yield a part, and those of its `allOf` and `$ref`; False if it consists of itself."""
+    def _merged(self, part: object, path: tuple[int, ...]) -> Iterator[object]:
+        """Yield a part and what its `allOf` and `$ref` add; False for a part that contains itself."""
         self._count_step()
         yield part if id(part) not in path else False
         if isinstance(part, dict) and id(part) not in path:
@@ -84,8 +83,8 @@ class _Finite:
             for more in [*items_of(part, "allOf"), *([target_of(self.root, name)] if isinstance(name, str) else ())]:
                 yield from self._merged(more, (*path, id(part)))
 
-    def _has_value(self, parts: Sequence[dict[str, Any]]) -> bool:
-        """Whether a value may satisfy the keywords of all parts, apart from those that merge parts."""
+    def _has_value(self, parts: Sequence[dict[str, object]]) -> bool:
+        """Return whether a value can satisfy the keywords of all parts, except `allOf`, `anyOf`, `oneOf` and `$ref`."""
         if any("const" in part or "enum" in part for part in parts):
             return True
         given = [part["type"] for part in parts if "type" in part]
@@ -96,23 +95,23 @@ class _Finite:
             all("array" in one for one in types) and self._has_array(parts)
         )
 
-    def _has_object(self, parts: Sequence[dict[str, Any]]) -> bool:
+    def _has_object(self, parts: Sequence[dict[str, object]]) -> bool:
         required = {name for part in parts for name in items_of(part, "required") if isinstance(name, str)}
         return all(self._is_finite(_property(part, name)) for name in required for part in parts)
 
-    def _has_array(self, parts: Sequence[dict[str, Any]]) -> bool:
-        counts = [part["minItems"] for part in parts if isinstance(part.get("minItems"), int)]
+    def _has_array(self, parts: Sequence[dict[str, object]]) -> bool:
+        counts = [count for part in parts if isinstance(count := part.get("minItems"), int)]
         places = min(max(counts, default=0), 1 + max(len(items_of(part, "prefixItems")) for part in parts))
         return all(self._is_finite(_item(part, place)) for place in range(places) for part in parts)
 
 
-def _property(part: dict[str, Any], name: str) -> Any:
+def _property(part: dict[str, object], name: str) -> object:
     properties = part.get("properties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]
     return "patternProperties" in part or part.get("additionalProperties", True)
 
 
-def _item(part: dict[str, Any], place: int) -> Any:
+def _item(part: dict[str, object], place: int) -> object:
     first = items_of(part, "prefixItems")
     return first[place] if place < len(first) else part.get("items", True)

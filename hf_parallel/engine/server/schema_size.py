@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote
 
 MAX_SCHEMA = 1 << 14
@@ -46,7 +46,7 @@ class _Size(NamedTuple):
     characters: int
 
 
-def check_schema(schema: Mapping[str, Any]) -> str:
+def check_schema(schema: Mapping[str, object]) -> str:
     """Return a schema as JSON. Raises `ValueError` if it exceeds a limit."""
     try:
         text = json.dumps(schema)
@@ -66,7 +66,7 @@ def _check(what: str, size: int, limit: int) -> None:
 class _Sizes:
     """Sizes of the parts of a schema."""
 
-    def __init__(self, root: Mapping[str, Any]) -> None:
+    def __init__(self, root: Mapping[str, object]) -> None:
         self.root = root
         self._found: dict[int, _Size] = {}  # by the id of a part
 
@@ -89,14 +89,14 @@ class _Sizes:
         merged = sum(self._measure(part).characters for part in parts if _is_merged(part))
         _check("characters after merging allOf and the keywords beside anyOf and $ref", merged, MAX_MERGED)
 
-    def _unions(self, part: dict[str, Any]) -> int:
+    def _unions(self, part: dict[str, object]) -> int:
         """Return the number of alternatives that may be arrays or objects, without the first."""
         found = sum(isinstance(value, dict | list) for value in items_of(part, "enum"))
         if any(items_of(part, name) for name in _COMBINED):
             found += self._measure(part).unions
         return max(found - 1, 0)
 
-    def _measure(self, part: Any) -> _Size:
+    def _measure(self, part: object) -> _Size:
         """Return the size of a part after merging."""
         if not isinstance(part, dict):
             return _Size(1, 1, 1)
@@ -105,7 +105,7 @@ class _Sizes:
             self._found[id(part)] = self._merge(part)
         return self._found[id(part)]
 
-    def _merge(self, part: dict[str, Any]) -> _Size:
+    def _merge(self, part: dict[str, object]) -> _Size:
         unions = [[self._measure(item) for item in items_of(part, name)] for name in ("anyOf", "oneOf")]
         merged = [_Size(*map(sum, zip(*sizes, strict=True))) for sizes in unions if sizes]
         merged += [self._measure(item) for item in items_of(part, "allOf")]
@@ -120,7 +120,7 @@ class _Sizes:
         return _Size(*(min(size, _LARGEST) for size in sizes))  # references can square a number at each step
 
 
-def target_of(root: Any, name: str) -> Any:
+def target_of(root: object, name: str) -> object:
     """Return the part of a schema that a reference names."""
     found = root
     head, *places = unquote(name).split("/")
@@ -135,7 +135,7 @@ def target_of(root: Any, name: str) -> Any:
     return found
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
+def _objects(value: object) -> Iterator[dict[str, object]]:
     """Yield all objects in a value: schemas, and those that hold schemas by name."""
     if isinstance(value, dict):
         yield value
@@ -144,23 +144,23 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
             yield from _objects(item)
 
 
-def items_of(part: dict[str, Any], name: str) -> list[Any]:
+def items_of(part: dict[str, object], name: str) -> list[object]:
     """Return the list of a keyword; empty if it is no list."""
     return value if isinstance(value := part.get(name), list) else []
 
 
-def _own(part: dict[str, Any]) -> dict[str, Any]:
+def _own(part: dict[str, object]) -> dict[str, object]:
     """Return the keywords that are merged into each alternative."""
     return {name: value for name, value in part.items() if name not in _COMBINED and name not in _ANNOTATIONS}
 
 
-def _is_merged(part: dict[str, Any]) -> bool:
+def _is_merged(part: dict[str, object]) -> bool:
     """Return whether alternatives of a part are merged with others or with keywords beside them."""
     combined = [name for name in _COMBINED if name in part]
     return "allOf" in combined or len(combined) + bool(_own(part)) > 1 and bool(combined)
 
 
-def _is_scalar(part: dict[str, Any]) -> bool:
+def _is_scalar(part: dict[str, object]) -> bool:
     """Return whether all values of a part are neither arrays nor objects."""
     types = part.get("type")
     types = types if isinstance(types, list) else [types]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
+from socket import socket
 from types import FrameType
-from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from hf_parallel.engine import Engine
 
@@ -22,7 +23,7 @@ class DrainingServer(uvicorn.Server):
     error in a stream. A third signal breaks off the connections.
     """
 
-    def __init__(self, app: Any, engine: Engine, drain_seconds: float) -> None:
+    def __init__(self, app: ASGIApp, engine: Engine, drain_seconds: float) -> None:
         seconds = int(drain_seconds) + ANSWER_SECONDS
         super().__init__(
             uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=seconds, server_header=False)
@@ -36,7 +37,7 @@ class DrainingServer(uvicorn.Server):
         else:
             super().handle_exit(sig, frame)
 
-    async def shutdown(self, sockets: Any = None) -> None:
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Accept no more connections, and wait for the running requests."""
         if running := self._engine.stats.running + self._engine.stats.waiting:
             words = f"Stopping: {running} requests may finish within {self._drain_seconds:g} s; Ctrl-C cancels them"

@@ -13,7 +13,7 @@ from hf_parallel.engine import AgentHints, Engine, RequestHandle
 from hf_parallel.engine.server.errors import APIError
 from hf_parallel.engine.server.grammar import JSONProcessor
 from hf_parallel.engine.server.limits import Limits
-from hf_parallel.engine.server.schema import Body
+from hf_parallel.engine.server.schema import Body, Prompt
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.log_probs import TopLogProbs
@@ -30,7 +30,7 @@ SAMPLING = (
     *("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"),
 )
 """Fields of a body that are settings of `generate`, with the same names."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (None,),
     "echo": (None, False),
     "function_call": (None, "none", "auto"),
@@ -99,7 +99,7 @@ class Submission:
             return self.config.rows.name(row)
         return self.config.rows.name(self.config.rows.place(row, self.prompts).index)
 
-    def submit(self, submitter: Any, cache_salt: str | None) -> RequestHandle:
+    def submit(self, submitter: object, cache_salt: str | None) -> RequestHandle:
         """Submit it to the engine."""
         given = {"parallel_config": self.config, "agent_hints": self.hints, **self.arguments}
         return self.engine.submit(self.prompt, submitter=submitter, cache_salt=cache_salt, **given)
@@ -117,7 +117,7 @@ class Translator:
         self.max_tokens = limits.tokens or context or 2**20
         self.max_characters = self.max_tokens * max(map(len, engine.tokenizer.get_vocab()), default=1)
 
-    def translate(self, body: Body, prompt: str | list[Any], field_name: str) -> Submission:
+    def translate(self, body: Body, prompt: Prompt, field_name: str) -> Submission:
         """Return the submission for one prompt of a body: a text, a chat or token ids."""
         config, sampling = self._settings(body)
         encoded = self._encode(body, prompt, config, field_name)
@@ -138,7 +138,7 @@ class Translator:
         self._add_processors(submission, body)
         return submission
 
-    def _settings(self, body: Body) -> tuple[ParallelConfig, dict[str, Any]]:
+    def _settings(self, body: Body) -> tuple[ParallelConfig, dict[str, object]]:
         """Return the config of the mode, and the settings of `generate` for sampling."""
         model_config = self.engine.model.generation_config
         name = body.generation_mode
@@ -186,7 +186,7 @@ class Translator:
             sampling["sequence_bias"] = self._bias(body.logit_bias)
         return config, sampling
 
-    def _plain(self, name: str, value: Any) -> Any:
+    def _plain(self, name: str, value: object) -> object:
         """Return a setting, if it holds nothing that would exhaust time or memory."""
         items = value if isinstance(value, list) else [value]
         if len(items) > MAX_ITEMS:
@@ -201,7 +201,7 @@ class Translator:
                 raise APIError(400, f"{name} must not be an object", name)
         return value
 
-    def _bias(self, biases: Mapping[str, float]) -> list[list[Any]]:
+    def _bias(self, biases: Mapping[str, float]) -> list[list[object]]:
         size = vocabulary_size(self.engine.model)
         for token in biases:
             known = token.isdecimal() and len(token) < 10 and int(token) < size and str(int(token)) == token
@@ -211,9 +211,7 @@ class Translator:
                 )
         return [[[int(token)], float(bias)] for token, bias in biases.items()]
 
-    def _encode(
-        self, body: Body, prompt: str | list[Any], config: ParallelConfig, name: str
-    ) -> Mapping[str, torch.Tensor]:
+    def _encode(self, body: Body, prompt: Prompt, config: ParallelConfig, name: str) -> Mapping[str, torch.Tensor]:
         tokenizer, template = self.engine.tokenizer, body.chat_template_kwargs
         if isinstance(prompt, list) and isinstance(prompt[0], int):
             size = vocabulary_size(self.engine.model)
@@ -279,8 +277,8 @@ class Translator:
 
     def _add_processors(self, submission: Submission, body: Body) -> None:
         config, begin = submission.config, submission.prompt_tokens
-        processors: list[Any] = []
-        criteria: list[Any] = []
+        processors: list[object] = []
+        criteria: list[object] = []
         schema = _schema(body)
         for name, wanted in (("response_format", schema), ("logprobs", body.top_logprobs_wanted)):
             if wanted is not None and not config.traits.rows_continue_prompts:
@@ -302,7 +300,7 @@ class Translator:
         if criteria:
             submission.arguments["stopping_criteria"] = criteria
 
-    def _json(self, schema: dict[str, Any], begin: int) -> JSONProcessor:
+    def _json(self, schema: dict[str, object], begin: int) -> JSONProcessor:
         model, tokenizer = self.engine.model, self.engine.tokenizer
         ends = model.generation_config.eos_token_id
         ends = [tokenizer.eos_token_id] if ends is None else ends
@@ -315,7 +313,7 @@ class Translator:
             raise APIError(400, message, "response_format") from error
 
 
-def _schema(body: Body) -> dict[str, Any] | None:
+def _schema(body: Body) -> dict[str, object] | None:
     """Return the JSON schema of the answer; None: any text."""
     given = body.response_format
     if given is None or given.type == "text":
