@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _CONTEXT = 6  # tokens decoded again before the new ones, as spaces and merged characters depend on them
@@ -24,7 +25,7 @@ class IncrementalDetokenizer:
     needs a fast tokenizer. `text` is the text of `tokens` without what is held back.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
         self.text = ""
@@ -34,9 +35,9 @@ class IncrementalDetokenizer:
         """Append tokens. Return the text that they add."""
         self.tokens += tokens
         start, oldest = max(self._num_decoded - _CONTEXT, 0), len(self.tokens) - _MAX_INCOMPLETE
-        before = self._decode(self.tokens[start : self._num_decoded])
+        before = _decode(self.tokenizer, self.tokens[start : self._num_decoded])
         for end in range(len(self.tokens), self._num_decoded, -1):
-            after = self._decode(self.tokens[start:end])
+            after = _decode(self.tokenizer, self.tokens[start:end])
             complete = after.startswith(before) and not after.endswith(_REPLACEMENT)
             if complete or end <= oldest:
                 self._num_decoded, added = end, after[len(before) :]
@@ -47,22 +48,20 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """Return the text of the tokens that are held back, as no others follow."""
         start = max(self._num_decoded - _CONTEXT, 0)
-        before = self._decode(self.tokens[start : self._num_decoded])
-        added = self._decode(self.tokens[start:])[len(before) :]
+        before = _decode(self.tokenizer, self.tokens[start : self._num_decoded])
+        added = _decode(self.tokenizer, self.tokens[start:])[len(before) :]
         self._num_decoded, self.text = len(self.tokens), self.text + added
         return added
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-
-def token_bytes(tokenizer: Any, tokens: Iterable[int], before: Sequence[int]) -> list[bytes]:
+def token_bytes(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], before: Sequence[int]) -> list[bytes]:
     """Return the bytes that each token adds to the text of the tokens `before`, which end with a complete character.
 
     Decoders drop the leading space of a first token. A token that the tokenizer lacks has no bytes.
     """
     tokens = list(tokens)
-    start, *decoded = _decode_all(tokenizer, [before, *([*before, token] for token in tokens)])
+    start = _decode(tokenizer, before)
+    decoded = [_decode(tokenizer, [*before, token]) for token in tokens]
     added = [text[len(start) :] if text.startswith(start) else "" for text in decoded]
     return [
         _fragment(tokenizer, token, text) if _REPLACEMENT in text else text.encode(errors="ignore")
@@ -70,11 +69,10 @@ def token_bytes(tokenizer: Any, tokens: Iterable[int], before: Sequence[int]) ->
     ]
 
 
-def _decode_all(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
-    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    if hasattr(tokenizer, "batch_decode"):
-        return tokenizer.batch_decode(sequences, **options)
-    return [tokenizer.decode(tokens, **options) for tokens in sequences]
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    return tokenizer.decode(  # type: ignore[return-value] # one sequence has one text
+        list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
 
 
 def _fragment(tokenizer: Any, token: int, text: str) -> bytes:
@@ -88,7 +86,7 @@ def _fragment(tokenizer: Any, token: int, text: str) -> bytes:
     return bytes(_BYTE_LEVEL[c] for c in name) if all(c in _BYTE_LEVEL for c in name) else text.encode()
 
 
-def check_tokenizer(tokenizer: Any) -> None:
+def check_tokenizer(tokenizer: object) -> None:
     """Raise `ValueError` unless `tokenizer` has the interface of a tokenizer of transformers."""
     if isinstance(tokenizer, type) or not callable(tokenizer) or not callable(getattr(tokenizer, "decode", None)):
         raise ValueError(f"tokenizer must be a tokenizer that encodes when called and has decode(), got {tokenizer!r}")

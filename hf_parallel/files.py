@@ -6,7 +6,6 @@ import errno
 import glob
 import json
 import logging
-import math
 import os
 import reprlib
 import shutil
@@ -45,8 +44,8 @@ def _is_number(value: object) -> bool:
     )
 
 
-def _is_finite(value: Any) -> bool:
-    return _is_number(value) and math.isfinite(value) and abs(value) <= MAX_NUMBER
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and _is_number(value) and abs(value) <= MAX_NUMBER
 
 
 TEXT = Field(lambda value: isinstance(value, str), "text")

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitInfo, HfApi, metadata_load, metadata_save
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from hf_parallel.generation import MODES, ParallelConfig, enable
@@ -75,7 +75,7 @@ def export(
     model_or_config: PreTrainedModel | PeftModel | ParallelConfig,
     folder: str | os.PathLike[str],
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path:
     """Write a `custom_generate` repository of a mode, and return its folder.
 
@@ -127,7 +127,7 @@ def push_to_hub(
     model_or_config: PreTrainedModel | PeftModel | ParallelConfig,
     repo_id: str,
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     private: bool | None = None,
     token: str | bool | None = None,
     commit_message: str = "Export of hf_parallel",
@@ -193,7 +193,7 @@ def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
 
 
 def generate_as(
-    mode: str, settings: Mapping[str, Any], model: Any, inputs: Sequence[Any], arguments: dict[str, Any]
+    mode: str, settings: Mapping[str, object], model: Any, inputs: Sequence[object], arguments: dict[str, Any]
 ) -> Any:
     """Call `model.generate` in the mode of a repository; exported code calls this.
 
@@ -214,7 +214,7 @@ def generate_as(
     return model.generate(*inputs, parallel_config=config, **arguments)
 
 
-def _is_model(given: Any) -> bool:
+def _is_model(given: object) -> bool:
     return isinstance(unwrap(given), PreTrainedModel)
 
 
@@ -232,7 +232,7 @@ def _adapter_of(given: Any) -> tuple[str, str] | None:
     return names[0], config.base_model_name_or_path or unwrap(given).name_or_path  # as PEFT saves it
 
 
-def _check_adapter(given: Any, on_hub: bool = False) -> None:
+def _check_adapter(given: object, on_hub: bool = False) -> None:
     """Raise `ValueError` if the adapter of a model could not be loaded again, or not elsewhere."""
     name, base = _adapter_of(given) or (None, None)
     if name is not None and (not base or (on_hub and Path(base).exists())):
@@ -263,7 +263,7 @@ def _config_of(given: Any) -> ParallelConfig:
     return config
 
 
-def _check_tokenizer(tokenizer: Any) -> None:
+def _check_tokenizer(tokenizer: object) -> None:
     if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained")):
         raise TypeError(f"tokenizer must be a tokenizer with save_pretrained(), not its name, got {tokenizer!r}")
 
@@ -282,7 +282,9 @@ def _check_folder(folder: Path, new: Path | None = None) -> None:
         raise FileExistsError(f"{folder} holds files of something else: {names}; pass a new or empty folder")
 
 
-def _write(folder: Path, name: str, given: Any, config: ParallelConfig, tokenizer: Any) -> None:
+def _write(
+    folder: Path, name: str, given: Any, config: ParallelConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
     if _is_model(given):
         keep_mode(given.generation_config)
         _save(folder, given)
@@ -310,8 +312,10 @@ def _save(folder: Path, model: Any) -> None:
         shutil.rmtree(folder / name)
 
 
-def _write_card(folder: Path, name: str, given: Any, config: ParallelConfig, tokenizer: Any) -> None:
-    data: dict[str, Any] = {"library_name": "transformers", "tags": [TAG]}
+def _write_card(
+    folder: Path, name: str, given: object, config: ParallelConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    data: dict[str, object] = {"library_name": "transformers", "tags": [TAG]}
     adapter = _adapter_of(given)
     usage = f"Any model uses it with `model.generate(..., custom_generate={name!r}, trust_remote_code=True)`."
     if adapter is not None:
@@ -352,7 +356,7 @@ def _keep_card(api: HfApi, repo_id: str, card: Path) -> None:
         card.unlink()
 
 
-def _example(name: str, given: Any, config: ParallelConfig, tokenizer: Any) -> str:
+def _example(name: str, given: object, config: ParallelConfig, tokenizer: PreTrainedTokenizerBase | None) -> str:
     has_model, adapter = _is_model(given), _adapter_of(given)
     weights = name if has_model else EXAMPLE_MODEL
     words = name if tokenizer is not None else getattr(given, "name_or_path", "") or weights

@@ -79,7 +79,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
 
     _default_generation_config = GenerationConfig(max_new_tokens=256)
 
-    def __init__(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: PreTrainedModel, *args: object, **kwargs: Any) -> None:
         enable(model)
         self._generation_config = kwargs.get("generation_config")
         given = dict(kwargs)
@@ -117,7 +117,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         self,
         prompt_helper: bool | None = None,
         parallel_config: ParallelConfig | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
@@ -134,10 +134,10 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
 
     def preprocess(  # type: ignore[override]
         self,
-        prompt_text: Any,
+        prompt_text: object,
         prompt_helper: bool = True,
         parallel_config: ParallelConfig | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Encode a string or a chat, with the mode's instructions."""
@@ -153,7 +153,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         task: Any = (
             config.prompt.task_text(prompt_text) if config is not None and isinstance(prompt_text, str) else None
         )
-        template: dict[str, Any] = {}
+        template: dict[str, object] = {}
         if isinstance(prompt_text, Chat):
             task = prompt_text.messages
             kwargs.pop("prefix", None)  # of texts
@@ -169,7 +169,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         inputs["prompt_text"] = prompt_text
         return inputs
 
-    def _forward(self, model_inputs: Any, **generate_kwargs: Any) -> Any:  # type: ignore[override]
+    def _forward(self, model_inputs: dict[str, object], **generate_kwargs: Any) -> Any:  # type: ignore[override]
         config: ParallelConfig | None = generate_kwargs.get("parallel_config")
         if config is None:
             return super()._forward(model_inputs, **generate_kwargs)
@@ -183,7 +183,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         outputs[name] = records if isinstance(outputs["prompt_text"], list) else records[0]
         return outputs
 
-    def postprocess(self, model_outputs: Any, **kwargs: Any) -> list[dict[str, Any]]:  # type: ignore[override]
+    def postprocess(self, model_outputs: dict[str, Any], **kwargs: Any) -> list[dict[str, Any]]:  # type: ignore[override]
         """Return records with text and the fields of the mode's output."""
         results = super().postprocess(model_outputs, **kwargs)
         merged = model_outputs.get("merged_records")
@@ -202,7 +202,7 @@ def register() -> None:
     PIPELINE_REGISTRY.register_pipeline(task, pipeline, pt_model=AutoModelForCausalLM, type="text")
 
 
-def _as_inputs(given: Any) -> Any:
+def _as_inputs(given: object) -> Any:
     if isinstance(given, tuple):
         return list(given)
     if isinstance(given, str | Chat | list | Dataset | GeneratorType):
@@ -212,7 +212,7 @@ def _as_inputs(given: Any) -> Any:
     raise _invalid_inputs(given)
 
 
-def _invalid_inputs(given: Any) -> ValueError:
+def _invalid_inputs(given: object) -> ValueError:
     return ValueError(
         "prompts must be a string, a chat of messages with role and content, or a list, a column, a dataset or a "
         "generator of either; if the rows of a dataset are dictionaries, pass one column: dataset['text'], or "
@@ -225,12 +225,12 @@ class _OutputKeeper:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.output: Any = None
+        self.output: ParallelOutput | torch.Tensor | None = None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.model, name)
 
-    def generate(self, generation_config: GenerationConfig | None = None, **kwargs: Any) -> Any:
+    def generate(self, generation_config: GenerationConfig | None = None, **kwargs: object) -> object:
         if generation_config is None:
             as_dict = kwargs.get("return_dict_in_generate")
             kwargs["return_dict_in_generate"] = True
@@ -245,11 +245,11 @@ class _OutputKeeper:
 def _merged(
     rows: list[dict[str, Any]],
     text: str,
-    prompt: Any,
+    prompt: str | Chat,
     return_type: ReturnType = ReturnType.FULL_TEXT,
     continue_final_message: bool | None = None,
-    **_: Any,
-) -> dict[str, Any]:
+    **_: object,
+) -> dict[str, object]:
     """Merge the results of a prompt's rows into one with the given text, in the format of the base class."""
     if return_type is ReturnType.TENSORS:
         return {"generated_token_ids": [row["generated_token_ids"] for row in rows]}

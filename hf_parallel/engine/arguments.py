@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.arguments import check_generation_config
@@ -17,14 +18,14 @@ from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_text, is_int
 
 
-def check_limits(*, is_optional: bool = False, **limits: Any) -> None:
+def check_limits(*, is_optional: bool = False, **limits: object) -> None:
     """Raise `ValueError` for a limit of an engine that is not a positive int, or None if it is optional."""
     for name, limit in limits.items():
         if not (is_optional and limit is None):
             check_int(name, limit, at_least=1)
 
 
-def check_request(priority: Any, cache_salt: Any) -> None:
+def check_request(priority: object, cache_salt: object) -> None:
     """Raise `ValueError` for a priority that is not an int, or a salt that is not a string or None."""
     if not is_int(priority):
         raise ValueError(f"priority must be an int, got {priority!r}")
@@ -32,7 +33,7 @@ def check_request(priority: Any, cache_salt: Any) -> None:
         raise ValueError(f"cache_salt must be a string or None, got {cache_salt!r}")
 
 
-def submitter_key(submitter: Any) -> tuple[type, int]:
+def submitter_key(submitter: object) -> tuple[type, int]:
     """Return what is equal for equal submitters, computed once: an object of the caller may change or raise later.
 
     Raises `ValueError` if the submitter has no hash.
@@ -44,7 +45,11 @@ def submitter_key(submitter: Any) -> tuple[type, int]:
 
 
 def split_arguments(
-    model: Any, tokenizer: Any, prompt: Any, mode: str | None, settings: Mapping[str, Any]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: Any,
+    mode: str | None,
+    settings: Mapping[str, Any],
 ) -> tuple[ParallelConfig, dict[str, Any]]:
     """Return the config of a request, and the other arguments of `generate`. `tokenizer` is the engine's."""
     if "past_key_values" in settings:
@@ -75,7 +80,12 @@ def split_arguments(
 
 
 def encode_prompt(
-    prompt: Any, config: ParallelConfig, tokenizer: Any, device: torch.device, template: Any = None, mask: Any = None
+    prompt: Any,
+    config: ParallelConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: torch.device,
+    template: Mapping[str, object] | None = None,
+    mask: Any = None,
 ) -> dict[str, torch.Tensor]:
     """Return `input_ids` and `attention_mask`, int64 `[rows, length]`, of a prompt as `Engine.submit` takes it.
 
@@ -100,9 +110,8 @@ def encode_prompt(
             encoded = encode_task(config, prompt, tokenizer, template)
             return {name: value.to(device) for name, value in encoded.items()}
         check_text("prompt", prompt)
-    check_unused_template_kwargs(template, NOT_RENDERED)
-    if isinstance(prompt, str):
         prompt = tokenizer(prompt)["input_ids"]
+    check_unused_template_kwargs(template, NOT_RENDERED)
     if config.prompt.replaces_input_ids and prompt is None:
         return {}
     try:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sized
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.streaming import RowText
+
+T = TypeVar("T")
 
 
 class StreamedToken(int):
@@ -44,7 +48,7 @@ class RequestTimes:
 class TokenDecoder:
     """Decodes streamed tokens to text, except end tokens; to none without a tokenizer."""
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     end_tokens: Collection[int]
 
     def rows(self) -> _RowDecoder:
@@ -78,7 +82,7 @@ class _Waiter:
     """One that waits for a handle: `wake` is called once `condition` holds."""
 
     condition: Callable[[], bool]
-    wake: Callable[[], Any]
+    wake: Callable[[], object]
 
 
 class RequestHandle:
@@ -164,7 +168,7 @@ class RequestHandle:
         for text in rows.flush():
             yield text
 
-    def _read(self, items: list[Any]) -> Iterator[Any]:
+    def _read(self, items: list[T]) -> Iterator[T]:
         for index in count():
             if not self._has(items, index):
                 self._wait(partial(self._has, items, index))
@@ -173,7 +177,7 @@ class RequestHandle:
                 return
             yield items[index]
 
-    async def _read_async(self, items: list[Any]) -> AsyncIterator[Any]:
+    async def _read_async(self, items: list[T]) -> AsyncIterator[Any]:
         for index in count():
             if not self._has(items, index):
                 await self._wait_async(partial(self._has, items, index))
@@ -182,7 +186,7 @@ class RequestHandle:
                 return
             yield items[index]
 
-    def _has(self, items: list[Any], index: int) -> bool:
+    def _has(self, items: Sized, index: int) -> bool:
         """Return whether there is an item with this index, or will never be one."""
         return self.done or len(items) > index
 
@@ -200,7 +204,7 @@ class RequestHandle:
                 await event.wait()
 
     @contextmanager
-    def _waiter(self, condition: Callable[[], bool], wake: Callable[[], Any]) -> Iterator[None]:
+    def _waiter(self, condition: Callable[[], bool], wake: Callable[[], object]) -> Iterator[None]:
         """Within the context, the engine calls `wake` once the condition holds."""
         self._check_wait()
         waiter = _Waiter(condition, wake)
@@ -243,7 +247,7 @@ class RequestHandle:
             except RuntimeError:  # its event loop is closed
                 continue
 
-    def end(self, output: Any = None, error: BaseException | None = None) -> None:
+    def end(self, output: object = None, error: BaseException | None = None) -> None:
         """End the request with its output or an error."""
         self.times.ended = time.perf_counter()
         self._output, self._error, self.done = output, error, True

@@ -66,5 +66,5 @@ class AgentHints:
         return cls(**given)
 
 
-def _is_duration(value: Any) -> bool:
+def _is_duration(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf

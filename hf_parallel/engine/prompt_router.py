@@ -29,7 +29,7 @@ class PromptRouter(PrefixCacheAffinityRouter):
         return f"{given.get('cache_salt')}\n{mode}\n{text}"
 
 
-def prompt_text(prompt: Any) -> str:
+def prompt_text(prompt: object) -> str:
     """Return a text whose prefixes are those of a prompt, empty if it is not one that `Engine.submit` takes."""
     if isinstance(prompt, str):
         return prompt

@@ -24,11 +24,11 @@ class EngineReplica:
         As of `Engine`.
     """
 
-    def __init__(self, load: Callable[[], tuple[Any, Any]], **settings: Any) -> None:
+    def __init__(self, load: Callable[[], tuple[Any, object]], **settings: Any) -> None:
         model, tokenizer = load()
         self.engine = Engine(model, tokenizer, **settings).__enter__()
 
-    async def generate(self, prompt: Any, generation_mode: str | None = None, **settings: Any) -> Any:
+    async def generate(self, prompt: object, generation_mode: str | None = None, **settings: Any) -> Any:
         """Return the mode's output; see `Engine.submit` for the arguments and errors."""
         handle = self.engine.submit(prompt, generation_mode, **settings)
         try:
@@ -36,7 +36,9 @@ class EngineReplica:
         finally:
             handle.cancel()  # has an effect if the caller has cancelled
 
-    async def stream(self, prompt: Any, generation_mode: str | None = None, **settings: Any) -> AsyncIterator[RowText]:
+    async def stream(
+        self, prompt: object, generation_mode: str | None = None, **settings: Any
+    ) -> AsyncIterator[RowText]:
         """Yield text as it is generated, with its row and event; call it with `handle.options(stream=True)`."""
         handle: RequestHandle = self.engine.submit(prompt, generation_mode, **settings)
         try:
@@ -45,7 +47,7 @@ class EngineReplica:
         finally:
             handle.cancel()
 
-    async def stats(self) -> dict[str, Any]:
+    async def stats(self) -> dict[str, object]:
         """Return `Engine.stats` of the replica that receives the call, and its id as `replica`."""
         from ray import serve
 
@@ -61,14 +63,14 @@ class EngineReplica:
 
 
 def replicas(
-    load: Callable[[], tuple[Any, Any]],
+    load: Callable[[], tuple[Any, object]],
     num_replicas: int | str = 2,
     *,
     max_ongoing_requests: int = 64,
     imbalanced_threshold: int = 4,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     **settings: Any,
-) -> Any:
+) -> object:
     """Return a Ray Serve application of engines, for `serve.run` or as an argument of another deployment's `bind`.
 
     Parameters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from hf_parallel.engine.handle import RequestCancelledError
 from hf_parallel.engine.scheduler import Scheduler
@@ -44,7 +43,7 @@ class EngineStats:
     overhead_seconds: float
     """Part of them spent neither in the model nor in the code of the requests."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, float]:
         """Return the statistics as a plain dictionary."""
         return asdict(self)
 
