@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.layout import View, make_views
 from hf_parallel.training.masks import IMPLEMENTATION, block_mask, check_positions
 
+T = TypeVar("T")
 FLEX_FROM = 2048
 """Keys of a view from which on flex attention computes it on a GPU."""
 
@@ -63,13 +64,13 @@ class LayoutBatch:
         self._flex = flex
         self.to(device)
 
-    def to(self, device: torch.device | str, **_: Any) -> LayoutBatch:
+    def to(self, device: torch.device | str, **_: object) -> LayoutBatch:
         """Move the layout to a device, in place, as `torch.nn.Module.to` does."""
         for view in self.views:
             view.to(torch.device(device))
         return self
 
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self, *_: object) -> int:
         """Raise `ValueError`. A model that is not prepared calls this, or another one of these, before its layers."""
         raise ValueError(
             "the model of this batch is not prepared: call hf_parallel.training.prepare_model(model) first"
@@ -167,10 +168,11 @@ def _compiled_flex() -> Any:
 class _BatchView:
     """One view of each example, padded; `queries` and `keys` are `int64 [B, Q]` and `[B, K]`, padding is index T."""
 
-    def __init__(self, queries: Any, keys: Any, query_rotation: Any, key_rotation: Any, views: Sequence[View | None]):
+    def __init__(self, tables: Sequence[np.ndarray], views: Sequence[View | None]) -> None:
+        queries, self.query_rotation, keys, self.key_rotation = tables
         self.queries, self.keys = torch.from_numpy(queries), torch.from_numpy(keys)
-        self.query_rotation, self.key_rotation, self._views = query_rotation, key_rotation, views
-        self._cached: dict[Any, Any] = {}  # tables and masks on the device
+        self._views = views
+        self._cached: dict[Hashable, Any] = {}  # tables and masks on the device
 
     @classmethod
     def of(cls, examples: Sequence[ParallelExample], views: Sequence[View | None], length: int) -> _BatchView:
@@ -182,7 +184,7 @@ class _BatchView:
                 tables[0][row, :q], tables[2][row, :k] = view.queries, view.keys
                 tables[1][row, :q] = view.query_positions - example.position_ids[view.queries]
                 tables[3][row, :k] = view.key_positions - example.position_ids[view.keys]
-        return cls(tables[0], tables[2], tables[1], tables[3], views)
+        return cls(tables, views)
 
     def to(self, device: torch.device) -> None:
         if self.queries.device != device:
@@ -209,7 +211,7 @@ class _BatchView:
         shape = (self.queries.shape[1], self.keys.shape[1])
         return self._get(("flex", window), lambda: block_mask(self._views, shape, window, self.queries.device))
 
-    def _get(self, key: Any, make: Callable[[], Any]) -> Any:
+    def _get(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._cached:
             self._cached[key] = make()
         return self._cached[key]
@@ -245,7 +247,7 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 class _Active:
     """A layout in the place of the cache, for one forward pass of a model with this rotary embedding."""
 
-    def __init__(self, layout: LayoutBatch, model: nn.Module, capabilities: Capabilities) -> None:
+    def __init__(self, layout: LayoutBatch, model: PreTrainedModel, capabilities: Capabilities) -> None:
         moves = any(view.query_rotation.any() or view.key_rotation.any() for view in layout.views)
         if capabilities.rotary is None and (moves or len(layout.views) > 1):
             raise ValueError(f"the tokens of this batch move, but {capabilities.why_no_rotation}")
@@ -273,7 +275,7 @@ def _attention_forward(
     s_aux: torch.Tensor | None = None,
     parallel_layout: _Active | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[torch.Tensor, None]:
     """Attention function of the implementation: block attention over the layout, `sdpa` without one."""
     if parallel_layout is None:
         if softcap is not None or s_aux is not None:
@@ -290,7 +292,7 @@ def _attention_forward(
 AttentionInterface.register(IMPLEMENTATION, _attention_forward)
 
 
-def _make_mask(*args: Any, **kwargs: Any) -> Any:
+def _make_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Mask function of the implementation: that of `sdpa` for a batch without a layout."""
     return None if _has_layout.get() else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
 
@@ -299,7 +301,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, _make_mask)
 _has_layout = ContextVar("has_layout", default=False)
 
 
-def require_enabled(model: Any) -> Any:
+def require_enabled(model: nn.Module) -> Any:
     """Return the model inside wrappers. Raises `ValueError` if it is not enabled."""
     inner = unwrap(model)
     if not is_enabled(inner):
@@ -330,11 +332,13 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _deactivate(*_: Any) -> None:
+def _deactivate(*_: object) -> None:
     _has_layout.set(False)
 
 
-def _activate(capabilities: Capabilities, model: Any, args: Any, kwargs: Any) -> Any:
+def _activate(
+    capabilities: Capabilities, model: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
     """Pass the layout of a batch to the layers, before a forward pass."""
     layout = kwargs.get("past_key_values")
     if not isinstance(layout, LayoutBatch):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.validation import check_int, check_text
@@ -52,7 +53,7 @@ class DataCollatorForParallel:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         dialect: str | AnyDialect | None = None,
         *,
         max_length: int | None = None,
@@ -68,7 +69,7 @@ class DataCollatorForParallel:
         self.tokenizer, self.max_length = tokenizer, max_length
         self.packing, self.train_on_forced = packing, train_on_forced
 
-    def __call__(self, features: Sequence[ParallelExample | Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[ParallelExample | Mapping[str, object]]) -> dict[str, Any]:
         """Return the arguments of the model: `int64 [B, T]` each, and the layout.
 
         `labels` and `shift_labels` hold the target of each token at its own index, as its logits predict it.
@@ -91,7 +92,7 @@ class DataCollatorForParallel:
             batch["labels"][row, torch.from_numpy(example.target_queries)] = torch.from_numpy(example.target_ids)
         return {**batch, "shift_labels": batch["labels"], "past_key_values": LayoutBatch(examples)}
 
-    def _example(self, index: int, feature: ParallelExample | Mapping[str, Any]) -> ParallelExample:
+    def _example(self, index: int, feature: ParallelExample | Mapping[str, object]) -> ParallelExample:
         try:
             example = feature if isinstance(feature, ParallelExample) else self._read(feature)
         except (TypeError, ValueError) as error:

@@ -10,7 +10,9 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.config import ParallelConfig
@@ -178,7 +180,7 @@ class Builder:
         self.segments: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
         self.targets: list[tuple[int, int, int]] = []  # query, token, row
 
-    def append(self, at: Place, tokens: Sequence[int], row: int, is_target: bool = True) -> Place:
+    def append(self, at: Anchor, tokens: Sequence[int], row: int, is_target: bool = True) -> Anchor:
         """Append a block of tokens after a place. Return the place after it."""
         if not tokens:
             return at
@@ -192,11 +194,11 @@ class Builder:
         if is_target:
             queries = [at.last, *numbers[:-1]]
             self.targets += [(q, token, row) for q, token in zip(queries, tokens, strict=True) if q is not None]
-        return Place(view, at.position + n, numbers[-1])
+        return Anchor(view, at.position + n, numbers[-1])
 
 
 @dataclass(frozen=True)
-class Place:
+class Anchor:
     """Where text continues: what it sees, its position, and the token whose logits predict it (None: it is given)."""
 
     view: list[tuple[int, int, int]] = field(default_factory=list)
@@ -206,7 +208,7 @@ class Place:
 
 def lay_out(
     text: str,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     dialect: Dialect | SkeletonDialect,
     prompt: Sequence[int],
     train_on_forced: bool,
@@ -214,11 +216,11 @@ def lay_out(
     """Return the blocks of a text after the tokens of a prompt; see `ParallelExample.from_text`."""
     check_text("text", text)
     for tag in dialect.tags:
-        decoded = tokenizer.decode(encode(tokenizer, tag))
+        decoded = str(tokenizer.decode(encode(tokenizer, tag)))
         if decoded.strip() != tag.strip():
             raise ValueError(f"the tokenizer cannot encode {tag!r} of the dialect: its tokens are those of {decoded!r}")
     builder = Builder()
-    at = builder.append(Place(), prompt, 0, is_target=False)
+    at = builder.append(Anchor(), prompt, 0, is_target=False)
     if isinstance(dialect, Dialect):
         _Regions(builder, tokenizer, dialect, train_on_forced).place(parse(text, dialect), at, 0)
     else:
@@ -231,12 +233,14 @@ def lay_out(
 class _Regions:
     """Lays out the pieces of `parse`. Each branch is a row of its own."""
 
-    def __init__(self, builder: Builder, tokenizer: Any, dialect: Dialect, train_on_forced: bool) -> None:
+    def __init__(
+        self, builder: Builder, tokenizer: PreTrainedTokenizerBase, dialect: Dialect, train_on_forced: bool
+    ) -> None:
         self.builder, self.tokenizer, self.dialect = builder, tokenizer, dialect
         self.train_on_forced = train_on_forced
         self._rows = 0
 
-    def place(self, pieces: Sequence[Piece], at: Place, row: int) -> Place:
+    def place(self, pieces: Sequence[Piece], at: Anchor, row: int) -> Anchor:
         for piece in pieces:
             if piece.branches:
                 at = self._join(at, self._branches(piece.branches, at))
@@ -244,44 +248,46 @@ class _Regions:
                 at = self.builder.append(at, encode(self.tokenizer, piece.text), row)
         return at
 
-    def _branches(self, branches: Sequence[list[Piece]], at: Place) -> list[Place]:
-        ends: list[Place] = []
+    def _branches(self, branches: Sequence[list[Piece]], at: Anchor) -> list[Anchor]:
+        ends: list[Anchor] = []
         for first, *others in branches:
             self._rows += 1
             follows = self.dialect.positions == "concatenated" and ends
-            begin = Place(at.view, ends[-1].position if follows else at.position, at.last)
+            begin = Anchor(at.view, ends[-1].position if follows else at.position, at.last)
             tag, row = self.dialect.branch[0], self._rows
             begin = self.builder.append(begin, encode(self.tokenizer, tag), row, self.train_on_forced)
             ends.append(self.place([Piece(first.text.removeprefix(tag)), *others], begin, row))
         return ends
 
-    def _join(self, at: Place, ends: Sequence[Place]) -> Place:
+    def _join(self, at: Anchor, ends: Sequence[Anchor]) -> Anchor:
         """Return the place after branches; nothing predicts the token there."""
         if self.dialect.positions == "overlap":
             return moved(at, ends)
         view = [*at.view, *(block for end in ends for block in end.view[len(at.view) :])]
-        return Place(view, max(end.position for end in ends))
+        return Anchor(view, max(end.position for end in ends))
 
 
-def moved(at: Place, ends: Sequence[Place]) -> Place:
+def moved(at: Anchor, ends: Sequence[Anchor]) -> Anchor:
     """Return the place after branches that are seen one after the other."""
     view, position = list(at.view), at.position
     for end in ends:
         shift = position - at.position
         view += [(block, start + shift, n) for block, start, n in end.view[len(at.view) :]]
         position += end.position - at.position
-    return Place(view, position)
+    return Anchor(view, position)
 
 
 class _Skeletons:
     """Lays out answers with skeletons: a skeleton, which is dropped, its parts, and the text after them."""
 
-    def __init__(self, builder: Builder, tokenizer: Any, fmt: SkeletonDialect, train_on_forced: bool) -> None:
+    def __init__(
+        self, builder: Builder, tokenizer: PreTrainedTokenizerBase, fmt: SkeletonDialect, train_on_forced: bool
+    ) -> None:
         self.builder, self.tokenizer, self.format = builder, tokenizer, fmt
         self.train_on_forced = train_on_forced
         self._rows = 0
 
-    def place(self, text: str, at: Place) -> None:
+    def place(self, text: str, at: Anchor) -> None:
         fmt, begin = self.format, 0
         while (opened := text.find(fmt.branch_marker, begin)) >= 0:
             line = text.count("\n", 0, opened) + 1
@@ -293,7 +299,7 @@ class _Skeletons:
             begin = closed + len(fmt.terminator)
         self.builder.append(at, encode(self.tokenizer, text[begin:]), 0)
 
-    def _block(self, text: str, at: Place, line: int) -> Place:
+    def _block(self, text: str, at: Anchor, line: int) -> Anchor:
         fmt, builder = self.format, self.builder
         branches: list[tuple[str, str]] = []
         for part in text.split(fmt.branch_marker)[1:]:
@@ -308,7 +314,7 @@ class _Skeletons:
             raise ValueError(f"line {line}: {fmt.terminator} closes nothing")
         self._skeleton([prefix for prefix, _ in branches], at)
         marker = encode(self.tokenizer, fmt.branch_marker)[0]
-        ends: list[Place] = []
+        ends: list[Anchor] = []
         for prefix, content in branches:
             self._rows += 1
             begin = builder.append(at, encode(self.tokenizer, prefix), self._rows, self.train_on_forced)
@@ -321,7 +327,7 @@ class _Skeletons:
         joined = [t for prefix, content in branches for part in (prefix, content) for t in encode(self.tokenizer, part)]
         return builder.append(at, [*joined, *encode(self.tokenizer, fmt.terminator)], 0, is_target=False)
 
-    def _skeleton(self, prefixes: Sequence[str], at: Place) -> None:
+    def _skeleton(self, prefixes: Sequence[str], at: Anchor) -> None:
         """Append a skeleton. What the mode forces, ellipses and parts of markers, is no target.
 
         Ellipses as targets would contradict the branches: the first branch has the context of the first ellipsis.

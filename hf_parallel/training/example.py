@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.arguments import encode
+from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prompts import apply_template
 from hf_parallel.training.dialects import AnyDialect, get_dialect, lay_out
 
@@ -87,7 +89,7 @@ class ParallelExample:
         return len(self.input_ids)
 
     @classmethod
-    def from_output(cls, output: Any) -> ParallelExample:
+    def from_output(cls, output: ParallelOutput) -> ParallelExample:
         """Return the tokens of a run, in the order in which they were computed.
 
         Parameters
@@ -182,7 +184,7 @@ class ParallelExample:
     def from_text(
         cls,
         text: str,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         dialect: str | AnyDialect,
         prompt: Any = (),
         train_on_forced: bool = False,
@@ -357,7 +359,7 @@ class ParallelExample:
         return cls(**{field.name: np.asarray(values[field.name], np.int64) for field in fields(cls)})
 
 
-def as_ids(tokens: Any) -> list[int]:
+def as_ids(tokens: Iterable[int]) -> list[int]:
     """Return token ids as a list. Raises `ValueError` unless they are a 1-D tensor, array or list of integers."""
     ids = np.asarray(tokens.cpu() if isinstance(tokens, torch.Tensor) else tokens)
     if ids.ndim != 1 or not (ids.dtype.kind in "iu" or len(ids) == 0):
@@ -365,12 +367,12 @@ def as_ids(tokens: Any) -> list[int]:
     return ids.tolist()
 
 
-def _encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
+def _encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
     """Return the tokens of a prompt. A text gets the beginning-of-sequence token, if the tokenizer adds one."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         prompt = apply_template(prompt, tokenizer, add_generation_prompt=True)
     if not isinstance(prompt, str):
         return as_ids(prompt)
     tokens = encode(tokenizer, prompt)
-    bos: list[Any] = [getattr(tokenizer, "bos_token_id", None)]
+    bos = [tokenizer.bos_token_id]
     return bos + tokens if tokens[:1] != bos and tokenizer(prompt)["input_ids"][:1] == bos else tokens

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from accelerate import Accelerator
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from hf_parallel.generation.mixin import enable, unwrap
+from hf_parallel.generation.prompts import Chat
 from hf_parallel.generation.registry import MODES
 from hf_parallel.training.attention import prepare_model
 from hf_parallel.training.collator import DataCollatorForParallel
@@ -18,6 +22,9 @@ from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.masks import stock_mask
 from hf_parallel.training.rollouts import EXAMPLES, TEXTS, generate_rows
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
+
+Rows: TypeAlias = Sequence[tuple[tuple[int, ...], list[int]]]
+"""Prompts and completions."""
 
 
 class SharedPrefixLossMixin:
@@ -27,7 +34,7 @@ class SharedPrefixLossMixin:
     prompt should be in one: `per_device_train_batch_size` equal to the size of the generation batch.
     """
 
-    accelerator: Any
+    accelerator: Accelerator
     model: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,14 +45,14 @@ class SharedPrefixLossMixin:
 
     def _get_per_token_logps_and_entropies(
         self,
-        model: Any,
+        model: nn.Module,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         logits_to_keep: int,
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
-        **inputs: Any,
+        **inputs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """Return log-probabilities and entropies `[rows, logits_to_keep]`; see `trl.GRPOTrainer`. 0 for padding."""
         if compute_aux_loss or any(value is not None for value in inputs.values()):
@@ -68,12 +75,10 @@ class SharedPrefixLossMixin:
             entropies += found.entropy[0].split(counts) if compute_entropy else []
         return _padded(log_probs, logits_to_keep), _padded(entropies, logits_to_keep) if compute_entropy else None, None
 
-    def _inner(self, model: Any) -> Any:
+    def _inner(self, model: nn.Module) -> PreTrainedModel:
         return unwrap(self.accelerator.unwrap_model(model))
 
-    def _layout(
-        self, model: Any, rows: Sequence[tuple[tuple[int, ...], list[int]]], chosen: slice
-    ) -> tuple[dict[str, Any], list[Targets]]:
+    def _layout(self, model: nn.Module, rows: Rows, chosen: slice) -> tuple[Mapping[str, object], list[Targets]]:
         """Return arguments of the model for the chosen rows (prompt, completion), and the targets of each row."""
         inner = self._inner(model)
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -120,7 +125,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         return generate_rows(self, prompt_ids)
 
-    def _generate(self, prompts: Any) -> Any:
+    def _generate(self, prompts: list[str | Chat]) -> tuple[Any, ...]:
         prompt_ids, completion_ids, tool_mask, completions, logprobs, fields, *rest = super()._generate(prompts)
         self._examples = fields.pop(EXAMPLES, None)
         if self._examples is not None:  # TRL has decoded the tokens of all rows in the order of sampling
@@ -128,7 +133,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             completions = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
         return prompt_ids, completion_ids, tool_mask, completions, logprobs, fields, *rest
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._inputs = None
         output = super()._generate_and_score_completions(inputs)
         if self._examples is not None:
@@ -137,7 +142,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             self._log_difference(computed, output)
         return output
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         self._examples, self._inputs = inputs.get(EXAMPLES), inputs
         if not self.use_vllm:  # TRL's own `generate` gives no such log-probabilities: they are for the metric alone
             inputs = {name: value for name, value in inputs.items() if name != "sampling_per_token_logps"}
@@ -149,12 +154,12 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             self._log_difference(found[0].detach(), self._inputs)
         return found
 
-    def _layout(self, model: Any, rows: Any, chosen: slice) -> tuple[dict[str, Any], list[Targets]]:
+    def _layout(self, model: nn.Module, rows: Rows, chosen: slice) -> tuple[Mapping[str, object], list[Targets]]:
         if self._examples is None:
             return super()._layout(model, rows, chosen)
         examples = self._examples[chosen]
         inner = prepare_model(enable(self._inner(model)))
-        batch = DataCollatorForParallel(self.processing_class)(examples)
+        batch = DataCollatorForParallel(self.processing_class)(examples)  # type: ignore[arg-type] # a tokenizer
         names = "input_ids", "position_ids", "past_key_values"
         targets = [
             Targets(row, example.target_queries.tolist(), example.target_ids.tolist())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask
+from transformers import PretrainedConfig
 
 from hf_parallel.models.capabilities import max_positions
 from hf_parallel.training.example import ParallelExample
@@ -17,16 +18,17 @@ IMPLEMENTATION = "hf_parallel_train"
 """Name of the attention implementation of `attention.py`, which is `sdpa` without a layout."""
 SUPPORTED = ("sdpa", "eager", "flex_attention", IMPLEMENTATION)
 """Attention implementations that take such a mask."""
+Mask: TypeAlias = torch.Tensor | BlockMask
 TILE = 128
 """Queries and keys of a tile of a `BlockMask`."""
 
 
 def stock_mask(
     examples: ParallelExample | Sequence[ParallelExample],
-    config: Any,
+    config: PretrainedConfig,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-) -> Any:
+) -> Mask | dict[str, Mask]:
     """Return the argument `attention_mask` of a model for examples whose keys never move.
 
     Together with the examples' `input_ids` and `position_ids`, padded to the longest of `T` tokens, stock attention
@@ -61,7 +63,7 @@ def stock_mask(
     batch = [examples] if isinstance(examples, ParallelExample) else list(examples)
     views, length = [_stock_view(example) for example in batch], max(map(len, batch))
     check_positions(1 + max(int(example.position_ids.max()) for example in batch), config)
-    masks: dict[str, Any] = {}
+    masks: dict[str, Mask] = {}
     for kind, window in windows(config).items():
         if implementation == "flex_attention":
             masks[kind] = block_mask(views, (length, length), window, device, _slots(views, length))
@@ -101,7 +103,7 @@ def _dense_masks(views: Sequence[View], length: int, window: int | None) -> np.n
     return masks
 
 
-def check_positions(num_positions: int, config: Any) -> None:
+def check_positions(num_positions: int, config: PretrainedConfig) -> None:
     """Raise `ValueError` if an example needs more positions than a model has."""
     limit = max_positions(config)
     if limit is not None and num_positions > limit:
@@ -110,7 +112,7 @@ def check_positions(num_positions: int, config: Any) -> None:
         )
 
 
-def windows(config: Any) -> dict[str, int | None]:
+def windows(config: PretrainedConfig) -> dict[str, int | None]:
     """Return the sliding window of each type of layer of a model's config; None: full attention."""
     text = config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
@@ -177,20 +179,23 @@ def block_mask(
         of_tokens = np.zeros((rows, touched.shape[2], -(-shape[1] // TILE)), bool)
         of_tokens[example, slots[example, token, copy] // TILE, token // TILE] = True
         touched, full = touched @ of_tokens, full @ of_tokens
-    tables = (begins, ends, query_positions, key_positions, slots)
+    tables = [torch.from_numpy(table).to(device) for table in (begins, ends, query_positions, key_positions)]
+    own = None if slots is None else torch.from_numpy(slots).to(device)
     return BlockMask.from_kv_blocks(
         *_ordered(touched, device),
         *_ordered(full, device),
         BLOCK_SIZE=TILE,
-        mask_mod=_mask_mod(window, *(None if t is None else torch.from_numpy(t).to(device) for t in tables)),
+        mask_mod=_mask_mod(window, own, *tables),
         seq_lengths=shape,
     )
 
 
 def _mask_mod(
-    window: int | None, begins: Any, ends: Any, query_positions: Any, key_positions: Any, slots: Any
-) -> Callable[[Any, Any, Any, Any], Any]:
-    def is_seen(b: Any, q: Any, key: Any) -> Any:
+    window: int | None, slots: torch.Tensor | None, *tables: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    begins, ends, query_positions, key_positions = tables
+
+    def is_seen(b: torch.Tensor, q: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         seen = (begins[b, q, 0] <= key) & (key < ends[b, q, 0])
         for g in range(1, begins.shape[2]):
             seen = seen | ((begins[b, q, g] <= key) & (key < ends[b, q, g]))
@@ -198,7 +203,7 @@ def _mask_mod(
             seen = seen & (query_positions[b, q] - key_positions[b, key] < window)
         return seen
 
-    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         if slots is None:
             return is_seen(b, q, k)
         seen = is_seen(b, q, slots[b, k, 0])

@@ -9,21 +9,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
+from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
 from hf_parallel.generation.config import make_config
-from hf_parallel.generation.prompts import encode_task
+from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.prompts import Chat, encode_task
 from hf_parallel.training.attention import require_enabled
 from hf_parallel.training.example import ParallelExample
 
 EXAMPLES, TEXTS = "parallel_examples", "parallel_texts"
 """Fields of the dictionary that a `rollout_func` returns: layout and text of each completion."""
 
-RolloutFunc = Callable[[Sequence[Any], Any], dict[str, list[Any]]]
+RolloutFunc = Callable[[Sequence[str | Chat], GRPOTrainer], dict[str, list[object]]]
 
 
 def make_rollout_func(
-    generation_mode: str, *, chat_template_kwargs: Mapping[str, Any] | None = None, **settings: Any
+    generation_mode: str, *, chat_template_kwargs: Mapping[str, object] | None = None, **settings: Any
 ) -> RolloutFunc:
     """Return a `rollout_func` for `SharedPrefixGRPOTrainer` whose completions are runs of a mode.
 
@@ -55,11 +58,11 @@ def make_rollout_func(
     if config.seed is not None:
         raise ValueError(f"seed must be None, or all completions of a prompt are equal; got {config.seed!r}")
 
-    def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+    def rollout(prompts: Sequence[str | Chat], trainer: Any) -> dict[str, list[object]]:
         if not getattr(trainer, "computes_layouts", False):
             raise ValueError(f"runs of {config.mode} need a SharedPrefixGRPOTrainer, got {type(trainer).__name__}")
         names = ("prompt_ids", "completion_ids", "logprobs", EXAMPLES, TEXTS)
-        found: dict[str, list[Any]] = {name: [] for name in names}
+        found: dict[str, list[object]] = {name: [] for name in names}
         tokenizer = trainer.processing_class
         encoded = [encode_task(config, prompt, tokenizer, chat_template_kwargs) for prompt in prompts]
         built = [one["input_ids"][0].tolist() for one in encoded]
@@ -94,7 +97,7 @@ def generate_rows(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> tuple[li
 
 
 @contextmanager
-def _generating(trainer: Any) -> Iterator[Callable[..., Any]]:
+def _generating(trainer: Any) -> Iterator[Callable[..., ParallelOutput]]:
     """Yield `generate` of the trainer's model, with its generation arguments."""
     args = trainer.args
     with (
@@ -111,14 +114,14 @@ def _generating(trainer: Any) -> Iterator[Callable[..., Any]]:
         generation_config = copy.deepcopy(trainer.generation_config)
         generation_config.return_dict_in_generate = True
 
-        def generate(**given: Any) -> Any:
+        def generate(**given: object) -> ParallelOutput:
             given = {name: v.to(model.device) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
             return model.generate(**given, generation_config=generation_config)
 
         yield generate
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, torch.Tensor]:
+def _left_padded(prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
     """Return `input_ids` and `attention_mask`, int64 `[prompts, length]`."""
     length, pad = max(map(len, prompts)), tokenizer.pad_token_id
     padding = [length - len(ids) for ids in prompts]
@@ -128,10 +131,10 @@ def _left_padded(prompts: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, 
     }
 
 
-def _text(output: Any, prompt: int, tokenizer: Any) -> str:
+def _text(output: ParallelOutput, prompt: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of the run of a prompt."""
     if transcripts := getattr(output, "transcripts", None):
         return transcripts[prompt]
     record, rows = output.record, range(len(output.sequences))
     row = next(row for row in rows if record.place(row)[0] == prompt)
-    return tokenizer.decode(output.sequences[row, record.begin : record.lengths[row]], skip_special_tokens=True)
+    return str(tokenizer.decode(output.sequences[row, record.begin : record.lengths[row]], skip_special_tokens=True))

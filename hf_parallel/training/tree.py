@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_parallel.training.example import ParallelExample, as_ids
-from hf_parallel.training.masks import stock_mask
+from hf_parallel.training.masks import Mask, stock_mask
 
 
 class Targets(NamedTuple):
@@ -24,7 +24,10 @@ class Targets(NamedTuple):
 
 
 def tree_logprobs(
-    model: PreTrainedModel, prompt_ids: Any, completions: Sequence[Any], temperature: float = 1.0
+    model: PreTrainedModel,
+    prompt_ids: Any,
+    completions: Sequence[torch.Tensor | Sequence[int]],
+    temperature: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return the log-probability of each token of each completion, with gradients.
 
@@ -73,8 +76,8 @@ def tree_logprobs(
 
 
 def tree_batch(
-    examples: Sequence[ParallelExample], config: Any, dtype: torch.dtype, device: torch.device | str
-) -> dict[str, Any]:
+    examples: Sequence[ParallelExample], config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Mask | dict[str, Mask]]:
     """Return arguments of a model with stock attention for examples whose keys never move, padded to the longest one.
 
     `input_ids` and `position_ids` are int64 `[B, T]`, `attention_mask` is that of `stock_mask` for a batch.
@@ -89,12 +92,12 @@ def tree_batch(
 
 
 @contextmanager
-def computing_targets(model: Any, targets: Sequence[Targets]) -> Iterator[None]:
+def computing_targets(model: PreTrainedModel, targets: Sequence[Targets]) -> Iterator[None]:
     """Pass the hidden states of the targets alone, `[1, N, hidden_size]`, to the head of a model."""
     rows = torch.tensor([row.row for row in targets for _ in row.queries], dtype=torch.int64)
     queries = torch.tensor([query for row in targets for query in row.queries], dtype=torch.int64)
 
-    def select(module: Any, args: Any, output: Any) -> Any:
+    def select(module: torch.nn.Module, args: object, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state[rows, queries][None]
         return output
 
