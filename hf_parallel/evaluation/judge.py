@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.generation.prompts import render_prompt
 from hf_parallel.generation.validation import check_int
@@ -149,15 +150,18 @@ def openai_completer(model: str, base_url: str | None = None, api_key: str | Non
     client = OpenAI(base_url=base_url, api_key=api_key)
 
     def complete(prompt: str) -> str:
-        messages: Any = [{"role": "user", "content": prompt}]
-        reply = client.chat.completions.create(model=model, messages=messages, **settings)
+        reply = client.chat.completions.create(model=model, messages=[{"role": "user", "content": prompt}], **settings)
         return reply.choices[0].message.content or ""
 
     return complete
 
 
 def local_completer(
-    model: Any, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, **settings: Any
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template_kwargs: Mapping[str, object] | None = None,
+    **settings: object,
 ) -> Complete:
     """Return a function that asks a Transformers model, through its chat template if it has one.
 
@@ -173,8 +177,7 @@ def local_completer(
         inputs = inputs.to(model.device)
         with torch.inference_mode():
             generated = model.generate(**inputs, **settings)
-        text: str = tokenizer.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return text
+        return str(tokenizer.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
     return complete
 

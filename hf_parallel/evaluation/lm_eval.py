@@ -33,6 +33,7 @@ from hf_parallel.models.loading import check_model_folder
 
 try:
     from lm_eval import utils
+    from lm_eval.api.instance import Instance
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -83,7 +84,7 @@ class ParallelLM(HFLM):
 
     def __init__(
         self,
-        pretrained: Any = None,
+        pretrained: object = None,
         generation_mode: str = PLAIN_MODE,
         max_batch_tokens: int = PREFILL_CHUNK,
         **kwargs: Any,
@@ -148,7 +149,7 @@ class ParallelLM(HFLM):
                 on_scored=add,
             )
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text, computed in windows of `max_length` tokens."""
         windows = [self._windows(request.args[0]) for request in requests]
         rows = [(None, *window) for of_text in windows for window in of_text]
@@ -164,7 +165,7 @@ class ParallelLM(HFLM):
         windows = utils.get_rolling_token_windows(tokens, prefix, max_seq_len=limit, context_len=1)
         return [utils.make_disjoint_window(window) for window in windows]
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return a text for each request.
 
         Requests with equal `gen_kwargs` are generated together. Equal requests share all of their prompt; without
@@ -206,7 +207,7 @@ class ParallelLM(HFLM):
 class _Generation:
     """Requests with equal `gen_kwargs`: their mode, settings and stop texts, and the cache of their prompts."""
 
-    def __init__(self, lm: ParallelLM, gen_kwargs: Any, drawn: int) -> None:
+    def __init__(self, lm: ParallelLM, gen_kwargs: object, drawn: int) -> None:
         if not isinstance(gen_kwargs, dict):
             raise ValueError(f"gen_kwargs must be a dict, got {gen_kwargs!r}")
         self.lm = lm
@@ -291,24 +292,24 @@ class _Generation:
         return [postprocess_generated_text(text, self.stops, marker) for text in texts]
 
 
-def _known_mode(mode: Any) -> str:
+def _known_mode(mode: object) -> str:
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"generation_mode must be one of {sorted(MODES)}, got {mode!r}{suggestion(mode, MODES)}")
     return mode
 
 
-def _check_batch_sizes(given: Mapping[str, Any]) -> None:
+def _check_batch_sizes(given: Mapping[str, object]) -> None:
     """Raise `ValueError` unless the batch sizes are at least 1; the command gives texts."""
     for name in ("batch_size", "max_batch_size"):
         value = given.get(name)
         if name == "batch_size" and str(value).startswith("auto"):
             continue
-        if value is not None and not (str(value).isdecimal() and int(value) >= 1):
+        if value is not None and not (str(value).isdecimal() and int(str(value)) >= 1):
             choice = " or 'auto'" if name == "batch_size" else ""
             raise ValueError(f"{name} must be an int of at least 1{choice}, got {value!r}")
 
 
-def _check_others(mode: str, given: Mapping[str, Any]) -> None:
+def _check_others(mode: str, given: Mapping[str, object]) -> None:
     """Raise `ValueError` for a name that is neither a setting of the mode nor an argument of `HFLM`."""
     check_setting_names(MODES[mode], given, _OWN_ARGUMENTS)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
-from hf_parallel.evaluation.results import label_of
+from hf_parallel.evaluation.results import Result, label_of
 
 PLOTS = {
     "accuracy_by_passes": ("budget", "score", "budget of forward passes", "accuracy"),
@@ -26,7 +25,7 @@ MARKERS = "os^Dv*"
 """Markers of the lines, which are hollow, so that all are seen where lines coincide."""
 
 
-def save_plots(rows: Sequence[Mapping[str, Any]], folder: str | Path, suffix: str = "png") -> list[Path]:
+def save_plots(rows: Sequence[Result], folder: str | Path, suffix: str = "png") -> list[Path]:
     """Draw all plots of a table, with standard errors, and return the paths of the files.
 
     Parameters
@@ -58,12 +57,12 @@ def check_matplotlib() -> None:
         raise ImportError("plots need matplotlib, which is not installed: pip install 'hf_parallel[eval]'") from error
 
 
-def _save(rows: Sequence[Mapping[str, Any]], path: Path, x: str, y: str, x_label: str, y_label: str) -> Path:
+def _save(rows: Sequence[Result], path: Path, x: str, y: str, x_label: str, y_label: str) -> Path:
     check_matplotlib()
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    lines: dict[str, list[Mapping[str, Any]]] = {}
+    lines: dict[str, list[Result]] = {}
     for row in rows:
         label = f"{row['task']} {label_of(row)}" if len(tasks) > 1 else label_of(row)
         lines.setdefault(label, []).append(row)

@@ -54,10 +54,10 @@ COLUMNS = {
 """Columns of a table with their headings."""
 
 Result: TypeAlias = dict[str, Any]
-"""One line of a file: the fields of `KEY`, the measured ones and the text."""
+"""Line of a file (the fields of `KEY`, `MEASURED` and the text), or row of a table (the fields of `COLUMNS`)."""
 
 
-def key_of(result: Mapping[str, Any]) -> str:
+def key_of(result: Result) -> str:
     """Return what identifies a result, as text."""
     return json.dumps([result[name] for name in KEY], sort_keys=True)
 
@@ -85,7 +85,7 @@ class ResultStore:
         If another process writes to the file.
     """
 
-    def __init__(self, folder: str | Path, header: Mapping[str, Any], rank: int = 0) -> None:
+    def __init__(self, folder: str | Path, header: Mapping[str, object], rank: int = 0) -> None:
         self.folder = Path(folder)
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"output must be a folder, but {self.folder} is a file")
@@ -105,7 +105,7 @@ class ResultStore:
             self._lock.release()
             raise
 
-    def _open(self, header: Mapping[str, Any]) -> list[Result]:
+    def _open(self, header: Mapping[str, object]) -> list[Result]:
         first = json.dumps({"format": FORMAT, "version": VERSION, **header}, sort_keys=True) + "\n"
         if not self.path.exists() or next(_read(self.path), None) is None:  # new, or of a sweep that has failed
             write_atomically(self.path, first)
@@ -113,10 +113,10 @@ class ResultStore:
         os.truncate(self.path, len(read_lines(self.path)[0].encode()))
         return found
 
-    def __contains__(self, result: Mapping[str, Any]) -> bool:
+    def __contains__(self, result: Result) -> bool:
         return key_of(result) in self._results
 
-    def get(self, result: Mapping[str, Any]) -> Result | None:
+    def get(self, result: Result) -> Result | None:
         """Return the stored result with the same key; None if there is none."""
         return self._results.get(key_of(result))
 
@@ -151,28 +151,27 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("results.rank*.jsonl"))
 
 
-def _read(path: Path, expected: Mapping[str, Any] | None = None) -> Iterator[Result]:
+def _read(path: Path, expected: Mapping[str, object] | None = None) -> Iterator[Result]:
     """Yield the results of a file. A last line without an end is ignored: a process may be writing it."""
-    header: Any = None
+    header: dict[str, object] = {}
     for number, line in enumerate(read_lines(path)[0].splitlines() or [""], start=1):
         where = f"{path}, line {number}"
         entry = parse_json(line, where)
         if number == 1:
-            _check_format(path, entry)
-            header = entry
+            header = _check_format(path, entry)
             continue
         if number == 2 and expected is not None:
             _check_header(path, header, expected)
-        check_fields(entry, _FIELDS, where)
-        yield entry
+        yield check_fields(entry, _FIELDS, where)
 
 
-def _check_format(path: Path, header: Any) -> None:
+def _check_format(path: Path, header: object) -> dict[str, object]:
     if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != VERSION:
         raise ValueError(f"{path} must begin with the format {FORMAT!r} and version {VERSION}, got {str(header)[:80]}")
+    return header
 
 
-def _check_header(path: Path, header: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _check_header(path: Path, header: Mapping[str, object], expected: Mapping[str, object]) -> None:
     for name in sorted({*header, *expected}):
         stored, given = header.get(name), expected.get(name)
         if stored != given:
@@ -190,12 +189,12 @@ def _check_header(path: Path, header: Mapping[str, Any], expected: Mapping[str, 
 # The table
 
 
-def group_of(result: Mapping[str, Any]) -> tuple[str, str, str, int]:
+def group_of(result: Result) -> tuple[str, str, str, int]:
     """Return what the results of a row of the table have in common: task, mode, settings and budget."""
     return result["task"], result["mode"], json.dumps(result["settings"], sort_keys=True), result["budget"]
 
 
-def table(results: Iterable[Result]) -> list[dict[str, Any]]:
+def table(results: Iterable[Result]) -> list[Result]:
     """Return the mean results for each task, mode, settings and budget: one row each, in order of appearance.
 
     `score` is the mean over problems of their mean scores, and `error` its standard error. Samples of a problem are not
@@ -207,29 +206,29 @@ def table(results: Iterable[Result]) -> list[dict[str, Any]]:
         groups.setdefault(group_of(result), []).append(result)
     rows = []
     for (task, mode, settings, budget), found in groups.items():
-        of_problem: dict[tuple[Any, ...], list[float]] = {}
+        of_problem: dict[tuple[object, ...], list[float]] = {}
         for result in found:
             of_problem.setdefault((result["index"], result["problem"]), []).append(result["score"])
         means = [statistics.fmean(scores) for scores in of_problem.values()]
         error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
-        row: dict[str, Any] = {"task": task, "mode": mode, "settings": json.loads(settings), "budget": budget}
+        row: Result = {"task": task, "mode": mode, "settings": json.loads(settings), "budget": budget}
         row |= {"problems": len(means), "generations": len(found), "score": statistics.fmean(means), "error": error}
         measured = [name for name in MEASURED if name != "score"]
         rows.append(row | {name: statistics.fmean(result[name] for result in found) for name in measured})
     return rows
 
 
-def label_of(row: Mapping[str, Any]) -> str:
+def label_of(row: Result) -> str:
     """Return the mode and settings of a row in words."""
     return " ".join([row["mode"], settings_text(row["settings"])]).strip()
 
 
-def settings_text(settings: Mapping[str, Any]) -> str:
+def settings_text(settings: Mapping[str, object]) -> str:
     """Return settings as on the command line."""
     return " ".join(f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in sorted(settings.items()))
 
 
-def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def format_table(rows: Sequence[Result]) -> str:
     """Return the rows of `table` as plain text."""
     lines = [list(COLUMNS.values()), *([_cell(name, row[name]) for name in COLUMNS] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

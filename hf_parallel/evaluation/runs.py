@@ -44,7 +44,7 @@ class Run:
     """
 
     mode: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.mode == NO_MODE:
@@ -75,7 +75,7 @@ class Run:
             {name: value for name, value in chosen.items() if name in fields},
         )
 
-    def generation(self) -> dict[str, Any]:
+    def generation(self) -> dict[str, object]:
         """Return the settings of `generate`."""
         config = self.config()
         return {name: v for name, v in self.settings.items() if config is None or name not in config.fields()}
@@ -125,7 +125,7 @@ def check_sweep(
     problems: Sequence[Problem],
     runs: Sequence[Run],
     budgets: Sequence[int],
-    generation: Mapping[str, Any],
+    generation: Mapping[str, object],
     seed: int,
     **counts: int,
 ) -> None:

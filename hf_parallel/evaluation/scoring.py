@@ -85,8 +85,8 @@ class _Targets:
 
 def loglikelihoods(
     model: PreTrainedModel,
-    contexts: Sequence[Any],
-    continuations: Sequence[Any],
+    contexts: Sequence[Sequence[int] | np.ndarray | torch.Tensor],
+    continuations: Sequence[Sequence[int] | np.ndarray | torch.Tensor],
     cache: SharedPrefixCache | None = None,
     max_batch_tokens: int = PREFILL_CHUNK,
     softmax_dtype: torch.dtype | None = None,
@@ -145,7 +145,7 @@ def loglikelihoods(
     arguments.check_prepares_own_inputs(inner)  # type: ignore[arg-type]
     rows = _make_rows(inner, contexts, continuations)
     scorer = _Scorer(inner, cache, max_batch_tokens, softmax_dtype)
-    scores: list[Any] = [None] * len(rows)
+    scores: dict[int, Score] = {}
 
     def add(index: int, score: Score) -> None:
         scores[index] = score
@@ -155,10 +155,14 @@ def loglikelihoods(
     scorer.run(rows, add)
     if stats is not None:
         stats.add(scorer.stats)
-    return scores
+    return [scores[index] for index in range(len(rows))]
 
 
-def _make_rows(model: Any, contexts: Sequence[Any], continuations: Sequence[Any]) -> list[_Row]:
+def _make_rows(
+    model: Any,
+    contexts: Sequence[Sequence[int] | np.ndarray | torch.Tensor],
+    continuations: Sequence[Sequence[int] | np.ndarray | torch.Tensor],
+) -> list[_Row]:
     if len(contexts) != len(continuations):
         raise ValueError(f"got {len(contexts)} contexts, but {len(continuations)} continuations")
     vocabulary, limit = vocabulary_size(model), model._parallel_capabilities.max_length
@@ -175,7 +179,7 @@ def _make_rows(model: Any, contexts: Sequence[Any], continuations: Sequence[Any]
     return rows
 
 
-def _as_ids(name: str, tokens: Any, vocabulary: int) -> np.ndarray:
+def _as_ids(name: str, tokens: Sequence[int] | np.ndarray | torch.Tensor, vocabulary: int) -> np.ndarray:
     ids = np.asarray(tokens.cpu() if isinstance(tokens, torch.Tensor) else tokens)
     if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
         raise ValueError(f"{name} must be a 1-D tensor or list of at least one token id, got {tokens!r}")
@@ -189,7 +193,11 @@ class _Scorer:
     """One call: computes the tree of all rows, and their scores."""
 
     def __init__(
-        self, model: Any, cache: SharedPrefixCache | None, max_batch_tokens: int, softmax_dtype: torch.dtype | None
+        self,
+        model: Any,
+        cache: SharedPrefixCache | None,
+        max_batch_tokens: int,
+        softmax_dtype: torch.dtype | None,
     ) -> None:
         self.model, self.max_tokens, self.softmax_dtype = model, max_batch_tokens, softmax_dtype
         self.is_kept = cache is not None

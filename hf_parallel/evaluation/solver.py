@@ -14,15 +14,18 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_parallel.engine import Engine
+from hf_parallel.engine import Engine, RequestHandle
 from hf_parallel.evaluation.results import Result
 from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, Finisher, Run
 from hf_parallel.evaluation.tasks import Problem
 from hf_parallel.evaluation.written import Written, written_until
 from hf_parallel.generation.arguments import encode
+from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.modes import find_answer, find_matches, majority
 from hf_parallel.generation.prompts import build_prompt, encode_task
+from hf_parallel.transcript.record import Record
 
 
 @dataclass(eq=False)
@@ -59,13 +62,13 @@ class PassClock:
 
     def __init__(self) -> None:
         self.times: list[float] = []  # seconds, as `time.perf_counter` counts them
-        self._record: Any = None
+        self._record: Record | None = None
 
-    def begin_call(self, call: Any) -> None:
+    def begin_call(self, call: GenerationCall) -> None:
         """Receive the call."""
         self._record = call.record
 
-    def put(self, value: Any) -> None:
+    def put(self, value: object) -> None:
         """Receive tokens."""
         self._tick()
 
@@ -97,8 +100,8 @@ class Solver:
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         largest: int,
         finisher: Finisher,
         generation: Mapping[str, Any],
@@ -115,8 +118,9 @@ class Solver:
         configs = [one.run.config() for one in generations]
         rows = self.concurrent * max(1 if config is None else config.max_rows_per_prompt for config in configs)
         finishers = rows * max(len(one.budgets) for one in generations)
-        limits: dict[str, Any] = {"max_rows": max(rows, 64), "max_waiting": max(rows, finishers)}
-        with Engine(self.model, self.tokenizer, self.max_kv_bytes, **limits) as engine:
+        with Engine(
+            self.model, self.tokenizer, self.max_kv_bytes, max_rows=max(rows, 64), max_waiting=max(rows, finishers)
+        ) as engine:
             for _, group in groupby(generations, key=lambda one: id(one.run)):
                 of_run = list(group)
                 for begin in range(0, len(of_run), self.concurrent):
@@ -130,7 +134,7 @@ class Solver:
         attempts, finishing = [], []
         for one, clock, handle, output in zip(batch, clocks, handles, outputs, strict=True):
             transcript = output.to_dict(self.tokenizer)
-            started = handle.times.started
+            started = handle.times.started or 0.0
             attempts.append([self._attempt(one, transcript, budget, clock, started) for budget in one.budgets])
             finishing.append(self._finish(engine, one, output.record.prompts[0], attempts[-1]))
         for one, tried, conclusions in zip(batch, attempts, finishing, strict=True):
@@ -142,7 +146,7 @@ class Solver:
                 for attempt, (text, answered) in zip(tried, chosen, strict=True)
             ]
 
-    def _submit(self, engine: Engine, one: Generation, clock: PassClock) -> Any:
+    def _submit(self, engine: Engine, one: Generation, clock: PassClock) -> RequestHandle:
         config = one.run.config(one.problem.answer_pattern)
         settings = {**self.generation, **one.run.generation()}
         template = settings.pop(TEMPLATE, None)
@@ -166,7 +170,9 @@ class Solver:
         texts = [row.rstrip() for row in written.rows] if votes else [written.text]
         return _Attempt(budget, written, seconds, texts)
 
-    def _finish(self, engine: Engine, one: Generation, prompt: Any, attempts: Sequence[_Attempt]) -> dict[str, Any]:
+    def _finish(
+        self, engine: Engine, one: Generation, prompt: torch.Tensor, attempts: Sequence[_Attempt]
+    ) -> dict[str, RequestHandle]:
         """Submit early finishers of the texts without a final answer; return their handles by text."""
         suffix = self.finisher.prompt_for(one.problem)
         texts = dict.fromkeys(text for attempt in attempts for text in attempt.texts) if suffix else {}
@@ -180,7 +186,7 @@ class Solver:
             if not one.problem.has_answer(text)
         }
 
-    def _conclusion(self, one: Generation, handle: Any) -> str:
+    def _conclusion(self, one: Generation, handle: RequestHandle) -> str:
         """Return the text of an early finisher up to the end of its answer, with its prompt."""
         (text,) = handle.result().answer_texts(self.tokenizer)
         prompt = self.finisher.prompt_for(one.problem)

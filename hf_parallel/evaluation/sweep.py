@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from hf_parallel.cache.fingerprint import fingerprint
@@ -29,8 +29,8 @@ PROCESS_TIMEOUT = timedelta(weeks=4)
 
 
 def sweep(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
     runs: Sequence[Run] = (Run(),),
     budgets: Sequence[int] = (256,),
@@ -42,7 +42,7 @@ def sweep(
     concurrent: int = 8,
     max_kv_bytes: int | None = None,
     progress: bool = False,
-    **generation: Any,
+    **generation: object,
 ) -> list[Result]:
     """Solve problems in several modes and score what was written within each budget of decode passes.
 
@@ -138,7 +138,7 @@ def sweep(
             results += [result for result in stored.values() if result is not None]
             one.budgets = [budget for budget, result in stored.items() if result is None]
         todo = [one for one in own if one.budgets]
-        counts: dict[str, Any] = {"total": len(own), "initial": len(own) - len(todo), "unit": " generations"}
+        counts: dict[str, object] = {"total": len(own), "initial": len(own) - len(todo), "unit": " generations"}
         is_hidden = not progress or not state.is_main_process
         with warnings.catch_warnings(), logging.tqdm(**counts, disable=is_hidden) as bar:
             # of modes that find no final answer: `answered` says so
@@ -155,7 +155,7 @@ def sweep(
     return [found[key] for key in keys]
 
 
-def _defaults(model: Any) -> dict[str, Any]:
+def _defaults(model: PreTrainedModel) -> dict[str, object]:
     """Return the settings that a model's generation config gives to all runs, with the name of its presets."""
     settings = json.loads(model.generation_config.to_json_string())
     return {name: value for name, value in settings.items() if name != "transformers_version"}

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from hf_parallel.generation.validation import check_int
 
@@ -171,7 +171,7 @@ def run_code(
     )
 
 
-def limits(folder: Path | str, seconds: int, max_memory: int, writable: bool) -> dict[str, Any]:
+def limits(folder: Path | str, seconds: int, max_memory: int, writable: bool) -> dict[str, object]:
     """Return the settings of `run_child.restrict`; `seconds` of CPU time."""
     own = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix} - {"/usr", "/usr/local", "/"}
     return {

@@ -87,7 +87,7 @@ def restrict(settings: dict[str, Any]) -> list[str]:
             enforced.append(f"limits.{name}")
     hook = _hook(settings)
     done: list[str] = []
-    steps: dict[str, Callable[[], Any]] = {
+    steps: dict[str, Callable[[], object]] = {
         "one thread": _check_threads,
         "capabilities": _drop_capabilities,
         "landlock": lambda: _restrict_files(settings),
@@ -175,7 +175,7 @@ def _filter_system_calls(hide_links: bool) -> None:
     _check(_libc.prctl(22, 2, filters, 0, 0))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
-def _hook(settings: dict[str, Any]) -> Callable[[str, tuple[Any, ...]], None]:
+def _hook(settings: dict[str, Any]) -> Callable[[str, tuple[object, ...]], None]:
     """Return an audit hook that refuses what the kernel refuses, as far as Python's audit events show it."""
     folder, writable = os.path.realpath(settings["folder"]), settings["writable"]
     readable = [os.path.realpath(path) for path in settings["readable"]]
@@ -187,7 +187,7 @@ def _hook(settings: dict[str, Any]) -> Callable[[str, tuple[Any, ...]], None]:
         full = realpath(fsdecode(path))
         return any(full == one or full.startswith(one.rstrip("/") + "/") for one in folders)
 
-    def guard(event: str, arguments: tuple[Any, ...]) -> None:
+    def guard(event: str, arguments: tuple[object, ...]) -> None:
         bad = event.startswith(REFUSED)
         if event == "open" and not isinstance(arguments[0], int):
             changes = isinstance(arguments[2], int) and arguments[2] & changing

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -129,7 +129,7 @@ def load_problems(
     return problems
 
 
-def check_task(task: str, options: Mapping[str, Any]) -> None:
+def check_task(task: str, options: Mapping[str, object]) -> None:
     """Raise `ValueError` for an unknown task, and for a name that is no option of it; `count` and `seed` are none."""
     if task not in TASKS:
         raise ValueError(f"task must be one of {list(TASKS)}, got {task!r}{suggestion(task, TASKS)}")
@@ -146,7 +146,7 @@ def check_task(task: str, options: Mapping[str, Any]) -> None:
             raise ValueError(f"{task} has no option {name!r} (got {value!r}){names_hint(name, names)}")
 
 
-def _rows(source: str, cls: type[Problem]) -> Iterator[Mapping[str, Any]]:
+def _rows(source: str, cls: type[Problem]) -> Iterator[Mapping[str, object]]:
     """Read the rows of a file or of a dataset on the Hub, one after another."""
     suffix = Path(source).suffix.lower()
     if suffix in FORMATS:
@@ -162,7 +162,7 @@ def _rows(source: str, cls: type[Problem]) -> Iterator[Mapping[str, Any]]:
     return iter(_load_dataset()(name, config or None, split=split, streaming=True))
 
 
-def _rows_of_hub_file(url: str) -> Iterator[Mapping[str, Any]]:
+def _rows_of_hub_file(url: str) -> Iterator[Mapping[str, object]]:
     """Read JSON objects, one per line, as far as they are asked for."""
     import fsspec
 
@@ -173,7 +173,7 @@ def _rows_of_hub_file(url: str) -> Iterator[Mapping[str, Any]]:
         raise ValueError(f"no file {url!r}: {error}") from error
 
 
-def _rows_of_file(path: Path, builder: str | None) -> Iterator[Mapping[str, Any]]:
+def _rows_of_file(path: Path, builder: str | None) -> Iterator[Mapping[str, object]]:
     """Read the rows of a file by a builder of `datasets`; without one: JSON objects, one per line."""
     if builder is None:
         with path.open("rb") as file:
@@ -186,7 +186,7 @@ def _rows_of_file(path: Path, builder: str | None) -> Iterator[Mapping[str, Any]
             raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _json_lines(file: BinaryIO, name: str | Path) -> Iterator[Mapping[str, Any]]:
+def _json_lines(file: BinaryIO, name: str | Path) -> Iterator[Mapping[str, object]]:
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -200,7 +200,7 @@ def _json_lines(file: BinaryIO, name: str | Path) -> Iterator[Mapping[str, Any]]
         yield row
 
 
-def _load_dataset() -> Any:
+def _load_dataset() -> Callable[..., Iterable[Mapping[str, object]]]:
     try:
         from datasets import load_dataset
     except ImportError as error:

@@ -61,12 +61,12 @@ class Problem:
         return ()
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> Problem:
+    def from_row(cls, row: Mapping[str, object]) -> Problem:
         """Make a problem of a row of the dataset. Raises `ValueError` if a column is missing or malformed."""
         raise NotImplementedError(f"{cls.__name__} must define from_row(row), which makes a problem of a row")
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Problem:
+    def from_rows(cls, rows: Sequence[Mapping[str, object]]) -> Problem:
         """Make a problem of `rows_per_problem` rows of the dataset."""
         return cls.from_row(rows[0])
 
@@ -82,14 +82,14 @@ class Problem:
         raise NotImplementedError(f"{type(self).__name__} must define score(text), which returns 0.0 to 1.0")
 
 
-def column(row: Mapping[str, Any], name: str) -> Any:
+def column(row: Mapping[str, object], name: str) -> Any:
     """Return a value of a row. Raises `ValueError` if the column is missing."""
     if name not in row:
         raise ValueError(f"no column {name!r}; there are {sorted(row)}")
     return row[name]
 
 
-def text_column(row: Mapping[str, Any], name: str) -> str:
+def text_column(row: Mapping[str, object], name: str) -> str:
     """Return a text of a row; numbers become texts. Raises `ValueError` for other types, and for blank texts."""
     value = column(row, name)
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -10,7 +10,8 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 from hf_parallel.evaluation.grading import outputs_equal
 from hf_parallel.evaluation.sandbox import run_code
@@ -116,14 +117,14 @@ class CodeProblem(Problem):
 
     def passes(self, source: str, test: Test) -> bool:
         """Return whether code passes a test."""
-        limits: dict[str, Any] = {"timeout": self.seconds, "max_memory": self.max_memory}
+        run = partial(run_code, timeout=self.seconds, max_memory=self.max_memory)
         if not self.function:
-            found = run_code(PROGRAM.format(preamble=PREAMBLE, source=source), stdin=test.input, **limits)
+            found = run(PROGRAM.format(preamble=PREAMBLE, source=source), stdin=test.input)
             return not found.timed_out and found.returncode == 0 and outputs_equal(test.output, found.stdout)
         arguments = [json.loads(line) for line in test.input.split("\n")] if test.input else []
         given = {"name": self.function, "arguments": repr(arguments), "nested": self.nested_tuples}
         code = FUNCTION.format(preamble=PREAMBLE, source=source, **given)
-        found = run_code(code, **limits)
+        found = run(code)
         if found.timed_out or found.returncode != 0:
             return False
         try:
@@ -131,7 +132,7 @@ class CodeProblem(Problem):
         except (ValueError, RecursionError):
             return False
 
-    def is_result(self, result: Any, expected: Any) -> bool:
+    def is_result(self, result: object, expected: object) -> bool:
         """Return whether a function has returned what is expected."""
         return bool(result == expected)
 
@@ -144,13 +145,13 @@ class LiveCodeBenchProblem(CodeProblem):
     source: ClassVar[str] = "lighteval/code_generation_lite:release_v5:test"
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> LiveCodeBenchProblem:
+    def from_row(cls, row: Mapping[str, object]) -> LiveCodeBenchProblem:
         """Read `question_content`, `starter_code`, `public_test_cases`, `private_test_cases` and `metadata`."""
         cases = [*_test_cases(column(row, "public_test_cases")), *_test_cases(row.get("private_test_cases") or "[]")]
         tests = tuple(Test(case["input"], case["output"]) for case in cases)
         metadata = _json(row.get("metadata") or "{}", "metadata")
         function = metadata.get("func_name") or ""
-        starter = row.get("starter_code") or ""
+        starter = str(row.get("starter_code") or "")
         if not tests:
             raise ValueError("no test in 'public_test_cases' and 'private_test_cases'")
         return _make(cls, text_column(row, "question_content"), tests, function, starter, INSTRUCTION)
@@ -169,7 +170,7 @@ class APPSProblem(CodeProblem):
     hub_file: ClassVar[str] = "hf://datasets/{name}/{split}.jsonl"
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> APPSProblem:
+    def from_row(cls, row: Mapping[str, object]) -> APPSProblem:
         """Read `question`, `input_output` (JSON) and `starter_code`."""
         cases = _json(column(row, "input_output"), "input_output")
         inputs, outputs = cases.get("inputs"), cases.get("outputs")
@@ -181,9 +182,9 @@ class APPSProblem(CodeProblem):
             tests = tuple(Test("\n".join(map(json.dumps, given)), json.dumps(output)) for given, output in pairs)
         else:
             tests = tuple(Test(_lines(given), _lines(output)) for given, output in pairs)
-        return _make(cls, text_column(row, "question"), tests, function, row.get("starter_code") or "", EXAMPLES)
+        return _make(cls, text_column(row, "question"), tests, function, str(row.get("starter_code") or ""), EXAMPLES)
 
-    def is_result(self, result: Any, expected: Any) -> bool:
+    def is_result(self, result: object, expected: object) -> bool:
         """Return whether a function has returned what is expected, which may be the only item of a list."""
         return bool(result == expected or (isinstance(expected, list) and expected and result == expected[0]))
 
@@ -215,7 +216,10 @@ def last_block(text: str) -> str | None:
     return found
 
 
-def _make(cls: Any, question: str, tests: Sequence[Test], function: str, starter: str, shared: str) -> Any:
+P = TypeVar("P", bound=CodeProblem)
+
+
+def _make(cls: type[P], question: str, tests: Sequence[Test], function: str, starter: str, shared: str) -> P:
     form = f"Complete this code:\n```python\n{starter}\n```" if starter else "Read from stdin, write to stdout."
     if function and not starter:
         form = f"Define the function `{function}`."
@@ -223,11 +227,11 @@ def _make(cls: Any, question: str, tests: Sequence[Test], function: str, starter
     return cls(shared + own, "", own=own, tests=tuple(tests), function=function, shared=shared)
 
 
-def _lines(value: Any) -> str:
+def _lines(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _json(text: Any, name: str) -> Any:
+def _json(text: object, name: str) -> dict[str, Any]:
     try:
         value = json.loads(text) if isinstance(text, str) else text
     except ValueError:
@@ -237,7 +241,7 @@ def _json(text: Any, name: str) -> Any:
     return value
 
 
-def _test_cases(value: Any) -> list[dict[str, str]]:
+def _test_cases(value: object) -> list[dict[str, str]]:
     """Read test cases: JSON, or JSON compressed by zlib in base64, in which the Hub's dataset has a pickled string.
 
     The string is read from the pickle's operations, without unpickling, which could run code.
@@ -257,7 +261,7 @@ def _test_cases(value: Any) -> list[dict[str, str]]:
     return cases
 
 
-def _compressed(value: str) -> Any:
+def _compressed(value: str) -> object:
     try:
         inflate = zlib.decompressobj()
         data = inflate.decompress(base64.b64decode(value, validate=True), MAX_TESTS)

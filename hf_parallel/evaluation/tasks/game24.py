@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hf_parallel.evaluation.grading import final_answer
 from hf_parallel.evaluation.tasks.base import Problem, column
@@ -44,7 +44,7 @@ class Game24Problem(Problem):
     numbers: tuple[int, ...]
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> Game24Problem:
+    def from_row(cls, row: Mapping[str, object]) -> Game24Problem:
         """Read `Puzzles`, such as `1 1 4 6`: the column of the paper's `24.csv`."""
         puzzle = column(row, "Puzzles")
         if not isinstance(puzzle, str) or not re.fullmatch(r"\s*\d{1,3}(\s+\d{1,3}){3}\s*", puzzle):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, TypeAlias
 
 from hf_parallel.evaluation.grading import score_by_position
 from hf_parallel.evaluation.tasks.base import Problem
@@ -192,8 +192,13 @@ def _check_count(name: str, value: int, least: int, most: int) -> None:
         raise ValueError(f"{name} must be at most {most}, got {value}")
 
 
+Range: TypeAlias = Sequence[int] | Callable[..., Sequence[int]]
+
+
 def _word_problem(
-    draw: random.Random, question: str, kind: tuple[Callable[..., int], dict[str, Any]]
+    draw: random.Random,
+    question: str,
+    kind: tuple[Callable[..., int], dict[str, Range]],
 ) -> tuple[str, int]:
     """Return a question with its answer; a range may depend on the numbers that are drawn before."""
     answer, ranges = kind
@@ -203,7 +208,7 @@ def _word_problem(
     return question.format(**numbers), answer(**numbers)
 
 
-WORD_PROBLEMS: dict[str, tuple[Callable[..., int], dict[str, Any]]] = {
+WORD_PROBLEMS: dict[str, tuple[Callable[..., int], dict[str, Range]]] = {
     "A shop gets {crates} crates of {each} apples. It throws {bad} rotten apples away and sells the rest. How many "
     "apples does it sell?": (
         lambda crates, each, bad: crates * each - bad,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hf_parallel.evaluation.grading import (
     answer_lists_equal,
@@ -35,7 +35,7 @@ class GSM8KProblem(Problem):
     source: ClassVar[str] = "openai/gsm8k:main:test"
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> GSM8KProblem:
+    def from_row(cls, row: Mapping[str, object]) -> GSM8KProblem:
         """Read `question` and `answer`, a solution that ends with `#### number`."""
         return cls(SOLVE + text_column(row, "question"), _gsm8k_answer(row))
 
@@ -59,7 +59,7 @@ class GSM8Kx5Problem(Problem):
     answers: tuple[str, ...]
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> GSM8Kx5Problem:
+    def from_rows(cls, rows: Sequence[Mapping[str, object]]) -> GSM8Kx5Problem:
         """Read `question` and `answer` of five rows."""
         if len(rows) != cls.rows_per_problem:
             raise ValueError(f"{cls.name} needs {cls.rows_per_problem} rows for a problem, got {len(rows)}")
@@ -70,7 +70,7 @@ class GSM8Kx5Problem(Problem):
         return cls(prompt + "\n".join(questions), ",".join(answers), answers)
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> GSM8Kx5Problem:
+    def from_row(cls, row: Mapping[str, object]) -> GSM8Kx5Problem:
         """Raise `ValueError`: a problem needs five rows."""
         return cls.from_rows([row])
 
@@ -88,7 +88,7 @@ class FormulaProblem(Problem):
     question_column: ClassVar[str] = "problem"
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> FormulaProblem:
+    def from_row(cls, row: Mapping[str, object]) -> FormulaProblem:
         """Read the question and `answer`."""
         return cls(SOLVE + text_column(row, cls.question_column), text_column(row, "answer"))
 
@@ -122,7 +122,7 @@ class AIME25Problem(FormulaProblem):
     source: ClassVar[str] = "math-ai/aime25::test"
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> FormulaProblem:
+    def from_row(cls, row: Mapping[str, object]) -> FormulaProblem:
         """Read `problem` (in some copies of the dataset: `question`) and `answer`."""
         if "problem" not in row and "question" in row:
             row = {**row, "problem": row["question"]}
@@ -146,7 +146,7 @@ class OlympiadBenchProblem(Problem):
     tolerances: tuple[float, ...]
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> OlympiadBenchProblem:
+    def from_row(cls, row: Mapping[str, object]) -> OlympiadBenchProblem:
         """Read `question`, `final_answer` (a list), and if present `context`, `unit`, `is_multiple_answer`, `error`."""
         answers = column(row, "final_answer")
         answers = [answers] if isinstance(answers, str) else answers
@@ -155,7 +155,8 @@ class OlympiadBenchProblem(Problem):
         form = "all answers, separated by commas" if row.get("is_multiple_answer") else "answer"
         unit = f" without its unit ({row['unit']})" if row.get("unit") else ""
         question = text_column(row, "question")
-        context = f"{row['context'].strip()}\n" if isinstance(row.get("context"), str) and row["context"] else ""
+        context = row.get("context")
+        context = f"{context.strip()}\n" if isinstance(context, str) and context else ""
         prompt = (
             "Solve this problem of an olympiad step by step. Write formulas in LaTeX. End with the sentence: So the "
             f"final answer is \\boxed{{{form}}}.{f' Give it{unit}.' if unit else ''}\n\n{context}{question}"
@@ -167,7 +168,7 @@ class OlympiadBenchProblem(Problem):
         return float(answer_lists_equal(self.answers, text, self.tolerances))
 
 
-def _gsm8k_answer(row: Mapping[str, Any]) -> str:
+def _gsm8k_answer(row: Mapping[str, object]) -> str:
     solution = text_column(row, "answer")
     value = final_answer(solution) if "####" in solution else solution
     if read_number(value) is None:
@@ -176,7 +177,7 @@ def _gsm8k_answer(row: Mapping[str, Any]) -> str:
     return value.replace(",", "")
 
 
-def _tolerances(error: Any) -> tuple[float, ...]:
+def _tolerances(error: object) -> tuple[float, ...]:
     """Read error bounds, such as `1e-2` or `0.5,0.1`."""
     if error is None or error == "":
         return ()

@@ -8,7 +8,7 @@ import string
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hf_parallel.evaluation.tasks.base import Problem, column, text_column
 from hf_parallel.evaluation.tasks.generated import FIRST_NAMES, LAST_NAMES
@@ -36,7 +36,7 @@ class DocumentsProblem(Problem):
     answers: tuple[str, ...]
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> DocumentsProblem:
+    def from_row(cls, row: Mapping[str, object]) -> DocumentsProblem:
         """Read `context` (all documents), `input` (the question) and `answers` (a list)."""
         answers = column(row, "answers")
         if not isinstance(answers, list) or not answers or not all(isinstance(one, str) and one for one in answers):
