@@ -69,10 +69,13 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], befor
     ]
 
 
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: Any, **options: bool) -> str:
+    """Return the text of one sequence `[length]`; `tokenizer.decode` also takes several, and its type says so."""
+    return tokenizer.decode(tokens, **options)  # type: ignore[return-value]
+
+
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    return tokenizer.decode(  # type: ignore[return-value] # one sequence has one text
-        list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    return decode(tokenizer, tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _fragment(tokenizer: Any, token: int, text: str) -> bytes:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from uuid import uuid4
 
 import transformers
@@ -29,6 +29,10 @@ MAX_JSON_BYTES = 1 << 30
 MAX_NUMBER = 10**15
 """Largest number in a field of a file: floats of this size are exact to a unit."""
 _logger = logging.getLogger(__name__)
+
+
+JSONObject: TypeAlias = Mapping[str, Any]
+"""JSON object whose fields have been checked, or that the package has made."""
 
 
 class Field(NamedTuple):

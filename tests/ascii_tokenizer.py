@@ -16,6 +16,8 @@ TOKEN = {text: token for token, text in MERGED.items()}
 class AsciiTokenizer:
     """The parts of a tokenizer that modes use."""
 
+    bos_token_id = None
+
     def __call__(self, text: str, add_special_tokens: bool = True, **kwargs: Any) -> dict[str, list[int]]:
         tokens = [ord(character) for character in text]
         assert all(token < tiny.VOCAB_SIZE and token not in SPECIAL | MERGED for token in tokens), text

@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 from rich.table import Column, Table
+from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.cli.live import live_view, make_console
 from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
 from hf_parallel.cli.settings import add_template_option
+from hf_parallel.detokenizer import decode
 from hf_parallel.generation import build_prompt, enable
 from hf_parallel.generation.modes import HogwildConfig, SharedPrefixConfig
 from hf_parallel.generation.presets import SAMPLING
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def load(name: str | None, console: Console) -> tuple[Any, Any]:
+def load(name: str | None, console: Console) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the embedded model, or another one by Hub id or path, in float32, and enable it."""
     try:
         with console.status(f"Loading {name or 'SmolLM2-135M-Instruct'} ..."):
@@ -73,7 +75,9 @@ def load(name: str | None, console: Console) -> tuple[Any, Any]:
         raise SystemExit(f"{name or 'The embedded model'} cannot be used: {error}") from error
 
 
-def show_workers(console: Console, model: Any, tokenizer: Any, options: argparse.Namespace, passes: int) -> None:
+def show_workers(
+    console: Console, model: Any, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace, passes: int
+) -> None:
     """Show workers that generate concurrently."""
     config = HogwildConfig(seed=options.seed)
     template = options.chat_template_kwargs
@@ -107,7 +111,9 @@ class Measured:
     kv_bytes: int
 
 
-def show_shared_prefix(console: Console, model: Any, tokenizer: Any, sizes: Sizes, seed: int = 0) -> None:
+def show_shared_prefix(
+    console: Console, model: Any, tokenizer: PreTrainedTokenizerBase, sizes: Sizes, seed: int = 0
+) -> None:
     """Compare completions of one prompt by plain `generate` and over a shared prefix, and show sampled ones."""
     mode = SharedPrefixConfig.mode
     ids = long_prompt(tokenizer, sizes.prompt).to(model.device)
@@ -132,7 +138,7 @@ def show_shared_prefix(console: Console, model: Any, tokenizer: Any, sizes: Size
     console.print(f"Sampled, {SHOWN} of {rows} completions:")
     sampling = {**SAMPLING, "seed": seed, "max_new_tokens": new, "generation_mode": mode}
     for row in model.generate(ids, num_return_sequences=rows, **sampling)[:SHOWN, ids.shape[1] :]:
-        console.print(f"- {' '.join(tokenizer.decode(row, skip_special_tokens=True).split())}", markup=False)
+        console.print(f"- {' '.join(decode(tokenizer, row, skip_special_tokens=True).split())}", markup=False)
     console.print()
 
 

@@ -18,7 +18,7 @@ from hf_parallel.cli.serve import free_memory, parse_bytes
 from hf_parallel.cli.settings import add_template_option, check_generation, parse
 from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_problems, read_results, table
 from hf_parallel.evaluation.plots import FORMATS, check_matplotlib, save_plots
-from hf_parallel.evaluation.results import key_of
+from hf_parallel.evaluation.results import Result, key_of
 from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, check_sweep
 from hf_parallel.evaluation.tasks import check_task
 from hf_parallel.files import write_atomically
@@ -161,7 +161,7 @@ def evaluate(options: argparse.Namespace) -> int:
 def read_runs(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run], dict[str, Any]]:
     """Return the settings of `generate` for all runs, the runs, and the options of the task; check them."""
     modes = dict.fromkeys(options.mode)
-    given: dict[str, dict[str, list[Any]]] = {}
+    given: dict[str, dict[str, list[object]]] = {}
     for text in options.set:
         name, separator, values = text.partition("=")
         if not separator:
@@ -187,7 +187,7 @@ def read_runs(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run], d
     return common, runs, {name: values[0] for name, values in given.get(TASK, {}).items()}
 
 
-def _check_sampling(settings: dict[str, Any]) -> None:
+def _check_sampling(settings: dict[str, object]) -> None:
     """Raise `ValueError` for invalid settings of `generate`, and for those that greedy decoding would ignore."""
     ignored = [name for name in SAMPLING_ONLY if settings.get(name) is not None and not settings["do_sample"]]
     if ignored:
@@ -195,13 +195,13 @@ def _check_sampling(settings: dict[str, Any]) -> None:
     check_generation({name: value for name, value in settings.items() if name != TEMPLATE})
 
 
-def _runs(mode: str, settings: Mapping[str, Sequence[Any]]) -> Iterator[Run]:
+def _runs(mode: str, settings: Mapping[str, Sequence[object]]) -> Iterator[Run]:
     """Yield a run for each combination of values."""
     for values in product(*settings.values()):
         yield Run(None if mode == NO_MODE else mode, dict(zip(settings, values, strict=True)))
 
 
-def _values(owner: str, name: str, text: str) -> Iterator[Any]:
+def _values(owner: str, name: str, text: str) -> Iterator[object]:
     """Yield the values of a `--set` option."""
     default = getattr(MODES[owner], name, None) if owner in MODES else None
     try:
@@ -224,7 +224,7 @@ def _modes() -> list[str]:
     return [mode for mode, cls in MODES.items() if not cls.traits.needs_logits_cache]
 
 
-def _plot(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
+def _plot(rows: Sequence[Result], options: argparse.Namespace) -> None:
     """Draw the plots, or say why there are none."""
     if options.plots == "none":
         return

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.cli.interruptible import InterruptibleCall
 from hf_parallel.cli.settings import PLAIN, describe, read_settings
@@ -33,7 +34,7 @@ from hf_parallel.models.loading import check_model_folder, load_model
 from hf_parallel.transcript.page import render
 
 FORMATS = ("text", "jsonl", "live")
-_WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {".json": json.dumps, ".html": render, ".htm": render}
+_WRITERS: dict[str, Callable[[dict[str, object]], str]] = {".json": json.dumps, ".html": render, ".htm": render}
 """Functions that convert a transcript to text, by suffix of the output file."""
 
 
@@ -127,7 +128,7 @@ def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[s
         _print_answers(printer, call.output, headings)
 
 
-def _print_answers(printer: ConsoleStreamer, output: Any, headings: Sequence[str]) -> None:
+def _print_answers(printer: ConsoleStreamer, output: object, headings: Sequence[str]) -> None:
     """Print the final answers of an output that has `answers`, and `ties` between them if it has those."""
     found = getattr(output, "answers", None) or ()
     ties = getattr(output, "ties", None) or [()] * len(found)
@@ -143,7 +144,7 @@ def _print_answers(printer: ConsoleStreamer, output: Any, headings: Sequence[str
                 printer.print_line(f"{place}Answer: {answer}{tie}")
 
 
-def print_record(record: dict[str, Any]) -> None:
+def print_record(record: dict[str, object]) -> None:
     """Print an object as a line of JSON, escaped to ASCII unless stdout is UTF-8."""
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     print(json.dumps(record, ensure_ascii=not unicode), flush=True)
@@ -241,14 +242,18 @@ def _check_writable(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
 
 
-def load(options: argparse.Namespace) -> tuple[Any, Any]:
+def load(options: argparse.Namespace) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the model and its tokenizer."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return load_model(options.model, getattr(torch, options.dtype, None), device, not options.no_preset)
 
 
 def encode(
-    prompts: Sequence[str], tokenizer: Any, config: ParallelConfig | None, options: argparse.Namespace, device: Any
+    prompts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: ParallelConfig | None,
+    options: argparse.Namespace,
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Return prompts as `input_ids` and `attention_mask`, `int64 [prompts, longest]`, padded on the left.
 

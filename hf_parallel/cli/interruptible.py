@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
+from hf_parallel.detokenizer import decode
 from hf_parallel.generation import GenerationStats, ParallelConfig, ParallelOutput
 from hf_parallel.transcript.record import Record
 from hf_parallel.transcript.sections import GIVEN, Card, cards_by_prompt
@@ -19,7 +21,9 @@ NOTE = ("Interrupted", "This is the text generated until then.")
 class InterruptibleCall:
     """One call of `generate` with `arguments`. A `config` needs an enabled model; without one, the call has no mode."""
 
-    def __init__(self, model: Any, tokenizer: Any, config: ParallelConfig | None, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, config: ParallelConfig | None, arguments: dict[str, Any]
+    ) -> None:
         self.model, self.tokenizer, self.config, self.arguments = model, tokenizer, config, arguments
         self.output: Any = None  # until the call has returned
         self.interrupted = False  # by Ctrl-C or an error
@@ -100,7 +104,7 @@ class InterruptibleCall:
             if self.config is not None and self.config.traits.merges_rows:
                 yield fields["transcript"], fields
             else:
-                yield self.tokenizer.decode(output.sequences[index, begin:], skip_special_tokens=True), fields
+                yield decode(self.tokenizer, output.sequences[index, begin:], skip_special_tokens=True), fields
 
     def _answer_of(self, row: int) -> int:
         is_answer = self.config is not None and self.config.rows_per_prompt > 1 and not self.config.traits.merges_rows
@@ -119,7 +123,7 @@ class InterruptibleCall:
             text = "\n\n".join(_text(card).rstrip() for card in ordered)
             yield text, {**self._row_texts(sequence, cards), "interrupted": True}
 
-    def _row_texts(self, sequence: int, cards: Sequence[Card]) -> dict[str, Any]:
+    def _row_texts(self, sequence: int, cards: Sequence[Card]) -> dict[str, object]:
         """Return the texts of the rows of a sequence under the name that the mode's output uses."""
         if self.config is None or not self.config.traits.rows_field:
             return {}

@@ -14,17 +14,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from rich.box import ROUNDED
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation import ParallelConfig
+from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.printing import printable
 
@@ -72,7 +75,9 @@ class LiveView:
     set by the caller, or on leaving the context with an exception.
     """
 
-    def __init__(self, config: ParallelConfig, console: Console, tokenizer: Any = None) -> None:
+    def __init__(
+        self, config: ParallelConfig, console: Console, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
         self.config, self.console, self.tokenizer = config, console, tokenizer
         self.interrupted = False
         self.num_prompts = 1
@@ -101,7 +106,7 @@ class LiveView:
         settings = {"parallel_config": self.config}
         self.config = take_parallel_config(model.generation_config, settings) or self.config  # type: ignore[arg-type]
 
-        def measure(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        def measure(module: nn.Module, args: object, kwargs: dict[str, object], output: object) -> None:
             cache = kwargs.get("past_key_values")
             self.passes += not self._counts_puts
             if isinstance(cache, BlockCache):
@@ -120,11 +125,11 @@ class LiveView:
         tokens = f", {self.tokens} tokens, {speed:.1f} tokens/s" if self.tokens else ""
         return f"{self.passes} passes{tokens}" + (f", {self.kv_tokens} shared KV tokens" if self.kv_tokens else "")
 
-    def begin_call(self, call: Any) -> None:
+    def begin_call(self, call: GenerationCall) -> None:
         """Receive the prepared call; see `ParallelStreamer`."""
         self._end_reasons = call.record.end_reasons
 
-    def put(self, value: Any) -> None:
+    def put(self, value: torch.Tensor) -> None:
         """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
         if value.ndim > 1:
             self._begin(len(value))
@@ -145,8 +150,10 @@ class LiveView:
         self.num_prompts = num_prompts
         rows = num_prompts * self.config.rows_per_prompt
         if not self.config.traits.streams_text:
-            rows *= self.tokenizer is not None
-            self.completions = [IncrementalDetokenizer(self.tokenizer) for _ in range(rows)]
+            self.completions = [
+                IncrementalDetokenizer(self.tokenizer) for _ in range(rows) if self.tokenizer is not None
+            ]
+            rows = len(self.completions)
         self.rows = {row: ShownRow(self._name(row)) for row in range(rows)}
 
     def _name(self, row: int) -> str:
@@ -219,7 +226,9 @@ class LiveLines(LiveView):
 class LiveFrames(LiveView):
     """Draws frames below earlier output while rows are generated, and removes the last one on exit."""
 
-    def __init__(self, config: ParallelConfig, console: Console, tokenizer: Any = None) -> None:
+    def __init__(
+        self, config: ParallelConfig, console: Console, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
         super().__init__(config, console, tokenizer)
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
         self._drawn = 0.0
@@ -344,7 +353,7 @@ class _Column:
         return [Text(f"{mark:<{MARK_WIDTH}}", style) + line for mark, line in zip(marks, wrapped, strict=False)]
 
 
-def live_view(config: ParallelConfig, console: Console, tokenizer: Any = None) -> LiveView:
+def live_view(config: ParallelConfig, console: Console, tokenizer: PreTrainedTokenizerBase | None = None) -> LiveView:
     """Return the view that suits a console; see `LiveView` for the parameters.
 
     A terminal shows columns if all rows of a merged answer fit side by side, or two rows of separate answers. A smaller

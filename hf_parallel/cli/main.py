@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     print(f"hf-parallel: warning: {_in_options(str(message))}", file=sys.stderr)
 
 
@@ -183,7 +183,7 @@ def run_env(options: argparse.Namespace) -> int:
     return 0
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Return versions, devices, threads, the compiled kernel, backends and environment variables."""
     variables = (BACKEND_VARIABLE, native.NATIVE_VARIABLE, LINEAR_VARIABLE, *VARIABLES)
     compiled = native.unavailable_reason()

@@ -6,10 +6,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import Cache, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 GUESTS = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Ida")
@@ -49,7 +48,7 @@ class StepClock(BaseStreamer):
         """Time from the prompt to the last token."""
         return self.times[-1] - self.times[0]
 
-    def put(self, value: Any) -> None:
+    def put(self, value: torch.Tensor) -> None:
         """Record the time."""
         self.times.append(time.perf_counter())
         if len(self.times) > 1:
@@ -62,7 +61,7 @@ class StepClock(BaseStreamer):
         """Ignore the end."""
 
 
-def long_prompt(tokenizer: Any, length: int) -> torch.Tensor:
+def long_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
     """Return a prompt `int64 [1, length]`: the guest book of a fictional hotel and the beginning of a remark on it."""
     draw = random.Random(0)
     lines = [

@@ -9,7 +9,8 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from hf_parallel.cli.generate import check_model_options, load
 from hf_parallel.models.embedded import MODEL_NAME
@@ -64,10 +65,9 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def free_memory(device: Any) -> int:
+def free_memory(device: torch.device) -> int:
     """Return the free bytes of a GPU or of the host."""
     import psutil
-    import torch
 
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 

@@ -30,7 +30,7 @@ GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
 )
 """Settings of `generate` that have an option: name, type, help."""
 _CONSTANTS = {"True": True, "False": False, "None": None}
-_PROCESSORS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+_PROCESSORS: dict[str, tuple[Callable[[Any], Any], object]] = {
     "temperature": (transformers.TemperatureLogitsWarper, 1),
     "top_k": (transformers.TopKLogitsWarper, 0),
     "top_p": (transformers.TopPLogitsWarper, 1),
@@ -43,13 +43,13 @@ _PROCESSORS: dict[str, tuple[Callable[[Any], Any], Any]] = {
 """By setting: its logits processor, which raises for a value out of range, and the value that disables it."""
 
 
-def add_template_option(add: Callable[..., Any]) -> None:
+def add_template_option(add: Callable[..., object]) -> None:
     """Add the option `--chat-template-kwargs`."""
     words = """variables of the chat template, such as '{"enable_thinking": false}'"""
     add("--chat-template-kwargs", type=_template_kwargs, metavar="JSON", help=words)
 
 
-def _template_kwargs(text: str) -> dict[str, Any]:
+def _template_kwargs(text: str) -> dict[str, object]:
     try:
         return check_template_kwargs(json.loads(text))
     except ValueError as error:
@@ -67,16 +67,16 @@ def describe(mode: str) -> str:
     return "\n\n".join([*texts, "Defaults\n--------\n" + "\n".join(defaults)])
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
+def _default(field: dataclasses.Field[object]) -> str:
     value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return repr(value)
 
 
-def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, dict[str, Any]]:
+def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, dict[str, object]]:
     """Return the mode's config (None without a mode) and the arguments of `generate`; check them."""
     cls = MODES.get(options.mode)
     given, flags = _given_options(options)
-    of_mode: dict[str, Any] = {"seed": given.pop("seed")} if "seed" in given else {}
+    of_mode: dict[str, object] = {"seed": given.pop("seed")} if "seed" in given else {}
     for text in options.set:
         name, value = _parse_set(text, cls, flags)
         (of_mode if cls is not None and name in cls.fields() else given)[name] = value
@@ -97,7 +97,7 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
     return None if cls is None else make_config(cls.mode, of_mode), given
 
 
-def _given_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+def _given_options(options: argparse.Namespace) -> tuple[dict[str, object], dict[str, str]]:
     """Return the settings that were given as options, and those options by setting."""
     names = [*(name for name, _, _ in GENERATION_OPTIONS), "seed"]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -122,7 +122,7 @@ def _parse_set(text: str, cls: type[ParallelConfig] | None, flags: Mapping[str, 
     return name, parse(value, getattr(cls if is_of_mode else GenerationConfig(), name, None))
 
 
-def check_generation(settings: dict[str, Any]) -> None:
+def check_generation(settings: dict[str, object]) -> None:
     """Raise `ValueError` for values that `generate` rejects for any model."""
     check_values(settings)
     GenerationConfig(**{"do_sample": True, **settings})  # the model's own config may enable sampling
@@ -135,7 +135,7 @@ def check_generation(settings: dict[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is invalid: {error}") from error
 
 
-def parse(text: str, default: Any) -> Any:
+def parse(text: str, default: object) -> object:
     """Parse the value of a setting: JSON, `True`, `False`, `None` or text; always text if the default is a string."""
     try:
         value = json.loads(text)

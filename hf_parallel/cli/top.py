@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_parallel.cli.generate import check_rich
 from hf_parallel.cli.serve import KEY_VARIABLE
+from hf_parallel.files import JSONObject
 
 TIMEOUT_SECONDS = 5
 BAR_WIDTH = 24
@@ -56,7 +57,7 @@ def top(options: argparse.Namespace) -> int:
             live.update(render(state, before), refresh=True)
 
 
-def fetch(url: str, key: str = "") -> dict[str, Any]:
+def fetch(url: str, key: str = "") -> JSONObject:
     """Return the state of a server. Raise `ValueError` if it does not answer as one."""
     address = f"{url.rstrip('/').removesuffix('/v1')}/stats"
     if not address.startswith(("http://", "https://")):
@@ -75,7 +76,7 @@ def fetch(url: str, key: str = "") -> dict[str, Any]:
     return state
 
 
-def render(state: dict[str, Any], before: dict[str, Any] | None) -> Any:
+def render(state: JSONObject, before: JSONObject | None) -> Any:
     """Return a table of a server's state; `before` is an earlier one, for rates."""
     from rich.table import Table
 
@@ -109,7 +110,7 @@ def render(state: dict[str, Any], before: dict[str, Any] | None) -> Any:
     return table
 
 
-def _rate(state: dict[str, Any], before: dict[str, Any] | None, name: str) -> str:
+def _rate(state: JSONObject, before: JSONObject | None, name: str) -> str:
     if before is None or (seconds := state["seconds"] - before["seconds"]) <= 0:
         return ""
     return f", {(state['engine'][name] - before['engine'][name]) / seconds:.0f}/s"

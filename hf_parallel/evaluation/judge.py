@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_parallel.detokenizer import decode
 from hf_parallel.generation.prompts import render_prompt
 from hf_parallel.generation.validation import check_int
 
@@ -177,7 +178,7 @@ def local_completer(
         inputs = inputs.to(model.device)
         with torch.inference_mode():
             generated = model.generate(**inputs, **settings)
-        return str(tokenizer.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+        return decode(tokenizer, generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
     return complete
 

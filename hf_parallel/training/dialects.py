@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
+from hf_parallel.detokenizer import decode
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.registry import MODES
@@ -216,7 +217,7 @@ def lay_out(
     """Return the blocks of a text after the tokens of a prompt; see `ParallelExample.from_text`."""
     check_text("text", text)
     for tag in dialect.tags:
-        decoded = str(tokenizer.decode(encode(tokenizer, tag)))
+        decoded = decode(tokenizer, encode(tokenizer, tag))
         if decoded.strip() != tag.strip():
             raise ValueError(f"the tokenizer cannot encode {tag!r} of the dialect: its tokens are those of {decoded!r}")
     builder = Builder()

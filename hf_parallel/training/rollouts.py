@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
+from hf_parallel.detokenizer import decode
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prompts import Chat, encode_task
@@ -137,4 +138,4 @@ def _text(output: ParallelOutput, prompt: int, tokenizer: PreTrainedTokenizerBas
         return transcripts[prompt]
     record, rows = output.record, range(len(output.sequences))
     row = next(row for row in rows if record.place(row)[0] == prompt)
-    return str(tokenizer.decode(output.sequences[row, record.begin : record.lengths[row]], skip_special_tokens=True))
+    return decode(tokenizer, output.sequences[row, record.begin : record.lengths[row]], skip_special_tokens=True)

@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from hf_parallel.files import JSONObject
 from hf_parallel.transcript.record import DRAFTED, HOTSPOT, REPLAYED
 from hf_parallel.transcript.sections import GIVEN, WHOLE_ANSWERS, TranscriptStyle, check_run
 
@@ -43,12 +44,12 @@ _VISIBILITY = {
 }
 
 
-def printable(value: Any) -> Any:
+def printable(value: object) -> str:
     """Return a value as text without characters that HTML and XML do not allow; `Markup` stays unchanged."""
     return value if isinstance(value, Markup) else _UNPRINTABLE.sub("\ufffd", str(value))
 
 
-def fill(page: Path, **values: Any) -> str:
+def fill(page: Path, **values: object) -> str:
     """Return a template with values, which are escaped, and with the script of the same name beside it.
 
     The template receives the script as `script` and its hash for the content security policy as `script_hash`. It can
@@ -74,7 +75,7 @@ def _templates(folder: Path) -> Environment:
     )
 
 
-def render(run: Mapping[str, Any]) -> str:
+def render(run: JSONObject) -> str:
     """Return a transcript, the dict of `ParallelOutput.to_dict` with or without `model` (a name), as an HTML page."""
     run = check_run(run)
     style = {name: _DIRECTIONS.sub("", run["style"][name]) for name in TranscriptStyle._fields}
@@ -94,7 +95,7 @@ def render(run: Mapping[str, Any]) -> str:
     )
 
 
-def _speed(run: Mapping[str, Any]) -> dict[str, Any]:
+def _speed(run: JSONObject) -> dict[str, float | None]:
     """Return the numbers of generated tokens and of decode passes, and what they are compared with.
 
     If rows are parts of an answer, `alone` are the passes of sequential decoding, in which every prompt gets one token
@@ -107,7 +108,7 @@ def _speed(run: Mapping[str, Any]) -> dict[str, Any]:
     replayed = {at for at, _, origin in generated if at and origin in _WITHOUT_PASS}
     passes = run["passes"] - len(replayed - {at for at, _, origin in generated if origin not in _WITHOUT_PASS})
     tokens = (run["stats"] or {}).get("decoded_tokens", len(generated))
-    found: dict[str, Any] = {"tokens": tokens, "passes": passes, "rows": None, "ratio": None}
+    found: dict[str, float | None] = {"tokens": tokens, "passes": passes, "rows": None, "ratio": None}
     if not tokens or passes <= 0:
         return found
     if run["style"]["unit"] in WHOLE_ANSWERS:
@@ -116,13 +117,13 @@ def _speed(run: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "alone": round(alone), "ratio": alone / passes}
 
 
-def _facts(stats: Mapping[str, Any]) -> list[tuple[Any, str]]:
+def _facts(stats: JSONObject) -> list[tuple[Any, str]]:
     counts = {name: stats.get(f"{name}_tokens", 0) for name in ("prefilled", "replayed")}
     facts: list[tuple[Any, str]] = [(count, f"tokens {name}") for name, count in counts.items() if count]
     return [*facts, (f"{stats['kv_bytes'] / 1e6:.1f} MB", "KV cache")] if "kv_bytes" in stats else facts
 
 
-def _section(section: Mapping[str, Any], style: Mapping[str, str]) -> dict[str, Any]:
+def _section(section: JSONObject, style: Mapping[str, str]) -> dict[str, object]:
     """Return a section as the template needs it, with grid rows and the positions of the cards."""
     ranking = section.get("ranking", ())
     order = [*ranking, *(column for column in range(len(section["columns"])) if column not in ranking)]
@@ -148,7 +149,7 @@ def _section(section: Mapping[str, Any], style: Mapping[str, str]) -> dict[str, 
     }
 
 
-def _intervals(cards: Sequence[Mapping[str, Any]], joins: Set[int]) -> list[tuple[int, int]]:
+def _intervals(cards: Sequence[JSONObject], joins: Set[int]) -> list[tuple[int, int]]:
     """Return the rows of the grid: intervals of passes in which no card begins, ends or is removed.
 
     Cards without a pass, such as given text, have a row of their own, and so have the arrows of a join. The last row
@@ -161,7 +162,7 @@ def _intervals(cards: Sequence[Mapping[str, Any]], joins: Set[int]) -> list[tupl
     return sorted([*zip(bounds, bounds[1:], strict=False), *((at, at) for at in empty), (bounds[-1], bounds[-1] + 1)])
 
 
-def _joined(cards: Sequence[Mapping[str, Any]], style: Mapping[str, str]) -> Iterator[tuple[Mapping[str, Any], int]]:
+def _joined(cards: Sequence[JSONObject], style: Mapping[str, str]) -> Iterator[tuple[JSONObject, int]]:
     """Yield the finished cards that a card across all columns continues, and the pass after which it begins."""
     across = sorted(card["begin"] for card in cards if card["column"] is None and _end(card) > card["begin"])
     for card in cards:
@@ -176,7 +177,7 @@ def _joined(cards: Sequence[Mapping[str, Any]], style: Mapping[str, str]) -> Ite
 
 
 def _joins(
-    cards: Sequence[Mapping[str, Any]], style: Mapping[str, str], intervals: Sequence[tuple[int, int]]
+    cards: Sequence[JSONObject], style: Mapping[str, str], intervals: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, int, int]]:
     """Yield place, hue and pass of an arrow from each joined card to the one that continues it."""
     for card, at in _joined(cards, style):
@@ -184,22 +185,22 @@ def _joins(
         yield f"grid-row:{rows};grid-column:{card['column'] + 2}", _hue(card), at
 
 
-def _hue(card: Mapping[str, Any]) -> int:
+def _hue(card: JSONObject) -> int:
     return HUES[(card["column"] or 0) % len(HUES)]
 
 
-def _is_done(card: Mapping[str, Any], style: Mapping[str, str]) -> bool:
+def _is_done(card: JSONObject, style: Mapping[str, str]) -> bool:
     return card["ended"] in (style["final_event"], "join")
 
 
-def _end(card: Mapping[str, Any]) -> int:
+def _end(card: JSONObject) -> int:
     """Return the pass at which a card ends; a card without tokens ends where it begins."""
     return card["begin"] if card["end"] is None else card["end"]
 
 
 def _cards(
-    section: Mapping[str, Any], style: Mapping[str, str], intervals: Sequence[tuple[int, int]]
-) -> Iterator[dict[str, Any]]:
+    section: JSONObject, style: Mapping[str, str], intervals: Sequence[tuple[int, int]]
+) -> Iterator[dict[str, object]]:
     """Yield the cards in the order in which they began, each with the grid rows that it spans."""
     names = section["columns"]
     counts = [0] * len(names)
@@ -230,7 +231,7 @@ def _begins_with(text: str, name: str) -> bool:
     return re.match(rf"[\W_]*{re.escape(name.casefold())}(?![^\W_])", text.casefold()) is not None
 
 
-def _passes(card: Mapping[str, Any], style: Mapping[str, str]) -> str:
+def _passes(card: JSONObject, style: Mapping[str, str]) -> str:
     """Return the passes that computed tokens of a card, in words, and how many tokens were replayed without one."""
     replayed = sum(origin in _WITHOUT_PASS for _, _, origin in card["pieces"])
     computed = [at for at, _, origin in card["pieces"] if origin not in (*_WITHOUT_PASS, GIVEN)]
@@ -241,7 +242,7 @@ def _passes(card: Mapping[str, Any], style: Mapping[str, str]) -> str:
     return ", ".join([*words, *([f"{replayed} replayed"] if replayed else [])])
 
 
-def _parts(card: Mapping[str, Any], style: Mapping[str, str]) -> list[tuple[str, int | None, str, str]]:
+def _parts(card: JSONObject, style: Mapping[str, str]) -> list[tuple[str, int | None, str, str]]:
     """Return the text of a card by token, without blank text around it: text, pass (None: given), origin, source."""
     parts: list[tuple[str, int | None, str, str]] = [(card["given"], None, GIVEN, _SOURCES[GIVEN])]
     parts += [(text, at, origin, _source(at, origin, style)) for at, text, origin in card["pieces"]]
@@ -259,7 +260,7 @@ def _source(at: int, origin: str, style: Mapping[str, str]) -> str:
     return ", ".join(filter(None, [f"{style['tick']} {at}" if has_pass else "", _SOURCES.get(origin, "")]))
 
 
-def _footer(card: Mapping[str, Any], style: Mapping[str, str]) -> str:
+def _footer(card: JSONObject, style: Mapping[str, str]) -> str:
     done = _is_done(card, style)
     moved = [f"into the {style['history']} after {style['tick']} {_end(card)}"] if style["history"] else []
     notes = moved if done else []

@@ -13,7 +13,10 @@ from itertools import groupby
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from hf_parallel.detokenizer import IncrementalDetokenizer
+from transformers import PreTrainedTokenizerBase
+
+from hf_parallel.detokenizer import IncrementalDetokenizer, decode
+from hf_parallel.files import JSONObject
 from hf_parallel.transcript.record import COMPUTED, Record
 from hf_parallel.transcript.task import find_task
 
@@ -136,7 +139,9 @@ def separate_overlapping(cards: Sequence[Card], columns: list[str], name: str) -
         columns.append(name)
 
 
-def completion_sections(record: Record, sequences: Sequence[Sequence[int]], tokenizer: Any) -> list[Section]:
+def completion_sections(
+    record: Record, sequences: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase
+) -> list[Section]:
     """Return the sections of a mode that streams no text.
 
     `sequences` are lists of tokens, padded on both sides. Rows of one prompt share a section. If every prompt has a
@@ -151,12 +156,12 @@ def completion_sections(record: Record, sequences: Sequence[Sequence[int]], toke
     sections = []
     for rows in groups:
         shared = commonprefix([prompts[row] for row in rows])
-        prompt = tokenizer.decode(shared)
+        prompt = decode(tokenizer, shared)
         task = find_task(prompt, tokenizer) if len(shared) == max(len(prompts[row]) for row in rows) else None
         cards = []
         for column, row in enumerate(rows):
             tokens = sequences[row][record.begin : record.lengths[row]]
-            rest = tokenizer.decode(prompts[row][len(shared) :])
+            rest = decode(tokenizer, prompts[row][len(shared) :])
             card = _completion(column, rest, tokens, record.origins.get(drawn[row], ""), tokenizer)
             card.truncated, card.end_reason = drawn[row] in record.truncated, record.end_reasons.get(drawn[row], "")
             cards.append(card)
@@ -167,7 +172,9 @@ def completion_sections(record: Record, sequences: Sequence[Sequence[int]], toke
     return sections
 
 
-def _completion(column: int, given: str, tokens: Sequence[int], origins: str, tokenizer: Any) -> Card:
+def _completion(
+    column: int, given: str, tokens: Sequence[int], origins: str, tokenizer: PreTrainedTokenizerBase
+) -> Card:
     """Return the card of a row; only computed tokens advance its decode pass."""
     card, text = Card(column, 0, ended="end", given=given), IncrementalDetokenizer(tokenizer)
     special = set(getattr(tokenizer, "all_special_ids", ()))
@@ -194,7 +201,7 @@ def transcript_dict(record: Record, stats: Any, sections: Sequence[Section]) -> 
     }
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Return whether JSON can hold a value."""
     try:
         json.dumps(value)
@@ -203,7 +210,7 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-def check_run(run: Any) -> Mapping[str, Any]:
+def check_run(run: object) -> JSONObject:
     """Return a transcript that was read from a file; raise `ValueError` if it is invalid or of another version."""
     if not isinstance(run, Mapping) or run.get("format") != FORMAT:
         raise ValueError(f"not a transcript: it must be a JSON object whose 'format' is {FORMAT!r}")
@@ -252,7 +259,7 @@ def _check_section(section: Any) -> None:
             _expect(isinstance(origin, str), "pieces")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     """Return whether a value is a number of passes, tokens or bytes."""
     return isinstance(value, int) and 0 <= value < 2**63
 

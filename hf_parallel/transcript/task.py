@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from os.path import commonprefix
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 _FIRST, _REPLY, _SECOND = "hf-parallel-first", "hf-parallel-reply", "hf-parallel-second"
 
 
-def find_task(prompt: str, tokenizer: Any, instructions: str = "") -> str | None:
+def find_task(prompt: str, tokenizer: PreTrainedTokenizerBase, instructions: str = "") -> str | None:
     """Return the task of a prompt; None if it cannot be separated from the mode's `instructions`.
 
     In a prompt of the tokenizer's chat template the task is the last user message. The instructions can precede it in
@@ -38,7 +39,7 @@ def find_task(prompt: str, tokenizer: Any, instructions: str = "") -> str | None
     return (prompt.rpartition(instructions.strip())[2] if instructions.strip() else prompt).strip()
 
 
-def _around_user_message(tokenizer: Any) -> tuple[str, str]:
+def _around_user_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """Return what the chat template writes before and after a user message; empty without a template."""
     if not getattr(tokenizer, "chat_template", None):
         return "", ""
@@ -46,12 +47,10 @@ def _around_user_message(tokenizer: Any) -> tuple[str, str]:
     longer = [*chat, {"role": "assistant", "content": _REPLY}, {"role": "user", "content": _SECOND}]
     try:
         first, last = (
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
             for messages in (chat, longer)
         )
-    except (
-        Exception
-    ):  # templates are programs: for one that cannot render these chats, nothing is removed from the prompt
+    except Exception:  # templates are programs; this one cannot render these chats
         return "", ""
     before = [text.partition(mark)[0][::-1] for text, mark in ((first, _FIRST), (last, _SECOND))]
     # up to the reasoning, which variables of the template and modes open and close

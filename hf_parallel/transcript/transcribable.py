@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_parallel.detokenizer import check_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from hf_parallel.detokenizer import check_tokenizer, decode
 from hf_parallel.transcript.page import render
 from hf_parallel.transcript.record import Record
 from hf_parallel.transcript.sections import (
@@ -25,7 +27,7 @@ class Transcribable:
     stats: Any
     sequences: Any
 
-    def to_dict(self, tokenizer: Any = None) -> dict[str, Any]:
+    def to_dict(self, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
         """Return the transcript of the call as plain data: which row generated which text at which forward pass.
 
         It can be saved as JSON, which `hf-parallel view` reads. The model's `tokenizer` adds the text of the prompts.
@@ -37,7 +39,7 @@ class Transcribable:
             check_tokenizer(tokenizer)
         return transcript_dict(self.record, self.stats, self._sections(self.record, tokenizer))
 
-    def to_html(self, tokenizer: Any = None) -> str:
+    def to_html(self, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
         """Return the transcript as a self-contained HTML page: one column per row, forward passes on the vertical axis.
 
         Parameters and errors are those of `to_dict`. In a notebook: `IPython.display.HTML(output.to_html())`.
@@ -56,7 +58,7 @@ class Transcribable:
         """Return further text about a prompt: pairs of heading and text."""
         return []
 
-    def _sections(self, record: Record, tokenizer: Any) -> list[Section]:
+    def _sections(self, record: Record, tokenizer: PreTrainedTokenizerBase | None) -> list[Section]:
         if not record.events:
             if tokenizer is None:
                 calls = "to_html(tokenizer) or to_dict(tokenizer)"
@@ -68,9 +70,10 @@ class Transcribable:
             names = [*names, *column_names(record, prompt, cards)[len(names) :]]
             separate_overlapping(cards, names, record.config.rows.style.spanning)
             tokens = record.prompts[prompt]
-            text = None if tokenizer is None else tokenizer.decode(tokens.tolist())
-            rules = record.config.prompt.rules() or ""
-            task = None if text is None else find_task(text, tokenizer, rules)
+            text = task = None
+            if tokenizer is not None:
+                text = decode(tokenizer, tokens.tolist())
+                task = find_task(text, tokenizer, record.config.prompt.rules() or "")
             ranked = self.ranking(prompt)
             sections.append(Section(text, len(tokens), names, cards, self.notes(prompt), task, *ranked))
         return sections
