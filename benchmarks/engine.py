@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from hf_parallel.cache import BlockCache, Pool
 from hf_parallel.cli.measure import long_prompt
 from hf_parallel.engine import Engine
 from hf_parallel.engine import engine as engine_module
@@ -61,9 +62,9 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("cpu.finish_sampling", joint_sampling._Batch, "_finish"),
     ("cpu.sample_alone", Sampler, "sample"),
     ("cpu.join_passes", engine_module, "join_passes"),
-    ("cpu.plan", KVStorage, "prepare_run"),
+    ("cpu.plan", BlockCache, "prepare_run"),
     ("cpu.expand_views", PendingPass, "expand_views"),
-    ("cpu.grow_storage", KVStorage, "_grow_blocks"),
+    ("cpu.grow_storage", Pool, "_grow"),
     ("cpu.commit", KVStorage, "commit"),
     ("cpu.record", engine_module, "record_passes"),
     ("cpu.choose_batch", Scheduler, "next_batch"),

@@ -89,11 +89,12 @@ def assert_nothing_is_held(engine: Engine) -> None:
     """Assert that an idle engine holds keys and values of complete cached prefixes only."""
     wait_until_idle(engine)
     storage = engine._storage
-    nodes = list(storage.nodes())
-    assert not storage.pins
-    assert not storage.computing
-    assert all(any(root.children.values()) for root in storage.roots.values() if root is not storage.root)
-    assert storage.blocks == {node.block for node in nodes}
+    tree = storage.tree
+    nodes = list(tree.nodes())
+    assert not tree.pins
+    assert not tree.computing
+    assert all(any(root.children.values()) for root in tree.roots.values() if root is not tree.root)
+    assert storage.pool.blocks == {node.block for node in nodes}
     assert all(len(node.tokens) == node.block.length > 0 for node in nodes)
     for layer in storage.arena.layers.values():
         rows = [layer.rows(node.block.tokens).flatten() for node in nodes]

@@ -268,7 +268,7 @@ def test_the_order_of_the_paper_evicts_the_agent_with_the_lowest_score_first(sma
             agents.ask(agent, text(10, 20))
         agents.ask("c", text(20, 20))
     assert policy.scores.current["a"].score > policy.scores.current["c"].score
-    nodes = {node.tokens[0]: policy.priority(node) for node in agents.engine._storage.nodes() if node.start == 0}
+    nodes = {node.tokens[0]: policy.priority(node) for node in agents.engine._storage.tree.nodes() if node.start == 0}
     assert nodes[13] > nodes[23]
 
 

@@ -209,8 +209,8 @@ def test_an_engine_returns_the_same_and_keeps_no_block_of_pruned_rows() -> None:
             handles.append(engine.submit({"input_ids": BATCH, "attention_mask": mask}, **arguments))
         found = handles[0].result()
         handles[1].result()
-        nodes = list(engine._storage.nodes())
-        assert engine._storage.blocks == {node.block for node in nodes}
+        nodes = list(engine._storage.tree.nodes())
+        assert engine._storage.pool.blocks == {node.block for node in nodes}
     assert torch.equal(found.sequences, expected.sequences)
     assert (found.order, found.pruned) == (expected.order, expected.pruned)
 

@@ -68,14 +68,14 @@ def test_the_next_step_is_derived_from_the_last_one(scene: Scene) -> None:
     torch.testing.assert_close(scene.attend(block_attention, torch.float64), scene.truth())
 
 
-@pytest.mark.parametrize("change", ["truncate", "base", "another row", "order", "no room", "freed", "split"])
+@pytest.mark.parametrize("change", ["truncate", "move", "another row", "order", "no room", "freed", "split"])
 def test_a_step_after_a_change_is_planned_from_scratch(scene: Scene, change: str) -> None:
     segments = one_token_each(scene)
     root, own = segments[0].view
     if change == "truncate":
         scene.cache.truncate(own, 1)
-    elif change == "base":
-        own.base += 3
+    elif change == "move":
+        scene.cache.move(segments[1].view[-1], own)
     elif change == "another row":
         segments.append(Segment([root, scene.cache.new_block(8)], 1))
     elif change == "order":

@@ -23,9 +23,9 @@ from hf_parallel import LogitsCache
 
 pytest.importorskip("greenlet")
 
+from hf_parallel.cache.tree import PrefixTree
 from hf_parallel.engine import Engine, KVBudgetError, RequestCancelledError, RequestHandle
 from hf_parallel.engine.request import Request
-from hf_parallel.engine.request_cache import RequestCache
 from hf_parallel.engine.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -142,22 +142,22 @@ def test_a_request_that_is_preempted_after_a_pass_continues_with_its_logits(
     prefixes = random_prefixes(rng, 2, 30)
     case = next(case for case in iter(lambda: random_case(rng, prefixes), None) if case.mode == mode)
     expected = case.alone(model)
-    resume, is_computed_by_other = Request.resume, RequestCache.is_computed_by_other
+    resume, is_computed_by_other = Request.resume, PrefixTree.is_computed_by_other
     seldom = itertools.cycle([True, False, False, False, False])
 
     def preempt_first(request: Request, value: Any = None, computed: Any = None) -> None:
         if computed is not None and request.has_started and request._rebuilding is None:
             request.preempt()
-            for node in request._storage.pinned(request):  # as if its prompt were evicted
+            for node in request._storage.tree.pinned(request):  # as if its prompt were evicted
                 if node.block is not None:
-                    request._storage.release(node.block)
+                    request._storage.pool.release(node.block)
         resume(request, value, computed)
 
-    def wait_first(cache: Any, node: Any) -> bool:
-        return next(seldom) or is_computed_by_other(cache, node)
+    def wait_first(tree: PrefixTree, node: Any, owner: Any) -> bool:
+        return next(seldom) or is_computed_by_other(tree, node, owner)
 
     monkeypatch.setattr(Request, "resume", preempt_first)
-    monkeypatch.setattr(RequestCache, "is_computed_by_other", wait_first)
+    monkeypatch.setattr(PrefixTree, "is_computed_by_other", wait_first)
     with Engine(model, TOKENIZER) as engine:
         assert engine.submit(case.prompt, mode, **case.arguments).result(600).sequences.tolist() == expected
         assert_nothing_is_held(engine)

@@ -104,7 +104,7 @@ class Layer:
         storage = self.cache.storage(0)
         inside = torch.zeros(len(storage.keys), dtype=torch.bool, device=self.device)
         written = torch.zeros_like(inside)
-        for block in self.forward.blocks:
+        for block in dict.fromkeys(block for segment in self.forward.segments for block in segment.view):
             inside[storage.rows(block.extent.range(0, block.extent.capacity)).reshape(-1)] = True
             written[storage.rows(block.tokens).reshape(-1)] = True
         for states in (storage.keys, storage.values):

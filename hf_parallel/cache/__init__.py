@@ -2,6 +2,7 @@
 
 from hf_parallel.cache.arena import Arena
 from hf_parallel.cache.base import BlockCache
-from hf_parallel.cache.layout import Block, ForwardPass, Segment, View, view_length
+from hf_parallel.cache.batch import ForwardPass, Segment, View, view_length
+from hf_parallel.cache.pool import Block, Pool
 
-__all__ = ["Arena", "Block", "BlockCache", "ForwardPass", "Segment", "View", "view_length"]
+__all__ = ["Arena", "Block", "BlockCache", "ForwardPass", "Pool", "Segment", "View", "view_length"]

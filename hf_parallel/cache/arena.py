@@ -36,10 +36,17 @@ class Arena:
 
     A layer's storage is allocated at its first write, when its dimensions, dtype and device are known, and grows when
     it has fewer than `num_slots` slots. Extents keep their slots. Free slots at the end are removed from `num_slots`,
-    so that storage that could not be allocated is not requested again.
+    so that storage that could not be allocated is not requested again. Check `fits` before allocating under a budget of
+    `max_slots` (None: no limit).
     """
 
+    max_slots: int | None = None
+
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Release all memory."""
         self.num_slots = 0
         self.layers: dict[int, LayerStorage] = {}
         self._free: list[tuple[int, int]] = []  # (origin, size), ascending, coalesced
@@ -53,6 +60,18 @@ class Arena:
     def reserved_bytes(self) -> int:
         """Bytes of storage held, used or not."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in list(self.layers.values()))
+
+    @property
+    def free_slots(self) -> int:
+        """Number of slots of the budget that are not allocated, contiguous or not."""
+        assert self.max_slots is not None
+        return self.max_slots - self.num_slots + sum(size for _, size in self._free)
+
+    def fits(self, size: int) -> bool:
+        """Return whether `size` contiguous slots are free."""
+        if self.max_slots is None or size <= self.max_slots - self.num_slots:
+            return True
+        return any(free >= size for _, free in self._free)
 
     def allocate(self, capacity: int, count: int = 1) -> list[Extent]:
         """Allocate `count` extents of `capacity` slots each, adjacent in memory."""
@@ -68,7 +87,8 @@ class Arena:
     def grow(self) -> None:
         """Grow every layer to `num_slots`, so that a lack of memory is detected before any layer is written."""
         for layer in self.layers.values():
-            self._grow(layer)
+            if layer.keys.shape[0] < self.num_slots * layer.num_kv_heads:
+                self._grow(layer)
 
     def relocate(self, tokens: Sequence[tuple[Extent, int, int]], capacity: int) -> list[Extent]:
         """Move tokens, given as (extent, start, length), to new extents of `capacity` slots, adjacent in memory.
@@ -90,6 +110,15 @@ class Arena:
             raise
         return extents
 
+    def pack(self, tokens: Sequence[tuple[Extent, int, int]], capacities: Sequence[int]) -> list[Extent]:
+        """Move tokens, given as (extent, start, length), to new extents from slot 0 on; delete all others."""
+        sources = [extent.range(start, length) for extent, start, length in tokens]
+        self.num_slots, self._free = 0, []
+        extents = [self.allocate(capacity)[0] for capacity in capacities]
+        self.grow()
+        self._copy_all(sources, [e.range(0, s.length) for e, s in zip(extents, sources, strict=True)])
+        return extents
+
     def write(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> None:
         """Store the packed new keys and values `[kv_heads, T, head_dim]` of a pass at its plan's locations."""
         heads, _, head_dim = key.shape
@@ -104,15 +133,16 @@ class Arena:
                 "this cache holds keys of {} heads x {}, {} on {}; got ".format(*held)
                 + f"{heads} x {head_dim} in {key.dtype} on {key.device}: a cache serves the model that filled it"
             )
-        self._grow(layer)
+        if layer.keys.shape[0] < self.num_slots * heads:
+            self._grow(layer)
         append(layer, key, value, plan)
 
     def copy(
         self, source: TokenRange, target: TokenRange, delta: int = 0, rotary: dict[int, RotarySpec | None] | None = None
     ) -> None:
         """Copy tokens to another extent and rotate their keys by `delta` positions."""
+        self.grow()
         for layer_idx, layer in self.layers.items():
-            self._grow(layer)
             move(layer, source, target, delta, rotary[layer_idx] if delta and rotary is not None else None)
 
     def _copy_all(self, sources: Sequence[TokenRange], targets: Sequence[TokenRange]) -> None:
@@ -126,20 +156,17 @@ class Arena:
                 storage[to_rows] = storage[from_rows]
 
     def _grow(self, layer: LayerStorage) -> None:
-        """Reallocate a layer's storage if it lacks slots; unwritten slots are zero, never NaN."""
+        """Reallocate a layer's storage with more slots; unwritten slots are zero, never NaN."""
         rows = self.num_slots * layer.num_kv_heads
-        for name in ("keys", "values"):
+        for name in ("values", "keys"):  # keys last: where they have grown, values have
             old = getattr(layer, name)
             if old.shape[0] < rows:
+                slots = int(old.shape[0] // layer.num_kv_heads * GROWTH)
+                slots = max(self.num_slots, slots if self.max_slots is None else min(slots, self.max_slots))
                 with torch.inference_mode(False), torch.no_grad():
-                    slots = self._storage_slots(old.shape[0] // layer.num_kv_heads)
                     new = old.new_zeros(slots * layer.num_kv_heads, old.shape[-1])
                     new[: old.shape[0]] = old
                 setattr(layer, name, new)
-
-    def _storage_slots(self, held: int) -> int:
-        """Return the number of slots to which storage of `held` slots grows."""
-        return max(self.num_slots, int(held * GROWTH))
 
     def _allocate_slots(self, size: int) -> int:
         """First fit; returns the origin."""

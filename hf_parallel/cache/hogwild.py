@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hf_parallel.cache.layout import Block
+from hf_parallel.cache.pool import Block
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 
 STEP_CAPACITY = 256
@@ -145,7 +145,7 @@ class HogwildCache(SharedPrefixCache):
         if index < len(space.step_lengths):
             removed, start = space.history, sum(space.step_lengths[:index])
             stop = start + space.step_lengths[index]
-            kept = self._copy_of(removed, [(0, start), (stop, removed.length)])
+            kept = self.pool.copy(removed, [(0, start), (stop, removed.length)])
             lengths = [*space.step_lengths[:index], *space.step_lengths[index + 1 :]]
             space.history, space.step_lengths, space.step_workers = kept, lengths, workers
         else:

@@ -1,15 +1,9 @@
-"""`SharedPrefixCache`: a radix tree of token sequences, each stored once (Hydragen, section 3.3).
-
-A node holds a sequence of tokens and the block of their keys and values. A row sees the blocks from the root to its
-leaf. Keys are stored at their true positions, so nothing is ever rotated. Prefixes are shared within an identity only:
-each has a root of its own.
-"""
+"""`SharedPrefixCache`: a radix tree of token sequences, each stored once (Hydragen, section 3.3)."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,54 +12,12 @@ from transformers import PreTrainedModel
 
 from hf_parallel.cache.base import BlockCache
 from hf_parallel.cache.fingerprint import fingerprint_of_present
-from hf_parallel.cache.layout import Block
 from hf_parallel.cache.placement import execution_device
+from hf_parallel.cache.pool import Block, Pool
+from hf_parallel.cache.tree import Node, Owner, PrefixTree
 from hf_parallel.kernels import RotarySpec
 
 _lock = threading.Lock()
-
-
-@dataclass(eq=False)
-class Node:
-    """A token sequence in the tree."""
-
-    tokens: np.ndarray  # int64 [length]
-    parent: Node | None = None
-    block: Block | None = None  # keys and values of `tokens`, as far as they have been prefilled
-    children: dict[int, list[Node]] = field(default_factory=dict)  # by first token, which several may share
-    last_used: int = 0  # index of the last call that used the node or a descendant
-    is_finite: bool = False  # whether keys and values were found to be finite
-    identity: Hashable = None  # of a root: what its prefixes have in common apart from tokens, such as a salt
-    gap: int = 0  # masked tokens before the first one, as far as sliding windows count them
-
-    @property
-    def siblings(self) -> list[Node]:
-        """The parent's children with the same first token, this node included."""
-        assert self.parent is not None, "the root has no siblings"
-        return self.parent.children[int(self.tokens[0])]
-
-    @property
-    def path(self) -> list[Node]:
-        """Nodes from the root (excluded) to this one."""
-        nodes, node = [], self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-    @property
-    def start(self) -> int:
-        """Position of the first token."""
-        return sum(len(node.tokens) for node in self.path[:-1])
-
-    def all_children(self) -> list[Node]:
-        """Return the children, whatever their first token."""
-        return [child for siblings in self.children.values() for child in siblings]
-
-    @property
-    def uncached(self) -> np.ndarray:
-        """Tokens whose keys and values are not in the block yet."""
-        return self.tokens if self.block is None else self.tokens[self.block.length :]
 
 
 class SharedPrefixCache(BlockCache):
@@ -81,6 +33,8 @@ class SharedPrefixCache(BlockCache):
     max_bytes : int, optional
         Maximum bytes of keys and values kept between calls. Each call first evicts the least recently used nodes,
         leaves first, until the rest fits; its own tokens come on top. Default: keep everything until `reset()`.
+    tree, owner
+        Tree of an engine, and the request of it that uses the cache. Default: a tree of the cache's own.
 
     Examples
     --------
@@ -94,13 +48,17 @@ class SharedPrefixCache(BlockCache):
         rotary: Mapping[int, RotarySpec | None] | None = None,
         device: torch.device | str | None = None,
         max_bytes: int | None = None,
+        *,
+        tree: PrefixTree | None = None,
+        owner: Owner | None = None,
     ) -> None:
-        super().__init__(rotary, device)
+        super().__init__(rotary, device, pool=None if tree is None else Pool(rotary, parent=tree.pool))
         if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1):
             raise ValueError(f"max_bytes must be a positive int or None, got {max_bytes!r}")
         self.max_bytes = max_bytes
-        self._calls = 0
-        self._filled_by: tuple[str, str] | None = None  # fingerprint and device of the model; None: not known
+        self.tree, self.owner = PrefixTree(self.pool) if tree is None else tree, owner
+        self.root = self.tree.root if owner is None else self.tree.add_owner(owner)
+        self.filled_by: tuple[str, str] | None = None  # fingerprint and device of the model; None: not known
         self._user: Any = None  # the call that claimed the cache last
 
     def claim(
@@ -110,7 +68,7 @@ class SharedPrefixCache(BlockCache):
 
         `user` represents the call: while its `active` is true, no other call can claim the cache. `kept` says whether
         the cache outlives the call. If so, the fingerprint of the model is compared, which reads all its weights once
-        if it is not given. Values of offloaded weights do not count.
+        if it is not given. Values of offloaded weights do not count. Does nothing in an engine, which holds the model.
 
         Raises
         ------
@@ -119,6 +77,8 @@ class SharedPrefixCache(BlockCache):
         RuntimeError
             If another call uses the cache.
         """
+        if self.owner is not None:
+            return
         with _lock:
             if self._user is not None and self._user.active and self._user is not user:
                 raise RuntimeError("past_key_values is in use by another call: give each of them a cache of its own")
@@ -126,34 +86,29 @@ class SharedPrefixCache(BlockCache):
         if not self.blocks and not self._has_device:
             self.device = execution_device(model)
         key = (fingerprint or fingerprint_of_present(model), str(execution_device(model))) if kept else None
-        if kept and key != self._filled_by and any(True for _ in self.nodes()):  # blocks of `rows` are not reused
+        if kept and key != self.filled_by and any(True for _ in self.nodes()):  # blocks of `rows` are not reused
             raise ValueError(
                 "past_key_values was filled by another model, or before the model's weights changed: reset() it first, "
                 "or pass a new cache"
             )
-        self._filled_by = key
-        self._calls += 1
+        self.filled_by = key
+        self.tree.clock += 1
         self._evict()
 
     def record_weights(self, model: PreTrainedModel, fingerprint: str) -> None:
         """Record the fingerprint of the weights that filled the cache, for calls that receive it later."""
-        self._filled_by = fingerprint, str(execution_device(model))
+        self.filled_by = fingerprint, str(execution_device(model))
 
     def insert(self, tokens: np.ndarray, root: Node | None = None, gap: int = 0) -> Node:
         """Insert tokens, int64 `[length]`, after `root` (default: the root of the tree). Return the last token's node.
 
-        Reuses nodes of the tree, splits them where necessary, and creates the rest. `gap`: see `Node`.
+        Reuses nodes of the tree, splits them where necessary, and creates the rest. `gap`: see `Node`. In an engine, it
+        waits while another request computes a part of the prefix.
         """
-        node, rest = root or self.root, tokens
-        while len(rest):
-            child, shared = self._best_child(node, rest, gap)
-            if child is None:
-                node = self.add(node, rest)
-                node.gap = gap
-                return node
-            node, rest = child if shared == len(child.tokens) else self._split(child, shared), rest[shared:]
-            node.last_used, gap = self._calls, 0
-        return node
+        root = root or self.root
+        if self.owner is not None:
+            self.owner.wait_for_prefix(tokens, root, gap)
+        return self.tree.insert(tokens, root, gap, self.owner)
 
     def insert_prompt(self, tokens: np.ndarray, gaps: Mapping[int, int]) -> Node:
         """Insert a prompt; `gaps` is the number of masked tokens before the token at an index (`GenerationCall`)."""
@@ -166,29 +121,41 @@ class SharedPrefixCache(BlockCache):
         """Append a node to `parent`, without a search for shared prefixes.
 
         `block` holds the keys and values of a finished completion; tokens beyond its length are dropped. An empty block
-        is freed, and `parent` is returned.
+        is freed, and `parent` is returned. In an engine, so is a block whose tokens the tree has.
         """
         if block is not None and not block.length:
             self.free(block)
             return parent
-        held = tokens if block is None else tokens[: block.length]
-        node = Node(np.asarray(held, np.int64), parent, block, last_used=self._calls)
-        parent.children.setdefault(int(node.tokens[0]), []).append(node)
+        if self.owner is None:
+            return self.tree.add(parent, tokens, block)
+        node = None if block is None else self.tree.cached_child(parent, tokens[: block.length])
+        if block is not None and node is not None:
+            self.free(block)
+        elif block is not None:
+            self.pool.disown(block)
+        node = node or self.tree.add(parent, tokens, block)
+        self.tree.pin(node, self.owner)
         return node
 
     def retain(self, tokens: np.ndarray) -> None:
-        """Remove all tokens from the tree but those of the longest cached prefix of `tokens`, int64 `[length]`."""
-        node, rest = self.root, tokens
-        while True:
-            child, shared = self._best_child(node, rest) if len(rest) else (None, 0)
-            if child is not None and shared < len(child.tokens):
-                child = self._split(child, shared)
-            for other in node.all_children():
-                if other is not child:
-                    self._remove(other)
-            if child is None:
-                return
-            node, rest = child, rest[shared:]
+        """See `PrefixTree.retain`."""
+        self.tree.retain(tokens)
+
+    def view(self, node: Node) -> list[Block]:
+        """See `PrefixTree.view`."""
+        return self.tree.view(node)
+
+    def nodes(self) -> Iterator[Node]:
+        """See `PrefixTree.nodes`."""
+        return self.tree.nodes()
+
+    def nodes_to_prefill(self) -> list[Node]:
+        """See `PrefixTree.nodes_to_prefill`; in an engine, the nodes are those of the request."""
+        return self.tree.nodes_to_prefill(self.owner)
+
+    def discard_uncached(self) -> None:
+        """See `PrefixTree.discard_uncached`; in an engine, the tokens are those of the request."""
+        self.tree.discard_uncached(self.owner)
 
     def end_call(self) -> None:
         """Free blocks that a call has neither attached to the tree nor freed, and remove what it did not compute.
@@ -198,122 +165,30 @@ class SharedPrefixCache(BlockCache):
         attached = {node.block for node in self.nodes()}.union(*self.rows)
         for block in self.blocks - attached:
             self.free(block)
-        self.discard_uncached()
-        self.discard_nonfinite()
-
-    def discard_nonfinite(self) -> None:
-        """Remove nodes with keys or values that are not finite, as a transient error of the model leaves them.
-
-        Reads the last layer only, which a NaN or infinity in any earlier layer reaches.
-        """
-        layer = self.arena.layers.get(max(self.arena.layers, default=-1))
-        nodes = [node for node in self.nodes() if node.block is not None and node.block.length and not node.is_finite]
-        if layer is None or not nodes:
-            return
-        rows = [layer.rows(node.block.tokens) for node in nodes if node.block is not None]
-        finite = [layer.keys[held].isfinite().all() & layer.values[held].isfinite().all() for held in rows]
-        for node, is_finite in zip(nodes, torch.stack(finite).tolist(), strict=True):
-            node.is_finite = is_finite
-            if not is_finite and node in node.siblings:
-                self._remove(node)
-        if not all(node.is_finite for node in nodes):
-            self.clear_unused()
-
-    def clear_unused(self) -> None:
-        """Overwrite all unused memory with zeros: attention may read it with weight 0, which does not hide a NaN."""
-        for layer in self.arena.layers.values():
-            unused = torch.ones(len(layer.keys), dtype=torch.bool, device=layer.keys.device)
-            for block in self.blocks:
-                unused[layer.rows(block.tokens)] = False
-            layer.keys[unused], layer.values[unused] = 0, 0
-
-    def view(self, node: Node) -> list[Block]:
-        """Return the blocks that a row at `node` sees."""
-        return [child.block for child in node.path if child.block is not None]
-
-    def nodes_to_prefill(self) -> list[Node]:
-        """Return nodes with uncached tokens, parents before children, and allocate their blocks."""
-        nodes = [node for node in self.nodes() if len(node.uncached)]
-        for node in nodes:
-            if node.block is None:
-                node.block = self.new_block(len(node.tokens), base=node.start)
-                node.block.gap = node.gap
-        return nodes
-
-    def discard_uncached(self) -> None:
-        """Remove uncached tokens from the tree, after a prefill that failed."""
-        for node in list(self.nodes()):
-            if not len(node.uncached) or node not in node.siblings:
-                continue
-            if node.block is None or not node.block.length:
-                self._remove(node)
-            else:
-                node.tokens = node.tokens[: node.block.length]
-                for child in node.all_children():
-                    self._remove(child)
-
-    def nodes(self) -> Iterator[Node]:
-        """Yield all nodes of all identities except the roots, parents before children."""
-        stack = [child for root in self.roots.values() for child in root.all_children()][::-1]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.all_children()[::-1])
+        self.tree.discard_uncached()
+        self.tree.discard_nonfinite()
 
     def reset(self) -> None:
-        """Delete everything and release all memory; the cache can then be used with another model."""
+        """Delete everything and release all memory; in an engine, the blocks of the request outside the tree."""
         super().reset()
-        self.root = Node(np.empty(0, np.int64))
-        self.roots = {self.root.identity: self.root}
+        if self.owner is None:
+            self.tree.clear()
+            self.root = self.tree.root
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values of all unique tokens; in an engine, of those that the request uses."""
+        pinned = () if self.owner is None else self.tree.pinned(self.owner)
+        return self.pool.kv_bytes + sum(node.num_cached for node in pinned) * self.arena.bytes_per_token
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_user": None}
 
     def _evict(self) -> None:
         """Remove the least recently used nodes, leaves first, until at most `max_bytes` are held."""
-        if self.max_bytes is None:
+        if self.max_bytes is None or (held := self.kv_bytes) <= self.max_bytes:
             return
-        held, per_token = self.kv_bytes, self.arena.bytes_per_token
-        children_first = [*self.nodes()][::-1]
-        for node in sorted(children_first, key=lambda node: node.last_used):
+        for tokens in self.tree.evict(lambda node: node.last_used):
+            held -= tokens * self.arena.bytes_per_token
             if held <= self.max_bytes:
                 return
-            held -= 0 if node.block is None else node.block.length * per_token
-            self._remove(node)
-
-    def _remove(self, node: Node) -> None:
-        for child in node.all_children():
-            self._remove(child)
-        if node.block is not None:
-            self.free(node.block)
-        node.siblings.remove(node)
-
-    def _split_block(self, block: Block, at: int) -> tuple[Block, Block]:
-        """Split the block of a node; return the blocks of its head and tail."""
-        return block, self.split(block, at)
-
-    @staticmethod
-    def _best_child(node: Node, tokens: np.ndarray, gap: int = 0) -> tuple[Node | None, int]:
-        """Return the child with the longest common prefix with `tokens`, and the length of that prefix."""
-        children = node.children.get(int(tokens[0]), ())
-        shared = [(child, common_prefix(child.tokens, tokens)) for child in children if child.gap == gap]
-        return max(shared, key=lambda pair: pair[1], default=(None, 0))
-
-    def _split(self, node: Node, at: int) -> Node:
-        """Split a node in two without copying. The node keeps the tail, as it is the leaf of rows; returns the head."""
-        parent = node.parent
-        assert parent is not None, "the root has no tokens to split"
-        head = Node(node.tokens[:at], parent, children={int(node.tokens[at]): [node]}, is_finite=node.is_finite)
-        head.gap, node.gap = node.gap, 0
-        node.siblings[node.siblings.index(node)] = head
-        if node.block is not None:
-            head.block, node.block = self._split_block(node.block, at)
-        node.tokens, node.parent = node.tokens[at:], head
-        return head
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the number of tokens with which two sequences, int64 `[length]` each, begin alike."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n

@@ -13,7 +13,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from hf_parallel.cache.layout import Block, ForwardPass, Segment, View
+from hf_parallel.cache.batch import ForwardPass, Segment, View
+from hf_parallel.cache.pool import Block
 
 
 @dataclass(eq=False)
@@ -74,9 +75,7 @@ class Trace:
             last.given.append(given)
             last.ids.append(ids)
             return
-        states = {
-            block: (length, base) for block, (length, _, base, _) in zip(forward.blocks, forward.states, strict=True)
-        }
+        states = {block: (block.length, block.base) for segment in forward.segments for block in segment.view}
         self._events.append(_Passes([given], list(map(len, passes)), forward.segments, states, [ids]))
 
     def add_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hf_parallel.cache.layout import Block, view_length
+from hf_parallel.cache.batch import view_length
+from hf_parallel.cache.pool import Block
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 
 BRANCH_CAPACITY = 64

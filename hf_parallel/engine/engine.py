@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from hf_parallel.cache.layout import ForwardPass
+from hf_parallel.cache import ForwardPass
 from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.engine.arguments import check_limits, check_request, split_arguments, submitter_key
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
@@ -268,8 +268,8 @@ class Engine:
         """Delete all keys and values. Compute a few tokens to measure the bytes of their keys and values."""
         storage = self._storage
         storage.reset()
-        storage.device = execution_device(self.model)
-        self._cached_model = CachedModel(self.model, self.model._parallel_capabilities, storage, cuda_graph=True)
+        storage.cache.device = execution_device(self.model)
+        self._cached_model = CachedModel(self.model, self.model._parallel_capabilities, storage.cache, cuda_graph=True)
         storage.claim(self.model)
         storage.set_token_size(self._cached_model.token_bytes())
 
@@ -311,7 +311,7 @@ class Engine:
         """Resume what waits, admit requests, and run one forward pass."""
         began = time.perf_counter()
         scheduler = self._scheduler
-        self._storage.clock += 1
+        self._storage.tree.clock += 1
         for request in list(scheduler.running):
             if request.is_waiting and not request.preempted:
                 self._call(request, request.resume)
@@ -373,9 +373,9 @@ class Engine:
         while batch:
             joined = join_passes([request.pending for request in batch if request.pending is not None])
             try:
-                return joined, self._storage.prepare_run(joined.passes)
+                return joined, self._storage.cache.prepare_run(joined.passes)
             except RuntimeError as error:  # no budget, or no memory
-                self._storage.rollback()
+                self._storage.cache.rollback()
                 victim = self._scheduler.victim_of(batch)
                 if victim is not None:
                     self._scheduler.preempt(victim)
@@ -401,9 +401,9 @@ class Engine:
             logits = self._forward(joined, forward)
             rows = forward.segments if forward.is_decode_step else None
         except Exception as raised:
-            self._storage.rollback()
+            self._storage.cache.rollback()
             if isinstance(raised, NonFiniteLogitsError):
-                self._storage.clear_unused()  # where the pass has written
+                self._storage.pool.clear_unused()  # where the pass has written
             error = raised if len(batch) == 1 else None  # its traceback refers to the requests of the batch
         self._work.model_seconds += time.perf_counter() - began
         if error is not None:

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_parallel.cache import Segment
-from hf_parallel.cache.layout import Block, View
+from hf_parallel.cache import Block, Segment, View
 from hf_parallel.cache.trace import BlockCopy
 
 RunPasses = Callable[[list[list[Segment]], torch.Tensor], None]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hf_parallel.cache import Segment
-from hf_parallel.engine.storage import parts_of
+from hf_parallel.cache.pool import parts_of
 
 MAX_DECODED = 4
 """Most new tokens of a row in a decode pass, such as draft tokens; passes with more are prefills."""

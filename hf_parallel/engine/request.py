@@ -16,15 +16,15 @@ import greenlet
 import numpy as np
 import torch
 
-from hf_parallel.cache import BlockCache, Segment
-from hf_parallel.cache.layout import Block
-from hf_parallel.cache.shared_prefix import Node
+from hf_parallel.cache import Block, Segment
+from hf_parallel.cache.pool import parts_of
+from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.cache.tree import Node
 from hf_parallel.engine.handle import RequestHandle
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.journal import DecodeRun, Journal
 from hf_parallel.engine.passes import JoinedPasses, PendingPass
-from hf_parallel.engine.request_cache import RequestCache, request_cache_class
-from hf_parallel.engine.storage import KVStorage, parts_of
+from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.joint_sampling import SamplingTask
@@ -32,7 +32,7 @@ from hf_parallel.generation.sampling import Sampled, Sampler
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
 
-C = TypeVar("C", bound=BlockCache)
+C = TypeVar("C", bound=SharedPrefixCache)
 
 _stubborn: list[Any] = []
 """Coroutines that catch every error. They are kept, as deleting one would continue it."""
@@ -76,7 +76,7 @@ class Request:
         self._delayed: Any = None  # logits or tokens that it waited for when it was preempted
         self._storage: KVStorage
         self._hub: greenlet.greenlet
-        self._caches: list[RequestCache] = []
+        self._caches: list[SharedPrefixCache] = []
         self._lengths: dict[Block, int] = {}  # of the blocks that it had when it was preempted
         self._coroutine: greenlet.greenlet | None = None
         self._rebuilding: greenlet.greenlet | None = None
@@ -116,8 +116,8 @@ class Request:
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
         """See `Executor.new_cache`."""
-        cache = request_cache_class(cls)(rotary, device=self.call.input_ids.device)  # type: ignore[arg-type]
-        cache.attach(self._storage, self, self.journal)
+        cache = cls(rotary, self.call.input_ids.device, tree=self._storage.tree, owner=self)
+        cache.record(self.journal)
         self._caches.append(cache)
         return cache
 
@@ -141,6 +141,16 @@ class Request:
         """Let the other requests go on for one step."""
         self.is_waiting = True
         self._hub.switch()
+
+    def wait_for_prefix(self, tokens: np.ndarray, root: Node, gap: int) -> None:
+        """See `Owner.wait_for_prefix`. It computes its own nodes first: else two requests could wait for each other."""
+        tree, is_own = self._storage.tree, False
+        while any(tree.is_computed_by_other(node, self) for node in tree.matching(tokens, root, gap)):
+            if is_own:
+                self.wait()
+            else:
+                self._fill()
+                is_own = True
 
     def _submit(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> Any:
         self.pending = PendingPass(passes, ids, ends, passes)
@@ -228,7 +238,7 @@ class Request:
         if self._caches:
             for cache in self._caches:
                 cache.reset()
-            self._storage.unpin(self, keep)
+            self._storage.tree.unpin(self, keep)
         self._caches = []
 
     # Preemption
@@ -248,25 +258,28 @@ class Request:
             _throw(rebuilding, greenlet.GreenletExit())
         else:
             self._suspended = self.pending, self.is_waiting
-            self._lengths = {block: block.length for cache in self._caches for block in cache.blocks}
-            nodes = [node for node in self._storage.pinned(self) if len(node.uncached)]
-            self.open_nodes = {node: 0 if node.block is None else node.block.length for node in nodes}
-        self._storage.stop_computing(self, but=self.open_nodes)
-        for cache in self._caches:
-            for block in cache.blocks:
-                self._storage.release(block)
+            self._lengths = {block: block.length for block in self._blocks}
+            self.open_nodes = {node: node.num_cached for node in self._storage.tree.pinned(self) if len(node.uncached)}
+        self._storage.tree.stop_computing(self, but=self.open_nodes)
+        for block in self._blocks:
+            self._storage.pool.release(block)
         self.preempted, self.is_waiting, self.pending = True, False, None
+
+    @property
+    def _blocks(self) -> list[Block]:
+        """Its blocks, apart from those in the tree."""
+        return [block for cache in self._caches for block in cache.blocks]
 
     @property
     def own_tokens(self) -> int:
         """Number of tokens whose keys and values it holds, apart from those in the tree."""
-        return sum(block.length for cache in self._caches for block in cache.blocks)
+        return sum(block.length for block in self._blocks)
 
     @property
     def needed_tokens(self) -> int:
         """Number of tokens that a preempted request needs to be resumed, apart from those in the tree."""
-        own = sum(self._lengths.get(block, 0) for cache in self._caches for block in cache.blocks)
-        return own + sum(len(node.uncached) for node in self._storage.pinned(self))
+        own = sum(self._lengths.get(block, 0) for block in self._blocks)
+        return own + sum(len(node.uncached) for node in self._storage.tree.pinned(self))
 
     def rebuild(self) -> None:
         """Start to compute the keys and values again; the request continues where it was preempted."""
@@ -276,8 +289,7 @@ class Request:
 
     def _rebuild(self) -> None:
         try:
-            for cache in self._caches:
-                self.fill(cache)
+            self._fill()
             self._replay()
             self.open_nodes = {}
         except greenlet.GreenletExit:
@@ -289,36 +301,36 @@ class Request:
         self._rebuilding = None
         (self.pending, self.is_waiting), self._suspended = self._suspended, (None, False)
 
-    def fill(self, cache: RequestCache) -> None:
+    def _fill(self) -> None:
         """Compute nodes of the tree that it uses: new ones, and after a preemption those that were evicted."""
-        while missing := [node for node in self._storage.pinned(self) if len(self._missing(node))]:
-            free = [node for node in missing if not any(map(cache.is_computed_by_other, node.path))]
+        tree = self._storage.tree
+        while missing := [node for node in tree.pinned(self) if len(self._missing(node))]:
+            free = [node for node in missing if not any(tree.is_computed_by_other(one, self) for one in node.path)]
             if not free:
                 self.wait()
                 continue
-            self._storage.start_computing(free, self)
-            cache.nodes_to_prefill()  # allocates blocks
+            tree.start_computing(free, self)
+            tree.nodes_to_prefill(self)  # allocates blocks
             for node in free:
                 while len(tokens := self._missing(node)[: self.chunk_size]):
-                    segment = Segment(self._storage.view(node), len(tokens))
+                    segment = Segment(tree.view(node), len(tokens))
                     ids = torch.from_numpy(tokens).to(self.call.input_ids.device)
                     self._submit([[segment]], ids, [0])
 
     def _missing(self, node: Node) -> np.ndarray:
         """Return the tokens of a node, int64, that were computed before the request was preempted and are not now."""
         stop = self.open_nodes.get(node, len(node.tokens))
-        return node.tokens[0 if node.block is None else node.block.length : stop]
+        return node.tokens[node.num_cached : stop]
 
     def _replay(self) -> None:
-        live = {block for cache in self._caches for block in cache.blocks}
+        live, pool = set(self._blocks), self._storage.pool
         # Blocks that were freed are needed until the tokens moved out of them are rebuilt. All others are the tree's.
-        temporary = {b for b in self.journal.written() - self._storage.blocks if b.parts is None}
-        own = live | temporary
-        self._storage.blocks |= temporary
+        temporary = {block for block in self.journal.written() - pool.blocks if block.parts is None}
+        pool.blocks |= temporary
         try:
             for block in temporary:
-                self._storage.release(block)
-            self.journal.rebuild(own, self.chunk_size, lambda passes, ids: self._submit(passes, ids, [-1]), self._copy)
+                pool.release(block)
+            self.journal.rebuild(live | temporary, self.chunk_size, self._run_again, self._copy)
             for block, length in self._lengths.items():
                 if block in live and block.length < length:
                     raise RuntimeError(f"{block!r} was rebuilt with too few tokens: {length} are needed")
@@ -327,16 +339,20 @@ class Request:
                 if block.parts:  # split while its keys were evicted
                     block.length = sum(part.length for part in parts_of([block]))
         finally:
-            for block in temporary & self._storage.blocks:
-                self._storage.free(block)
+            for block in temporary & pool.blocks:
+                pool.free(block)
+
+    def _run_again(self, passes: list[list[Segment]], ids: torch.Tensor) -> None:
+        self._storage.pool.touch()  # the journal sets the lengths of blocks
+        self._submit(passes, ids, [-1])
 
     def _copy(self, event: Any) -> None:
-        storage, count = self._storage, event.stop - event.start
-        storage.reserve([(event.target, event.at + count)])
+        pool, count = self._storage.pool, event.stop - event.start
+        pool.reserve([(event.target, event.at + count)])
         source = event.source.extent.range(event.source.first + event.start, count)
         target = event.target.extent.range(event.target.first + event.at, count)
         delta = (event.target.base + event.at) - (event.source.base + event.start)
-        storage.arena.copy(source, target, delta, storage.rotary)
+        pool.arena.copy(source, target, delta, pool.rotary)
         event.target.length = event.at + count
 
     # Streaming

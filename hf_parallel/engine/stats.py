@@ -82,7 +82,7 @@ def engine_stats(scheduler: Scheduler, work: Work, num_submitted: int) -> Engine
     return EngineStats(
         running=len(running) - preempted,
         waiting=num_submitted + len(scheduler.waiting) + preempted,
-        kv_bytes=sum(block.length for block in list(storage.blocks)) * storage.arena.bytes_per_token,
+        kv_bytes=sum(block.length for block in list(storage.pool.blocks)) * storage.arena.bytes_per_token,
         reserved_bytes=storage.arena.reserved_bytes,
         evicted_tokens=storage.evicted_tokens,
         preemptions=scheduler.preemptions,

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from hf_parallel.cache import Segment
 from hf_parallel.cache.placement import cpu_as_default, execution_device
-from hf_parallel.cache.shared_prefix import Node, SharedPrefixCache, common_prefix
+from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.cache.tree import Node, common_prefix
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.claim import Claim

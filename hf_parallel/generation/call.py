@@ -15,6 +15,7 @@ from transformers.utils import logging
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.fingerprint import active_dropout, fingerprint_of_present
 from hf_parallel.cache.placement import execution_device
+from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.arguments import check_model_inputs, encode
 from hf_parallel.generation.progress import Progress
 from hf_parallel.generation.stats import GenerationStats
@@ -24,7 +25,7 @@ from hf_parallel.transcript.record import Record
 
 _logger = logging.get_logger(__name__)
 
-C = TypeVar("C", bound=BlockCache)
+C = TypeVar("C", bound=SharedPrefixCache)
 
 
 class Executor(Protocol):

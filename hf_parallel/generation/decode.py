@@ -69,7 +69,8 @@ class DecodeLoop:
         self.call, self.cache, self.table = call, cache, table
         self._texts: dict[Row, IncrementalDetokenizer] = {}
         if call.is_traced:
-            call.record.trace = cache.trace = call.record.trace or Trace()
+            call.record.trace = call.record.trace or Trace()
+            cache.record(call.record.trace)
         self.stats = GenerationStats() if stats is None else stats
         self.runner = ModelRunner(call, cache, self.stats)
         self.backlog = Backlog(self.runner)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from hf_parallel.cache import Segment
-from hf_parallel.cache.shared_prefix import Node, SharedPrefixCache
+from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.cache.tree import Node
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.rows import PassInputs, Row

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from hf_parallel.agents.simulation.traces import Trace, TraceRequest
-from hf_parallel.cache.shared_prefix import Node
+from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.cache.tree import Node
 from hf_parallel.engine import Engine
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.policies import (
@@ -20,8 +21,7 @@ from hf_parallel.engine.policies import (
     StepsToExecution,
     TimeToLive,
 )
-from hf_parallel.engine.request_cache import RequestCache
-from hf_parallel.engine.storage import KVStorage, cached_length
+from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation.validation import check_int
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
@@ -179,23 +179,25 @@ class _SimulatedRequest:
 
     def run(self, storage: KVStorage, prompt: np.ndarray, output: np.ndarray, chunk: int) -> int:
         """Run the request as an engine does. Return the number of prompt tokens that were cached."""
-        storage.clock += 1
-        cache = RequestCache()
-        cache.attach(storage, self, None)  # type: ignore[arg-type]
+        storage.tree.clock += 1
+        cache = SharedPrefixCache(tree=storage.tree, owner=self)
         leaf = cache.insert(prompt)
-        reused = sum(map(cached_length, leaf.path))
+        reused = sum(node.num_cached for node in leaf.path)
         self._prefill(storage, cache.nodes_to_prefill(), chunk)
         block = cache.new_block(base=len(prompt))
         while block.length < len(output) - 1:  # the last token is not stored
-            storage.reserve([(block, block.length + 1)])
+            cache.reserve([(block, block.length + 1)])
             block.length = min(len(output) - 1, block.extent.capacity - block.first)
-        storage.clock += 1
+        storage.tree.clock += 1
         if block.length:
             cache.add(leaf, output[: block.length], block)
         else:
             cache.free(block)
-        storage.unpin(self)
+        storage.tree.unpin(self)
         return reused
+
+    def wait_for_prefix(self, tokens: np.ndarray, root: Node, gap: int) -> None:
+        """Do nothing: one request runs at a time."""
 
     @staticmethod
     def _prefill(storage: KVStorage, nodes: Sequence[Node], chunk: int) -> None:
@@ -208,7 +210,7 @@ class _SimulatedRequest:
                     assert node.block is not None
                     wanted.append((node.block, node.block.length + take))
                     left[index], free = left[index] - take, free - take
-            storage.reserve(wanted)
+            storage.pool.reserve(wanted)
             for block, length in wanted:
                 block.length = length
 

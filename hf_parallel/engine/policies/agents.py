@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hf_parallel.cache.shared_prefix import Node
+from hf_parallel.cache.tree import Node, RequestObserver
 from hf_parallel.engine.hints import AgentHints
-from hf_parallel.engine.policies.base import RequestObserver
 
 MAX_MEMBERS = 4096
 """Agents of workflows that are remembered; those that are idle the longest are forgotten."""

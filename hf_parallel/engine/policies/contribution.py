@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hf_parallel.cache.shared_prefix import Node
+from hf_parallel.cache.tree import Node
 from hf_parallel.engine.policies.agents import AgentPolicy, Call, Member, NodeUses
 from hf_parallel.engine.policies.reuse import ReuseEstimate
 from hf_parallel.engine.policies.scores import ContributionScores

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from hf_parallel.cache.shared_prefix import Node
+from hf_parallel.cache.tree import Node
 from hf_parallel.engine.policies.agents import MAX_MEMBERS, Member, NodeUses, Use
 
 COUNTS = 5

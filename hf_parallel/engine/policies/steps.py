@@ -6,7 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
-from hf_parallel.cache.shared_prefix import Node
+from hf_parallel.cache.tree import Node
 from hf_parallel.engine.policies.agents import AgentPolicy, Call, Member, NodeUses
 
 MAX_STEPS = 1024

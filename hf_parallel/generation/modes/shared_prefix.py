@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import torch
 
-from hf_parallel.cache.shared_prefix import Node
+from hf_parallel.cache.tree import Node
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall, with_gaps
 from hf_parallel.generation.config import ModePrompt, ModeTraits

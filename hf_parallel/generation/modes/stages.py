@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, 
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_parallel.cache import Segment
-from hf_parallel.cache.shared_prefix import Node
+from hf_parallel.cache.tree import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_gaps

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from hf_parallel.cache import Block, Segment, View
 from hf_parallel.cache.hogwild import HogwildCache
-from hf_parallel.cache.shared_prefix import Node
+from hf_parallel.cache.tree import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import with_gaps

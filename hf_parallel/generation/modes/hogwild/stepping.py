@@ -251,7 +251,7 @@ def _restored_on_error(cache: BlockCache, table: TokenTable, objects: Sequence[A
     until it has ended. It must not move blocks.
     """
     trace_state = None if cache.trace is None else cache.trace.state
-    cache.defer_frees()
+    cache.pool.defer_frees()
     lengths = {block: block.length for block in cache.blocks}
     attributes = [(item, dict(vars(item))) for item in (*objects, table)]
     containers = [
@@ -271,7 +271,7 @@ def _restored_on_error(cache: BlockCache, table: TokenTable, objects: Sequence[A
             (value.extend if isinstance(value, list) else value.update)(items)
         for row, length in enumerate(table.lengths):
             table.truncate(row, length)
-        cache.free_deferred(keep=True)
+        cache.pool.free_deferred(keep=True)
         if cache.trace is not None and trace_state is not None:
             cache.trace.restore(trace_state)
         for block in cache.blocks - lengths.keys():
@@ -279,7 +279,7 @@ def _restored_on_error(cache: BlockCache, table: TokenTable, objects: Sequence[A
         for block, length in lengths.items():
             block.length = length
         raise
-    cache.free_deferred()
+    cache.pool.free_deferred()
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from hf_parallel.cache.layout import Segment
+from hf_parallel.cache import Segment
 from hf_parallel.cache.tree_branch import Tree, TreeBranchCache
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.caller import warn_sequential

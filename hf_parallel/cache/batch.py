@@ -1,46 +1,21 @@
-"""Blocks and views, and their translation into an AttentionPlan (docs/block_attention.md).
+"""Segments of a batch, and their translation into an AttentionPlan (docs/block_attention.md).
 
-A block is a run of tokens stored once. A view is the ordered list of blocks that a row sees; the row appends to the
-last one. A token's position in a view follows from the block lengths: it is never stored or updated.
+A view is the ordered list of blocks that a row sees; the row appends to the last one. A token's position in a view
+follows from the block lengths: it is never stored or updated.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from hf_parallel.cache.arena import Extent
-from hf_parallel.kernels import AttentionPlan, Increments, TokenRange, to_device
-
-
-@dataclass(eq=False)
-class Block:
-    """A run of `length` tokens from index `first` of an extent. Its first key is rotated to position `base`."""
-
-    extent: Extent
-    base: int = 0
-    first: int = 0
-    length: int = 0
-    gap: int = 0  # masked tokens before the first one; sliding windows count them, positions do not
-    parts: tuple[Block, Block] | None = None  # which hold its tokens, if it was split while rows see it
-
-    @property
-    def free_slots(self) -> int:
-        """Number of tokens that can be appended without growing the extent."""
-        return self.extent.capacity - self.first - self.length
-
-    @property
-    def tokens(self) -> TokenRange:
-        """Location of the block's tokens in every layer's storage."""
-        return self.extent.range(self.first, self.length)
-
-    def __repr__(self) -> str:
-        return f"Block(length={self.length}, base={self.base}, at={self.extent.origin}+{self.first})"
-
+from hf_parallel.cache.pool import Block, Pool
+from hf_parallel.kernels import AttentionPlan, Increments, to_device
 
 View = Sequence[Block]
 
@@ -58,19 +33,20 @@ class Segment:
     write: bool = True
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ForwardPass:
     """One forward pass: its attention plan, and `position_ids`, int64 `[T]`, as arguments of the model.
 
     The model rotates queries and keys to `position_ids`: a token's index in its block plus the block's `base`.
+    `continues`: this is the decode step after the pass before, of the same rows, one token further.
     """
 
     plan: AttentionPlan
     position_ids: torch.Tensor
     segments: Sequence[Segment]  # in packed order, with their views at the time of the pass
-    blocks: Sequence[Block]  # all blocks of the views
-    states: list[tuple[int, int, int, Extent]]  # length, first, base and extent of each block after the pass
     num_passes: int = 1  # number of consecutive passes that are computed as this one
+    continues: bool = False
+    version: int = -1  # of the pool when the pass was prepared
 
     @property
     def last_tokens(self) -> list[int]:
@@ -83,31 +59,49 @@ class ForwardPass:
         return self.plan.increments is not None
 
     def leads_to(self, segments: Sequence[Segment]) -> bool:
-        """Whether `segments` are the next decode step after this one: same rows, and no block has changed."""
-        return (
-            self.is_decode_step
-            and len(segments) == len(self.segments)
-            and self.states == _states(self.blocks)
-            and all(
-                new.num_tokens == 1 and new.write and tuple(new.view) == old.view and new.view[-1].free_slots
-                for new, old in zip(segments, self.segments, strict=True)
-            )
-        )
+        """Whether `segments` are the next decode step after this one, if no block has changed since."""
+        if len(segments) != len(self.segments):
+            return False
+        for new, old in zip(segments, self.segments, strict=True):
+            block = old.view[-1]
+            if new.num_tokens != 1 or not new.write or tuple(new.view) != old.view:
+                return False
+            if block.first + block.length >= block.extent.capacity:
+                return False
+        return True
 
     def next_step(self) -> ForwardPass:
-        """Return the pass of the next decode step. The block lengths must already include its new tokens."""
+        """Return the pass of the next decode step."""
         step = copy.copy(self)  # faster than `dataclasses.replace`
-        vars(step).update(plan=self.plan.next_step(), position_ids=self.position_ids + 1, states=_states(self.blocks))
+        step.plan, step.position_ids, step.continues = self.plan.next_step(), self.position_ids + 1, True
         return step
-
-
-def _states(blocks: Iterable[Block]) -> list[tuple[int, int, int, Extent]]:
-    return [(block.length, block.first, block.base, block.extent) for block in blocks]
 
 
 def view_length(view: View) -> int:
     """Return the number of tokens in a view, which is also the position of the next one."""
     return sum(block.length for block in view)
+
+
+def new_tokens(pool: Pool, passes: Sequence[Sequence[Segment]]) -> Counter[Block]:
+    """Validate the segments of consecutive passes; return the number of new tokens by block."""
+    count: Counter[Block] = Counter()
+    for segments in passes:
+        written: set[Block] = set()
+        read: set[Block] = set()
+        for segment in segments:
+            if not segment.view or segment.num_tokens < 1:
+                raise ValueError(f"a segment needs a view and at least one new token, got {segment!r}")
+            for block in segment.view:
+                pool.check_owned(block)
+            target = segment.view[-1]
+            if not segment.write and segment.num_tokens > target.length + count[target]:
+                raise ValueError(f"a segment cannot reread more tokens than its block holds, got {segment!r}")
+            if target in written or (segment.write and target in read):
+                raise ValueError("two segments of a pass write to one block, or one rereads what the other writes")
+            (written if segment.write else read).add(target)
+            if segment.write:
+                count[target] += segment.num_tokens
+    return count
 
 
 def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> ForwardPass:
@@ -136,9 +130,7 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
             packed.append(Segment(tuple(segment.view), n, segment.write))
             num_tokens += n
     plan = _attention_plan(table, writes, num_tokens, decoding)
-    seen = tuple(dict.fromkeys(block for segment in packed for block in segment.view))
-    position_ids = to_device(_concat(positions), device)
-    return ForwardPass(plan, position_ids, tuple(packed), seen, _states(seen), len(passes))
+    return ForwardPass(plan, to_device(_concat(positions), device), tuple(packed), len(passes))
 
 
 def _add_pairs(

@@ -1,0 +1,315 @@
+"""Pool: blocks of keys and values in an arena.
+
+A block is a run of tokens stored once, however many rows see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hf_parallel.cache.arena import Arena, Extent
+from hf_parallel.kernels import RotarySpec, TokenRange
+
+MIN_CAPACITY = 16
+"""Least capacity to which a block of a pool with a budget grows, in tokens."""
+
+
+@dataclass(eq=False)
+class Block:
+    """A run of `length` tokens from index `first` of an extent. Its first key is rotated to position `base`."""
+
+    extent: Extent
+    base: int = 0
+    first: int = 0
+    length: int = 0
+    gap: int = 0  # masked tokens before the first one; sliding windows count them, positions do not
+    parts: tuple[Block, Block] | None = None  # which hold its tokens, if it was divided while rows see it
+
+    @property
+    def free_slots(self) -> int:
+        """Number of tokens that can be appended without growing the extent."""
+        return self.extent.capacity - self.first - self.length
+
+    @property
+    def tokens(self) -> TokenRange:
+        """Location of the block's tokens in every layer's storage."""
+        return self.extent.range(self.first, self.length)
+
+    def __repr__(self) -> str:
+        return f"Block(length={self.length}, base={self.base}, at={self.extent.origin}+{self.first})"
+
+
+Wanted = Sequence[tuple[Block, int]]
+"""Blocks, each with the number of tokens that it must have capacity for."""
+
+
+class CopyTrace(Protocol):
+    """Records copies of tokens between blocks."""
+
+    def add_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:
+        """Record that tokens `start <= j < stop` of a block were copied, or moved, to another one, at index `at`."""
+
+
+class Pool:
+    """Blocks of keys and values in one arena.
+
+    `version` changes with every change after which a decode step does not follow from the step before.
+
+    Parameters
+    ----------
+    rotary : mapping of int to RotarySpec or None, optional
+        Rotary embedding by layer index (None: the layer has none).
+    parent : Pool, optional
+        Pool in whose arena the blocks are, and to which they belong as well. They get memory when tokens are appended.
+    """
+
+    def __init__(self, rotary: Mapping[int, RotarySpec | None] | None = None, parent: Pool | None = None) -> None:
+        self.rotary = dict(rotary) if rotary is not None else None
+        self.trace: CopyTrace | None = None
+        self.on_full: Callable[[Wanted, int], None] | None = None
+        """Frees memory for blocks that grow, given the number of slots, or raises; needed with a budget."""
+        self.blocks: set[Block] = set()
+        self.version = 0
+        self._root = self if parent is None else parent
+        self.arena: Arena = Arena() if parent is None else parent.arena
+        self._freed_later: list[Block] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"trace": None}
+
+    def clear(self) -> None:
+        """Delete all blocks and release their memory."""
+        self._freed_later = None
+        if self._root is self:
+            self.blocks.clear()
+            self.arena.clear()
+            self.touch()
+        for block in list(self.blocks):
+            self.free(block)
+
+    def touch(self) -> None:
+        """Note a change to blocks after which a decode step does not follow from the step before."""
+        self._root.version += 1
+
+    def new_blocks(self, count: int, capacity: int = 0, base: int = 0) -> list[Block]:
+        """Allocate empty blocks evenly spaced in memory, so that attention can read them in one call."""
+        extents = self.arena.allocate(capacity if self._root is self else 0, count)
+        blocks = [Block(extent, base) for extent in extents]
+        self.blocks.update(blocks)
+        self._root.blocks.update(blocks)
+        return blocks
+
+    def free(self, block: Block) -> None:
+        """Delete a block and release its memory; between `defer_frees` and `free_deferred`, after `free_deferred`."""
+        self.check_owned(block)
+        if self._freed_later is not None:
+            self._freed_later.append(block)
+            return
+        self.touch()
+        self.disown(block)
+        self._root.blocks.remove(block)
+        self.arena.release(block.extent)
+
+    def disown(self, block: Block) -> None:
+        """Leave a block to the parent."""
+        if self._root is not self:
+            self.blocks.discard(block)
+
+    def defer_frees(self) -> None:
+        """Keep blocks that are freed from now on until `free_deferred`, so that a change can be undone."""
+        self._freed_later = []
+
+    def free_deferred(self, keep: bool = False) -> None:
+        """End `defer_frees`. `keep`: the change was undone, and its blocks remain."""
+        freed, self._freed_later = self._freed_later or [], None
+        self.touch()
+        for block in () if keep else freed:
+            self.free(block)
+
+    def release(self, block: Block) -> None:
+        """Release the memory of a block, which becomes empty but is not deleted."""
+        self.touch()
+        self.arena.release(block.extent)
+        block.extent, block.first, block.length = Extent(0, 0), 0, 0
+
+    def truncate(self, block: Block, length: int) -> None:
+        """Remove a block's tokens from index `length` on; raises `ValueError` unless `0 <= length <= block.length`."""
+        self.check_owned(block)
+        if not 0 <= length <= block.length:
+            raise ValueError(f"length must be between 0 and the block's {block.length}, got {length}")
+        if length < block.length:
+            self.touch()
+            block.length = length
+
+    def split(self, block: Block, at: int) -> Block:
+        """Split a block in two without copying: it keeps `at` tokens, the returned block holds the others."""
+        self.check_owned(block)
+        if not 0 < at < block.length:
+            raise ValueError(f"at must lie inside the block's {block.length} tokens, got {at}")
+        tail = self._tail(block, at)
+        block.length = at
+        return tail
+
+    def divide(self, block: Block, at: int) -> tuple[Block, Block]:
+        """Replace a block by two new ones without copying, the first for `at` tokens.
+
+        Rows that see the block find them as its `parts`. Tokens that it does not hold yet belong to the second one.
+        """
+        held = min(at, block.length)
+        head = Block(block.extent, block.base, block.first, held, block.gap)
+        if block.length > at:
+            tail = self._tail(block, at)
+        else:
+            tail = self.new_blocks(1, base=block.base + at)[0]
+        self._trace_copy(block, 0, held, head, 0)
+        self.blocks.add(head)
+        self.blocks.remove(block)
+        self.touch()
+        block.parts = head, tail
+        return head, tail
+
+    def _tail(self, block: Block, at: int) -> Block:
+        """Return a new block of the tokens of another one from index `at` on, in the same extent."""
+        tail = Block(block.extent, block.base + at, block.first + at, block.length - at)
+        block.extent.owners += 1
+        self.blocks.add(tail)
+        self._root.blocks.add(tail)
+        self.touch()
+        self._trace_copy(block, at, block.length, tail, 0)
+        return tail
+
+    def copy(self, block: Block, kept: Sequence[tuple[int, int]], extra_capacity: int = 0) -> Block:
+        """Copy the tokens `start <= j < stop` of each `(start, stop)` into a new block, rotated to their positions.
+
+        It has capacity for `extra_capacity` more.
+        """
+        self.check_owned(block)
+        length = sum(stop - start for start, stop in kept)
+        copy = self.new_blocks(1, length + extra_capacity, block.base)[0]
+        copy.gap = block.gap
+        try:
+            self.reserve([(copy, length)])  # blocks of a child begin without memory
+            for start, stop in kept:
+                source = block.extent.range(block.first + start, stop - start)
+                target = copy.extent.range(copy.length, stop - start)
+                self.arena.copy(source, target, copy.length - start, self.rotary)
+                self._trace_copy(block, start, stop, copy, copy.length)
+                copy.length += stop - start
+        except BaseException:
+            self.free(copy)
+            raise
+        return copy
+
+    def move(self, source: Block, target: Block) -> None:
+        """Move all tokens of `source` to the end of `target`, with keys rotated to their new positions.
+
+        Copies only these tokens; `source` is empty afterwards. Raises `ValueError` if the blocks are the same, or if
+        positions change and the rotary embedding is unknown.
+        """
+        self.check_owned(source)
+        self.check_owned(target)
+        if source is target:
+            raise ValueError("a block cannot be moved into itself")
+        delta = target.base + target.length - source.base
+        if delta and self.rotary is None:
+            raise ValueError("moving a block to other positions needs the rotary embedding of the model's layers")
+        self.reserve([(target, target.length + source.length)])
+        end = target.extent.range(target.first + target.length, source.length)
+        self.arena.copy(source.tokens, end, delta, self.rotary)
+        self._trace_copy(source, 0, source.length, target, target.length)
+        self.touch()
+        target.length += source.length
+        source.length = 0
+
+    def reserve(self, wanted: Wanted) -> None:
+        """Ensure capacity for `length` tokens in each `(block, length)`.
+
+        A block that must grow moves to an extent of at least twice the capacity, so that growth copies each token
+        O(1) times (amortized). Blocks of equal capacity that grow together stay evenly spaced. Under a budget, each
+        gets what it needs, and `on_full` is called until there is memory.
+        """
+        while growing := [(block, length) for block, length in wanted if _outgrows(block, length)]:
+            on_full = self._root.on_full
+            if on_full is not None:
+                sizes = [max(2 * block.extent.capacity, length, MIN_CAPACITY) for block, length in growing]
+                if not self.arena.fits(sum(sizes)):
+                    on_full(wanted, sum(sizes))
+                    continue
+            else:
+                longest: dict[int, int] = {}
+                for block, length in growing:
+                    longest[block.extent.capacity] = max(longest.get(block.extent.capacity, 1), length)
+                sizes = [max(2 * block.extent.capacity, longest[block.extent.capacity]) for block, _ in growing]
+            self._grow([block for block, _ in growing], sizes)
+
+    def _grow(self, blocks: Sequence[Block], sizes: Sequence[int]) -> None:
+        """Move blocks to new extents; those of one size stay together."""
+        self.touch()
+        groups: dict[int, list[Block]] = {}
+        for block, size in zip(blocks, sizes, strict=True):
+            groups.setdefault(size, []).append(block)
+        for size, group in groups.items():
+            self._place(group, self.arena.relocate([(b.extent, b.first, b.length) for b in group], size))
+
+    def pack(self, wanted: Wanted) -> bool:
+        """Remove all holes and unused capacity, and reserve the wanted lengths; return whether they fit."""
+        lengths, limit = dict(wanted), self.arena.max_slots
+        held = sorted((b for b in self.blocks if b.length), key=lambda b: (b.extent.origin, b.first))
+        blocks = [*held, *(block for block in lengths if not block.length)]
+        needed = sum(lengths.get(block, block.length) for block in blocks)
+        if limit is None or needed > limit:
+            return False
+        slack = min(MIN_CAPACITY, (limit - needed) // len(lengths))
+        capacities = [lengths[block] + slack if block in lengths else block.length for block in blocks]
+        runs = [(block.extent, block.first, block.length) for block in blocks]
+        self.touch()
+        for block in self.blocks:
+            if not block.length:
+                block.extent, block.first = Extent(0, 0), 0
+        self._place(blocks, self.arena.pack(runs, capacities))
+        return True
+
+    @staticmethod
+    def _place(blocks: Sequence[Block], extents: Sequence[Extent]) -> None:
+        for block, extent in zip(blocks, extents, strict=True):
+            block.extent, block.first = extent, 0
+
+    def clear_unused(self) -> None:
+        """Overwrite all unused memory with zeros: attention may read it with weight 0, which does not hide a NaN."""
+        for layer in self.arena.layers.values():
+            unused = torch.ones(len(layer.keys), dtype=torch.bool, device=layer.keys.device)
+            for block in self.blocks:
+                unused[layer.rows(block.tokens)] = False
+            layer.keys[unused], layer.values[unused] = 0, 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values of all unique tokens."""
+        return sum(block.length for block in self.blocks) * self.arena.bytes_per_token
+
+    def check_owned(self, block: Block) -> None:
+        """Raise `ValueError` unless a block is one of this pool, or of its parent."""
+        if block not in self._root.blocks:
+            raise ValueError(f"{block!r} is not (or no longer) a block of this cache")
+
+    def _trace_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:
+        if self.trace is not None:
+            self.trace.add_copy(source, start, stop, target, at)
+
+
+def _outgrows(block: Block, length: int) -> bool:
+    is_shared = block.extent.owners > 1 and length > block.length
+    return block.first + length > block.extent.capacity or is_shared
+
+
+def parts_of(view: Iterable[Block]) -> Iterator[Block]:
+    """Yield the blocks of a view; those of a block that was divided instead of it."""
+    for block in view:
+        if block.parts:
+            yield from parts_of(block.parts)
+        else:
+            yield block

@@ -1,0 +1,386 @@
+"""PrefixTree: a radix tree of token sequences, whose keys and values are blocks of a pool (Hydragen, section 3.3).
+
+A node holds a sequence of tokens and the block of their keys and values. A row sees the blocks from the root to its
+leaf. Keys are stored at their true positions, so nothing is ever rotated. Prefixes are shared within an identity only:
+each has a root of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hf_parallel.cache.pool import Block, Pool
+
+
+@dataclass(eq=False)
+class Node:
+    """A token sequence in the tree."""
+
+    tokens: np.ndarray  # int64 [length]
+    parent: Node | None = None
+    block: Block | None = None  # keys and values of `tokens`, as far as they have been prefilled
+    children: dict[int, list[Node]] = field(default_factory=dict)  # by first token, which several may share
+    last_used: int = 0  # time of the last use of the node or a descendant, see `PrefixTree.clock`
+    is_finite: bool = False  # whether keys and values were found to be finite
+    identity: Hashable = None  # of a root: what its prefixes have in common apart from tokens, such as a salt
+    gap: int = 0  # masked tokens before the first one, as far as sliding windows count them
+
+    @property
+    def siblings(self) -> list[Node]:
+        """The parent's children with the same first token, this node included."""
+        assert self.parent is not None, "the root has no siblings"
+        return self.parent.children[int(self.tokens[0])]
+
+    @property
+    def path(self) -> list[Node]:
+        """Nodes from the root (excluded) to this one."""
+        nodes, node = [], self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    @property
+    def start(self) -> int:
+        """Position of the first token."""
+        return sum(len(node.tokens) for node in self.path[:-1])
+
+    def all_children(self) -> list[Node]:
+        """Return the children, whatever their first token."""
+        return [child for siblings in self.children.values() for child in siblings]
+
+    @property
+    def num_cached(self) -> int:
+        """Number of tokens whose keys and values are in the block."""
+        return 0 if self.block is None else self.block.length
+
+    @property
+    def uncached(self) -> np.ndarray:
+        """Tokens whose keys and values are not in the block yet."""
+        return self.tokens[self.num_cached :]
+
+
+class Owner(Protocol):
+    """A request that shares a tree with others. It pins the nodes that it uses, and marks those that it computes."""
+
+    @property
+    def identity(self) -> Hashable:
+        """Identity of the root of its prefixes."""
+
+    preempted: bool
+    """Whether it has lost its keys and values, so that nodes which it alone pins can be evicted."""
+
+    def wait_for_prefix(self, tokens: np.ndarray, root: Node, gap: int) -> None:
+        """Wait while others compute nodes that a sequence shares with the tree; see `PrefixTree.matching`."""
+
+
+class RequestObserver:
+    """Base of policies that follow requests. The engine's thread calls the methods, which do nothing here.
+
+    A request has `hints` (`AgentHints`) and `num_tokens`, the number of tokens generated so far.
+    """
+
+    def on_use(self, request: Any, nodes: Sequence[Node]) -> None:
+        """Note that a request begins to use nodes, parents before children. Nodes that it creates are included."""
+
+    def on_end(self, request: Any, nodes: Sequence[Node]) -> None:
+        """Note that a request has ended, or starts again; `nodes` are those that it has used."""
+
+    def on_split(self, head: Node, tail: Node) -> None:
+        """Note that the first tokens of `tail` are now those of the new node `head`."""
+
+    def on_evict(self, node: Node) -> None:
+        """Note that the keys and values of a node are being deleted."""
+
+    def on_reset(self) -> None:
+        """Note that all nodes are being deleted."""
+
+
+class PrefixTree:
+    """Sequences that share prefixes, each stored once in a pool.
+
+    An `owner` is a request of several that use the tree at the same time; without one, a method means all nodes.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool, self.observer, self.clock = pool, RequestObserver(), 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Delete all nodes, but not their blocks."""
+        self.root = Node(np.empty(0, np.int64))
+        self.roots = {self.root.identity: self.root}
+        self.pins: dict[Node, set[Owner]] = {}  # owners that use a node, by node
+        self.leaves: dict[Owner, list[Node]] = {}  # nodes at which the rows of an owner begin or end, by owner
+        self.computing: dict[Node, Owner] = {}  # the owner that computes the uncached tokens of a node
+        self.observer.on_reset()
+
+    # Nodes
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield all nodes of all identities except the roots, parents before children."""
+        stack = [child for root in self.roots.values() for child in root.all_children()][::-1]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.all_children()[::-1])
+
+    def insert(self, tokens: np.ndarray, root: Node, gap: int = 0, owner: Owner | None = None) -> Node:
+        """Insert tokens, int64 `[length]`, after `root`. Return the last token's node, which the owner pins.
+
+        Reuses nodes of the tree, splits them where necessary, and creates the rest, which the owner will compute.
+        `gap`: see `Node`.
+        """
+        node, rest, first_gap = root, tokens, gap
+        while len(rest):
+            child, shared = self._best_child(node, rest, first_gap)
+            if child is None:
+                node = self.add(node, rest)
+                node.gap = first_gap
+                break
+            node, rest = child if shared == len(child.tokens) else self._split(child, shared), rest[shared:]
+            node.last_used, first_gap = self.clock, 0
+        if owner is not None:
+            self.pin(node, owner)
+            self.start_computing([one for one in node.path if len(one.uncached)], owner)
+        return node
+
+    def add(self, parent: Node, tokens: np.ndarray, block: Block | None = None) -> Node:
+        """Append a node to `parent`, without a search for shared prefixes.
+
+        `block` holds the keys and values of a finished completion; tokens beyond its length are dropped.
+        """
+        held = tokens if block is None else tokens[: block.length]
+        node = Node(np.asarray(held, np.int64), parent, block, last_used=self.clock)
+        parent.children.setdefault(int(node.tokens[0]), []).append(node)
+        return node
+
+    def view(self, node: Node) -> list[Block]:
+        """Return the blocks that a row at `node` sees."""
+        return [child.block for child in node.path if child.block is not None]
+
+    def matching(self, tokens: np.ndarray, root: Node, gap: int = 0) -> list[Node]:
+        """Return the nodes after `root` that share tokens with a sequence, the last one perhaps only in part."""
+        path, node = [], root
+        while len(tokens):
+            child, shared = self._best_child(node, tokens, gap)
+            if child is None:
+                break
+            path.append(child)
+            if shared < len(child.tokens):
+                break
+            node, tokens, gap = child, tokens[shared:], 0
+        return path
+
+    def cached_child(self, parent: Node, tokens: np.ndarray) -> Node | None:
+        """Return the child of a node that begins with some tokens, if their keys and values are cached."""
+        child, shared = self._best_child(parent, tokens)
+        return child if child is not None and shared == len(tokens) <= child.num_cached else None
+
+    def retain(self, tokens: np.ndarray) -> None:
+        """Remove all tokens from the tree but those of the longest cached prefix of `tokens`, int64 `[length]`."""
+        node, rest = self.root, tokens
+        while True:
+            child, shared = self._best_child(node, rest) if len(rest) else (None, 0)
+            if child is not None and shared < len(child.tokens):
+                child = self._split(child, shared)
+            for other in node.all_children():
+                if other is not child:
+                    self._remove(other)
+            if child is None:
+                return
+            node, rest = child, rest[shared:]
+
+    def nodes_to_prefill(self, owner: Owner | None = None) -> list[Node]:
+        """Return nodes with uncached tokens, parents before children, and allocate their blocks."""
+        nodes = [node for node in self._nodes_of(owner) if len(node.uncached)]
+        for node in nodes:
+            if node.block is None:
+                capacity = len(node.tokens) if owner is None else 0
+                node.block = self.pool.new_blocks(1, capacity, base=node.start)[0]
+                node.block.gap = node.gap
+        return nodes
+
+    def discard_uncached(self, owner: Owner | None = None) -> None:
+        """Remove uncached tokens from the tree, after a prefill that failed; of an owner, those of no other one."""
+        for node in [*self._nodes_of(owner)][::-1]:  # children first
+            if len(node.uncached) and (owner is None or self.pins[node] == {owner}):
+                self.pins.pop(node, None)
+                self.computing.pop(node, None)
+                self._trim(node)
+
+    def discard_nonfinite(self) -> None:
+        """Remove nodes with keys or values that are not finite, as a transient error of the model leaves them.
+
+        Reads the last layer only, which a NaN or infinity in any earlier layer reaches.
+        """
+        layers = self.pool.arena.layers
+        layer = layers.get(max(layers, default=-1))
+        nodes = [node for node in self.nodes() if node.num_cached and not node.is_finite]
+        if layer is None or not nodes:
+            return
+        rows = [layer.rows(node.block.tokens) for node in nodes if node.block is not None]
+        finite = [layer.keys[held].isfinite().all() & layer.values[held].isfinite().all() for held in rows]
+        for node, is_finite in zip(nodes, torch.stack(finite).tolist(), strict=True):
+            node.is_finite = is_finite
+            if not is_finite and node in node.siblings:
+                self._remove(node)
+        if not all(node.is_finite for node in nodes):
+            self.pool.clear_unused()
+
+    # Owners
+
+    def add_owner(self, owner: Owner) -> Node:
+        """Note that an owner uses the tree. Return the root of its identity, which stays until `unpin`."""
+        self.leaves.setdefault(owner, [])
+        return self.roots.setdefault(owner.identity, Node(np.empty(0, np.int64), identity=owner.identity))
+
+    def pin(self, node: Node, owner: Owner) -> None:
+        """Note that an owner uses a node and those before it."""
+        self.leaves.setdefault(owner, []).append(node)
+        new = []
+        for one in node.path:
+            one.last_used = self.clock
+            owners = self.pins.setdefault(one, set())
+            if owner not in owners:
+                owners.add(owner)
+                new.append(one)
+        self.observer.on_use(owner, new)
+
+    def unpin(self, owner: Owner, keep: bool = True) -> None:
+        """Note that an owner has ended. Remove its uncomputed tokens, and unless `keep`, all that it alone used."""
+        self.stop_computing(owner)
+        nodes = list(self.pinned(owner))
+        self.observer.on_end(owner, nodes)
+        self.leaves.pop(owner, None)
+        for node in nodes:
+            self.pins[node].discard(owner)
+            if not self.pins[node]:
+                del self.pins[node]
+        for node in sorted(nodes, key=lambda node: -node.start):  # children first
+            if node in self.pins or node not in node.siblings:
+                continue
+            if keep:
+                self._trim(node)
+            else:
+                self._remove(node)
+        if (root := self.roots.get(owner.identity)) is not None:
+            self._forget(root)
+
+    def pinned(self, owner: Owner) -> Iterator[Node]:
+        """Yield the nodes that an owner uses, parents before children."""
+        paths = dict.fromkeys(node for leaf in self.leaves.get(owner, ()) for node in leaf.path)
+        yield from (node for node in paths if owner in self.pins.get(node, ()))
+
+    def is_used(self, node: Node, resumed: Collection[Owner] = ()) -> bool:
+        """Return whether an owner that is not preempted, or one of `resumed`, uses a node."""
+        return any(not owner.preempted or owner in resumed for owner in self.pins.get(node, ()))
+
+    def start_computing(self, nodes: Iterable[Node], owner: Owner) -> None:
+        """Note that an owner computes nodes; others wait for it."""
+        self.computing.update(dict.fromkeys(nodes, owner))
+
+    def stop_computing(self, owner: Owner, but: Collection[Node] = ()) -> None:
+        """Note that an owner does not compute any nodes, except those in `but`."""
+        for node in [node for node, other in self.computing.items() if other is owner and node not in but]:
+            del self.computing[node]
+
+    def is_computed_by_other(self, node: Node, owner: Owner) -> bool:
+        """Return whether another owner computes a node, or will continue to, once it is resumed."""
+        return len(node.uncached) > 0 and self.computing.get(node, owner) is not owner
+
+    # Eviction
+
+    def evict(self, priority: Callable[[Node], float | tuple[float, ...]]) -> Iterator[int]:
+        """Delete keys and values that no running owner uses, least priority first and children before parents.
+
+        Yields the number of tokens of each node. Nodes that preempted owners will need again stay, without memory.
+        """
+        count = itertools.count()
+        queue = [(priority(node), next(count), node) for node in self.nodes() if self._is_evictable(node)]
+        heapq.heapify(queue)
+        while queue:
+            _, _, node = heapq.heappop(queue)
+            tokens, parent = node.num_cached, node.parent
+            assert node.block is not None
+            assert parent is not None
+            self.observer.on_evict(node)
+            if self.pins.get(node) or node.all_children():
+                self.pool.release(node.block)
+            else:
+                self._remove(node)
+            if self._is_evictable(parent):
+                heapq.heappush(queue, (priority(parent), next(count), parent))
+            yield tokens
+
+    def _is_evictable(self, node: Node) -> bool:
+        if not node.num_cached or self.is_used(node):
+            return False
+        return not any(child.num_cached for child in node.all_children())
+
+    def _nodes_of(self, owner: Owner | None) -> Iterator[Node]:
+        return self.nodes() if owner is None else self.pinned(owner)
+
+    def _trim(self, node: Node) -> None:
+        """Remove the uncached tokens of a node and what follows them, and the node if none is left."""
+        if not node.num_cached:
+            self._remove(node)
+            return
+        if len(node.uncached):
+            for child in node.all_children():
+                self._remove(child)
+        node.tokens = node.tokens[: node.num_cached]
+
+    def _remove(self, node: Node) -> None:
+        for child in node.all_children():
+            self._remove(child)
+        if node.block is not None:
+            self.pool.free(node.block)
+        node.siblings.remove(node)
+        if node.parent is not None and node.parent.parent is None:
+            self._forget(node.parent)
+
+    def _forget(self, root: Node) -> None:
+        """Delete a root without nodes that no owner uses: identities may be many."""
+        if root is self.root or any(root.children.values()):
+            return
+        if all(owner.identity != root.identity for owner in self.leaves):
+            self.roots.pop(root.identity, None)
+
+    @staticmethod
+    def _best_child(node: Node, tokens: np.ndarray, gap: int = 0) -> tuple[Node | None, int]:
+        """Return the child with the longest common prefix with `tokens`, and the length of that prefix."""
+        children = node.children.get(int(tokens[0]), ())
+        shared = [(child, common_prefix(child.tokens, tokens)) for child in children if child.gap == gap]
+        return max(shared, key=lambda pair: pair[1], default=(None, 0))
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Split a node in two without copying. The node keeps the tail, as it is the leaf of rows; returns the head."""
+        parent = node.parent
+        assert parent is not None, "the root has no tokens to split"
+        head = Node(node.tokens[:at], parent, children={int(node.tokens[at]): [node]}, is_finite=node.is_finite)
+        head.gap, node.gap = node.gap, 0
+        node.siblings[node.siblings.index(node)] = head
+        if node.block is not None:
+            head.block, node.block = self.pool.divide(node.block, at)
+        node.tokens, node.parent = node.tokens[at:], head
+        if node in self.pins:
+            self.pins[head] = set(self.pins[node])
+        if node in self.computing:
+            self.computing[head] = self.computing[node]
+        self.observer.on_split(head, node)
+        return head
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the number of tokens with which two sequences, int64 `[length]` each, begin alike."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
