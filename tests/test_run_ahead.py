@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
-from hf_parallel.cache import base, layout
+from hf_parallel.cache import base, batch
 from hf_parallel.generation import ahead, backlog, decode, joint_sampling, runner, sampling, token_table
 from hf_parallel.models import cuda_graph
 
@@ -186,7 +186,7 @@ MAY_WAIT = {
 
 
 @pytest.mark.parametrize(
-    "module", [ahead, base, cuda_graph, decode, joint_sampling, layout, backlog, runner, sampling, token_table]
+    "module", [ahead, base, cuda_graph, decode, joint_sampling, batch, backlog, runner, sampling, token_table]
 )
 def test_no_other_function_of_the_decode_path_copies_to_the_host(module: Any) -> None:
     tree = ast.parse(inspect.getsource(module))

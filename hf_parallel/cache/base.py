@@ -243,6 +243,7 @@ class BlockCache(Cache):
 
     @rows.setter
     def rows(self, views: list[View]) -> None:
+        """Set the views."""
         self.dense.views = views
 
     def attention_mask(self, segments: Sequence[Segment]) -> torch.Tensor:

@@ -339,6 +339,7 @@ class Request:
                 if block.parts:  # split while its keys were evicted
                     block.length = sum(part.length for part in parts_of([block]))
         finally:
+            pool.touch()
             for block in temporary & pool.blocks:
                 pool.free(block)
 
