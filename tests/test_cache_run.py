@@ -216,9 +216,9 @@ def test_every_query_sees_the_blocks_of_its_own_pass(scene: Scene, data: st.Data
         for _ in range(data.draw(st.integers(2, 5)))
     ]
     expected = prepare_run(scene, passes)
-    for backend in (torch_attention.block_attention, reference.block_attention):
+    for backend in (torch_attention.TorchBackend().attend, reference.ReferenceBackend().attend):
         torch.testing.assert_close(scene.attend(backend, torch.float64), expected, rtol=0, atol=1e-11)
-    out = scene.attend(torch_attention.block_attention, torch.float32)
+    out = scene.attend(torch_attention.TorchBackend().attend, torch.float32)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-4)
 
 

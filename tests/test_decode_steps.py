@@ -14,7 +14,7 @@ from scenes import Features, Scene, scenes
 
 from hf_parallel.cache import ForwardPass, Segment
 from hf_parallel.kernels import AttentionPlan, RotarySpec
-from hf_parallel.kernels.torch_attention import block_attention
+from hf_parallel.kernels.torch_attention import TorchBackend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,7 +45,7 @@ def test_derived_steps_equal_steps_planned_from_scratch(scene: Scene, data: st.D
         for name in ARRAYS:
             assert np.array_equal(getattr(scene.forward.plan, name), getattr(planned.plan, name)), name
         assert torch.equal(scene.forward.position_ids, planned.position_ids)
-        out = scene.attend(block_attention, torch.float64)
+        out = scene.attend(TorchBackend().attend, torch.float64)
         torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-11)
 
 
@@ -65,7 +65,7 @@ def test_the_next_step_is_derived_from_the_last_one(scene: Scene) -> None:
     last = scene.forward.plan
     scene.step(one_token_each(scene))
     assert scene.forward.plan.pair_query is last.pair_query
-    torch.testing.assert_close(scene.attend(block_attention, torch.float64), scene.truth())
+    torch.testing.assert_close(scene.attend(TorchBackend().attend, torch.float64), scene.truth())
 
 
 @pytest.mark.parametrize("change", ["truncate", "move", "another row", "order", "no room", "freed", "split"])
@@ -111,7 +111,7 @@ def test_few_steps_under_a_window_need_a_new_schedule(roots: list[int], lengths:
     scene.step([Segment(view, n) for view, n in zip(views, lengths, strict=True)])
     for _ in range(35):
         scene.step(one_token_each(scene))
-        out = scene.attend(block_attention, torch.float64)
+        out = scene.attend(TorchBackend().attend, torch.float64)
         torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-11)
         merge = scene.forward.plan.windowed(17).derived["schedule"].merge
         made += [] if made and made[-1] is merge else [merge]

@@ -93,7 +93,7 @@ def exactly(scene: Scene, dtype: torch.dtype) -> torch.Tensor:
     """Compute the oracle in float64 from the same rounded numbers."""
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return reference.block_attention(query.double(), keys.double(), values.double(), *rest)
+        return reference.ReferenceBackend().attend(query.double(), keys.double(), values.double(), *rest)
 
     return scene.attend(attend, dtype)
 

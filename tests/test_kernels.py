@@ -54,7 +54,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @given(scenes())
 def test_oracle_equals_softmax_over_the_view_at_true_positions(scene: Scene) -> None:
     torch.testing.assert_close(
-        scene.attend(reference.block_attention, torch.float64), scene.truth(), rtol=0, atol=1e-12
+        scene.attend(reference.ReferenceBackend().attend, torch.float64), scene.truth(), rtol=0, atol=1e-12
     )
 
 
@@ -62,8 +62,8 @@ def test_oracle_equals_softmax_over_the_view_at_true_positions(scene: Scene) -> 
 @EXACT
 @given(scene=scenes())
 def test_torch_backend_equals_oracle(dtype: torch.dtype, scene: Scene) -> None:
-    expected = scene.attend(reference.block_attention, dtype)
-    actual = scene.attend(torch_backend.block_attention, dtype)
+    expected = scene.attend(reference.ReferenceBackend().attend, dtype)
+    actual = scene.attend(torch_backend.TorchBackend().attend, dtype)
     assert actual.dtype == dtype
     # Both round the output to `dtype`, so a difference of one unit in the last place is allowed.
     torch.testing.assert_close(actual, expected, rtol=torch.finfo(dtype).eps, atol=TOLERANCE[dtype])
@@ -73,8 +73,8 @@ def test_torch_backend_equals_oracle(dtype: torch.dtype, scene: Scene) -> None:
 @given(scene=scenes())
 def test_torch_backend_equals_oracle_without_its_compiled_kernel(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
     monkeypatch.setattr(native, "supports", lambda *_: False)
-    expected = scene.attend(reference.block_attention, torch.float32)
-    actual = scene.attend(torch_backend.block_attention, torch.float32)
+    expected = scene.attend(reference.ReferenceBackend().attend, torch.float32)
+    actual = scene.attend(torch_backend.TorchBackend().attend, torch.float32)
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[torch.float32])
 
 
@@ -86,7 +86,9 @@ def test_oracle_equals_causal_softmax_of_one_row() -> None:
     q, k, v = row
     cache.arena.write(0, k[None], v[None], forward.plan)
     layer = cache.storage(0)
-    out = reference.block_attention(q[:, None], layer.keys, layer.values, forward.plan, AttentionParams(1, 0.5))
+    out = reference.ReferenceBackend().attend(
+        q[:, None], layer.keys, layer.values, forward.plan, AttentionParams(1, 0.5)
+    )
     weights = (q @ k.T * 0.5).masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf).softmax(-1)
     torch.testing.assert_close(out[:, 0], weights @ v, rtol=0, atol=1e-14)
 
@@ -227,7 +229,7 @@ def test_merge_index_is_cached_per_device() -> None:
     scene.step(
         [Segment(views[0], 1), Segment([scene.cache.new_block()], 1)]
     )  # one row sees two blocks, the other row one
-    scene.attend(torch_backend.block_attention, torch.float64)
+    scene.attend(torch_backend.TorchBackend().attend, torch.float64)
     assert list(scene.forward.plan.derived["schedule"].merge_indices) == [torch.device("cpu")]
 
 

@@ -134,14 +134,14 @@ def shared_prompt(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 def computed_natively(plan: AttentionPlan) -> bool:
     """Whether the plan has calls for the compiled kernel."""
-    return any(isinstance(value, native.NativeCalls) for value in plan.derived.values())
+    return any(getattr(value, "native", None) is not None for value in plan.derived.values())
 
 
 @compiled
 def test_torch_backend_uses_the_kernel_for_a_shared_prompt() -> None:
     query, keys, values, plan = shared_prompt(700)
-    out = torch_attention.block_attention(query, keys, values, plan, AttentionParams(2, 0.125))
-    expected = reference.block_attention(query, keys, values, plan, AttentionParams(2, 0.125))
+    out = torch_attention.TorchBackend().attend(query, keys, values, plan, AttentionParams(2, 0.125))
+    expected = reference.ReferenceBackend().attend(query, keys, values, plan, AttentionParams(2, 0.125))
     assert computed_natively(plan)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
@@ -161,11 +161,11 @@ def test_a_query_may_see_several_blocks_of_one_call_and_one_block_several_times(
         cache.commit()
     layer, query, threads = cache.storage(0), torch.randn(workers, 6, 8), torch.get_num_threads()
     params = AttentionParams(2, 0.3, RotarySpec((1.0, 0.1)))
-    expected = reference.block_attention(query, layer.keys, layer.values, forward.plan, params)
+    expected = reference.ReferenceBackend().attend(query, layer.keys, layer.values, forward.plan, params)
     try:
         torch.set_num_threads(4)
         for _ in range(50):
-            out = torch_attention.block_attention(query, layer.keys, layer.values, forward.plan, params)
+            out = torch_attention.TorchBackend().attend(query, layer.keys, layer.values, forward.plan, params)
             torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     finally:
         torch.set_num_threads(threads)
@@ -195,8 +195,8 @@ def test_short_runs_are_causal(heads: int, kv_heads: int, tokens: int, window: i
         cache.commit()
     layer, query = cache.storage(0), torch.randn(2 * tokens, heads, 64) * 3
     params = AttentionParams(kv_heads, 0.125, window=window)
-    out = torch_attention.block_attention(query, layer.keys, layer.values, forward.plan, params)
-    expected = reference.block_attention(query, layer.keys, layer.values, forward.plan, params)
+    out = torch_attention.TorchBackend().attend(query, layer.keys, layer.values, forward.plan, params)
+    expected = reference.ReferenceBackend().attend(query, layer.keys, layer.values, forward.plan, params)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     many = window == 1000 and 2 * tokens > torch_attention.NATIVE_RUN  # queries of one block under a mask
     assert computed_natively(forward.plan.windowed(window)) == (not many)
@@ -214,8 +214,8 @@ def check():
     query, keys, values, plan = shared_prompt(700)
     params = AttentionParams(2, 0.125)
     for _ in range(2):
-        out = torch_attention.block_attention(query, keys, values, plan, params)
-    expected = reference.block_attention(query, keys, values, plan, params)
+        out = torch_attention.TorchBackend().attend(query, keys, values, plan, params)
+    expected = reference.ReferenceBackend().attend(query, keys, values, plan, params)
     print(bool(native.unavailable_reason()), float((out - expected).abs().max()) < 1e-5)
     os.environ["HF_PARALLEL_LINEAR"] = "native"
     try:

@@ -12,7 +12,7 @@ from hf_parallel import TreeBranchCache
 from hf_parallel.cache import Segment, view_length
 from hf_parallel.cache.tree_branch import BRANCH_CAPACITY, Tree
 from hf_parallel.kernels import RotarySpec
-from hf_parallel.kernels.torch_attention import block_attention
+from hf_parallel.kernels.torch_attention import TorchBackend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,7 +32,7 @@ class Trees(Scene):
 
     def write(self, *segments: Segment) -> None:
         self.step(segments)
-        found = self.attend(block_attention, torch.float64)
+        found = self.attend(TorchBackend().attend, torch.float64)
         torch.testing.assert_close(found, self.truth(), rtol=0, atol=1e-11)
 
     def branch(self, tree: Tree, length: int, count: int, pending: int = 0) -> None:

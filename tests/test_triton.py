@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from hf_parallel.kernels import (
     reference,
     select_backend,
 )
-from hf_parallel.kernels import torch_attention as torch_backend
+from hf_parallel.kernels.torch_attention import TorchBackend
 
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -41,8 +40,11 @@ if __test__:
     from hf_parallel.kernels.triton import launch as launches
     from hf_parallel.kernels.triton.launch import AttendLaunch, Tiling, WriteLaunch
 
+    TRITON = triton_backend.TritonBackend()
+
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
 
+TORCH = TorchBackend()
 ROTARY = RotarySpec((1.0, 0.3, 0.1, 0.02))
 STYLES = {
     "none": None,
@@ -67,11 +69,11 @@ def _poisoned_memory() -> Iterator[None]:
 
 
 def attend(scene: Scene, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return scene.attend(triton_backend.block_attention, dtype)
+    return scene.attend(TRITON.attend, dtype)
 
 
 def check(scene: Scene, dtype: torch.dtype = torch.float32) -> None:
-    expected = scene.attend(reference.block_attention, dtype)
+    expected = scene.attend(reference.ReferenceBackend().attend, dtype)
     torch.testing.assert_close(attend(scene, dtype), expected, rtol=torch.finfo(dtype).eps, atol=TOLERANCE[dtype])
 
 
@@ -153,7 +155,7 @@ def test_many_queries_are_merged_several_heads_per_program(
     check(scene)
     assert len(tape) == 1
     assert merge.grids == [(3, -(-heads // 8))]
-    padded = scene.attend(lambda q, *args: triton_backend.block_attention(torch.cat((q, q)), *args), torch.float32)
+    padded = scene.attend(lambda q, *args: TRITON.attend(torch.cat((q, q)), *args), torch.float32)
     assert not padded[3:].any()
     check(workers(Features(groups=heads), 2, 1))
     assert len(tape) == 2, "few queries are merged one head per program"
@@ -174,7 +176,7 @@ def test_padded_queries_are_zero_and_change_no_other() -> None:
     expected = attend(scene)
 
     def padded(q: torch.Tensor, *args: Any) -> torch.Tensor:
-        return triton_backend.block_attention(torch.cat((q, q.new_full((5, *q.shape[1:]), math.nan))), *args)
+        return TRITON.attend(torch.cat((q, q.new_full((5, *q.shape[1:]), math.nan))), *args)
 
     out = scene.attend(padded, torch.float32)
     assert torch.equal(out[:2], expected)
@@ -306,7 +308,7 @@ def test_captured_kernels_compute_following_steps_and_other_plans(
         target.keys.copy_(layer.keys)
         target.values.copy_(layer.values)
         if out is None or launch is None:
-            out = triton_backend.block_attention(query, target.keys, target.values, plan, params)
+            out = TRITON.attend(query, target.keys, target.values, plan, params)
             launch = attention(scene)
         else:
             assert launch.update(plan)
@@ -367,8 +369,8 @@ def new_tokens(scene: Scene, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_append_stores_what_the_torch_backend_stores(scene: Scene, padding: int) -> None:
     plan, expected, actual = scene.forward.plan, storage(scene), storage(scene)
     keys, values = new_tokens(scene, plan.num_queries + padding)
-    torch_backend.append(expected, keys[:, : plan.num_queries], values[:, : plan.num_queries], plan)
-    triton_backend.append(actual, keys, values, plan)
+    TORCH.append(expected.keys, expected.values, keys[:, : plan.num_queries], values[:, : plan.num_queries], plan)
+    TRITON.append(actual.keys, actual.values, keys, values, plan)
     assert_same_storage(actual, expected)
 
 
@@ -380,8 +382,8 @@ def test_append_follows_decode_steps() -> None:
     for _ in range(8):
         scene.step(segments)
         new = new_tokens(scene, 3)
-        torch_backend.append(expected, *new, scene.forward.plan)
-        triton_backend.append(actual, *new, scene.forward.plan)
+        TORCH.append(expected.keys, expected.values, *new, scene.forward.plan)
+        TRITON.append(actual.keys, actual.values, *new, scene.forward.plan)
     assert_same_storage(actual, expected)
     (launch,) = scene.forward.plan.device_buffers
     assert isinstance(launch, WriteLaunch)
@@ -394,8 +396,8 @@ def test_move_does_what_the_torch_backend_does(style: str, delta: int, length: i
     source, target = TokenRange(3, 60, 11, length), TokenRange(70, 45, 2, length)
     keys, values = torch.randn(240, 10), torch.randn(240, 6)
     expected, actual = (LayerStorage(keys.clone(), values.clone(), 2) for _ in range(2))
-    torch_backend.move(expected, source, target, delta, STYLES[style])
-    triton_backend.move(actual, source, target, delta, STYLES[style])
+    TORCH.move(expected.keys, expected.values, 2, source, target, delta, STYLES[style])
+    TRITON.move(actual.keys, actual.values, 2, source, target, delta, STYLES[style])
     torch.testing.assert_close(actual.keys, expected.keys, rtol=0, atol=1e-6)
     torch.testing.assert_close(actual.values, expected.values, rtol=0, atol=0)
     assert not torch.equal(actual.keys, keys)
@@ -410,16 +412,26 @@ def test_the_variable_selects_the_interpreted_kernels(monkeypatch: pytest.Monkey
     assert select_backend("cpu") == "triton"
     assert backends()[0].available
     scene = workers(Features(rotary=ROTARY, window=7), 2, 3)  # float64 is computed by torch
-    layer, plan = SimpleNamespace(keys=None, values=None), scene.forward.plan
-    layer.keys, layer.values = (x.float() for x in (scene.cache.storage(0).keys, scene.cache.storage(0).values))
-    scene.cache.arena.layers[0].keys, scene.cache.arena.layers[0].values = layer.keys, layer.values
+    plan, held = scene.forward.plan, scene.cache.storage(0)
+    layer = scene.cache.arena.layers[0] = LayerStorage(held.keys.float(), held.values.float(), held.num_kv_heads)
     scene.cache.arena.write(0, *new_tokens(scene, plan.num_queries), plan)
     query = scene.draw(plan.num_queries, 1, 8).float()
     params = AttentionParams(1, 0.3, ROTARY, window=7)
     out = block_attention(query, layer.keys, layer.values, plan, params)
     assert {type(buffers) for buffers in plan.device_buffers} == {AttendLaunch, WriteLaunch}
-    expected = reference.block_attention(query, layer.keys, layer.values, plan, params)
+    expected = reference.ReferenceBackend().attend(query, layer.keys, layer.values, plan, params)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "by_torch"), [(64, False), (65, True)])
+def test_the_torch_backend_serves_long_prefills_without_soft_capping(length: int, by_torch: bool) -> None:
+    backend = triton_backend.TritonBackend(TORCH)
+    for softcap in (None, 2.0):
+        scene = Scene(Features(softcap=softcap))
+        scene.step([Segment([scene.cache.new_block()], length)])
+        out = scene.attend(backend.attend, torch.float32)
+        torch.testing.assert_close(out, scene.truth().float(), rtol=0, atol=1e-5)
+        assert bool(scene.forward.plan.device_buffers) != (by_torch and softcap is None)
 
 
 def test_torch_computes_what_the_kernels_do_not_support_with_one_warning(
@@ -442,12 +454,11 @@ def test_blocks_are_moved_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     """Same result as the torch backend, through the cache."""
     stored = []
     for backend in ("torch", "triton"):
-        monkeypatch.setenv(BACKEND_VARIABLE, "torch")
-        scene = workers(Features(kv_heads=2, rotary=ROTARY), 2, 4)
-        layer = scene.cache.arena.layers[0]
-        layer.keys, layer.values = layer.keys.float(), layer.values.float()
-        blocks: list[Block] = list(scene.forward.segments[0].view)
         monkeypatch.setenv(BACKEND_VARIABLE, backend)
+        scene = workers(Features(kv_heads=2, rotary=ROTARY), 2, 4)
+        held = scene.cache.storage(0)
+        layer = scene.cache.arena.layers[0] = LayerStorage(held.keys.float(), held.values.float(), held.num_kv_heads)
+        blocks: list[Block] = list(scene.forward.segments[0].view)
         scene.cache.move(blocks[1], blocks[0])
         stored.append((layer.keys, layer.values))
     for actual, expected in zip(*stored, strict=True):

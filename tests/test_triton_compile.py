@@ -144,11 +144,13 @@ def attend(case: Case) -> None:
     layer, plan = scene.cache.storage(0), scene.forward.plan
     layer = LayerStorage(layer.keys.to(case.dtype), layer.values.to(case.dtype), kv_heads)
     new = layer.keys.new_zeros(kv_heads, 2, dim)
-    triton_attention.append(layer, new, new, plan)
-    triton_attention.move(layer, TokenRange(0, 4, 0, 2), TokenRange(4, 4, 2, 2), 7, rotary)
+    triton_attention.TritonBackend().append(layer.keys, layer.values, new, new, plan)
+    triton_attention.TritonBackend().move(
+        layer.keys, layer.values, kv_heads, TokenRange(0, 4, 0, 2), TokenRange(4, 4, 2, 2), 7, rotary
+    )
     query = scene.queries.to(case.dtype)
     params = AttentionParams(kv_heads, 0.1, rotary, case.softcap, sinks=query.new_zeros(4 * kv_heads))
-    triton_attention.block_attention(query, layer.keys, layer.values, plan, params)
+    triton_attention.TritonBackend().attend(query, layer.keys, layer.values, plan, params)
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,10 @@ from hf_parallel.kernels import (
     AttentionPlan,
     backends,
     dense,
-    dispatch,
     select_backend,
     torch_attention,
 )
-from hf_parallel.kernels.work import ITEM_COST, ITEM_FIELDS, Partition, Work, longest_run, make_work
+from hf_parallel.kernels.work import ITEM_COST, ITEM_FIELDS, Partition, Work, make_work
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -181,11 +180,11 @@ def test_the_longest_run_is_that_of_the_row_with_most_new_tokens() -> None:
     scene = Scene(Features())
     root, first, second = (scene.cache.new_block() for _ in range(3))
     scene.step([Segment([root], 90)])
-    assert longest_run(scene.forward.plan) == 90
+    assert scene.forward.plan.longest_run == 90
     scene.step([Segment([root, first], 7), Segment([root, second], 12)])
-    assert longest_run(scene.forward.plan) == 12
+    assert scene.forward.plan.longest_run == 12
     scene.step([Segment([root, first], 1), Segment([root, second], 1)])
-    assert longest_run(scene.forward.plan) == 1
+    assert scene.forward.plan.longest_run == 1
 
 
 def test_selecting_triton_where_it_cannot_run_raises_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,22 +233,6 @@ def test_a_missing_triton_is_named_as_the_reason(gpu: Callable[..., None], monke
     gpu((9, 0))
     monkeypatch.setitem(sys.modules, "triton", None)
     assert "Triton cannot be imported" in backends()[0].reason
-
-
-@pytest.mark.parametrize(("length", "expected"), [(dispatch.SCHEDULED_RUN, False), (dispatch.SCHEDULED_RUN + 1, True)])
-def test_long_prefills_on_a_gpu_use_the_torch_backend(
-    length: int, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
-    scene = Scene(Features())
-    scene.step([Segment([scene.cache.new_block()], length)])
-    layer, plan = scene.cache.storage(0), scene.forward.plan
-    assert not dispatch.is_prefill(layer.keys, layer.values, plan, None)  # on a CPU there is no choice
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert dispatch.is_prefill(layer.keys, layer.values, plan, None) == expected
-    assert not dispatch.is_prefill(layer.keys, layer.values, plan, 2.0)
-    monkeypatch.setenv(BACKEND_VARIABLE, "triton")
-    assert not dispatch.is_prefill(layer.keys, layer.values, plan, None)
 
 
 def with_last_logits(logits_to_keep: int) -> None:
@@ -319,7 +302,7 @@ def test_prefill_is_the_same_with_and_without_flash_attn(monkeypatch: pytest.Mon
     root, own = scene.cache.new_block(), scene.cache.new_block()
     scene.step([Segment([root], 40)])
     scene.step([Segment([root, own], 50)])
-    torch.testing.assert_close(scene.attend(torch_attention.block_attention, torch.float64), scene.truth())
+    torch.testing.assert_close(scene.attend(torch_attention.TorchBackend().attend, torch.float64), scene.truth())
     assert [shape[2] for shape in calls] == [50, 50]  # the keys before the run, and its own
 
 
@@ -361,7 +344,7 @@ def test_long_prefills_use_cudnn_where_pytorch_prefers_it(monkeypatch: pytest.Mo
     root, own = scene.cache.new_block(), scene.cache.new_block()
     scene.step([Segment([root], 40)])
     scene.step([Segment([root, own], 50)])
-    torch.testing.assert_close(scene.attend(torch_attention.block_attention, torch.float64), scene.truth())
+    torch.testing.assert_close(scene.attend(torch_attention.TorchBackend().attend, torch.float64), scene.truth())
     assert asked == [(50, 50)]
 
 
@@ -378,8 +361,8 @@ def test_rows_of_masks_are_aligned_for_a_gpu(window: int | None) -> None:
     scene = Scene(Features(groups=2, window=window))
     blocks = scene.cache.new_blocks(3, 75)
     scene.step([Segment([block], count) for block, count in zip(blocks, (75, 3, 12), strict=True)])
-    torch.testing.assert_close(scene.attend(torch_attention.block_attention, torch.float64), scene.truth())
-    prepared = [value for value in scene.forward.plan.windowed(window).derived.values() if isinstance(value, list)]
+    torch.testing.assert_close(scene.attend(torch_attention.TorchBackend().attend, torch.float64), scene.truth())
+    prepared = [getattr(value, "dense", []) for value in scene.forward.plan.windowed(window).derived.values()]
     masks = [call.mask for calls in prepared for call in calls if call.mask is not None]
     assert masks
     assert all(mask.shape[-1] == 1 or stride % 16 == 0 for mask in masks for stride in mask.stride()[:-1])

@@ -19,6 +19,7 @@ import torch
 
 from hf_parallel.cache import Segment
 from hf_parallel.kernels import rotate
+from hf_parallel.kernels.torch_attention import write_rows
 
 from . import baselines
 from .cases import Case
@@ -172,7 +173,7 @@ def check_append(device: torch.device, heads: int, head_dim: int, dtype: str, un
         layer.step(segments)  # allocates the storage and lays out the pass
         layer.fill()
         layer.draw(sum(segment.num_tokens for segment in segments))
-        storage, rows = layer.cache.storage(0), layer.forward.plan.write_rows(heads // 2, device)
+        storage, rows = layer.cache.storage(0), write_rows(layer.forward.plan, heads // 2, device)
         held = storage.keys, storage.values
         wanted = [
             states.clone().index_copy_(0, rows, new.reshape(-1, head_dim))

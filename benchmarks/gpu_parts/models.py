@@ -18,6 +18,7 @@ from transformers import (
 )
 
 import hf_parallel
+from hf_parallel.cache import BlockCache
 from hf_parallel.models import attention
 
 PAD = 0
@@ -125,11 +126,11 @@ def attention_skipped() -> Iterator[list[int]]:
     """Let block attention copy its queries, in compiled layers, too; yield the list of their numbers, one per call."""
     calls: list[int] = []
 
-    def skipped(query: torch.Tensor, *_: Any) -> torch.Tensor:
-        calls.append(len(query))
-        return query.clone()  # the output of a compiled layer's operation may not be its input
+    def skipped(cache: BlockCache, query: torch.Tensor, *_: Any) -> torch.Tensor:
+        calls.append(query.shape[2])
+        return query.transpose(1, 2).clone()  # the output of a compiled layer's operation may not be its input
 
-    with patch.object(attention, "block_attention", skipped):
+    with patch.object(attention, "attend_blocks", skipped):
         yield calls
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from hf_parallel.kernels import AttentionPlan, LayerStorage, RotarySpec, TokenRange, to_device
-from hf_parallel.kernels.dispatch import append, move
 
 GROWTH = 1.5
 """Minimum growth factor of a layer's storage, so that growth copies each token O(1) times (amortized)."""
@@ -135,7 +134,7 @@ class Arena:
             )
         if layer.keys.shape[0] < self.num_slots * heads:
             self._grow(layer)
-        append(layer, key, value, plan)
+        layer.backend.append(layer.keys, layer.values, key, value, plan)
 
     def copy(
         self, source: TokenRange, target: TokenRange, delta: int = 0, rotary: dict[int, RotarySpec | None] | None = None
@@ -143,7 +142,8 @@ class Arena:
         """Copy tokens to another extent and rotate their keys by `delta` positions."""
         self.grow()
         for layer_idx, layer in self.layers.items():
-            move(layer, source, target, delta, rotary[layer_idx] if delta and rotary is not None else None)
+            spec = rotary[layer_idx] if delta and rotary is not None else None
+            layer.backend.move(layer.keys, layer.values, layer.num_kv_heads, source, target, delta, spec)
 
     def _copy_all(self, sources: Sequence[TokenRange], targets: Sequence[TokenRange]) -> None:
         rows: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}

@@ -1,9 +1,10 @@
 """Kernels of block attention: tensors in, tensors out. Independent of caches and models."""
 
 from hf_parallel.kernels.dispatch import BACKEND_VARIABLE, Backend, backends, block_attention, select_backend
+from hf_parallel.kernels.layer import LayerStorage
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan, DeviceBuffers, Increments
 from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by
-from hf_parallel.kernels.storage import LayerStorage, TokenRange, storage_row
+from hf_parallel.kernels.storage import TokenRange, storage_row
 from hf_parallel.kernels.transfer import HostCopy, to_device
 
 __all__ = [

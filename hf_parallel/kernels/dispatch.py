@@ -1,4 +1,4 @@
-"""Backend selection for block attention.
+"""Selection of the backend of block attention, once per layer's storage.
 
 `HF_PARALLEL_BACKEND` (`torch`, `triton` or `reference`) overrides the choice; the backend it names must be available.
 """
@@ -9,22 +9,19 @@ import importlib
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_parallel.kernels import reference, torch_attention
+from hf_parallel.kernels.backend import AttentionBackend
 from hf_parallel.kernels.dense import flash_package
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
-from hf_parallel.kernels.rope import RotarySpec
-from hf_parallel.kernels.storage import LayerStorage, TokenRange
-from hf_parallel.kernels.work import longest_run
+from hf_parallel.kernels.reference import ReferenceBackend
+from hf_parallel.kernels.torch_attention import TorchBackend
 
 BACKEND_VARIABLE = "HF_PARALLEL_BACKEND"
 
-SCHEDULED_RUN = 64  # new tokens of a row above which FlashAttention (torch backend) replaces the Triton kernels
 _NAMES = ("reference", "torch", "triton")
 _LEAST_CAPABILITY = (8, 0)
 _logger = logging.get_logger(__name__)
@@ -114,22 +111,19 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _backend(keys: Tensor, values: Tensor) -> ModuleType:
+def backend_for(keys: Tensor, values: Tensor) -> AttentionBackend:
+    """Return the backend for a layer's storage, by its device, dtype and head sizes."""
     name = select_backend(keys.device)
     if name == "reference":
-        return reference
+        return ReferenceBackend()
     if name == "triton":
         triton_attention = importlib.import_module(".triton.attention", __package__)
         reason = triton_attention.unsupported_reason(keys, values)
         if not reason:
-            return triton_attention
+            prefills = None if os.environ.get(BACKEND_VARIABLE) else TorchBackend()
+            return triton_attention.TritonBackend(prefills)  # type: ignore[no-any-return]
         _logger.warning_once(f"block attention uses PyTorch's kernels instead of Triton's: {reason}")
-    return torch_attention
-
-
-def capturable(keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernels for a layer's storage can be captured: all inputs that change are in device memory."""
-    return _backend(keys, values) not in (reference, torch_attention)
+    return TorchBackend()
 
 
 def block_attention(
@@ -158,33 +152,4 @@ def block_attention(
     Keys and values of a block are read once per tile of rows, not once per row (Hydragen, section 3.2); partial
     results are merged by their log-sum-exp (Hydragen, eq. 5).
     """
-    backend = torch_attention if is_prefill(keys, values, plan, params.softcap) else _backend(keys, values)
-    return backend.block_attention(query, keys, values, plan, params)
-
-
-def is_prefill(keys: Tensor, values: Tensor, plan: AttentionPlan, softcap: float | None) -> bool:
-    """Whether a GPU pass has a run of new tokens so long that FlashAttention is faster; False if a backend is set."""
-    if not keys.is_cuda or os.environ.get(BACKEND_VARIABLE) or softcap is not None or keys.shape != values.shape:
-        return False
-    return plan.cached("longest run", lambda: longest_run(plan)) > SCHEDULED_RUN
-
-
-def append(layer: LayerStorage, new_keys: Tensor, new_values: Tensor, plan: AttentionPlan) -> None:
-    """Store the packed new keys and values `[kv_heads, T, head_dim]` of a pass at the locations that its plan gives."""
-    _storage_backend(layer).append(layer, new_keys, new_values, plan)
-
-
-def move(
-    layer: LayerStorage, source: TokenRange, target: TokenRange, delta: int = 0, rotary: RotarySpec | None = None
-) -> None:
-    """Copy tokens within a layer's storage and rotate their keys by `delta` positions.
-
-    `source` and `target` have the same length and do not overlap. Without `rotary` (a layer without RoPE), keys are not
-    rotated.
-    """
-    _storage_backend(layer).move(layer, source, target, delta, rotary)
-
-
-def _storage_backend(layer: LayerStorage) -> ModuleType:
-    backend = _backend(layer.keys, layer.values)
-    return torch_attention if backend is reference else backend
+    return backend_for(keys, values).attend(query, keys, values, plan, params)

@@ -12,10 +12,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,9 @@ _OMP_PAUSE_SOFT = 1
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.c", "cpu_linear.c", "cpu_checksum.c"))
 _logger = logging.get_logger(__name__)
+
+
+NativeCall = dict[str, int | Tensor | None]
 
 
 class _Call(ctypes.Structure):
@@ -60,8 +62,8 @@ class NativeCalls:
     Each call maps fields of `_Call` to integers or, for pointers, contiguous tensors; missing fields are 0 or NULL.
     """
 
-    def __init__(self, calls: Sequence[Mapping[str, Any]]) -> None:
-        self._calls = calls  # owns the tensors that the structs point to
+    def __init__(self, calls: Sequence[NativeCall]) -> None:
+        self.calls = calls  # owns the tensors that the structs point to
         self.array = (_Call * len(calls))()
         for struct, call in zip(self.array, calls, strict=True):
             for name, value in call.items():
@@ -87,7 +89,7 @@ def attend(
     query = query.contiguous()
     tokens, heads, dim = query.shape
     out, lse = torch.empty_like(query), query.new_empty(tokens, heads)
-    pointers = (tensor.data_ptr() for tensor in (query, keys, values, out, lse))
+    pointers = query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), lse.data_ptr()
     layer = _Layer(*pointers, heads, kv_heads, dim, scale)
     sinks = None if sinks is None else sinks.float().contiguous()
     sink_pointer = None if sinks is None else sinks.data_ptr()

@@ -10,14 +10,13 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from hf_parallel.kernels.rope import RotarySpec
-from hf_parallel.kernels.storage import storage_row
-from hf_parallel.kernels.transfer import to_device
 
 T = TypeVar("T")
 
@@ -106,6 +105,10 @@ class AttentionPlan:
     """`[W]`. Where they are stored: at `write_index` of the extent at `write_origin`."""
     increments: Increments | None = None
     """Difference to the next step, if the pass is a decode step."""
+    run: object = field(default_factory=object, repr=False)
+    """Token of a planned pass and the decode steps that follow from it by `next_step`; other plans have another."""
+    step: int = 0
+    """Number of decode steps since the planned pass."""
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     """Objects derived from the plan, by key; see `cached`."""
     windows: dict[int, AttentionPlan | None] = field(default_factory=dict, repr=False)
@@ -121,10 +124,19 @@ class AttentionPlan:
         """Device buffers that hold this plan."""
         return tuple(value for value in self.derived.values() if isinstance(value, DeviceBuffers))
 
-    @property
+    @cached_property
     def rotates(self) -> bool:
         """Whether any query is rotated before it attends to a block."""
-        return self.cached("rotates", lambda: bool(self.pair_delta.any()))
+        return bool(self.pair_delta.any())
+
+    @cached_property
+    def longest_run(self) -> int:
+        """Largest number of new tokens of a row: consecutive queries that each see one more key."""
+        if self.increments is not None or not len(self.pair_query):
+            return min(len(self.pair_query), 1)
+        steps = (np.diff(self.pair_query) == 1) & (np.diff(self.pair_hi) == 1)
+        breaks = np.flatnonzero(np.concatenate(([True], ~steps, [True])))
+        return int(np.diff(breaks).max())
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return `derived[key]`, made by `make()` on first use: once per pass instead of once per layer."""
@@ -144,9 +156,12 @@ class AttentionPlan:
         step = self.increments
         assert step is not None, "only a decode step has a next step"
         assert step.lo is None, "take the next step of the plan without a window, then call windowed()"
+        delta = self.pair_delta + step.delta
         plan = copy.copy(self)  # faster than `dataclasses.replace`
         vars(plan).update(
-            pair_delta=self.pair_delta + step.delta,
+            step=self.step + 1,
+            rotates=bool(delta.any()),
+            pair_delta=delta,
             pair_position=self.pair_position + step.position,
             pair_hi=self.pair_hi + step.hi,
             write_index=self.write_index + 1,
@@ -182,30 +197,3 @@ class AttentionPlan:
             next_lo = np.maximum(self.pair_lo, self.pair_position + step.position - window + 1)
             step = replace(step, lo=next_lo - lo)
         return replace(self, pair_lo=lo, increments=step, derived={}, windows={})
-
-    def write_view(self, num_kv_heads: int) -> tuple[int, int, int] | None:
-        """First row, token stride and head stride (in rows) of the new tokens; None if they are not evenly spaced.
-
-        New tokens of one row, and of a decode step over blocks allocated together, are evenly spaced.
-        """
-
-        def make() -> tuple[int, int, int] | None:
-            rows = storage_row(self.write_origin, self.write_capacity, self.write_index, num_kv_heads)
-            if not len(rows) or (self.write_capacity != self.write_capacity[0]).any():
-                return None
-            steps = np.diff(rows) if len(rows) > 1 else np.ones(1, np.int64)
-            if steps[0] < 1 or (steps != steps[0]).any():
-                return None
-            return int(rows[0]), int(steps[0]), int(self.write_capacity[0])
-
-        return self.cached(("write_view", num_kv_heads), make)
-
-    def write_rows(self, num_kv_heads: int, device: torch.device) -> torch.Tensor:
-        """Rows of a layer's storage in which the new tokens are stored: `int64 [kv_heads * W]`, head-major."""
-
-        def make() -> torch.Tensor:
-            heads = np.arange(num_kv_heads, dtype=np.int64)[:, None]
-            rows = storage_row(self.write_origin, self.write_capacity, self.write_index, num_kv_heads, heads)
-            return to_device(rows.reshape(-1), device)
-
-        return self.cached(("write_rows", num_kv_heads, device), make)

@@ -11,44 +11,51 @@ import torch
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import rotate_by
 from hf_parallel.kernels.storage import TokenRange
+from hf_parallel.kernels.torch_attention import TorchBackend
 
 
-def block_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    plan: AttentionPlan,
-    params: AttentionParams,
-    dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
-    """Block attention by definition; shapes as in `hf_parallel.kernels.block_attention`, computed in `dtype`."""
-    plan = plan.windowed(params.window)
-    num_tokens, num_heads, _ = query.shape
-    groups = num_heads // params.num_kv_heads
-    q, k_all, v_all = query.to(dtype), keys.to(dtype), values.to(dtype)
-    out = torch.empty(num_tokens, num_heads, values.shape[-1], dtype=dtype, device=query.device)
-    blocks_of_pairs = [b for b in range(plan.num_blocks) for _ in range(plan.block_pairs[b], plan.block_pairs[b + 1])]
-    for token in range(num_tokens):
-        seen_keys, seen_values = [], []
-        for pair, block in enumerate(blocks_of_pairs):
-            lo, hi = int(plan.pair_lo[pair]), int(plan.pair_hi[pair])
-            if plan.pair_query[pair] != token or lo >= hi:
-                continue
-            start = int(plan.block_first[block]) + lo
-            tokens = TokenRange(int(plan.block_origin[block]), int(plan.block_capacity[block]), start, hi - lo)
-            rows = tokens.rows(params.num_kv_heads, keys.device)
-            k = k_all[rows]  # [kv_heads, n, head_dim]
-            if params.rotary is not None and plan.pair_delta[pair]:
-                k = rotate_by(k, -int(plan.pair_delta[pair]), params.rotary)
-            seen_keys.append(k)
-            seen_values.append(v_all[rows])
-        k = torch.cat(seen_keys, dim=1).repeat_interleave(groups, dim=0)
-        v = torch.cat(seen_values, dim=1).repeat_interleave(groups, dim=0)
-        scores = torch.einsum("hd,hnd->hn", q[token], k) * params.scale
-        if params.softcap is not None:
-            scores = params.softcap * torch.tanh(scores / params.softcap)
-        if params.sinks is not None:
-            scores = torch.cat((scores, params.sinks.to(dtype)[:, None]), dim=-1)
-        weights = scores.softmax(dim=-1)[:, : k.shape[1]]
-        out[token] = torch.einsum("hn,hnd->hd", weights, v)
-    return out.to(query.dtype)
+class ReferenceBackend(TorchBackend):
+    """Attention by definition; stores and moves keys and values like the torch backend."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        plan: AttentionPlan,
+        params: AttentionParams,
+        dtype: torch.dtype = torch.float64,
+    ) -> torch.Tensor:
+        """Block attention by definition; shapes as in `hf_parallel.kernels.block_attention`, computed in `dtype`."""
+        plan = plan.windowed(params.window)
+        num_tokens, num_heads, _ = query.shape
+        groups = num_heads // params.num_kv_heads
+        q, k_all, v_all = query.to(dtype), keys.to(dtype), values.to(dtype)
+        out = torch.empty(num_tokens, num_heads, values.shape[-1], dtype=dtype, device=query.device)
+        blocks_of_pairs = [
+            b for b in range(plan.num_blocks) for _ in range(plan.block_pairs[b], plan.block_pairs[b + 1])
+        ]
+        for token in range(num_tokens):
+            seen_keys, seen_values = [], []
+            for pair, block in enumerate(blocks_of_pairs):
+                lo, hi = int(plan.pair_lo[pair]), int(plan.pair_hi[pair])
+                if plan.pair_query[pair] != token or lo >= hi:
+                    continue
+                start = int(plan.block_first[block]) + lo
+                tokens = TokenRange(int(plan.block_origin[block]), int(plan.block_capacity[block]), start, hi - lo)
+                rows = tokens.rows(params.num_kv_heads, keys.device)
+                k = k_all[rows]  # [kv_heads, n, head_dim]
+                if params.rotary is not None and plan.pair_delta[pair]:
+                    k = rotate_by(k, -int(plan.pair_delta[pair]), params.rotary)
+                seen_keys.append(k)
+                seen_values.append(v_all[rows])
+            k = torch.cat(seen_keys, dim=1).repeat_interleave(groups, dim=0)
+            v = torch.cat(seen_values, dim=1).repeat_interleave(groups, dim=0)
+            scores = torch.einsum("hd,hnd->hn", q[token], k) * params.scale
+            if params.softcap is not None:
+                scores = params.softcap * torch.tanh(scores / params.softcap)
+            if params.sinks is not None:
+                scores = torch.cat((scores, params.sinks.to(dtype)[:, None]), dim=-1)
+            weights = scores.softmax(dim=-1)[:, : k.shape[1]]
+            out[token] = torch.einsum("hn,hnd->hd", weights, v)
+        return out.to(query.dtype)

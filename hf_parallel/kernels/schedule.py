@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from hf_parallel.kernels.plan import AttentionPlan, Derived, Increments
+from hf_parallel.kernels.plan import AttentionPlan, Derived
 
 CAUSAL_RUN = 16  # new tokens of one row from which a causal call of its own is cheaper than a mask
 MASK_TILE = 256  # queries per masked call, so that under a sliding window a call reads a band of keys, not all
@@ -22,7 +22,7 @@ MergeIndex = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class DenseCall:
     """One dense attention call: N evenly spaced blocks of L keys, each with M queries.
 
     `origin`, `spacing` (from extent to extent) and `capacity` are in slots. Visible keys are `lo <= j < hi`, counted
@@ -32,6 +32,7 @@ class Call:
 
     pairs: np.ndarray  # int64 [N * M], indices into the plan's pairs; -1 for a gap, whose result is dropped
     num_blocks: int  # N
+    num_queries: int  # M
     num_keys: int  # L
     origin: int
     spacing: int
@@ -42,43 +43,33 @@ class Call:
     hi: np.ndarray | None = None
     increments: tuple[int, int] | None = None  # of the key range's start and end per decode step; None if pairs differ
 
-    @property
-    def num_queries(self) -> int:
-        """Number of queries M per block."""
-        return len(self.pairs) // self.num_blocks
-
-    def next_step(self) -> Call | None:
-        """Return the call of the next decode step; None if a query would see no key or ranges change unequally."""
-        if self.increments is None:
-            return None
-        start, end = self.increments
-        if start == end == 0:
-            return self
-        num_keys = self.num_keys + end - start
-        hi = None if self.hi is None else self.hi + end - start
-        if num_keys < 1 or (hi is not None and self.lo is not None and (hi <= self.lo).any()):
-            return None
-        return replace(self, first=self.first + start, num_keys=num_keys, hi=hi)
-
 
 @dataclass(frozen=True, eq=False)
 class Schedule(Derived):
     """The calls of a plan and how their results are merged."""
 
-    calls: list[Call]
+    calls: list[DenseCall]
     merge: np.ndarray  # int64 [K, T], index of each query's partial results in all calls' results, padded with -1
     in_order: bool  # whether `merge` is 0, 1, 2, ...: the results are K times all queries in order
-    increments: Increments | None = None  # the plan's, from which those of the calls were computed
     merge_indices: dict[torch.device, MergeIndex] = field(default_factory=dict, repr=False)  # shared by following steps
 
     def next_step(self, plan: AttentionPlan) -> Schedule | None:
         """Return the schedule of the next decode step: the same calls over its key ranges; None if a call has none."""
-        calls = [following for call in self.calls if (following := call.next_step()) is not None]
-        if len(calls) < len(self.calls):
-            return None
-        if plan.increments is not self.increments:
+        calls = []
+        for call in self.calls:
+            if call.increments is None:
+                return None
+            start, end = call.increments
+            if start or end:
+                num_keys = call.num_keys + end - start
+                hi = None if call.hi is None else call.hi + end - start
+                if num_keys < 1 or (hi is not None and call.lo is not None and (hi <= call.lo).any()):
+                    return None
+                call = replace(call, first=call.first + start, num_keys=num_keys, hi=hi)  # noqa: PLW2901
+            calls.append(call)
+        if plan.increments is not None and plan.increments.lo is not None:  # holds for one step only
             calls = [_with_increments(plan, call) for call in calls]
-        return replace(self, calls=calls, increments=plan.increments)
+        return replace(self, calls=calls)
 
     def merge_index(self, device: torch.device) -> MergeIndex:
         """Return `merge` on a device, and a mask `[K, T, 1]` of missing results (None if every query has K)."""
@@ -91,8 +82,8 @@ class Schedule(Derived):
 
 def make_schedule(plan: AttentionPlan) -> Schedule:
     """Split a plan into dense attention calls; raises ValueError if a query sees no key at all."""
-    calls: list[Call] = []
-    flat: list[Call] = []
+    calls: list[DenseCall] = []
+    flat: list[DenseCall] = []
     bounds = plan.block_pairs.tolist()
     for block in range(plan.num_blocks):
         pairs = np.arange(bounds[block], bounds[block + 1])
@@ -122,7 +113,7 @@ def _causal_runs(plan: AttentionPlan, pairs: np.ndarray) -> tuple[list[np.ndarra
     return runs, np.concatenate(rest) if rest else pairs[:0]
 
 
-def _causal_calls(plan: AttentionPlan, block: int, run: np.ndarray) -> list[Call]:
+def _causal_calls(plan: AttentionPlan, block: int, run: np.ndarray) -> list[DenseCall]:
     """A full call over the keys before the run and a causal call over its own; masked tiles under a window."""
     lo, own = int(plan.pair_lo[run[0]]), int(plan.pair_hi[run[0]]) - 1
     if lo != plan.pair_lo[run[-1]]:
@@ -131,7 +122,7 @@ def _causal_calls(plan: AttentionPlan, block: int, run: np.ndarray) -> list[Call
     return [*calls, _call(plan, block, run, own, own + len(run), causal=True)] if lo <= own else calls
 
 
-def _flat_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[Call]:
+def _flat_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[DenseCall]:
     """One call without a mask if all pairs see the same keys, masked tiles otherwise."""
     lo, hi = plan.pair_lo[pairs], plan.pair_hi[pairs]
     if (lo == lo[0]).all() and (hi == hi[0]).all():
@@ -139,7 +130,7 @@ def _flat_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[Call
     return _masked_calls(plan, block, pairs)
 
 
-def _masked_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[Call]:
+def _masked_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[DenseCall]:
     calls = []
     for tile in np.split(pairs, np.arange(MASK_TILE, len(pairs), MASK_TILE)):
         lo, hi = plan.pair_lo[tile], plan.pair_hi[tile]
@@ -149,17 +140,21 @@ def _masked_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[Ca
     return calls
 
 
-def _call(plan: AttentionPlan, block: int, pairs: np.ndarray, start: int, stop: int, *, causal: bool = False) -> Call:
+def _call(
+    plan: AttentionPlan, block: int, pairs: np.ndarray, start: int, stop: int, *, causal: bool = False
+) -> DenseCall:
     """A call without a mask over keys `start <= j < stop` of one block."""
     origin, capacity = int(plan.block_origin[block]), int(plan.block_capacity[block])
-    return Call(pairs, 1, stop - start, origin, 0, capacity, int(plan.block_first[block]) + start, causal)
+    return DenseCall(
+        pairs, 1, len(pairs), stop - start, origin, 0, capacity, int(plan.block_first[block]) + start, causal
+    )
 
 
-def _batch(calls: list[Call]) -> list[Call]:
-    shapes: dict[tuple[int, int], list[Call]] = {}
+def _batch(calls: list[DenseCall]) -> list[DenseCall]:
+    shapes: dict[tuple[int, int], list[DenseCall]] = {}
     for call in calls:
         shapes.setdefault((call.num_queries, call.capacity), []).append(call)
-    out: list[Call] = []
+    out: list[DenseCall] = []
     for alike in shapes.values():
         alike.sort(key=lambda call: call.origin)
         bounds = np.array([(call.origin, call.first, call.first + call.num_keys) for call in alike]).T
@@ -189,7 +184,7 @@ def _evenly_spaced(origins: np.ndarray, starts: np.ndarray, ends: np.ndarray) ->
     return (int(joined[-1]) + 2, spacing) if len(joined) else (1, 0)
 
 
-def _join(calls: list[Call], spacing: int) -> Call:
+def _join(calls: list[DenseCall], spacing: int) -> DenseCall:
     first = min(call.first for call in calls)
     num_keys = max(call.first + call.num_keys for call in calls) - first
     origin, width = calls[0].origin, calls[0].num_queries
@@ -207,7 +202,7 @@ def _join(calls: list[Call], spacing: int) -> Call:
     return replace(call, pairs=pairs.reshape(-1), lo=lo if masked else None, hi=hi if masked else None)
 
 
-def _with_increments(plan: AttentionPlan, call: Call) -> Call:
+def _with_increments(plan: AttentionPlan, call: DenseCall) -> DenseCall:
     """Add the increments of the call's key range; None if they differ between its pairs."""
     step = plan.increments
     if step is None or call.causal:
@@ -218,7 +213,7 @@ def _with_increments(plan: AttentionPlan, call: Call) -> Call:
     return replace(call, increments=(int(moves[0][0]), int(moves[1][0])) if alike else None)
 
 
-def _with_merge(plan: AttentionPlan, calls: list[Call]) -> Schedule:
+def _with_merge(plan: AttentionPlan, calls: list[DenseCall]) -> Schedule:
     pairs = np.concatenate([call.pairs for call in calls]) if calls else np.empty(0, np.int64)
     results = np.flatnonzero(pairs >= 0)
     queries = plan.pair_query[pairs[results]]
@@ -229,4 +224,4 @@ def _with_merge(plan: AttentionPlan, calls: list[Call]) -> Schedule:
     merge = np.full((int(counts.max(initial=0)), plan.num_queries), -1, dtype=np.int64)
     merge[rank, queries] = results
     in_order = merge.size == len(pairs) and np.array_equal(merge.reshape(-1), np.arange(len(pairs)))
-    return Schedule(calls, merge, in_order, plan.increments)
+    return Schedule(calls, merge, in_order)

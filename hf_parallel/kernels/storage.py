@@ -5,7 +5,6 @@ An extent of `capacity` slots at slot `origin` is a contiguous `[kv_heads, capac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,21 +28,3 @@ class TokenRange(NamedTuple):
         index = self.start + torch.arange(self.length, device=device)
         heads = torch.arange(num_kv_heads, device=device)[:, None]
         return storage_row(self.origin, self.capacity, index, num_kv_heads, heads)
-
-
-@dataclass(eq=False)
-class LayerStorage:
-    """Keys and values of one layer: `[slots * kv_heads, head_dim]` each."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    num_kv_heads: int
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's key and value in this layer."""
-        return self.num_kv_heads * sum(t.shape[-1] * t.element_size() for t in (self.keys, self.values))
-
-    def rows(self, tokens: TokenRange) -> torch.Tensor:
-        """Storage rows of tokens: int64 `[kv_heads, length]`."""
-        return tokens.rows(self.num_kv_heads, self.keys.device)

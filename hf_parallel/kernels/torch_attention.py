@@ -7,8 +7,9 @@ appends; it reads each block once for all heads and rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,26 +17,30 @@ from torch import Tensor
 
 from hf_parallel.kernels import native
 from hf_parallel.kernels.dense import dense_attention
-from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
+from hf_parallel.kernels.plan import AttentionParams, AttentionPlan, Derived
 from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by, table_dtype
-from hf_parallel.kernels.schedule import Call, Schedule, make_schedule
-from hf_parallel.kernels.storage import LayerStorage, TokenRange, storage_row
+from hf_parallel.kernels.schedule import DenseCall, Schedule, make_schedule
+from hf_parallel.kernels.storage import TokenRange, storage_row
+from hf_parallel.kernels.transfer import to_device
 
 UNPACKED_QUERIES = 32  # queries per block from which packing grouped heads is not faster than one product per head
 NATIVE_RUN = 32  # queries of a block up to which the compiled kernel serves calls with a mask
 MASK_ALIGNMENT = 16  # elements; alignment of a mask's rows that PyTorch's memory-efficient attention requires on a GPU
 
 StridedView = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides and offset for `torch.as_strided`
+Tables = tuple[Tensor, Tensor] | None
+"""Cosines and sines `[N * M, 1, rotary_dim / 2]` of a call; None: no query is rotated."""
 
 
 class _LayerShape(NamedTuple):
-    """Properties of a layer on which the prepared calls of a schedule depend."""
+    """Properties of layers that share the prepared calls of a schedule."""
 
     heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
     rotary: RotarySpec | None  # None: no query is rotated
+    capped: bool  # whether the layer has soft-capping
     dtype: torch.dtype
     device: torch.device
 
@@ -44,62 +49,178 @@ class _LayerShape(NamedTuple):
 class _PreparedCall:
     """A call of the schedule with everything that depends on the layer's shape only, not on its tensors."""
 
-    call: Call
+    call: DenseCall
     queries: slice | Tensor | None  # None: all of them, in order
-    tables: tuple[Tensor, Tensor] | None  # cosines and sines [N * M, 1, rotary_dim / 2]; None: no query is rotated
+    tables: Tables
     packs: bool  # whether the heads of a group are packed into the row dimension
     mask: Tensor | None
     key_view: StridedView  # [N, kv_heads, L, head_dim]
     value_view: StridedView
 
 
-def block_attention(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams
-) -> Tensor:
-    """Block attention; shapes as in `hf_parallel.kernels.block_attention`."""
-    plan = plan.windowed(params.window)
+@dataclass(frozen=True, eq=False)
+class _LayerCalls(Derived):
+    """The calls of a schedule for layers of one shape: for the compiled kernel, or else for PyTorch."""
+
+    shape: _LayerShape
+    schedule: Schedule
+    native: native.NativeCalls | None
+    dense: list[_PreparedCall]
+
+    def next_step(self, plan: AttentionPlan) -> _LayerCalls | None:
+        """Return the calls of the next decode step for the compiled kernel."""
+        schedule: Schedule | None = plan.derived.get("schedule")
+        if self.native is None or schedule is None:
+            return None
+        calls = []
+        tables = _rotation_tables(plan, schedule.calls, self.shape)
+        for before, call, table in zip(self.native.calls, schedule.calls, tables, strict=True):
+            offset = (call.origin * self.shape.kv_heads + call.first) * self.shape.key_dim
+            after = before | {"num_keys": call.num_keys, "key_offset": offset, "value_offset": offset}
+            if self.shape.rotary is not None:
+                after["cos"], after["sin"] = table or (None, None)
+            if call.hi is not None:
+                after["hi"] = torch.from_numpy(call.hi.reshape(-1))
+            calls.append(after)
+        return replace(self, schedule=schedule, native=native.NativeCalls(calls))
+
+
+@dataclass(frozen=True, eq=False)
+class _Writes(Derived):
+    """Storage rows of a pass's new tokens."""
+
+    tokens: Tensor | None  # int64 [W], the packed tokens that are stored; None: all
+    first: int
+    spacing: tuple[int, int] | None  # from token to token and from head to head; None: they are not evenly spaced
+    rows: Tensor  # int64 [kv_heads * W], head-major; empty if they are evenly spaced
+
+    def next_step(self, plan: AttentionPlan) -> _Writes:
+        """Return the rows of the next decode step: one further."""
+        return replace(self, first=self.first + 1, rows=self.rows + 1)
+
+
+class TorchBackend:
+    """Block attention on any device."""
+
+    capturable = False
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        if params.window is not None:
+            plan = plan.windowed(params.window)
+        rotary = params.rotary if plan.rotates else None
+        dims = query.shape[1], params.num_kv_heads, keys.shape[1], values.shape[1]
+        # The rotary embedding by identity: layers share equal ones, and hashing its frequencies takes time.
+        key = *dims, id(rotary), params.softcap is None, query.dtype, query.device
+        calls: _LayerCalls | None = plan.derived.get(key)
+        if calls is None:
+            shape = _LayerShape(*dims, rotary, params.softcap is not None, query.dtype, query.device)
+            calls = plan.cached(key, lambda: _layer_calls(plan, shape))
+        if calls.native is not None:
+            return native.attend(query, keys, values, calls.native, params.num_kv_heads, params.scale, params.sinks)[0]
+        outs, lses = [], []
+        for call in calls.dense:
+            q = query if call.queries is None else query[call.queries]
+            if call.tables is not None and rotary is not None:
+                q = rotate(q, *call.tables, rotary)
+            k, v = keys.as_strided(*call.key_view), values.as_strided(*call.value_view)
+            out, lse = _attend(q, k, v, call, params.scale, params.softcap)
+            outs.append(out)
+            lses.append(lse)
+        return _merge(outs, lses, calls.schedule, params.sinks, query)
+
+    def append(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, plan: AttentionPlan) -> None:
+        """See `AttentionBackend`."""
+        num_kv_heads = new_keys.shape[0]
+        writes: _Writes | None = plan.derived.get(("writes", num_kv_heads, keys.device))
+        if writes is None:
+            writes = plan.cached(
+                ("writes", num_kv_heads, keys.device), lambda: _writes(plan, num_kv_heads, keys.device)
+            )
+        if writes.tokens is not None:
+            new_keys, new_values = new_keys.index_select(1, writes.tokens), new_values.index_select(1, writes.tokens)
+        for storage, new in ((keys, new_keys), (values, new_values)):
+            dim = new.shape[2]
+            if writes.spacing is not None:
+                token, head = writes.spacing
+                storage.as_strided(new.shape, (head * dim, token * dim, 1), writes.first * dim).copy_(new)
+            else:
+                storage.index_copy_(0, writes.rows, new.reshape(-1, dim))
+
+    def move(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        num_kv_heads: int,
+        source: TokenRange,
+        target: TokenRange,
+        delta: int = 0,
+        rotary: RotarySpec | None = None,
+    ) -> None:
+        """See `AttentionBackend`."""
+        from_rows, to_rows = (tokens.rows(num_kv_heads, keys.device).reshape(-1) for tokens in (source, target))
+        moved = keys[from_rows]
+        keys[to_rows] = rotate_by(moved, delta, rotary) if delta and rotary is not None else moved
+        values[to_rows] = values[from_rows]
+
+
+def _writes(plan: AttentionPlan, num_kv_heads: int, device: torch.device) -> _Writes:
+    """Locate the new tokens. Those of one row, and of a decode step over adjacent blocks, are evenly spaced."""
+    stored = None if len(plan.write_query) == plan.num_queries else torch.from_numpy(plan.write_query).to(device)
+    rows = storage_row(plan.write_origin, plan.write_capacity, plan.write_index, num_kv_heads)
+    steps = np.diff(rows) if len(rows) > 1 else np.ones(1, np.int64)
+    if (
+        len(rows)
+        and steps[0] > 0
+        and (steps == steps[0]).all()
+        and (plan.write_capacity == plan.write_capacity[0]).all()
+    ):
+        spacing = int(steps[0]), int(plan.write_capacity[0])
+        return _Writes(stored, int(rows[0]), spacing, torch.empty(0, dtype=torch.int64))
+    return _Writes(stored, 0, None, write_rows(plan, num_kv_heads, device))
+
+
+def write_rows(plan: AttentionPlan, num_kv_heads: int, device: torch.device) -> Tensor:
+    """Return the rows of a layer's storage in which new tokens are stored: `int64 [kv_heads * W]`, head-major."""
+    heads = np.arange(num_kv_heads, dtype=np.int64)[:, None]
+    rows = storage_row(plan.write_origin, plan.write_capacity, plan.write_index, num_kv_heads, heads)
+    return to_device(rows.reshape(-1), device)
+
+
+def _layer_calls(plan: AttentionPlan, shape: _LayerShape) -> _LayerCalls:
     schedule = plan.cached("schedule", lambda: make_schedule(plan))
-    rotary = params.rotary if plan.rotates else None
-    dims = keys.shape[-1], values.shape[-1]
-    shape = _LayerShape(query.shape[1], params.num_kv_heads, *dims, rotary, query.dtype, query.device)
-    if params.softcap is None:
-        native_calls = plan.cached(("native", shape), lambda: _prepare_native(plan, schedule, shape))
-        if native_calls is not None:
-            return native.attend(query, keys, values, native_calls, params.num_kv_heads, params.scale, params.sinks)[0]
-    outs, lses = [], []
-    for call in plan.cached(shape, lambda: [_prepare(plan, dense, shape) for dense in schedule.calls]):
-        q = query if call.queries is None else query[call.queries]
-        if call.tables is not None and rotary is not None:
-            q = rotate(q, *call.tables, rotary)
-        k, v = keys.as_strided(*call.key_view), values.as_strided(*call.value_view)
-        out, lse = _attend(q, k, v, call, params.scale, params.softcap)
-        outs.append(out)
-        lses.append(lse)
-    return _merge(outs, lses, schedule, params.sinks, query)
+    tables = _rotation_tables(plan, schedule.calls, shape)
+    pairs = list(zip(schedule.calls, tables, strict=True))
+    if _is_native(schedule, shape):
+        calls = native.NativeCalls([_native_call(plan, call, table, shape) for call, table in pairs])
+        return _LayerCalls(shape, schedule, calls, [])
+    return _LayerCalls(shape, schedule, None, [_prepare(plan, call, table, shape) for call, table in pairs])
 
 
-def _prepare_native(plan: AttentionPlan, schedule: Schedule, shape: _LayerShape) -> native.NativeCalls | None:
-    """Calls for the compiled kernel; None if it does not support all of them (long runs of a row)."""
+def _is_native(schedule: Schedule, shape: _LayerShape) -> bool:
+    """Whether the compiled kernel supports all calls: none is a long run of a row."""
     for call in schedule.calls:
         rows = call.num_queries * shape.heads // shape.kv_heads
         long = (call.causal or call.lo is not None) and call.num_queries > NATIVE_RUN
         if long or not native.supports(shape.dtype, shape.device, rows, shape.key_dim, shape.value_dim):
-            return None
-    return native.NativeCalls([_native_call(plan, call, shape) for call in schedule.calls])
+            return False
+    return not shape.capped
 
 
-def _native_call(plan: AttentionPlan, call: Call, shape: _LayerShape) -> dict[str, Any]:
+def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _LayerShape) -> native.NativeCall:
     _, (block_stride, head_stride, _, _), offset = _strided_view(call, shape.kv_heads, shape.key_dim)
-    fields: dict[str, Any] = {"blocks": call.num_blocks, "queries": call.num_queries, "num_keys": call.num_keys}
+    fields: native.NativeCall = {"blocks": call.num_blocks, "queries": call.num_queries, "num_keys": call.num_keys}
     for name in ("key", "value"):
         fields |= {f"{name}_offset": offset, f"{name}_block": block_stride, f"{name}_head": head_stride}
     index = np.where(call.pairs < 0, -1, plan.pair_query[call.pairs])
     if not np.array_equal(index, np.arange(plan.num_queries)):
         fields |= {"query_index": torch.from_numpy(index), "repeats": int(np.bincount(index[index >= 0]).max() > 1)}
-    tables = _rotation_tables(plan, call, shape)
-    if tables is not None and shape.rotary is not None:
+    if shape.rotary is not None:
+        cos, sin = tables or (None, None)
         half, interleaved = len(shape.rotary.inv_freq), int(shape.rotary.interleaved)
-        fields |= {"cos": tables[0], "sin": tables[1], "half": half, "interleaved": interleaved}
+        fields |= {"cos": cos, "sin": sin, "half": half, "interleaved": interleaved}
     lo, hi = call.lo, call.hi
     if call.causal:
         lo, hi = np.zeros(call.num_queries, np.int64), np.arange(1, call.num_queries + 1, dtype=np.int64)
@@ -108,7 +229,7 @@ def _native_call(plan: AttentionPlan, call: Call, shape: _LayerShape) -> dict[st
     return fields
 
 
-def _prepare(plan: AttentionPlan, call: Call, shape: _LayerShape) -> _PreparedCall:
+def _prepare(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _LayerShape) -> _PreparedCall:
     packs = not call.causal and call.num_queries < UNPACKED_QUERIES
     index = plan.pair_query[call.pairs]
     queries: slice | Tensor | None
@@ -118,24 +239,29 @@ def _prepare(plan: AttentionPlan, call: Call, shape: _LayerShape) -> _PreparedCa
         queries = torch.from_numpy(index).to(shape.device)
     mask = _mask(call, shape.heads // shape.kv_heads if packs else 1, shape)
     views = [_strided_view(call, shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim)]
-    return _PreparedCall(call, queries, _rotation_tables(plan, call, shape), packs, mask, *views)
+    return _PreparedCall(call, queries, tables, packs, mask, *views)
 
 
-def _rotation_tables(plan: AttentionPlan, call: Call, shape: _LayerShape) -> tuple[Tensor, Tensor] | None:
-    delta = plan.pair_delta[call.pairs]
-    if shape.rotary is None or not delta.any():
-        return None
-    cos, sin = shape.rotary.tables(delta, table_dtype(shape.dtype), shape.device)
-    return cos[:, None], sin[:, None]
+def _rotation_tables(plan: AttentionPlan, calls: Sequence[DenseCall], shape: _LayerShape) -> list[Tables]:
+    if shape.rotary is None:
+        return [None] * len(calls)
+    deltas = []
+    for call in calls:
+        delta = plan.pair_delta[call.pairs]
+        deltas.append(delta if delta.any() else delta[:0])
+    cos, sin = shape.rotary.tables(np.concatenate(deltas), table_dtype(shape.dtype), shape.device)
+    sizes = list(map(len, deltas))
+    parts = zip(cos[:, None].split(sizes), sin[:, None].split(sizes), strict=True)
+    return [part if size else None for size, part in zip(sizes, parts, strict=True)]
 
 
-def _strided_view(call: Call, num_kv_heads: int, dim: int) -> StridedView:
+def _strided_view(call: DenseCall, num_kv_heads: int, dim: int) -> StridedView:
     strides = call.spacing * num_kv_heads * dim, call.capacity * dim, dim, 1
     offset = storage_row(call.origin, call.capacity, call.first, num_kv_heads) * dim
     return (call.num_blocks, num_kv_heads, call.num_keys, dim), strides, offset
 
 
-def _mask(call: Call, groups: int, shape: _LayerShape) -> Tensor | None:
+def _mask(call: DenseCall, groups: int, shape: _LayerShape) -> Tensor | None:
     """Additive mask of a call: `[N, 1, M * groups, L]`, or `[N, 1, 1, L]` if all queries of a block see the same."""
     if call.lo is None or call.hi is None:
         return None
@@ -192,29 +318,3 @@ def _merge(outs: list[Tensor], lses: list[Tensor], schedule: Schedule, sinks: Te
         lse = torch.cat((lse, sinks.to(lse.dtype).expand(1, *lse.shape[1:])))
     weights = lse.softmax(dim=0)[:count, ..., None]
     return (out.to(weights.dtype) * weights).sum(dim=0).to(query.dtype)
-
-
-def append(layer: LayerStorage, new_keys: Tensor, new_values: Tensor, plan: AttentionPlan) -> None:
-    """Store packed new keys and values; shapes as in `hf_parallel.kernels.dispatch.append`."""
-    device, num_kv_heads = layer.keys.device, layer.num_kv_heads
-    if len(plan.write_query) != plan.num_queries:
-        stored = plan.cached(("stored", device), lambda: torch.from_numpy(plan.write_query).to(device))
-        new_keys, new_values = new_keys.index_select(1, stored), new_values.index_select(1, stored)
-    view = plan.write_view(num_kv_heads)
-    for storage, new in ((layer.keys, new_keys), (layer.values, new_values)):
-        dim = new.shape[-1]
-        if view is not None:
-            first, token_stride, head_stride = (rows * dim for rows in view)
-            storage.as_strided(new.shape, (head_stride, token_stride, 1), first).copy_(new)
-        else:
-            storage.index_copy_(0, plan.write_rows(num_kv_heads, device), new.reshape(-1, dim))
-
-
-def move(
-    layer: LayerStorage, source: TokenRange, target: TokenRange, delta: int = 0, rotary: RotarySpec | None = None
-) -> None:
-    """Copy tokens within a layer's storage; arguments as in `hf_parallel.kernels.dispatch.move`."""
-    from_rows, to_rows = layer.rows(source).reshape(-1), layer.rows(target).reshape(-1)
-    moved = layer.keys[from_rows]
-    layer.keys[to_rows] = rotate_by(moved, delta, rotary) if delta and rotary is not None else moved
-    layer.values[to_rows] = layer.values[from_rows]

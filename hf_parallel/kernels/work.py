@@ -96,15 +96,6 @@ def make_work(
     )
 
 
-def longest_run(plan: AttentionPlan) -> int:
-    """Return the largest number of new tokens of a row: consecutive queries that each see one more key."""
-    if plan.increments is not None or not len(plan.pair_query):
-        return min(len(plan.pair_query), 1)
-    steps = (np.diff(plan.pair_query) == 1) & (np.diff(plan.pair_hi) == 1)
-    breaks = np.flatnonzero(np.concatenate(([True], ~steps, [True])))
-    return int(np.diff(breaks).max())
-
-
 def _visible_pairs(plan: AttentionPlan, window: int | None, horizon: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pairs that see any key within the horizon, and the bounds of the keys that each sees in that time."""
     start = plan.pair_lo if window is None else np.maximum(plan.pair_lo, plan.pair_position - window + 1)

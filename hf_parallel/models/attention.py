@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from hf_parallel.cache import BlockCache
-from hf_parallel.kernels import AttentionParams, RotarySpec, block_attention
+from hf_parallel.kernels import AttentionParams, RotarySpec
 
 IMPLEMENTATION = "hf_parallel"
 """Name under which block attention is registered with Transformers."""
@@ -128,10 +128,11 @@ def block_attention_forward(
     )
     if not isinstance(cache, BlockCache):
         return cache.attend(query, key, value, params), None
-    return _attend_blocks(cache, query, layer_idx, params), None
+    return attend_blocks(cache, query, layer_idx, params), None
 
 
-def _attend_blocks(cache: BlockCache, query: torch.Tensor, layer_idx: int, params: AttentionParams) -> torch.Tensor:
+def attend_blocks(cache: BlockCache, query: torch.Tensor, layer_idx: int, params: AttentionParams) -> torch.Tensor:
+    """Attend to the blocks of the prepared pass: `[1, heads, T, head_dim]` to `[1, T, heads, head_dim]`."""
     layer = cache.storage(layer_idx)
     if params.num_kv_heads != layer.num_kv_heads:
         raise UnsupportedModelError(
@@ -140,7 +141,7 @@ def _attend_blocks(cache: BlockCache, query: torch.Tensor, layer_idx: int, param
     mixed = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
         packed = query[0].transpose(0, 1).to(layer.keys.dtype)
-        return block_attention(packed, layer.keys, layer.values, cache.plan, params).unsqueeze(0)
+        return layer.backend.attend(packed, layer.keys, layer.values, cache.plan, params).unsqueeze(0)
 
 
 @torch.library.custom_op(
@@ -167,7 +168,7 @@ def _attend(
     cache.update(key, value, layer_idx)
     rotary = None if cache.rotary is None else cache.rotary.get(layer_idx)
     params = AttentionParams(key.shape[1], scale, rotary, softcap, sinks, window)
-    return _attend_blocks(cache, query, layer_idx, params)
+    return attend_blocks(cache, query, layer_idx, params)
 
 
 @_attend.register_fake

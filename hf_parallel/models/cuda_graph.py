@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.cache import BlockCache, ForwardPass
 from hf_parallel.kernels import DeviceBuffers, select_backend
-from hf_parallel.kernels.dispatch import capturable
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From token ids and positions, `int64 [T]` each, to logits `[T, vocabulary]`."""
@@ -109,7 +108,7 @@ class DecodeGraphs:
     def _capturable(self) -> bool:
         """Return whether every layer has storage, which a replay cannot allocate, and kernels that can be captured."""
         layers = self._cache.arena.layers.values()
-        return bool(layers) and all(capturable(layer.keys, layer.values) for layer in layers)
+        return bool(layers) and all(layer.backend.capturable for layer in layers)
 
     def _capture(self, forward: Forward, step: ForwardPass, rows: int) -> _DecodeStep | None:
         """Capture the prepared step for up to `rows` rows; padding rows write nothing and attend to nothing."""

@@ -6,13 +6,17 @@ for all layers of one shape. docs/kernels.md explains the kernels and their cons
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from triton import knobs
 
+from hf_parallel.kernels.backend import AttentionBackend
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import RotarySpec
-from hf_parallel.kernels.storage import LayerStorage, TokenRange, storage_row
+from hf_parallel.kernels.storage import TokenRange, storage_row
 from hf_parallel.kernels.triton.kernels import (
     append_kernel,
     attend_kernel,
@@ -32,6 +36,7 @@ from hf_parallel.kernels.triton.launch import (
     on_device,
 )
 
+SCHEDULED_RUN = 64  # new tokens of a row above which FlashAttention (torch backend) is faster
 MAX_DIM = 256  # with larger heads a tile would not fit into registers
 _NO_WINDOW = 1 << 30
 _TOKENS_PER_PROGRAM = 16  # stored or moved
@@ -51,67 +56,90 @@ def unsupported_reason(keys: Tensor, values: Tensor) -> str:
     return ""
 
 
-def block_attention(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams
-) -> Tensor:
-    """Block attention, as in `hf_parallel.kernels`. Queries after the plan's are padding, whose output is zero."""
-    tokens, heads, dim = query.shape
-    sizes = heads // params.num_kv_heads, params.num_kv_heads, dim, values.shape[-1]
-    shape = LayerShape(*sizes, query.dtype, query.device, params.window, params.rotary)
-    max_tokens = bucket(tokens)
-    launch = launch_for(plan, (shape, max_tokens), lambda: AttendLaunch(plan, shape, max_tokens))
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    out = query.new_empty(tokens, heads, shape.value_dim)
-    scalars = shape.num_kv_heads, params.scale, params.softcap or 0.0, shape.window or _NO_WINDOW
-    with on_device(query.device):
-        for grid, tensors, constants in launch.calls:
-            attend_kernel[grid](
-                query, keys, values, *tensors, *query.stride()[:2], *scalars,
-                SOFTCAP=params.softcap is not None, **constants,
+@dataclass(frozen=True)
+class TritonBackend:
+    """Block attention on a GPU."""
+
+    prefills: AttentionBackend | None = None
+    """Backend that serves passes with a run of more than `SCHEDULED_RUN` new tokens; None: this one."""
+    capturable: ClassVar[bool] = True
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams
+    ) -> Tensor:
+        """See `AttentionBackend`. Queries after the plan's are padding, whose output is zero."""
+        if self.prefills is not None and _is_prefill(keys, values, plan, params):
+            return self.prefills.attend(query, keys, values, plan, params)
+        tokens, heads, dim = query.shape
+        sizes = heads // params.num_kv_heads, params.num_kv_heads, dim, values.shape[-1]
+        shape = LayerShape(*sizes, query.dtype, query.device, params.window, params.rotary)
+        max_tokens = bucket(tokens)
+        launch = launch_for(plan, (shape, max_tokens), lambda: AttendLaunch(plan, shape, max_tokens))
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        out = query.new_empty(tokens, heads, shape.value_dim)
+        scalars = shape.num_kv_heads, params.scale, params.softcap or 0.0, shape.window or _NO_WINDOW
+        with on_device(query.device):
+            for grid, tensors, constants in launch.calls:
+                attend_kernel[grid](
+                    query, keys, values, *tensors, *query.stride()[:2], *scalars,
+                    SOFTCAP=params.softcap is not None, **constants,
+                )  # fmt: skip
+            partial = launch.part_out, launch.part_lse, launch.buffers["merge_start"], launch.buffers["merge_slot"]
+            sinks = launch.part_lse if params.sinks is None else params.sinks
+            constants = {
+                "DIM_V": shape.value_dim,
+                "BLOCK_V": block_size(shape.value_dim),
+                "SINKS": params.sinks is not None,
+            }
+            if tokens * heads <= MERGED_BY_HEAD:
+                merge_kernel[(tokens, heads)](
+                    *partial, sinks, out, heads, **constants, BLOCK_S=PARTS_PER_STEP, num_warps=2
+                )
+            else:
+                merge_heads_kernel[(tokens, -(-heads // _HEADS_PER_MERGE))](
+                    *partial, sinks, out, heads, **constants, BLOCK_H=_HEADS_PER_MERGE, num_warps=4
+                )
+        return out
+
+    def append(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, plan: AttentionPlan) -> None:
+        """See `AttentionBackend`. Tokens after the plan's are padding, not stored."""
+        device, num_kv_heads = keys.device, new_keys.shape[0]
+        buffers = launch_for(plan, ("writes", device), lambda: WriteLaunch(plan, device)).buffers
+        writes = [buffers[name] for name in ("query", "origin", "capacity", "index", "count", "step")]
+        new_keys = new_keys if new_keys.stride(-1) == 1 else new_keys.contiguous()
+        new_values = new_values if new_values.stride(-1) == 1 else new_values.contiguous()
+        with on_device(device):
+            append_kernel[(-(-len(buffers["query"]) // _TOKENS_PER_PROGRAM), num_kv_heads)](
+                new_keys, new_values, keys, values, *writes,
+                num_kv_heads, *new_keys.stride()[:2], *new_values.stride()[:2],
+                **dim_constants(keys.shape[-1], values.shape[-1]), BLOCK_T=_TOKENS_PER_PROGRAM,
             )  # fmt: skip
-        partial = launch.part_out, launch.part_lse, launch.buffers["merge_start"], launch.buffers["merge_slot"]
-        sinks = launch.part_lse if params.sinks is None else params.sinks
-        constants = {
-            "DIM_V": shape.value_dim,
-            "BLOCK_V": block_size(shape.value_dim),
-            "SINKS": params.sinks is not None,
-        }
-        if tokens * heads <= MERGED_BY_HEAD:
-            merge_kernel[(tokens, heads)](*partial, sinks, out, heads, **constants, BLOCK_S=PARTS_PER_STEP, num_warps=2)
-        else:
-            merge_heads_kernel[(tokens, -(-heads // _HEADS_PER_MERGE))](
-                *partial, sinks, out, heads, **constants, BLOCK_H=_HEADS_PER_MERGE, num_warps=4
-            )
-    return out
+
+    def move(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        num_kv_heads: int,
+        source: TokenRange,
+        target: TokenRange,
+        delta: int = 0,
+        rotary: RotarySpec | None = None,
+    ) -> None:
+        """See `AttentionBackend`."""
+        if not source.length:
+            return
+        rotary = rotary if delta else None
+        half, interleaved = (0, False) if rotary is None else (len(rotary.inv_freq), rotary.interleaved)
+        with on_device(keys.device):
+            move_kernel[(-(-source.length // _TOKENS_PER_PROGRAM), num_kv_heads)](
+                keys, values, keys if rotary is None else frequencies(rotary, keys.device),
+                storage_row(source.origin, source.capacity, source.start, num_kv_heads), source.capacity,
+                storage_row(target.origin, target.capacity, target.start, num_kv_heads), target.capacity,
+                source.length, delta, **dim_constants(keys.shape[-1], values.shape[-1]), BLOCK_T=_TOKENS_PER_PROGRAM,
+                HALF=half, INTERLEAVED=interleaved,
+            )  # fmt: skip
 
 
-def append(layer: LayerStorage, new_keys: Tensor, new_values: Tensor, plan: AttentionPlan) -> None:
-    """Store packed new keys and values, as in `dispatch.append`. Tokens after the plan's are padding, not stored."""
-    device = layer.keys.device
-    buffers = launch_for(plan, ("writes", device), lambda: WriteLaunch(plan, device)).buffers
-    writes = (buffers[name] for name in ("query", "origin", "capacity", "index", "count", "step"))
-    new_keys, new_values = (new if new.stride(-1) == 1 else new.contiguous() for new in (new_keys, new_values))
-    with on_device(device):
-        append_kernel[(-(-len(buffers["query"]) // _TOKENS_PER_PROGRAM), layer.num_kv_heads)](
-            new_keys, new_values, layer.keys, layer.values, *writes,
-            layer.num_kv_heads, *new_keys.stride()[:2], *new_values.stride()[:2],
-            **dim_constants(layer.keys.shape[-1], layer.values.shape[-1]), BLOCK_T=_TOKENS_PER_PROGRAM,
-        )  # fmt: skip
-
-
-def move(
-    layer: LayerStorage, source: TokenRange, target: TokenRange, delta: int = 0, rotary: RotarySpec | None = None
-) -> None:
-    """Copy tokens within a layer's storage; arguments as in `hf_parallel.kernels.dispatch.move`."""
-    if not source.length:
-        return
-    keys, values, num_kv_heads = layer.keys, layer.values, layer.num_kv_heads
-    rotary = rotary if delta else None
-    with on_device(keys.device):
-        move_kernel[(-(-source.length // _TOKENS_PER_PROGRAM), num_kv_heads)](
-            keys, values, keys if rotary is None else frequencies(rotary, keys.device),
-            storage_row(source.origin, source.capacity, source.start, num_kv_heads), source.capacity,
-            storage_row(target.origin, target.capacity, target.start, num_kv_heads), target.capacity,
-            source.length, delta, **dim_constants(keys.shape[-1], values.shape[-1]), BLOCK_T=_TOKENS_PER_PROGRAM,
-            HALF=0 if rotary is None else len(rotary.inv_freq), INTERLEAVED=rotary is not None and rotary.interleaved,
-        )  # fmt: skip
+def _is_prefill(keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams) -> bool:
+    """Whether a pass has a run of new tokens so long that FlashAttention, which has no soft-capping, is faster."""
+    return params.softcap is None and keys.shape == values.shape and plan.longest_run > SCHEDULED_RUN

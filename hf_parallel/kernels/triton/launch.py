@@ -91,14 +91,12 @@ class Launch(DeviceBuffers):
 
     def _step_of(self, plan: AttentionPlan) -> int | None:
         """Number of steps from the loaded plan to `plan`; None if `plan` does not follow from it."""
-        if any(mine is not its for mine, its in zip(self._shared, _shared_arrays(plan), strict=True)):
-            return None
-        step = _first_write(plan) - self._first_write
-        return step if 0 <= step <= (0 if plan.increments is None else self.horizon) else None
+        step = plan.step - self._loaded_step
+        return step if plan.run is self._run and 0 <= step <= self.horizon else None
 
     def _load(self, plan: AttentionPlan, arrays: Mapping[str, np.ndarray]) -> None:
         self.buffers.load(arrays)
-        self._shared, self._first_write = _shared_arrays(plan), _first_write(plan)
+        self._run, self._loaded_step = plan.run, plan.step
         self._advance(0)
 
     @abstractmethod
@@ -112,19 +110,12 @@ class Launch(DeviceBuffers):
 
 def launch_for(plan: AttentionPlan, key: Hashable, make: Callable[[], AnyLaunch]) -> AnyLaunch:
     """Return the launch cached under `key`, updated to the plan; if the plan does not fit, replace the launch."""
-    launch = plan.cached(key, make)
+    launch: AnyLaunch | None = plan.derived.get(key)
+    if launch is None:
+        launch = plan.cached(key, make)
     if not launch.update(plan):
         launch = plan.derived[key] = make()
     return launch
-
-
-def _shared_arrays(plan: AttentionPlan) -> tuple[np.ndarray, ...]:
-    """Arrays that a plan shares with the following decode steps and with no other plan."""
-    return plan.pair_query, plan.pair_lo, plan.write_query
-
-
-def _first_write(plan: AttentionPlan) -> int:
-    return int(plan.write_index[0]) if len(plan.write_index) else 0
 
 
 class WriteLaunch(Launch):
