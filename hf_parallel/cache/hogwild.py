@@ -35,6 +35,7 @@ class Workspace:
     step_workers: list[int] = field(default_factory=list)  # worker of each ended step; -1: written by no worker
     step_lengths: list[int] = field(default_factory=list)  # number of tokens of each step in `history`
     removed: set[int] = field(default_factory=set)  # removed workers
+    views: dict[int, list[Block]] = field(default_factory=dict)  # by worker; cleared when the blocks change
 
     @property
     def active_steps(self) -> dict[int, Block]:
@@ -54,13 +55,17 @@ class Workspace:
         return [self.history_header, self.others_header, self.own_header, self.gap]
 
     def view(self, worker: int) -> list[Block]:
-        """Return the blocks that a worker sees, its own step last.
+        """Return the blocks that a worker sees, its own step last; the same list until a step ends, moves or goes.
 
         `contiguous`: prompt, other workers' steps, own step. `interleaved`: prompt, history, own step; without the
         other workers' current steps. `combined`: prompt, history, other workers' current steps, own step.
         """
-        others = [] if self.layout == "interleaved" else [b for i, b in self.active_steps.items() if i != worker]
-        return [*self.shared_view, *self._others(others), self.own_header, self.workers[worker]]
+        view = self.views.get(worker)
+        if view is None:
+            others = [] if self.layout == "interleaved" else [b for i, b in self.active_steps.items() if i != worker]
+            view = [*self.shared_view, *self._others(others), self.own_header, self.workers[worker]]
+            self.views[worker] = view
+        return view
 
     def view_of(self, block: Block) -> list[Block]:
         """Return the blocks that tokens appended to `block` see, `block` last.
@@ -107,25 +112,31 @@ class HogwildCache(SharedPrefixCache):
 
     def add_worker(self, space: Workspace) -> None:
         """Add a worker to a problem, after the existing ones."""
-        space.workers.append(self.new_block(STEP_CAPACITY))
+        block = self.new_block(STEP_CAPACITY)
+        space.views.clear()
+        space.workers.append(block)
 
     def remove_worker(self, space: Workspace, worker: int) -> None:
         """Remove a worker and its current step; its ended steps stay."""
+        space.views.clear()
         space.removed.add(worker)
         self.free(space.workers[worker])
 
     def add_step(self, space: Workspace, num_tokens: int) -> Block:
         """Append an empty step, which no worker writes, to the history. Return its block."""
         block = self.new_block(num_tokens)
+        space.views.clear()
         space.pending_steps.append(block)
         space.step_workers.append(-1)
         return block
 
     def end_step(self, space: Workspace, worker: int) -> None:
         """Append a worker's current step to the history and start a new one."""
+        block = self.new_block(STEP_CAPACITY)
+        space.views.clear()
         space.pending_steps.append(space.workers[worker])
         space.step_workers.append(worker)
-        space.workers[worker] = self.new_block(STEP_CAPACITY)
+        space.workers[worker] = block
 
     def move_ended(self, space: Workspace, count: int | None = None) -> None:
         """Move the first `count` pending steps (default: all) into the history block, with keys rotated."""
@@ -133,6 +144,7 @@ class HogwildCache(SharedPrefixCache):
             step, *pending = space.pending_steps
             lengths = [*space.step_lengths, step.length]
             self.move(step, space.history)
+            space.views.clear()
             space.pending_steps, space.step_lengths = pending, lengths  # nothing interrupts these assignments
             self.free(step)
 
@@ -147,10 +159,12 @@ class HogwildCache(SharedPrefixCache):
             stop = start + space.step_lengths[index]
             kept = self.pool.copy(removed, [(0, start), (stop, removed.length)])
             lengths = [*space.step_lengths[:index], *space.step_lengths[index + 1 :]]
+            space.views.clear()
             space.history, space.step_lengths, space.step_workers = kept, lengths, workers
         else:
             position = index - len(space.step_lengths)
             removed = space.pending_steps[position]
             pending = [*space.pending_steps[:position], *space.pending_steps[position + 1 :]]
+            space.views.clear()
             space.pending_steps, space.step_workers = pending, workers
         self.free(removed)

@@ -23,6 +23,8 @@ class Row:
     last_segment: Segment | None = None  # of the last pass that it took part in
     output_row: int = -1  # as `ParallelStreamer.write_row` numbers the rows; default: the index
     dropped: bool = False  # by `DecodeLoop.drop`
+    group: RowGroup | None = None  # the group that the row belongs to
+    writes: PendingWrites | None = None  # KV writes pending besides the row's own, which it may share with other rows
 
     def __post_init__(self) -> None:
         if self.output_row < 0:
@@ -32,22 +34,17 @@ class Row:
         """Return the blocks that the row attends to now, of which it appends to the last."""
         return self.view
 
-    @property
-    def writes(self) -> PendingWrites | None:
-        """KV writes pending besides the row's own, which it may share with other rows."""
-        return None
-
     def segments(self) -> PassInputs:
         """Return the row's inputs of the next pass; its next token follows the last of them.
 
         A class that overrides it overrides `continues` to match.
         """
         own = Segment(self.current_view(), len(self.pending)), self.pending
-        return [own] if self.writes is None else [*self.writes.take(), own]
+        return [*self.writes.take(), own] if self.writes is not None and self.writes.pending else [own]
 
     def continues(self, segment: Segment, token: int) -> bool:
         """Whether the row's inputs of the next pass are `token` in `segment` and nothing else."""
-        if self.pending != [token] or (self.writes is not None and self.writes.num_tokens):
+        if self.pending != [token] or (self.writes is not None and self.writes.pending):
             return False
         view = self.current_view()
         return view is segment.view or view == segment.view
@@ -59,11 +56,6 @@ class Row:
     def is_active(self) -> bool:
         """Whether the row generates further tokens; checked once all rows of a pass have their tokens."""
         return not self.dropped
-
-    @property
-    def group(self) -> RowGroup | None:
-        """The group that the row belongs to."""
-        return None
 
 
 def collect_inputs(rows: Iterable[Row]) -> tuple[PassInputs, list[int]]:
@@ -85,29 +77,24 @@ class PendingWrites:
 
     def __init__(self, view_of: Callable[[Block], View]) -> None:
         self._view_of = view_of
-        self._writes: list[tuple[Block, list[int]]] = []
+        self.pending: list[tuple[Block, list[int]]] = []
 
     def add(self, block: Block, tokens: Sequence[int]) -> None:
         """Schedule tokens to be appended to a block; an empty sequence is ignored."""
         if tokens:
-            self._writes.append((block, list(tokens)))
+            self.pending.append((block, list(tokens)))
 
     def discard(self, block: Block) -> None:
         """Drop the pending tokens of a block."""
-        self._writes = [(other, tokens) for other, tokens in self._writes if other is not block]
+        self.pending = [(other, tokens) for other, tokens in self.pending if other is not block]
 
     def take(self) -> PassInputs:
         """Return the pending segments, each with the view of its block, and clear them."""
-        writes, self._writes = self._writes, []
+        writes, self.pending = self.pending, []
         return [(Segment(self._view_of(block), len(tokens)), tokens) for block, tokens in writes]
 
     def __contains__(self, block: object) -> bool:
-        return any(other is block for other, _ in self._writes)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of pending tokens."""
-        return sum(len(tokens) for _, tokens in self._writes)
+        return any(other is block for other, _ in self.pending)
 
 
 class RowGroup:

@@ -89,9 +89,12 @@ class AnswerSearch:
             return None
 
 
-def _last_answer(matches: Sequence[Any]) -> str | None:
-    answers = [match.group(1 if match.re.groups else 0) for match in matches]
-    return next((answer for answer in reversed(answers) if answer and answer.strip()), None)
+def _last_answer(matches: Sequence[regex.Match[str]]) -> str | None:
+    for match in reversed(matches):
+        answer: str | None = match.group(1 if match.re.groups else 0)
+        if answer and answer.strip():
+            return answer
+    return None
 
 
 def normal_form(answer: str) -> str:

@@ -17,23 +17,16 @@ class Worker(Row):
     `passes` counts decode passes, including those before the worker joined.
     """
 
+    group: WorkerGroup
+    writes: PendingWrites
+
     def __init__(self, group: WorkerGroup, index: int, number: int, name: str, passes: int = 0) -> None:
-        super().__init__(index, ())
-        self._group, self.number, self.name, self.passes = group, number, name, passes
+        super().__init__(index, (), group=group, writes=group.writes)
+        self.number, self.name, self.passes = number, name, passes
         self.text = ""  # of all its steps
         self.answered = self.stopped = False
         self._step = self._num_prefix_tokens = 0
         self._begin_step()
-
-    @property
-    def group(self) -> WorkerGroup:
-        """Workers of the same prompt."""
-        return self._group
-
-    @property
-    def writes(self) -> PendingWrites:
-        """Pending writes of the group."""
-        return self.group.writes
 
     def current_view(self) -> View:
         """See `Row.current_view`."""
@@ -41,11 +34,12 @@ class Worker(Row):
 
     def tokens_left(self) -> int:
         """Return the number of decode passes left."""
-        return self.group.call.max_new_tokens - self.passes
+        return self.group.max_passes - self.passes
 
     def is_active(self) -> bool:
-        """Return whether the worker continues; an answer of another worker in the same pass may stop it."""
-        return not self._answer_stops()
+        """Return whether no answer stops the worker; another worker may have answered in the same pass."""
+        rule = self.group.config.stop_on_answer
+        return not ((rule == "any" and self.group.answer is not None) or (rule == "all" and self.answered))
 
     def advance(self, token: int, ended: bool) -> bool:
         """Append a generated token; `ended`: a stopping criterion is met. Return whether the worker continues."""
@@ -58,8 +52,8 @@ class Worker(Row):
         self.answered = self.answered or group.find_answer(self._generated)
         self.pending = [] if is_eos else [token]
         complete = ends_step(self._generated, added, config.separator, config.sentence_ends, config.code_fence)
-        answer_stops = self._answer_stops()
-        if ended or answer_stops or self.passes >= group.call.max_new_tokens or group.is_full():
+        answer_stops = not self.is_active()
+        if ended or answer_stops or self.passes >= group.max_passes or group.is_full():
             if not (ended or complete or answer_stops):
                 group.call.record.truncated.add(self.index)
             ended = is_eos or (ended and not group.timed_out())  # a step that `max_time` ends is unfinished
@@ -139,15 +133,11 @@ class Worker(Row):
         if finished:
             self._show("", "step")
 
-    def _answer_stops(self) -> bool:
-        rule = self.group.config.stop_on_answer
-        return (rule == "any" and self.group.answer is not None) or (rule == "all" and self.answered)
-
     def _write(self, tokens: Sequence[int], event: str) -> str:
         added = self.current.add(tokens)
         self.text += added
         self.group.num_tokens += len(tokens)
-        self._show(added, event)
+        self.group.call.show(self.index, added, event)
         return added
 
     def _show(self, text: str, event: str) -> None:

@@ -21,6 +21,8 @@ from hf_parallel.generation.sampling import Sampler
 class TrunkRow(Row):
     """One answer: its sequential text, and the blocks in it."""
 
+    writes: PendingWrites  # of all blocks of the answer
+
     def __init__(self, index: int, tree: Tree, fmt: BlockFormat) -> None:
         super().__init__(index, tree.view)
         self.tree = tree
@@ -36,13 +38,8 @@ class TrunkRow(Row):
         self.fallback: str | None = None  # why decoding has become sequential
         self.finished = False
         self.stage = SKELETON
-        self.pending_writes = PendingWrites(lambda block: tree.view if block is tree.trunk else tree.branch_view(block))
+        self.writes = PendingWrites(lambda block: tree.view if block is tree.trunk else tree.branch_view(block))
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    @property
-    def writes(self) -> PendingWrites:
-        """Pending writes of all blocks of the answer."""
-        return self.pending_writes
 
     def current_view(self) -> View:
         """See `Row.current_view`."""
@@ -55,7 +52,7 @@ class BranchRow(Row):
     stage = BRANCHES
 
     def __init__(self, trunk: TrunkRow, index: int, output_row: int, block: Block, title: str, prefix: list[Token]):
-        super().__init__(index, trunk.tree.branch_view(block), ids(prefix))
+        super().__init__(index, trunk.tree.branch_view(block), ids(prefix), writes=trunk.writes)
         self.trunk, self.output_row, self.block, self.title, self.prefix = trunk, output_row, block, title, prefix
         self.num_samples = trunk.num_samples
         self.tokens: list[Token] = []  # all generated ones
@@ -89,11 +86,6 @@ class BranchRow(Row):
             if start >= 0:
                 found.append((start + kept, cause))
         return min(found, default=(None, ""))
-
-    @property
-    def writes(self) -> PendingWrites:
-        """Pending writes of all blocks of the answer."""
-        return self.trunk.pending_writes
 
 
 def answer_log_probs(sampler: Sampler, trunks: Sequence[TrunkRow]) -> torch.Tensor | None:

@@ -300,7 +300,7 @@ class PDOSRun:
         """Cut a trunk back to `tokens`, of which the first `cached` have keys and values, and add branches to it."""
         computed = set(map(id, trunk.tokens[: trunk.tree.trunk.length]))
         trunk.tokens, tail = tokens, ids(tokens[cached:])
-        trunk.pending_writes.add(trunk.tree.trunk, tail)
+        trunk.writes.add(trunk.tree.trunk, tail)
         num_tokens = sum(map(len, prefixes))
         length = (trunk.branch_budget + num_tokens) // len(prefixes)
         self.cache.branch(trunk.tree, cached, len(prefixes), len(tail), length)
@@ -371,10 +371,10 @@ class PDOSRun:
         else:
             sampled_last = sum(token.draw >= 0 for branch in branches for token in branch.uncached)
             for branch in kept:
-                trunk.pending_writes.add(branch.block, ids(branch.uncached))
+                trunk.writes.add(branch.block, ids(branch.uncached))
                 self.cache.truncate(branch.block, branch.num_cached)
             trunk.pending = ids(reencoded)
-            num_pending = trunk.pending_writes.num_tokens
+            num_pending = sum(len(tokens) for _, tokens in trunk.writes.pending)
             self.loop.stats.prefilled_tokens += num_pending + len(reencoded) - sampled_last
             self.stages[CONTINUATION].computed_again += sum(branch.num_cached for branch in branches[len(kept) :])
             self.cache.join(trunk.tree, len(kept), num_pending)
@@ -386,7 +386,7 @@ class PDOSRun:
         size = self.loop.runner.chunk_size
         while len(trunk.pending) > size:
             chunk, trunk.pending = trunk.pending[:size], trunk.pending[size:]
-            inputs = [*trunk.pending_writes.take(), (Segment(trunk.tree.view, size), chunk)]
+            inputs = [*trunk.writes.take(), (Segment(trunk.tree.view, size), chunk)]
             self.loop.runner.forward(inputs, ends=[len(inputs) - 1])
             self.stages[CONTINUATION].forward_passes += 1
 
