@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from hf_parallel.agents.state import joined_contents
 from hf_parallel.cache.fingerprint import fingerprint_of_present
@@ -18,6 +18,8 @@ from hf_parallel.engine.policies.scores import Contribution
 from hf_parallel.generation.prompts import Message
 from hf_parallel.generation.rng import mix
 
+Settings: TypeAlias = Mapping[str, Any]
+"""Keyword arguments of `Engine.submit`."""
 RETRY_SECONDS = 0.05
 """Delay before a request is submitted again if the queue was full."""
 
@@ -48,7 +50,7 @@ class Model(Protocol):
         """Number of forward passes so far."""
 
     async def generate(
-        self, messages: Sequence[Message], settings: Mapping[str, Any], seed: int, hints: AgentHints
+        self, messages: Sequence[Message], settings: Settings, seed: int, hints: AgentHints
     ) -> Completion:
         """Continue a conversation `num_return_sequences` times, a setting whose default is 1."""
 
@@ -79,7 +81,7 @@ class EngineModel:
         return policy.scores.current if isinstance(policy, ContributionPolicy) else {}
 
     async def generate(
-        self, messages: Sequence[Message], settings: Mapping[str, Any], seed: int, hints: AgentHints
+        self, messages: Sequence[Message], settings: Settings, seed: int, hints: AgentHints
     ) -> Completion:
         """See `Model.generate`."""
         given = dict(settings)
@@ -105,9 +107,7 @@ class EngineModel:
             replayed_tokens=stats.replayed_tokens,
         )
 
-    async def _submit(
-        self, prompt: str | list[Message], hints: AgentHints, settings: Mapping[str, Any]
-    ) -> RequestHandle:
+    async def _submit(self, prompt: str | list[Message], hints: AgentHints, settings: Settings) -> RequestHandle:
         while True:
             try:
                 return self.engine.submit(prompt, agent_hints=hints, **settings)
@@ -115,7 +115,7 @@ class EngineModel:
                 await asyncio.sleep(RETRY_SECONDS)
 
 
-Script = Callable[[Sequence[Message], Mapping[str, Any], int], "str | Awaitable[str]"]
+Script = Callable[[Sequence[Message], Settings, int], "str | Awaitable[str]"]
 """(messages, settings, seed) -> text, called once per `num_return_sequences`."""
 
 
@@ -133,7 +133,7 @@ class ScriptedModel:
         return len(self.calls)
 
     async def generate(
-        self, messages: Sequence[Message], settings: Mapping[str, Any], seed: int, hints: AgentHints
+        self, messages: Sequence[Message], settings: Settings, seed: int, hints: AgentHints
     ) -> Completion:
         """See `Model.generate`."""
         self.calls.append(messages)

@@ -62,8 +62,8 @@ class Recording:
                 if given != header:
                     raise ValueError(f"{self.path} must begin with {header}, got {found!r}")
             else:
-                _check_result(found, f"{self.path}, line {number}")
-                self._results[found["key"]] = found
+                result = _check_result(found, f"{self.path}, line {number}")
+                self._results[result["key"]] = result
 
     def __len__(self) -> int:
         return len(self._results)
@@ -104,10 +104,11 @@ class Recording:
         return None if error is not None else (self.get(key, operation) or [None])[0]
 
 
-def _check_result(found: Any, where: str) -> None:
-    """Raise `ValueError` unless a line holds a result."""
-    check_fields(found, {"key": TEXT, "operation": TEXT, "value": _ANY, "error": TEXT_OR_NULL}, where)
+def _check_result(line: object, where: str) -> dict[str, Any]:
+    """Return the result that a line holds; raise `ValueError` if it holds none."""
+    found = check_fields(line, {"key": TEXT, "operation": TEXT, "value": _ANY, "error": TEXT_OR_NULL}, where)
     if found["error"] is None and found["operation"].startswith("gen"):
         check_fields(found["value"], _COMPLETION, f"{where}: value")
         if unknown := found["value"].keys() - _COMPLETION.keys():
             raise ValueError(f"{where}: value has {sorted(unknown)}, which no completion has")
+    return found

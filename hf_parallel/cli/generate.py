@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.cli.interruptible import InterruptibleCall
 from hf_parallel.cli.settings import PLAIN, describe, read_settings
-from hf_parallel.files import write_atomically
+from hf_parallel.files import JSONObject, write_atomically
 from hf_parallel.generation import GenerationStats, ParallelConfig, enable
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.mixin import take_parallel_config
@@ -55,7 +55,7 @@ def generate(options: argparse.Namespace) -> int:
         torch.manual_seed(options.seed)
     settings["return_dict_in_generate"] = True
     stats: list[GenerationStats] = []
-    runs: list[dict[str, Any]] = []
+    runs: list[JSONObject] = []
     with ExitStack() as at_end:  # results are saved even if a later batch or printing fails
         at_end.callback(_save_run, options, runs, stats)
         at_end.callback(_save_logits, options, config)
@@ -87,7 +87,7 @@ def _batch_config(config: ParallelConfig | None, number: int) -> ParallelConfig 
     return make_config(config.mode, {"seed": mix(config.seed, number)}, config)
 
 
-def _save_run(options: argparse.Namespace, runs: Sequence[dict[str, Any]], stats: Sequence[GenerationStats]) -> None:
+def _save_run(options: argparse.Namespace, runs: Sequence[JSONObject], stats: Sequence[GenerationStats]) -> None:
     """Write the transcripts of all batches as one, if there are any."""
     if not runs:
         return
@@ -144,7 +144,7 @@ def _print_answers(printer: ConsoleStreamer, output: object, headings: Sequence[
                 printer.print_line(f"{place}Answer: {answer}{tie}")
 
 
-def print_record(record: dict[str, object]) -> None:
+def print_record(record: JSONObject) -> None:
     """Print an object as a line of JSON, escaped to ASCII unless stdout is UTF-8."""
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     print(json.dumps(record, ensure_ascii=not unicode), flush=True)

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import decode
+from hf_parallel.files import JSONObject
 from hf_parallel.generation import GenerationStats, ParallelConfig, ParallelOutput
 from hf_parallel.transcript.record import Record
 from hf_parallel.transcript.sections import GIVEN, Card, cards_by_prompt
@@ -66,7 +67,7 @@ class InterruptibleCall:
         generated = sum(origin != GIVEN for card in cards for _, _, origin in card["pieces"])
         return f"{self._record.passes} decode passes, {generated} tokens"
 
-    def records(self, prompts: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def records(self, prompts: Sequence[str]) -> Iterator[JSONObject]:
         """Yield one object per answer: its prompt, its text and the fields of the mode's output.
 
         `truncated` is True if the token budget of any of the answer's rows ended it.
@@ -92,7 +93,7 @@ class InterruptibleCall:
             section["notes"].append(NOTE)
         return run | {"interrupted": True}
 
-    def _answers(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _answers(self) -> Iterator[tuple[str, JSONObject]]:
         output, begin = self.output, self.arguments["input_ids"].shape[1]
         records = output.to_records() if isinstance(output, ParallelOutput) else [{} for _ in output.sequences]
         if self.config is None:  # nothing is recorded without a mode, and its streamer is a ConsoleStreamer
@@ -110,7 +111,7 @@ class InterruptibleCall:
         is_answer = self.config is not None and self.config.rows_per_prompt > 1 and not self.config.traits.merges_rows
         return row if is_answer else self._record.place(row)[0]
 
-    def _partial_answers(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _partial_answers(self) -> Iterator[tuple[str, JSONObject]]:
         """Yield the answers of an interrupted call: cards in the order in which they ended, then unfinished ones."""
         if not self._record.events:
             for completion in self._streamer.completions:

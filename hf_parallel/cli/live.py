@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from rich.box import ROUNDED
@@ -207,9 +206,9 @@ class LiveLines(LiveView):
         if ended is None or not row.done:
             self._print(row, f"(step {len(row.steps)}, pass {ended})" if ended else f"({row.end_reason or 'end'})")
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *exception: object) -> None:
         """Print the unfinished steps of an interrupted call."""
-        super().__exit__(*exception)
+        super().__exit__(kind, *exception)
         for row in self.rows.values() if self.interrupted else ():
             if not row.done and row.last.ended is None and row.last.text.strip():
                 self._print(row, "(interrupted)")
@@ -238,9 +237,9 @@ class LiveFrames(LiveView):
         self.changed(now=True)
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *exception: object) -> None:
         self._live.stop()
-        super().__exit__(*exception)
+        super().__exit__(kind, *exception)
 
     def changed(self, now: bool = False) -> None:
         """Draw a frame, at most one per `FRAME_SECONDS`."""
@@ -261,9 +260,9 @@ class LiveFrames(LiveView):
 class LiveTails(LiveFrames, LiveLines):
     """Prints a line per finished step and shows the end of each unfinished step below, one line each."""
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *exception: object) -> None:
         """Print the summary."""
-        super().__exit__(*exception)
+        super().__exit__(kind, *exception)
         self.console.print(Text(self.summary, "bold"), soft_wrap=True)
 
     def frame(self) -> Group:
@@ -285,8 +284,8 @@ class LiveTails(LiveFrames, LiveLines):
 class LiveColumns(LiveFrames):
     """Shows a column per row: in a frame as many as fit, unfinished rows first; on exit `MAX_ROWS`, at full height."""
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+    def __exit__(self, kind: type[BaseException] | None = None, *exception: object) -> None:
+        super().__exit__(kind, *exception)
         for row in self.rows.values():
             row.interrupted, row.done = self.interrupted and not row.done, True
         self.console.print(self.picture())
@@ -368,7 +367,6 @@ def live_view(config: ParallelConfig, console: Console, tokenizer: PreTrainedTok
 
 def make_console() -> Console:
     """Return a console that prints plain lines unless stdout is a terminal and `NO_COLOR` is unset."""
-    settings: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        settings |= {"force_terminal": False, "force_interactive": False}
-    return Console(**settings)
+    is_plain = not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR"))
+    forced = False if is_plain else None
+    return Console(highlight=False, markup=False, emoji=False, force_terminal=forced, force_interactive=forced)

@@ -30,7 +30,7 @@ GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
 )
 """Settings of `generate` that have an option: name, type, help."""
 _CONSTANTS = {"True": True, "False": False, "None": None}
-_PROCESSORS: dict[str, tuple[Callable[[Any], Any], object]] = {
+_PROCESSORS: dict[str, tuple[Callable[[Any], object], object]] = {
     "temperature": (transformers.TemperatureLogitsWarper, 1),
     "top_k": (transformers.TopKLogitsWarper, 0),
     "top_p": (transformers.TopPLogitsWarper, 1),
@@ -108,7 +108,7 @@ def _given_options(options: argparse.Namespace) -> tuple[dict[str, object], dict
     return given, flags
 
 
-def _parse_set(text: str, cls: type[ParallelConfig] | None, flags: Mapping[str, str]) -> tuple[str, Any]:
+def _parse_set(text: str, cls: type[ParallelConfig] | None, flags: Mapping[str, str]) -> tuple[str, object]:
     """Return the name and value of a `--set` option; `flags` maps settings to the options that gave them."""
     name, separator, value = text.partition("=")
     if not separator:

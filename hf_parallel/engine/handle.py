@@ -177,7 +177,7 @@ class RequestHandle:
                 return
             yield items[index]
 
-    async def _read_async(self, items: list[T]) -> AsyncIterator[Any]:
+    async def _read_async(self, items: list[T]) -> AsyncIterator[T]:
         for index in count():
             if not self._has(items, index):
                 await self._wait_async(partial(self._has, items, index))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from hf_parallel.engine.engine import Engine
 from hf_parallel.engine.handle import RequestHandle
 from hf_parallel.generation.streaming import RowText
@@ -24,7 +26,9 @@ class EngineReplica:
         As of `Engine`.
     """
 
-    def __init__(self, load: Callable[[], tuple[Any, object]], **settings: Any) -> None:
+    def __init__(
+        self, load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase | None]], **settings: Any
+    ) -> None:
         model, tokenizer = load()
         self.engine = Engine(model, tokenizer, **settings).__enter__()
 
@@ -63,7 +67,7 @@ class EngineReplica:
 
 
 def replicas(
-    load: Callable[[], tuple[Any, object]],
+    load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase | None]],
     num_replicas: int | str = 2,
     *,
     max_ongoing_requests: int = 64,

@@ -1,7 +1,7 @@
-"""Judge of collaboration: a model rates how well workers coordinate, from 1 to 6 (Hogwild! Inference, section 4.2).
+"""Judge: rate the collaboration of workers with a model, from 1 to 6 (Hogwild! Inference, section 4.2).
 
-`judge` works with any function from a prompt to a text; `openai_completer` and `local_completer` make such functions.
-`agreement` compares two judges, or a judge with people (appendix G.4).
+`judge` takes any function from a prompt to a reply, such as those of `openai_completer` and `local_completer`.
+`agreement` compares two judges, or a judge and human raters (appendix G.4).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEVELS = {
     5: "Joint work. They build on each other's ideas, find each other's mistakes, and change plans as others progress.",
     6: "Ideal team. Every step uses all that is known to any of them; no work is repeated and nobody waits. Very rare.",
 }
-"""Levels of collaboration. 1, 3 and 6 are described in the paper; 2 and 4 follow its examples in appendix G.3."""
+"""Levels of collaboration. The paper describes 1, 3 and 6; 2 and 4 follow its examples in appendix G.3."""
 RUBRIC = (
     "You rate how well workers coordinate who solve one problem at the same time. Below is what each of them has "
     "written. They may see each other's text while it is written. Rate their coordination alone: whether they talk to "
@@ -51,12 +51,12 @@ _REASON = re.compile(
 
 
 class UnreadableReplyError(ValueError):
-    """No reply of a judge had a score."""
+    """Raised if no reply of a judge has a score."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Rating of a transcript: mean score, the reason for the first one, and all scores."""
+    """Rating of a transcript: mean score, all scores, and the reason for the first."""
 
     score: float
     reason: str
@@ -69,19 +69,19 @@ def judge(transcript: str | Mapping[str, str], complete: Complete, *, votes: int
     Parameters
     ----------
     transcript : str or Mapping[str, str]
-        The text, or the whole text of each worker by name: the paper joins a worker's paragraphs, as judges otherwise
-        favor short turns, and compares beginnings of equal length.
+        The text, or the text of each worker by name. The paper joins the paragraphs of a worker, because judges favor
+        short turns, and compares prefixes of equal length.
     complete : Callable[[str], str]
-        Returns a model's reply to a prompt; an empty text if it refuses.
+        Returns a model's reply to a prompt, or an empty text if the model refuses.
     votes : int
-        Number of independent ratings, whose mean is the score. The paper uses 3.
+        Number of independent ratings; the score is their mean. The paper uses 3.
     attempts : int
-        Number of replies per rating, until one has a score.
+        Maximum number of replies per rating until one has a score.
 
     Raises
     ------
     ValueError
-        If the transcript is no text or blank, or a reply is no text.
+        If the transcript is blank or not text, or a reply is not text.
     UnreadableReplyError
         If no reply of a rating has a score.
     """
@@ -93,7 +93,7 @@ def judge(transcript: str | Mapping[str, str], complete: Complete, *, votes: int
 
 
 def judge_prompt(transcript: str | Mapping[str, str]) -> str:
-    """Return the prompt of a judge: rubric, transcript between two lines that it does not contain, and a reminder."""
+    """Return the prompt of a judge: rubric, delimited transcript and reminder."""
     texts = transcript.values() if isinstance(transcript, Mapping) else [transcript]
     if not all(isinstance(text, str) for text in texts) or not "".join(texts).strip():
         raise ValueError(f"transcript must be a non-blank text, or texts by worker, got {transcript!r:.80}")
@@ -104,7 +104,7 @@ def judge_prompt(transcript: str | Mapping[str, str]) -> str:
 
 
 def read_reply(reply: str) -> tuple[int, str] | None:
-    """Return score and reason of a reply (of its part after `</think>`), or None if it has no single valid score."""
+    """Return score and reason of a reply, without its `</think>` part; None unless it has exactly one valid score."""
     text = reply.rpartition("</think>")[2]
     scores = {int(digits) for digits in _SCORE.findall(text) if len(digits) < 3}
     if len(scores) != 1 or not scores <= LEVELS.keys():
@@ -128,14 +128,14 @@ def _rate(prompt: str, complete: Complete, attempts: int) -> tuple[int, str]:
 
 
 def openai_completer(model: str, base_url: str | None = None, api_key: str | None = None, **settings: Any) -> Complete:
-    """Return a function that asks a model of an OpenAI-compatible endpoint.
+    """Return a function that asks a model behind an OpenAI-compatible endpoint.
 
     Parameters
     ----------
     model : str
-        Name of the model there.
+        Name of the model.
     base_url, api_key : str, optional
-        Address and key; default: those of the `openai` client, from its environment variables.
+        Default: the environment variables of the `openai` client.
     **settings
         Arguments of `chat.completions.create`, such as `temperature`.
 
@@ -164,7 +164,7 @@ def local_completer(
     chat_template_kwargs: Mapping[str, object] | None = None,
     **settings: object,
 ) -> Complete:
-    """Return a function that asks a Transformers model, through its chat template if it has one.
+    """Return a function that asks a Transformers model, with its chat template if it has one.
 
     `chat_template_kwargs` are those of `build_prompt`. `settings` are arguments of `generate`; default:
     `max_new_tokens=512`.
@@ -185,7 +185,7 @@ def local_completer(
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of two judges: fractions of equal scores and of scores that differ by 1 at most, kappa, Spearman."""
+    """Agreement of two judges: fraction of equal scores, of scores at most 1 apart, kappa, Spearman correlation."""
 
     exact: float
     within_one: float
@@ -196,11 +196,11 @@ class Agreement:
 def agreement(first: Sequence[float], second: Sequence[float]) -> Agreement:
     """Compare the scores of two judges for the same texts.
 
-    `kappa` is Cohen's, with quadratic weights (Cohen, 1968): one minus the mean squared difference of the scores of a
-    text, divided by that of all pairs. `spearman` is the correlation of ranks, with mean ranks for equal scores. Where
-    they are not defined, they are NaN: kappa if all scores are equal, Spearman's if those of one judge are.
+    `kappa` is Cohen's kappa with quadratic weights (Cohen, 1968): one minus the mean squared difference of two scores
+    of a text, divided by that of all pairs. It is NaN if all scores are equal. `spearman` is the rank correlation,
+    with mean ranks for ties. It is NaN if all scores of one judge are equal.
 
-    Raises `ValueError` if the numbers of scores differ or are less than two.
+    Raises `ValueError` if the numbers of scores differ or are below two.
     """
     if len(first) != len(second) or len(first) < 2:
         raise ValueError(f"two judges must rate the same two or more texts, got {len(first)} and {len(second)} scores")

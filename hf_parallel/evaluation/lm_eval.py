@@ -119,7 +119,7 @@ class ParallelLM(HFLM):
 
     def _loglikelihood_tokens(
         self,
-        requests: Sequence[tuple[Any, list[int], list[int]]],
+        requests: Sequence[tuple[object, list[int], list[int]]],
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hf_parallel.evaluation.tasks import Problem
 from hf_parallel.generation.arguments import GENERATION_SETTINGS
@@ -130,8 +129,9 @@ def check_sweep(
     **counts: int,
 ) -> None:
     """Raise `ValueError` for arguments of `sweep` that cannot work, also together."""
-    kinds: tuple[tuple[str, Any, type], ...] = (("problems", problems, Problem), ("runs", runs, Run))
-    for name, given, kind in (*kinds, ("budgets", budgets, object)):
+    kinds: tuple[tuple[str, object, type], ...]
+    kinds = (("problems", problems, Problem), ("runs", runs, Run), ("budgets", budgets, object))
+    for name, given, kind in kinds:
         if isinstance(given, str) or not isinstance(given, Sequence):
             raise ValueError(f"{name} must be a sequence, got {given!r:.80}")
         if not given:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import groupby
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +20,7 @@ from hf_parallel.evaluation.results import Result
 from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, Finisher, Run
 from hf_parallel.evaluation.tasks import Problem
 from hf_parallel.evaluation.written import Written, written_until
+from hf_parallel.files import JSONObject
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.modes import find_answer, find_matches, majority
@@ -104,7 +104,7 @@ class Solver:
         tokenizer: PreTrainedTokenizerBase,
         largest: int,
         finisher: Finisher,
-        generation: Mapping[str, Any],
+        generation: JSONObject,
         concurrent: int,
         max_kv_bytes: int | None,
     ) -> None:
@@ -161,7 +161,7 @@ class Solver:
         return engine.submit(prompt, **settings)
 
     def _attempt(
-        self, one: Generation, transcript: Mapping[str, Any], budget: int, clock: PassClock, started: float
+        self, one: Generation, transcript: JSONObject, budget: int, clock: PassClock, started: float
     ) -> _Attempt:
         written = written_until(transcript, budget)
         seconds = clock.times[written.passes - 1] - started if written.passes else 0.0

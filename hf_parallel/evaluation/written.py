@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from hf_parallel.files import JSONObject
 from hf_parallel.transcript.sections import GIVEN
 
 NGRAM = 5
@@ -38,7 +39,7 @@ class Written:
     """See `duplicated_work`."""
 
 
-def written_until(run: Mapping[str, Any], budget: int) -> Written:
+def written_until(run: JSONObject, budget: int) -> Written:
     """Return what the rows of a call with one prompt have written within a budget of decode passes.
 
     Parameters

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import check_tokenizer
+from hf_parallel.files import JSONObject
 from hf_parallel.generation.validation import check_int, check_text
 from hf_parallel.training.attention import LayoutBatch
 from hf_parallel.training.dialects import AnyDialect, get_dialect
@@ -103,7 +104,7 @@ class DataCollatorForParallel:
             raise ValueError(f"feature {index} of the batch has {len(example)} tokens, max_length is {self.max_length}")
         return example
 
-    def _read(self, feature: Mapping[str, Any]) -> ParallelExample:
+    def _read(self, feature: JSONObject) -> ParallelExample:
         if "view_blocks" in feature:
             return ParallelExample.from_dict(feature)
         key = "completion" if "completion" in feature else "text"

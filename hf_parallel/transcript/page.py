@@ -13,7 +13,6 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
@@ -117,9 +116,9 @@ def _speed(run: JSONObject) -> dict[str, float | None]:
     return {**found, "alone": round(alone), "ratio": alone / passes}
 
 
-def _facts(stats: JSONObject) -> list[tuple[Any, str]]:
+def _facts(stats: JSONObject) -> list[tuple[object, str]]:
     counts = {name: stats.get(f"{name}_tokens", 0) for name in ("prefilled", "replayed")}
-    facts: list[tuple[Any, str]] = [(count, f"tokens {name}") for name, count in counts.items() if count]
+    facts: list[tuple[object, str]] = [(count, f"tokens {name}") for name, count in counts.items() if count]
     return [*facts, (f"{stats['kv_bytes'] / 1e6:.1f} MB", "KV cache")] if "kv_bytes" in stats else facts
 
 

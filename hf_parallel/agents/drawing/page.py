@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from markupsafe import Markup
 
@@ -32,6 +32,7 @@ _MESSAGES = {
     "resume": "{from} resumes {to}",
     "yield": "{from} yields to {to}",
 }
+_Box: TypeAlias = dict[str, Any]
 _ENDS = {"end": "ended", "error": "failed", "cancel": "cancelled"}
 
 
@@ -46,7 +47,7 @@ class _Lane:
     status: str = "unfinished"
     top: int = 0
     height: int = 0
-    boxes: list[dict[str, Any]] = field(default_factory=list)
+    boxes: list[_Box] = field(default_factory=list)
     marks: list[dict[str, str]] = field(default_factory=list)
 
     @property
@@ -162,7 +163,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONG else f"{text[:_LONG]}\u2026 and {count(len(text) - _LONG, 'character')} more"
 
 
-def _stack(boxes: list[dict[str, Any]], span: float) -> int:
+def _stack(boxes: list[_Box], span: float) -> int:
     """Place the boxes of a lane in rows, so that none overlap, and return the height of the rows in pixels."""
     boxes.sort(key=lambda box: (box["begin"], box["end"]))
     ends: list[float] = []  # of the last box of each row

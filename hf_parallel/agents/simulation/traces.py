@@ -7,7 +7,7 @@ import zlib
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -135,11 +135,11 @@ def _segment(given: object) -> Segment:
     return list(map(_count, given))
 
 
-def _count(given: Any) -> int:
+def _count(given: object) -> int:
     """Return a token id, or number of tokens, that was read from JSON."""
-    if not COUNT.is_valid(given) or given > MAX_TOKENS:
+    if not isinstance(given, int) or not COUNT.is_valid(given) or given > MAX_TOKENS:
         raise ValueError(f"token ids and numbers of tokens must be integers from 0 to {MAX_TOKENS}, got {given!r:.80}")
-    return int(given)
+    return given
 
 
 @lru_cache(maxsize=4096)

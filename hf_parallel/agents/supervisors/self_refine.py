@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hf_parallel.agents.chat import Chat
+from hf_parallel.agents.models import Settings
 from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors.base import Fire
 from hf_parallel.agents.supervisors.single import Single
@@ -41,7 +41,7 @@ class SelfRefine(Single):
     feedback: str = FEEDBACK
     refine: str = REFINE
     stop: str = "DONE"
-    feedback_settings: Mapping[str, Any] | None = None
+    feedback_settings: Settings | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,11 +11,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from hf_parallel.evaluation.grading import outputs_equal
 from hf_parallel.evaluation.sandbox import run_code
 from hf_parallel.evaluation.tasks.base import Problem, column, text_column
+from hf_parallel.files import JSONObject
 
 MODULES = (
     *(
@@ -231,7 +232,7 @@ def _lines(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _json(text: object, name: str) -> dict[str, Any]:
+def _json(text: object, name: str) -> JSONObject:
     try:
         value = json.loads(text) if isinstance(text, str) else text
     except ValueError:
