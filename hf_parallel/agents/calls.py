@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.errors import AgentCancelledError, AgentEndedError, ToolError
 from hf_parallel.agents.execution import Frame, current_frame, in_thread, outside_of_agents, perform, source_line
-from hf_parallel.agents.segment import Segment
+from hf_parallel.agents.search import Search
 from hf_parallel.agents.state import END, Entry, State, derive_seed, fingerprint
 from hf_parallel.generation.validation import check_int
 
@@ -26,19 +26,19 @@ FIRST_DELAY = 0.05
 
 
 class AgentHandle:
-    """Another agent. A copy goes its own way: what it is sent and yields does not change the original."""
+    """Handle of another agent. Copies are independent: values sent to a copy do not change the original."""
 
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
+    def __init__(self, search: Search) -> None:
+        self._search = search
         self._is_read = self._is_cancelled = False
 
     @property
     def agent_id(self) -> str:
         """Id of the agent's instance."""
-        return self._segment.agent_id
+        return self._search.agent_id
 
     def __deepcopy__(self, memo: object) -> AgentHandle:
-        copied = AgentHandle(self._segment)
+        copied = AgentHandle(self._search)
         copied._is_read, copied._is_cancelled = self._is_read, self._is_cancelled
         return copied
 
@@ -74,16 +74,13 @@ def _child_id(frame: Frame, agent: Agent) -> str:
     return name if is_first and frame.is_main else f"{name}@{frame.state.id}"  # the main frame counts for all states
 
 
-def _id_after(frame: Frame, before: Segment) -> str:
-    """Return the id of an agent that is resumed. Each path of the running agent resumes a copy; the first keeps the id.
-
-    So ids do not depend on which path comes there first.
-    """
+def _id_after(frame: Frame, before: Search) -> str:
+    """Return the id of a resumed agent: each path resumes a copy, with an id that does not depend on their order."""
     state = frame.state
-    owner = builtins.next((one for one in state.path if before in one.segments), None)
+    owner = builtins.next((one for one in state.path if before in one.searches), None)
     origin = before.task.result()
-    others = [segment for one in state.path for segment in one.segments if segment is not before]
-    number = sum(segment.origin is origin for segment in others)
+    others = [search for one in state.path for search in one.searches if search is not before]
+    number = sum(search.origin is origin for search in others)
     if owner is not None and not number and not state.id[len(owner.id) :].replace(".", "").strip("0"):
         return before.agent_id
     place = state.id if owner is not None else f"{state.agent_id}.{state.id}".replace("/", ".")
@@ -91,16 +88,16 @@ def _id_after(frame: Frame, before: Segment) -> str:
     return f"{parent}{slash}{name.partition('@')[0]}@{place}" + (f"+{number}" if number else "")
 
 
-def _start(frame: Frame, origin: State, sent: object, agent_id: str | None = None) -> Segment:
-    parent = frame.execution.segment
-    segment = Segment(parent.runtime, origin, sent, agent_id, parent.starts_exclusive)
-    frame.state.segments.append(segment)
-    return segment
+def _start(frame: Frame, origin: State, sent: object, agent_id: str | None = None) -> Search:
+    parent = frame.execution.search
+    search = Search(parent.runtime, origin, sent, agent_id, parent.starts_exclusive)
+    frame.state.searches.append(search)
+    return search
 
 
 def _trace(frame: Frame, kind: str, **data: object) -> None:
     line = source_line(frame.state.agent.function)
-    frame.execution.segment.runtime.trace.add(frame.execution.agent_id, kind, frame.state.id, **data, line=line)
+    frame.execution.search.runtime.trace.add(frame.execution.agent_id, kind, frame.state.id, **data, line=line)
 
 
 async def next(handle: AgentHandle) -> Any:
@@ -120,20 +117,20 @@ async def next(handle: AgentHandle) -> Any:
     _check_live(handle)
     if handle._is_read:
         await resume(handle, None)
-    segment = handle._segment
+    search = handle._search
 
     async def wait(key: str, directive: object) -> object:
         frame, began = current_frame(), time.monotonic()
-        execution, runtime = frame.execution, segment.runtime
+        execution, runtime = frame.execution, search.runtime
         begin = runtime.trace.now()
-        state = await segment.wait()
+        state = await search.wait()
         runtime.waited(execution, time.monotonic() - began)
-        _trace(frame, "next", child=segment.agent_id, begin=begin)
+        _trace(frame, "next", child=search.agent_id, begin=begin)
         if state.status == END and state.yielded is None and inspect.isasyncgenfunction(state.agent.function):
-            raise AgentEndedError(f"agent {segment.agent_id} has ended and yields nothing more")
+            raise AgentEndedError(f"agent {search.agent_id} has ended and yields nothing more")
         return state.yielded
 
-    value = await perform(f"next {segment.agent_id}", wait)
+    value = await perform(f"next {search.agent_id}", wait)
     handle._is_read = True
     return value
 
@@ -143,7 +140,7 @@ async def resume(handle: AgentHandle, value: object = None) -> None:
     _check_live(handle)
     if not handle._is_read:
         await next(handle)
-    frame, before = current_frame(), handle._segment
+    frame, before = current_frame(), handle._search
     operation = f"resume {before.agent_id} {fingerprint(value)}"
     entry = frame.replayed(operation)
     if entry is None:
@@ -156,7 +153,7 @@ async def resume(handle: AgentHandle, value: object = None) -> None:
             _trace(frame, "resume", child=before.agent_id)
     if entry.error is not None:
         raise entry.error
-    handle._segment, handle._is_read = entry.value, False
+    handle._search, handle._is_read = entry.value, False
 
 
 def _check_live(handle: object) -> None:
@@ -177,8 +174,8 @@ def cancel(handle: AgentHandle) -> None:
     frame = current_frame()
     if frame.replayed(f"cancel {handle.agent_id}") is None:
         frame.record(f"cancel {handle.agent_id}")
-        if frame.execution.segment.starts_exclusive or handle._segment in frame.state.segments:
-            handle._segment.close()
+        if frame.execution.search.starts_exclusive or handle._search in frame.state.searches:
+            handle._search.close()
     handle._is_cancelled = True
 
 
@@ -243,7 +240,7 @@ async def tool(
 
     async def run(key: str, directive: object) -> T:
         frame = current_frame()
-        runtime, began = frame.execution.segment.runtime, time.monotonic()
+        runtime, began = frame.execution.search.runtime, time.monotonic()
         runtime.stats.tool_calls += 1
         begin = runtime.trace.now()
         error: str | None = None
@@ -296,7 +293,7 @@ def now() -> float:
     if entry is None:
         key = frame.key()
         entry = frame.record("now")
-        entry.value = frame.execution.segment.runtime.recorded_now(frame.execution, key)
+        entry.value = frame.execution.search.runtime.recorded_now(frame.execution, key)
     return entry.value
 
 
@@ -306,5 +303,5 @@ def rng() -> random.Random:
     entry = frame.replayed("rng")
     if entry is None:
         key = frame.key()
-        entry = frame.record("rng", derive_seed(frame.execution.segment.runtime.seed, key))
+        entry = frame.record("rng", derive_seed(frame.execution.search.runtime.seed, key))
     return random.Random(entry.value)

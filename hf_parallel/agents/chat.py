@@ -117,6 +117,6 @@ class Chat:
     async def _generate(key: str, messages: Sequence[Message], settings: Mapping[str, object]) -> tuple[str, ...]:
         execution = current_frame().execution
         assert execution.state is not None
-        found = await execution.segment.runtime.generate(execution, key, messages, settings)
+        found = await execution.search.runtime.generate(execution, key, messages, settings)
         execution.state.tokens += found.tokens
         return found.texts

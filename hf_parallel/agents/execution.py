@@ -1,4 +1,4 @@
-"""Execution: a coroutine of an agent, which runs from one choice to the next, or replays a log."""
+"""Execution: an agent's coroutine, which runs from choice to choice or replays a log."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ T = TypeVar("T")
 _frame: ContextVar[Frame | None] = ContextVar("hf_parallel_agent_frame", default=None)
 
 
-class Place:
-    """A state that a value function evaluates: it takes the place of an execution, and has no choices."""
+class Context:
+    """Where operations run: an `Execution`, or the state that a value function evaluates, which has no choices."""
 
     is_running = True
     """Whether the next state is being computed or reached by a replay, and has not been cancelled."""
 
-    def __init__(self, segment: Any, state: State) -> None:
-        self.segment, self.agent_id = segment, state.agent_id
+    def __init__(self, search: Any, state: State) -> None:
+        self.search, self.agent_id = search, state.agent_id
         self.state: State | None = state
 
     def end_run(self, error: ReplayError) -> ReplayError:
@@ -39,16 +39,16 @@ class Place:
         Code that only cleans up after the end or a cancellation is not replayed, and ends nothing.
         """
         if self.is_running:
-            self.segment.runtime.end(self.agent_id, error)
+            self.search.runtime.end(self.agent_id, error)
         return error
 
 
 class Frame:
-    """A task of an agent, and the log in which its operations are recorded or from which they are replayed."""
+    """A task of an agent, and the log that records or replays its operations."""
 
     def __init__(
         self,
-        execution: Place,
+        execution: Context,
         prefix: str = "",
         replay: Sequence[Entry] = (),
         entries: list[Entry] | None = None,
@@ -176,7 +176,7 @@ async def perform(
 
 
 def outside_of_agents(awaitable: Coroutine[object, None, T]) -> asyncio.Task[T]:
-    """Start a task whose code is no part of an agent."""
+    """Start a task outside of agents."""
     token = _frame.set(None)
     try:
         return asyncio.get_running_loop().create_task(awaitable)
@@ -206,25 +206,22 @@ async def in_thread(function: Callable[[], T]) -> T:
     return await done
 
 
-async def run_aside(place: Place, prefix: str, awaitable: Coroutine[object, None, T]) -> T:
-    """Await what is no part of the agent's code, such as a value function: nothing in it is replayed.
-
-    `prefix` distinguishes the keys of its operations from those of the agent.
-    """
-    assert place.state is not None
-    frame = Frame(Place(place.segment, place.state), prefix, entries=[])
+async def run_aside(context: Context, prefix: str, awaitable: Coroutine[object, None, T]) -> T:
+    """Await code outside the agent, such as a value function, without replay. `prefix` begins its operations' keys."""
+    assert context.state is not None
+    frame = Frame(Context(context.search, context.state), prefix, entries=[])
     try:
         create_task = asyncio.get_running_loop().create_task
-        return await place.segment.runtime.computed(lambda: create_task(frame.run(awaitable)))
+        return await context.search.runtime.computed(lambda: create_task(frame.run(awaitable)))
     finally:
         awaitable.close()  # if it was cancelled before it began
 
 
-class Execution(Place):
-    """A coroutine of an agent. `state` is the state that it computes; None: it replays or is suspended."""
+class Execution(Context):
+    """Coroutine of an agent. `state` is the state being computed, None during replay and suspension."""
 
-    def __init__(self, segment: Any, state: State) -> None:
-        super().__init__(segment, state)
+    def __init__(self, search: Any, state: State) -> None:
+        super().__init__(search, state)
         self.state = None
         self._stopped: asyncio.Future[tuple[str, str, Any]]
         entries = [entry for one in state.path for entry in one.entries]
@@ -232,7 +229,7 @@ class Execution(Place):
         self._begin()
         self._go = asyncio.get_running_loop().create_future()
         self.task = asyncio.get_running_loop().create_task(self.frame.run(self._run(state, self._go)))
-        self._runtime = segment.runtime
+        self._runtime = search.runtime
         self._runtime.executions.add(self)
         self.task.add_done_callback(self._done)
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.errors import AgentError, DeadlockError, ReplayError, ToolError, agent_failure
-from hf_parallel.agents.execution import Execution, Place, source_line
+from hf_parallel.agents.execution import Context, Execution, source_line
 from hf_parallel.agents.models import Completion, EngineModel, Model
 from hf_parallel.agents.recording import Recording
-from hf_parallel.agents.segment import Segment
+from hf_parallel.agents.search import Search
 from hf_parallel.agents.state import END, State, derive_seed, digest
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.engine.hints import MAX_ID, AgentHints
@@ -59,7 +59,7 @@ class AgentStats:
 
 
 class Run:
-    """State of a run, the `runtime` of its segments."""
+    """State of a run, the `runtime` of its searches."""
 
     def __init__(self, model: Model | None, seed: int, max_requests: int, recording: Recording | None) -> None:
         self.model, self.seed, self.recording = model, seed, recording
@@ -67,11 +67,11 @@ class Run:
         self.trace, self.stats = RunTrace(), AgentStats()
         self._scores: Mapping[str, Contribution] = {}  # the last that the trace has
         self.executions: set[Execution] = set()
-        self.searches: set[asyncio.Task[State]] = set()  # tasks of segments
+        self.search_tasks: set[asyncio.Task[State]] = set()  # tasks of `Search` objects
         self.functions: dict[str, Agent] = {}
         self._busy = self._operations = 0  # operations running now; starts and ends so far
         self._places = asyncio.Semaphore(max_requests)
-        self._missing_at: list[Place] = []  # agents that wait for a completion that the recording lacks
+        self._missing_at: list[Context] = []  # agents that wait for a completion that the recording lacks
         self._waits: dict[str, list[float]] = defaultdict(
             lambda: [0, 0.0]
         )  # number and total seconds of waits, by agent
@@ -87,36 +87,36 @@ class Run:
         """Run an agent to its end and return its values."""
         began, passes = time.monotonic(), self.passes
         values: list[Any] = []
-        segment = Segment(self, State(agent, f"{agent.name}#0", (arguments, named)))
+        search = Search(self, State(agent, f"{agent.name}#0", (arguments, named)))
         try:
             while True:
-                await self._wait(segment)
-                state = segment.task.result()
+                await self._wait(search)
+                state = search.task.result()
                 if not (state.status == END and state.yielded is None):
                     values.append(state.yielded)
                 if state.status == END:
                     return values
-                segment = Segment(self, state)
+                search = Search(self, state)
         finally:
-            tasks = {execution.task for execution in self.executions} | self.searches
+            tasks = {execution.task for execution in self.executions} | self.search_tasks
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.stats.seconds = time.monotonic() - began
             self.stats.passes = self.passes - passes
 
-    async def _wait(self, segment: Segment) -> None:
-        """Wait until a segment or the run ends. Raise `DeadlockError` if no operation makes progress."""
+    async def _wait(self, search: Search) -> None:
+        """Wait until a search or the run ends. Raise `DeadlockError` if no operation makes progress."""
         while True:
             stall = asyncio.get_running_loop().create_task(self._stall(STALL_SECONDS))
-            awaited: list[asyncio.Future[Any]] = [segment.task, self._end, stall]
+            awaited: list[asyncio.Future[Any]] = [search.task, self._end, stall]
             try:
                 await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 stall.cancel()
             if self._end.done():
                 raise self._end.result()
-            if segment.task.done():
+            if search.task.done():
                 return
             names = sorted({one.agent_id for one in self.executions if one.state is not None})
             if names:
@@ -132,7 +132,7 @@ class Run:
         while idle < 2:  # twice, as a function may have blocked the event loop
             before = self._operations
             await asyncio.sleep(seconds / 2)
-            aside = {place for place in self._missing_at if not isinstance(place, Execution)}
+            aside = {one for one in self._missing_at if not isinstance(one, Execution)}
             waiting = len(self._missing_at) + len(aside)  # a value function counts as busy itself
             idle = idle + 1 if self._busy == waiting and self._operations == before else 0
 
@@ -182,7 +182,7 @@ class Run:
                 self._scores = scores
         return found
 
-    async def _missing(self, execution: Place, key: str) -> ReplayError:
+    async def _missing(self, execution: Context, key: str) -> ReplayError:
         """End the run and return the error, unless another agent cancels this one first, as in the recorded run."""
         self._missing_at.append(execution)
         try:
@@ -210,10 +210,10 @@ class Run:
             wait = self._waits[execution.state.agent.name]
             wait[0] += 1
             wait[1] += seconds
-        execution.segment.wake(execution.state)
+        execution.search.wake(execution.state)
 
     async def recorded(
-        self, execution: Place, key: str, name: str, arguments: Iterable[object], compute: Callable[[], Awaitable[T]]
+        self, execution: Context, key: str, name: str, arguments: Iterable[object], compute: Callable[[], Awaitable[T]]
     ) -> T:
         """Return the recorded result of an operation, or compute and record it."""
         self._operations += 1
@@ -239,7 +239,7 @@ class Run:
             self._busy -= 1
             self._operations += 1
 
-    def _found(self, execution: Place, key: str, operation: str, arguments: object = ()) -> list[Any] | None:
+    def _found(self, execution: Context, key: str, operation: str, arguments: object = ()) -> list[Any] | None:
         assert self.recording is not None
         try:
             return self.recording.get(key, operation, arguments)
@@ -247,7 +247,7 @@ class Run:
             execution.end_run(error)
             raise
 
-    def recorded_now(self, execution: Place, key: str) -> float:
+    def recorded_now(self, execution: Context, key: str) -> float:
         """Return the recorded time, or the current time."""
         if self.recording is None:
             return time.time()

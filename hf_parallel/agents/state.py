@@ -83,7 +83,7 @@ class State:
         self.error: BaseException | None = None
         self.tokens = 0
         self.execution: Any = None  # the coroutine that is suspended in this state
-        self.segments: list[Any] = []  # of agents that were spawned or resumed in the transition
+        self.searches: list[Any] = []  # of agents that were spawned or resumed in the transition
 
     @property
     def path(self) -> list[State]:

@@ -109,7 +109,7 @@ class JSONProcessor(LogitsProcessor):
 
 
 @lru_cache(maxsize=4)
-def _grammar_tokenizer(tokenizer: PreTrainedTokenizerFast, vocabulary: int, eos_token_ids: tuple[int, ...]) -> object:
+def _grammar_tokenizer(tokenizer: PreTrainedTokenizerFast, vocabulary: int, eos_token_ids: tuple[int, ...]) -> Any:
     from llguidance.hf import from_tokenizer
 
     return from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(eos_token_ids))

@@ -1,4 +1,4 @@
-"""Segment: an agent from its start, or a yield, to its next yield or end: one search of its supervisor."""
+"""Search: one search of an agent's supervisor, from the agent's start or a yield to its next yield or end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_parallel.agents.errors import AgentCancelledError, AgentError, BudgetExceededError, agent_failure
-from hf_parallel.agents.execution import Execution, Place, run_aside
+from hf_parallel.agents.execution import Context, Execution, run_aside
 from hf_parallel.agents.state import YIELD, State
 from hf_parallel.agents.supervisors.base import Fire, Supervisor
 
 
-class Segment:
-    """A search that runs. `task` returns the final state.
+class Search:
+    """A running search; its `task` returns the final state.
 
-    `origin` is the state at whose yield it begins, with the value `sent`; or the state of an agent that starts. A copy
-    of an agent has an `agent_id` of its own from there on. `is_exclusive`: there can be no copies, as no supervisor of
-    those that have started the agent continues a state twice.
+    It begins at `origin`: the first state of a new agent, or a state at a yield, which receives `sent`. A copy of an
+    agent has its own `agent_id`. `is_exclusive`: the agent has no copies, because no supervisor above it continues a
+    state twice.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Segment:
         self._states: list[State] = []
         self._final: State | None = None
         self.task = asyncio.get_running_loop().create_task(self._run())
-        runtime.searches.add(self.task)
+        runtime.search_tasks.add(self.task)
         self.task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[State]) -> None:
-        self.runtime.searches.discard(task)
+        self.runtime.search_tasks.discard(task)
         if not task.cancelled():
             task.exception()  # it may have no reader
 
@@ -58,7 +58,7 @@ class Segment:
 
     @property
     def starts_exclusive(self) -> bool:
-        """Whether agents that this one starts belong to one path."""
+        """Whether agents that this one starts belong to a single path."""
         cls = type(self.origin.agent.supervisor)
         return self.is_exclusive and vars(cls).get("continues_once", False)
 
@@ -74,7 +74,7 @@ class Segment:
     async def _run(self) -> State:
         try:
             root = await self._first()
-            self._final = await self._search(root) if root.is_choice else root
+            self._final = await self._explore(root) if root.is_choice else root
         except asyncio.CancelledError:
             self.runtime.trace.add(self.agent_id, "cancel")
             raise
@@ -123,10 +123,10 @@ class Segment:
         if execution is None:
             execution = Execution(self, state)
             await execution.replay(state)
-        execution.segment, execution.agent_id = self, self.agent_id
+        execution.search, execution.agent_id = self, self.agent_id
         return execution
 
-    async def _search(self, root: State) -> State:
+    async def _explore(self, root: State) -> State:
         supervisor = self._supervisor = copy.copy(root.agent.supervisor)
         supervisor.init(root)
         running: deque[tuple[State, State, asyncio.Task[None]]] = deque()
@@ -169,7 +169,7 @@ class Segment:
         await execution.advance(child, fire)
         self.runtime.stats.transitions += 1
         if supervisor.value is not None and child.error is None and supervisor.evaluates(child):
-            child.value = await run_aside(Place(execution.segment, child), "value.", _value(supervisor, child))
+            child.value = await run_aside(Context(execution.search, child), "value.", _value(supervisor, child))
 
     def _note(self, state: State, status: str) -> None:
         parent = None if state.parent is None else state.parent.id
@@ -183,8 +183,8 @@ class Segment:
             if state.execution is not None:
                 state.execution.close()
                 state.execution = None
-            for segment in state.segments:
-                segment.close()
+            for search in state.searches:
+                search.close()
 
 
 async def _value(supervisor: Supervisor, state: State) -> float:
