@@ -130,12 +130,12 @@ TestRandomOperations = CacheMachine.TestCase
 
 def test_released_extents_are_merged_and_reused() -> None:
     arena = Arena()
-    a, b, c, d = arena.allocate(10, 4)
+    a, b, c, d = arena.allocate([10] * 4)
     for extent in (b, a, c):
         arena.release(extent)
-    assert arena.allocate(30)[0].origin == a.origin
+    assert arena.allocate([30])[0].origin == a.origin
     arena.release(d)
-    assert arena.allocate(50)[0].origin == d.origin  # free slots at the end are extended
+    assert arena.allocate([50])[0].origin == d.origin  # free slots at the end are extended
     assert arena.num_slots == d.origin + 50
 
 

@@ -6,6 +6,7 @@ layer, regardless of the layer's dimensions. The arena manages slots and bytes, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,10 +73,10 @@ class Arena:
             return True
         return any(free >= size for _, free in self._free)
 
-    def allocate(self, capacity: int, count: int = 1) -> list[Extent]:
-        """Allocate `count` extents of `capacity` slots each, adjacent in memory."""
-        origin = self._allocate_slots(capacity * count)
-        return [Extent(origin + i * capacity, capacity) for i in range(count)]
+    def allocate(self, capacities: Sequence[int]) -> list[Extent]:
+        """Allocate extents of these capacities, adjacent in memory."""
+        origins = itertools.accumulate(capacities, initial=self._allocate_slots(sum(capacities)))
+        return [Extent(origin, capacity) for origin, capacity in zip(origins, capacities, strict=False)]
 
     def release(self, extent: Extent) -> None:
         """Remove one owner of an extent; its slots are freed with the last one."""
@@ -89,8 +90,8 @@ class Arena:
             if layer.keys.shape[0] < self.num_slots * layer.num_kv_heads:
                 self._grow(layer)
 
-    def relocate(self, tokens: Sequence[tuple[Extent, int, int]], capacity: int) -> list[Extent]:
-        """Move tokens, given as (extent, start, length), to new extents of `capacity` slots, adjacent in memory.
+    def relocate(self, tokens: Sequence[tuple[Extent, int, int]], capacities: Sequence[int]) -> list[Extent]:
+        """Move tokens, given as (extent, start, length), to new extents of these capacities, adjacent in memory.
 
         The new extents may overlap the old ones, so that growth leaves no holes. A failure changes nothing.
         """
@@ -99,7 +100,7 @@ class Arena:
         for extent, _, _ in tokens:
             self.release(extent)
         try:
-            extents = self.allocate(capacity, len(tokens))
+            extents = self.allocate(capacities)
             self.grow()
             self._copy_all(sources, [e.range(0, s.length) for e, s in zip(extents, sources, strict=True)])
         except BaseException:
@@ -107,15 +108,6 @@ class Arena:
                 extent.owners += 1
             self.num_slots, self._free = before
             raise
-        return extents
-
-    def pack(self, tokens: Sequence[tuple[Extent, int, int]], capacities: Sequence[int]) -> list[Extent]:
-        """Move tokens, given as (extent, start, length), to new extents from slot 0 on; delete all others."""
-        sources = [extent.range(start, length) for extent, start, length in tokens]
-        self.num_slots, self._free = 0, []
-        extents = [self.allocate(capacity)[0] for capacity in capacities]
-        self.grow()
-        self._copy_all(sources, [e.range(0, s.length) for e, s in zip(extents, sources, strict=True)])
         return extents
 
     def write(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,40 +112,47 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
     """
     table: dict[Block, list[tuple[int, ...]]] = {}
     packed: list[Segment] = []
-    positions: list[np.ndarray] = []
-    writes: list[tuple[np.ndarray, Block, np.ndarray]] = []  # (query, block, index in the block)
-    decoding = len(passes) == 1 and all(s.write and s.num_tokens == 1 for s in passes[0])
-    num_tokens = 0
+    tokens: list[tuple[int, ...]] = []  # position and number of the tokens of each segment
+    writes: list[tuple[int, ...]] = []  # query, number of tokens, origin, capacity and index of each stored segment
+    decoding, num_tokens = len(passes) == 1, 0
     for segments in passes:
+        growing = set()
         for segment in segments:
-            segment.view[-1].length += segment.num_tokens if segment.write else 0
-        growing = {segment.view[-1] for segment in segments} if decoding else set()
+            if segment.write:
+                segment.view[-1].length += segment.num_tokens
+                growing.add(segment.view[-1])
+            decoding = decoding and segment.write and segment.num_tokens == 1
         for segment in segments:
             target, n = segment.view[-1], segment.num_tokens
-            index = np.arange(target.length - n, target.length)  # of the new tokens in their block
-            positions.append(target.base + index)
+            index, extent = target.length - n, target.extent
+            tokens.append((target.base + index, n))
             if segment.write:
-                writes.append((np.arange(num_tokens, num_tokens + n), target, index))
+                writes.append((num_tokens, n, extent.origin, extent.capacity, target.first + index))
             _add_pairs(table, segment, num_tokens, growing)
             packed.append(Segment(tuple(segment.view), n, segment.write))
             num_tokens += n
-    plan = _attention_plan(table, writes, num_tokens, decoding)
-    return ForwardPass(plan, to_device(_concat(positions), device), tuple(packed), len(passes))
+    plan = _attention_plan(table, np.array(writes, np.int64).reshape(-1, 5), num_tokens, decoding)
+    positions = _ranges(*np.array(tokens, np.int64).T)
+    return ForwardPass(plan, to_device(positions, device), tuple(packed), len(passes))
 
 
 def _add_pairs(
     table: dict[Block, list[tuple[int, ...]]], segment: Segment, offset: int, growing: Collection[Block]
 ) -> None:
     """Add a table entry for each block of a segment's view: rotation and slot, and their increments per step."""
-    target, n, before = segment.view[-1], segment.num_tokens, segment.view[:-1]
-    target_start = view_length(before)
-    target_step = sum(block in growing for block in before)
-    position = target_start + target.length - n  # true position of the first new token
+    target, n = segment.view[-1], segment.num_tokens
+    target_start = target_step = masked = 0
+    for block in segment.view:
+        target_start += block.length
+        target_step += block in growing
+        masked += block.gap
+    position = target_start - n  # true position of the first new token
+    target_start -= target.length
+    target_step -= target in growing
     start = start_step = 0
-    masked = sum(block.gap for block in segment.view)  # after the start of the block
     for block in segment.view:
         grows = block in growing
-        masked -= block.gap
+        masked -= block.gap  # those after the start of the block
         if block.length:
             delta = (target_start - target.base) - (start - block.base)
             step = target_step - start_step
@@ -156,35 +163,34 @@ def _add_pairs(
 
 
 def _attention_plan(
-    table: dict[Block, list[tuple[int, ...]]],
-    writes: Sequence[tuple[np.ndarray, Block, np.ndarray]],
-    num_queries: int,
-    decoding: bool,
+    table: dict[Block, list[tuple[int, ...]]], writes: np.ndarray, num_queries: int, decoding: bool
 ) -> AttentionPlan:
     """Expand the table of `_add_pairs` to (query, block) pairs, with the blocks at their current locations."""
     pairs = np.array([row for rows in table.values() for row in rows], np.int64).reshape(-1, 8)
-    counts = pairs[:, 1]
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    query, delta, position, length = (np.repeat(pairs[:, i], counts) for i in (0, 2, 3, 4))
-    position = position + within
+    counts, last_rows = pairs[:, 1], np.cumsum([len(rows) for rows in table.values()], dtype=np.int64) - 1
+    locations = [(block.extent.origin, block.extent.capacity, block.first) for block in table]
+    origin, capacity, first = np.ascontiguousarray(np.array(locations, np.int64).T)
+    position = _ranges(pairs[:, 3], counts)
+    write_counts = writes[:, 1]
     return AttentionPlan(
         num_queries=num_queries,
-        block_origin=np.array([block.extent.origin for block in table], np.int64),
-        block_capacity=np.array([block.extent.capacity for block in table], np.int64),
-        block_first=np.array([block.first for block in table], np.int64),
-        block_pairs=np.cumsum([0, *(sum(row[1] for row in rows) for rows in table.values())], dtype=np.int64),
-        pair_query=query + within,
-        pair_delta=delta,
+        block_origin=origin,
+        block_capacity=capacity,
+        block_first=first,
+        block_pairs=np.append(0, np.cumsum(counts)[last_rows]),
+        pair_query=_ranges(pairs[:, 0], counts),
+        pair_delta=np.repeat(pairs[:, 2], counts),
         pair_position=position,
         pair_lo=np.zeros_like(position),
-        pair_hi=np.minimum(length, position + 1),
-        write_query=_concat(query for query, _, _ in writes),
-        write_origin=_concat(np.full(len(query), block.extent.origin) for query, block, _ in writes),
-        write_capacity=_concat(np.full(len(query), block.extent.capacity) for query, block, _ in writes),
-        write_index=_concat(block.first + index for _, block, index in writes),
+        pair_hi=np.minimum(np.repeat(pairs[:, 4], counts), position + 1),
+        write_query=_ranges(writes[:, 0], write_counts),
+        write_origin=np.repeat(writes[:, 2], write_counts),
+        write_capacity=np.repeat(writes[:, 3], write_counts),
+        write_index=_ranges(writes[:, 4], write_counts),
         increments=Increments(pairs[:, 5], pairs[:, 6], pairs[:, 7]) if decoding else None,
     )
 
 
-def _concat(arrays: Iterable[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.empty(0, np.int64), *arrays])
+def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Concatenate ranges of `counts` integers that begin with `first`, int64 `[segments]` each."""
+    return np.arange(counts.sum()) + np.repeat(first + counts - np.cumsum(counts), counts)

@@ -97,7 +97,7 @@ class Pool:
 
     def new_blocks(self, count: int, capacity: int = 0, base: int = 0) -> list[Block]:
         """Allocate empty blocks evenly spaced in memory, so that attention can read them in one call."""
-        extents = self.arena.allocate(capacity if self._root is self else 0, count)
+        extents = self.arena.allocate([capacity if self._root is self else 0] * count)
         blocks = [Block(extent, base) for extent in extents]
         self.blocks.update(blocks)
         self._root.blocks.update(blocks)
@@ -244,16 +244,8 @@ class Pool:
                 for block, length in growing:
                     longest[block.extent.capacity] = max(longest.get(block.extent.capacity, 1), length)
                 sizes = [max(2 * block.extent.capacity, longest[block.extent.capacity]) for block, _ in growing]
-            self._grow([block for block, _ in growing], sizes)
-
-    def _grow(self, blocks: Sequence[Block], sizes: Sequence[int]) -> None:
-        """Move blocks to new extents; those of one size stay together."""
-        self.touch()
-        groups: dict[int, list[Block]] = {}
-        for block, size in zip(blocks, sizes, strict=True):
-            groups.setdefault(size, []).append(block)
-        for size, group in groups.items():
-            self._place(group, self.arena.relocate([(b.extent, b.first, b.length) for b in group], size))
+            order = sorted(range(len(sizes)), key=sizes.__getitem__)  # those of one size side by side
+            self._grow([growing[i][0] for i in order], [sizes[i] for i in order])
 
     def pack(self, wanted: Wanted) -> bool:
         """Remove all holes and unused capacity, and reserve the wanted lengths; return whether they fit."""
@@ -263,19 +255,17 @@ class Pool:
         needed = sum(lengths.get(block, block.length) for block in blocks)
         if limit is None or needed > limit:
             return False
+        for block in self.blocks - set(blocks):
+            self.release(block)
         slack = min(MIN_CAPACITY, (limit - needed) // len(lengths))
-        capacities = [lengths[block] + slack if block in lengths else block.length for block in blocks]
-        runs = [(block.extent, block.first, block.length) for block in blocks]
-        self.touch()
-        for block in self.blocks:
-            if not block.length:
-                block.extent, block.first = Extent(0, 0), 0
-        self._place(blocks, self.arena.pack(runs, capacities))
+        self._grow(blocks, [lengths[b] + slack if b in lengths else b.length for b in blocks])
         return True
 
-    @staticmethod
-    def _place(blocks: Sequence[Block], extents: Sequence[Extent]) -> None:
-        for block, extent in zip(blocks, extents, strict=True):
+    def _grow(self, blocks: Sequence[Block], capacities: Sequence[int]) -> None:
+        """Move blocks to new extents, adjacent in memory."""
+        self.touch()
+        tokens = [(block.extent, block.first, block.length) for block in blocks]
+        for block, extent in zip(blocks, self.arena.relocate(tokens, capacities), strict=True):
             block.extent, block.first = extent, 0
 
     def clear_unused(self) -> None:
