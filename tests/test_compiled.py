@@ -22,6 +22,7 @@ from workers import SETTINGS
 import hf_parallel
 from hf_parallel import SharedPrefixCache
 from hf_parallel.cache import BlockCache
+from hf_parallel.generation import enabled as state
 from hf_parallel.generation.runner import CachedModel
 from hf_parallel.models import compiled
 from hf_parallel.models.compiled import CompiledLayers, compiled_layers
@@ -70,7 +71,9 @@ def test_measuring_the_bytes_of_a_token_compiles_all_graphs(name: str) -> None:
     model = enabled(name)
     before = num_graphs()
     with torch.no_grad():
-        cached = CachedModel(model, model._parallel_capabilities, SharedPrefixCache(), cuda_graph=False, compile=True)
+        cached = CachedModel(
+            model, state.enabled(model).capabilities, SharedPrefixCache(), cuda_graph=False, compile=True
+        )
         cached.token_bytes()
     compiled_at_start = num_graphs() - before
     for rows in (1, 2, 5):
@@ -262,7 +265,7 @@ def test_a_model_with_fused_projections_is_copied_and_saved_as_others(tmp_path: 
 @pytest.mark.usefixtures("fusing")
 def test_graphs_that_read_the_weights_before_their_fusion_are_dropped() -> None:
     model = enabled("qwen2")
-    cached = CachedModel(model, model._parallel_capabilities, BlockCache(), cuda_graph=True, compile=False)
+    cached = CachedModel(model, state.enabled(model).capabilities, BlockCache(), cuda_graph=True, compile=False)
     graphs = mock.create_autospec(DecodeGraphs, instance=True)
     graphs.logits.side_effect = lambda forward, step, ids: forward(ids, step.position_ids)
     cached.graphs = graphs

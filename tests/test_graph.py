@@ -25,6 +25,7 @@ from workers import SETTINGS
 import hf_parallel
 from hf_parallel.generation import decode
 from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.runner import CachedModel
 from hf_parallel.kernels import BACKEND_VARIABLE
 from hf_parallel.models import cuda_graph as graph
@@ -139,7 +140,7 @@ def test_the_last_of_several_rows_needs_no_graph_of_one_row(graphs: Graphs, mode
 
 def test_an_engine_has_a_graph_of_one_row_for_a_single_request(graphs: Graphs, model: PreTrainedModel) -> None:
     """It measures the bytes of a token when it starts."""
-    capabilities = model._parallel_capabilities
+    capabilities = enabled(model).capabilities
     with torch.no_grad():
         CachedModel(model, capabilities, hf_parallel.SharedPrefixCache(), cuda_graph=True).token_bytes()  # type: ignore[arg-type]
     assert graphs.captures == [1]

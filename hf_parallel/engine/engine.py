@@ -28,6 +28,7 @@ from hf_parallel.engine.scheduler import QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, Work, engine_stats
 from hf_parallel.engine.storage import KVStorage, WeightsChangedError
 from hf_parallel.generation.claim import ENGINE_OPEN, Claim
+from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.joint_sampling import sample_jointly
 from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.runner import CachedModel
@@ -88,9 +89,9 @@ class Engine:
         if (ranks := num_ranks(self.model)) > 1:
             # requests arrive at each rank at another time, so that the ranks would compute different batches
             raise ValueError(f"an engine cannot use a model that {ranks} processes compute: use model.generate")
-        self.tokenizer = tokenizer or self.model._parallel_tokenizer.tokenizer
+        self.tokenizer: Any = tokenizer or enabled(self.model).tokenizer
         self.max_waiting = max_waiting
-        device, rotary = execution_device(self.model), self.model._parallel_capabilities.rotary
+        device, rotary = execution_device(self.model), enabled(self.model).capabilities.rotary
         self._storage = KVStorage(rotary, device, max_kv_bytes, policy, self._free_memory)
         self.policy = self._storage.policy
         self._scheduler = Scheduler(self._storage, max_rows, max_batch_tokens or BATCH_TOKENS.get(device.type, 4096))
@@ -269,7 +270,7 @@ class Engine:
         storage = self._storage
         storage.reset()
         storage.cache.device = execution_device(self.model)
-        self._cached_model = CachedModel(self.model, self.model._parallel_capabilities, storage.cache, cuda_graph=True)
+        self._cached_model = CachedModel(self.model, enabled(self.model).capabilities, storage.cache, cuda_graph=True)
         storage.claim(self.model)
         storage.set_token_size(self._cached_model.token_bytes())
 

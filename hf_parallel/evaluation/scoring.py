@@ -25,6 +25,7 @@ from hf_parallel.cache.tree import Node, common_prefix
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.claim import Claim
+from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.mixin import ParallelGenerationMixin, unwrap
 from hf_parallel.generation.runner import PREFILL_CHUNK, CachedModel
 from hf_parallel.generation.stats import GenerationStats
@@ -166,7 +167,7 @@ def _make_rows(
 ) -> list[_Row]:
     if len(contexts) != len(continuations):
         raise ValueError(f"got {len(contexts)} contexts, but {len(continuations)} continuations")
-    vocabulary, limit = vocabulary_size(model), model._parallel_capabilities.max_length
+    vocabulary, limit = vocabulary_size(model), enabled(model).capabilities.max_length
     rows = []
     for index, pair in enumerate(zip(contexts, continuations, strict=True)):
         names = (f"contexts[{index}]", f"continuations[{index}]")
@@ -217,7 +218,7 @@ class _Scorer:
                 for context in (linear_layers(model), gradient_checkpointing_disabled(model)):
                     stack.enter_context(context)
                 self.cache.claim(model, claim, kept=self.is_kept)
-                passes = CachedModel(model, model._parallel_capabilities, self.cache, cuda_graph=False, compile=False)
+                passes = CachedModel(model, enabled(model).capabilities, self.cache, cuda_graph=False, compile=False)
                 for batch in _batches(rows, self.max_tokens):
                     if not self.is_kept:
                         self.cache.retain(batch[0].inputs[: batch[0].first])

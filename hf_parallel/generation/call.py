@@ -17,6 +17,7 @@ from hf_parallel.cache.fingerprint import active_dropout, fingerprint_of_present
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.arguments import check_model_inputs, encode
+from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.progress import Progress
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
@@ -168,7 +169,7 @@ def make_call(
 
     Raises `ValueError` for unsupported inputs, and for rows that may become too long.
     """
-    capabilities: Capabilities = model._parallel_capabilities
+    capabilities: Capabilities = enabled(model).capabilities
     tokenizer, cache = model_kwargs.pop("tokenizer", None), model_kwargs.pop("past_key_values", None)
     mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
     check_model_inputs(record.config.title, model_kwargs)

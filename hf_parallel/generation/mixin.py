@@ -29,6 +29,7 @@ from hf_parallel.generation import arguments
 from hf_parallel.generation.call import GenerationCall, make_call, vocabulary_size
 from hf_parallel.generation.claim import BUSY, Claim, preparation
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
+from hf_parallel.generation.enabled import Enabled
 from hf_parallel.generation.presets import SAMPLING_ONLY, preset_of
 from hf_parallel.generation.progress import closing_progress, take_progress
 from hf_parallel.generation.registry import MODES
@@ -48,26 +49,10 @@ POLL_SECONDS = 0.001
 """Interval at which a waiting thread checks whether the model is free."""
 
 
-class _SharedTokenizer:
-    """The tokenizer given to `enable`. Copies of the model share it; pickles do not hold it."""
-
-    def __init__(self, tokenizer: Any = None) -> None:
-        self.tokenizer = tokenizer
-
-    def __deepcopy__(self, memo: Any) -> _SharedTokenizer:
-        return self
-
-    def __reduce__(self) -> tuple[type[_SharedTokenizer], tuple[()]]:
-        return _SharedTokenizer, ()
-
-
 class ParallelGenerationMixin:
     """`generate` with a `generation_mode`. `hf_parallel.enable` adds it to a model's class."""
 
-    _parallel_capabilities: Capabilities
-    _parallel_claim: Claim | None = None
-    _parallel_wait: float = 0.0
-    _parallel_tokenizer: _SharedTokenizer
+    _parallel: Enabled
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,8 +121,8 @@ class ParallelGenerationMixin:
 
     def _check_call(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:
         """Complete and check the arguments of a call."""
-        if kwargs.get("tokenizer") is None and self._parallel_tokenizer.tokenizer is not None:
-            kwargs["tokenizer"] = self._parallel_tokenizer.tokenizer
+        if kwargs.get("tokenizer") is None and self._parallel.tokenizer is not None:
+            kwargs["tokenizer"] = self._parallel.tokenizer
         _add_preset(config.mode, self.generation_config, kwargs)  # type: ignore[attr-defined]
         config.prepare(kwargs)
         self._check_arguments(config, kwargs)
@@ -172,20 +157,20 @@ class ParallelGenerationMixin:
             other = self._active_claim()
             if other is None:
                 claim.active = True
-                self._parallel_claim = claim
+                self._parallel.claim = claim
                 return True
-        if set(claim.threads) & set(other.threads) or not self._parallel_wait:
+        if set(claim.threads) & set(other.threads) or not self._parallel.wait:
             raise RuntimeError(other.busy)
-        if waited < self._parallel_wait:
+        if waited < self._parallel.wait:
             return False
-        raise RuntimeError(f"this model is still generating in another thread after wait={self._parallel_wait} seconds")
+        raise RuntimeError(f"this model is still generating in another thread after wait={self._parallel.wait} seconds")
 
     def _prepares(self) -> bool:
         """Return whether this thread is preparing a call of a mode of this model."""
         return any(model is self for model, *_ in preparation.calls)
 
     def _active_claim(self) -> Claim | None:
-        claim = self._parallel_claim
+        claim = self._parallel.claim
         is_held = claim is not None and claim.active and claim.process == os.getpid()  # not after a fork
         return claim if is_held else None
 
@@ -367,17 +352,16 @@ def enable(
         if not isinstance(inner, ParallelGenerationMixin):
             _add_mixin(inner, known)
     if seconds is not None:
-        inner._parallel_wait = seconds
+        inner._parallel.wait = seconds
     if tokenizer is not None:
-        inner._parallel_tokenizer = _SharedTokenizer(tokenizer)
+        inner._parallel.tokenizer = tokenizer
     return model
 
 
 def _add_mixin(model: Any, known: Capabilities | None) -> None:
     with cpu_as_default():
         found = probe_capabilities(model) if known is None else known
-    model._parallel_capabilities, model._parallel_claim = found, None
-    model._parallel_wait, model._parallel_tokenizer = 0.0, _SharedTokenizer()
+    model._parallel = Enabled(found)
     model.__class__ = _enabled_class(type(model))  # type: ignore[arg-type]
     if mode := getattr(model.generation_config, "generation_mode", None):
         _logger.warning_once(f"generate uses generation_mode={mode!r}, which the model's generation_config names")
@@ -406,7 +390,7 @@ def disable(model: _Model) -> _Model:
             raise RuntimeError(claim.busy)
         inner.__class__ = _plain_class(type(inner))
         forget(inner)
-        del inner._parallel_capabilities, inner._parallel_claim, inner._parallel_wait, inner._parallel_tokenizer
+        del inner._parallel
     return model
 
 

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.mixin import is_enabled, unwrap
 from hf_parallel.kernels import AttentionParams, RotarySpec
 from hf_parallel.kernels.dense import matmul_attention
@@ -321,7 +322,7 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
         If the model is not enabled, or its forward pass drops unknown keyword arguments.
     """
     inner = require_enabled(model)
-    capabilities = inner._parallel_capabilities
+    capabilities = enabled(inner).capabilities
     if not capabilities.keyword:
         raise ValueError(f"{type(inner).__name__} drops keyword arguments, so that a layout cannot reach its layers")
     if inner.config._attn_implementation != IMPLEMENTATION:
@@ -372,7 +373,7 @@ def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> t
         If the model is not enabled, has fewer positions than the example needs, or cannot rotate tokens that move.
     """
     inner = require_enabled(model)
-    capabilities = inner._parallel_capabilities
+    capabilities = enabled(inner).capabilities
     active = _Active(LayoutBatch([example]), inner, capabilities)
     ids, positions = (torch.from_numpy(v)[None].to(inner.device) for v in (example.input_ids, example.position_ids))
     kwargs = {"block_cache": active} if capabilities.keyword else {}

@@ -20,6 +20,7 @@ from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.generation.arguments import check_inputs
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.claim import Claim
+from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_prompt
 from hf_parallel.generation.modes.hogwild.output import COMMON
@@ -313,7 +314,7 @@ def _prompt_arguments(model: Any, prompt: Any, tokenizer: Any, config: HogwildCo
     if mask is not None and len(mask) == 1 and mask.any():  # a single row needs no padding
         seen = mask[0].bool()
         inside = (~seen & seen.cummax(0).values & seen.flip(0).cummax(0).values.flip(0)).nonzero().flatten().tolist()
-        if inside and model._parallel_capabilities.has_window:
+        if inside and enabled(model).capabilities.has_window:
             raise ValueError(
                 f"attention_mask masks {inside} inside the prompt, which a session with a sliding window "
                 "does not save: remove these tokens"
@@ -332,7 +333,7 @@ def _set_default_length(model: Any, settings: dict[str, Any]) -> None:
     for name in _LENGTHS:
         settings.pop(name, None)
     positions = max_positions(model.config) or 2**20
-    longest = min(positions, model._parallel_capabilities.max_length or positions)
+    longest = min(positions, enabled(model).capabilities.max_length or positions)
     length = max(longest - settings["input_ids"].shape[1], 1)
     if given is None:
         settings["max_new_tokens"] = length
