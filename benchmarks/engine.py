@@ -35,8 +35,8 @@ from hf_parallel.engine.scheduler import Scheduler
 from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation import joint_sampling
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.runner import CachedModel
 from hf_parallel.generation.sampling import Sampler
+from hf_parallel.models.cached_model import CachedModel
 
 from .__main__ import about, add_model_options, finish, new_path, set_up
 from .engine_load import LoadBenchmark, SoakBenchmark, load_targets, show_load

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_parts import graphs, models, run
 from benchmarks.gpu_parts.cases import attempt
 from hf_parallel.cache import BlockCache
-from hf_parallel.generation.runner import ModelRunner
+from hf_parallel.generation.runner import Runner
 from hf_parallel.models import compiled
 from hf_parallel.models import cuda_graph as graph
 from hf_parallel.models.cuda_graph import DecodeGraphs
@@ -29,16 +29,16 @@ def test_a_replay_with_stale_logits_is_detected(monkeypatch: pytest.MonkeyPatch,
     right = attempt(cases[way].run)
     assert right["ok"], right
     assert right["compared"] > 0
-    usual, before = ModelRunner.run, dict[int, torch.Tensor]()
+    usual, before = Runner.run, dict[int, torch.Tensor]()
 
-    def stale(runner: ModelRunner, passes: Any, ids: torch.Tensor, ends: Any) -> torch.Tensor:
+    def stale(runner: Runner, passes: Any, ids: torch.Tensor, ends: Any) -> torch.Tensor:
         logits = usual(runner, passes, ids, ends)
         if not runner.call.cuda_graph or any(segment.num_tokens > 1 for segment in passes[0]):
             return logits
         earlier, before[len(ids)] = before.get(len(ids), logits), logits
         return earlier
 
-    monkeypatch.setattr(ModelRunner, "run", stale)
+    monkeypatch.setattr(Runner, "run", stale)
     figures = attempt(cases[way].run)
     assert not figures["ok"]
     assert run.wrong({"stages": {"graphs": {"cases": [figures]}}})

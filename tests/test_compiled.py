@@ -23,8 +23,8 @@ import hf_parallel
 from hf_parallel import SharedPrefixCache
 from hf_parallel.cache import BlockCache
 from hf_parallel.generation import enabled as state
-from hf_parallel.generation.runner import CachedModel
 from hf_parallel.models import compiled
+from hf_parallel.models.cached_model import CachedModel
 from hf_parallel.models.compiled import CompiledLayers, compiled_layers
 from hf_parallel.models.cuda_graph import DecodeGraphs, NoSyncMode
 

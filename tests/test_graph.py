@@ -23,12 +23,12 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from workers import SETTINGS
 
 import hf_parallel
-from hf_parallel.generation import decode
+from hf_parallel.generation import executor
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.enabled import enabled
-from hf_parallel.generation.runner import CachedModel
 from hf_parallel.kernels import BACKEND_VARIABLE
 from hf_parallel.models import cuda_graph as graph
+from hf_parallel.models.cached_model import CachedModel
 from hf_parallel.models.cuda_graph import CapturedGraph, DecodeGraphs, NoSyncMode, bucket_size, capture_graph
 
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
@@ -118,7 +118,7 @@ def test_one_graph_is_replayed_for_all_steps(graphs: Graphs, model: PreTrainedMo
 def test_finished_rows_lead_to_smaller_graphs(
     graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
-    monkeypatch.setattr(decode, "ASYNC_DEVICES", ("cpu",) if ahead else ())
+    monkeypatch.setattr(executor, "ASYNC_DEVICES", ("cpu",) if ahead else ())
     plain = generate(model, None).sequences[:, INPUT_IDS.shape[1] :]
     eos = [int(plain[0, 1]), int(plain[2, 2])]
     settings: dict[str, Any] = {"eos_token_id": eos}
@@ -165,7 +165,7 @@ def test_steps_moved_into_the_history_need_no_new_capture(
     settings["separator"] = written[2]  # its second token ends a step
     without = model.generate(ids, cuda_graph=False, **settings)  # type: ignore[operator]
     assert graphs.replays == 0  # `cuda_graph=False` disables them
-    monkeypatch.setattr(decode, "ASYNC_DEVICES", ("cpu",) if ahead else ())
+    monkeypatch.setattr(executor, "ASYNC_DEVICES", ("cpu",) if ahead else ())
     with_graphs = model.generate(ids, **settings)  # type: ignore[operator]
     assert (with_graphs.stats.forward_passes > without.stats.forward_passes) == ahead  # void ones
     assert with_graphs.history == without.history

@@ -35,8 +35,7 @@ LAYERS: dict[str, set[str]] = {
     "models": {"kernels", "cache"},
     "transcript": set(),
     "generation": {"kernels", "cache", "models", "transcript"},
-    "generation.replay": {"kernels", "cache", "models", "transcript", "generation"},
-    "generation.modes": {"kernels", "cache", "models", "transcript", "generation", "generation.replay"},
+    "generation.modes": {"kernels", "cache", "models", "transcript", "generation"},
     "engine": {"kernels", "cache", "models", "generation", "generation.modes"},
     "agents": {"kernels", "cache", "models", "transcript", "generation", "generation.modes", "engine"},
 }

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
-from hf_parallel.generation.runner import ModelRunner
+from hf_parallel.generation.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -113,12 +113,12 @@ def test_a_failing_first_pass_leaves_the_prefix_tree_unchanged(
     cache, kv_cache = LogitsCache(), SharedPrefixCache()
     for seed in range(3):
         sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed)
-    run, failed = ModelRunner.run, 0
+    run, failed = Runner.run, 0
 
-    def failing(self: ModelRunner, *given: Any) -> torch.Tensor:
+    def failing(self: Runner, *given: Any) -> torch.Tensor:
         raise MemoryError("injected")
 
-    monkeypatch.setattr(ModelRunner, "run", failing)
+    monkeypatch.setattr(Runner, "run", failing)
     for seed in range(3, 9):
         try:
             sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed)
@@ -126,7 +126,7 @@ def test_a_failing_first_pass_leaves_the_prefix_tree_unchanged(
             failed += 1
         assert_no_uncached_tokens(kv_cache)
     assert failed > 0
-    monkeypatch.setattr(ModelRunner, "run", run)
+    monkeypatch.setattr(Runner, "run", run)
     for seed in range(3, 9):
         out = sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed)
         assert torch.equal(out.sequences, sample(model, "shared_prefix", seed=seed).sequences)

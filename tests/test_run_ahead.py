@@ -17,8 +17,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
-from hf_parallel.cache import base, batch
-from hf_parallel.generation import ahead, backlog, decode, joint_sampling, runner, sampling, token_table
+from hf_parallel.cache import base, batch, pool
+from hf_parallel.generation import ahead, decode, executor, joint_sampling, runner, sampling, token_table
 from hf_parallel.models import cuda_graph
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,7 +39,7 @@ def model() -> Iterator[PreTrainedModel]:
 @pytest.fixture
 def generate(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def generate(ahead: bool, **settings: Any) -> Any:
-        monkeypatch.setattr(decode, "ASYNC_DEVICES", ("cpu",) if ahead else ())
+        monkeypatch.setattr(executor, "ASYNC_DEVICES", ("cpu",) if ahead else ())
         defaults: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}
         settings = defaults | {"generation_mode": "shared_prefix", "attention_mask": ATTENTION_MASK} | settings
         return model.generate(INPUT_IDS, **settings)  # type: ignore[operator]
@@ -186,7 +186,7 @@ MAY_WAIT = {
 
 
 @pytest.mark.parametrize(
-    "module", [ahead, base, cuda_graph, decode, joint_sampling, batch, backlog, runner, sampling, token_table]
+    "module", [ahead, base, batch, cuda_graph, decode, executor, joint_sampling, pool, runner, sampling, token_table]
 )
 def test_no_other_function_of_the_decode_path_copies_to_the_host(module: Any) -> None:
     tree = ast.parse(inspect.getsource(module))

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from workers import SETTINGS, TOKENIZER, Listener, Recording, small_model, write
 
 import hf_parallel
-from hf_parallel.generation import decode
+from hf_parallel.generation import decode, executor
 from hf_parallel.generation.sampling import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,7 +31,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Any:
     def both(function: Any) -> tuple[Any, Any]:
         results = []
         for devices in ((), ("cpu",)):
-            monkeypatch.setattr(decode, "ASYNC_DEVICES", devices)
+            monkeypatch.setattr(executor, "ASYNC_DEVICES", devices)
             results.append(function())
         return results[0], results[1]
 

@@ -22,8 +22,9 @@ from hf_parallel import HogwildSession
 from hf_parallel.cache.arena import Arena
 from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.executor import LocalExecutor
 from hf_parallel.generation.modes.hogwild.worker import Worker
-from hf_parallel.generation.runner import ModelRunner
+from hf_parallel.generation.runner import Runner
 from hf_parallel.models.cuda_graph import DecodeGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,7 +57,7 @@ class Fails:
     [
         (Arena, "write", 0),
         (Arena, "write", 1),
-        (ModelRunner, "run", 0),
+        (Runner, "run", 0),
         (DecodeLoop, "sample", 0),
         (Worker, "advance", 1),
         (HogwildCache, "end_step", 0),
@@ -329,10 +330,12 @@ def test_a_closed_session_frees_its_memory_and_rejects_calls() -> None:
 
 def test_a_closed_session_releases_its_cuda_graphs() -> None:
     session = begin()
-    runner = session._run.loop.runner
-    assert runner.model is not None
-    runner.model.graphs = DecodeGraphs(runner.cache)  # a CPU captures none
-    released = weakref.ref(runner.model.graphs)
+    executor, cache = session._call.executor, session._run.cache
+    assert isinstance(executor, LocalExecutor)
+    passes = executor.passes_over(cache)
+    passes.graphs = DecodeGraphs(cache)  # a CPU captures none
+    released = weakref.ref(passes.graphs)
+    del passes
     session.close()
     assert released() is None
 

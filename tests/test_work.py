@@ -19,7 +19,6 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from hf_parallel.cache import Segment
-from hf_parallel.generation.runner import LARGE_PREFILL_CHUNK, PREFILL_CHUNK, prefill_chunk
 from hf_parallel.kernels import (
     BACKEND_VARIABLE,
     AttentionPlan,
@@ -29,6 +28,7 @@ from hf_parallel.kernels import (
     torch_attention,
 )
 from hf_parallel.kernels.work import ITEM_COST, ITEM_FIELDS, Partition, Work, make_work
+from hf_parallel.models.cached_model import LARGE_PREFILL_CHUNK, PREFILL_CHUNK, prefill_chunk
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

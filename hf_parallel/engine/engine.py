@@ -31,9 +31,9 @@ from hf_parallel.generation.claim import ENGINE_OPEN, Claim
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.joint_sampling import sample_jointly
 from hf_parallel.generation.mixin import enable, unwrap
-from hf_parallel.generation.runner import CachedModel
 from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.attention import gradient_checkpointing_disabled
+from hf_parallel.models.cached_model import CachedModel
 from hf_parallel.models.linear import linear_layers
 from hf_parallel.models.ranks import num_ranks
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ import greenlet
 import numpy as np
 import torch
 
-from hf_parallel.cache import Block, Segment
+from hf_parallel.cache import Block, BlockCache, Segment
 from hf_parallel.cache.pool import parts_of
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Node
@@ -31,6 +32,7 @@ from hf_parallel.generation.joint_sampling import SamplingTask
 from hf_parallel.generation.sampling import Sampled, Sampler
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
+from hf_parallel.models.cached_model import PREFILL_CHUNK
 
 C = TypeVar("C", bound=SharedPrefixCache)
 
@@ -43,11 +45,13 @@ class NonFiniteLogitsError(RuntimeError):
 
 
 class Request:
-    """A request in an engine. It is the `Executor` of its call.
+    """A request in an engine. It is the `Executor` of its call, see there.
 
     `pending` is the pass that it waits for, `sampling` what it waits to sample; `preempted` says that it has lost its
     keys and values.
     """
+
+    is_shared, runs_ahead = True, False  # the engine waits for each pass: tokens would only arrive later
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class Request:
         self.hints, self.identity = hints, cache_salt
         self.streamer = _Streamer(call.streamer, self._on_text)
         self.call = replace(call, executor=self, streamer=self.streamer)
+        handle.stats = call.stats
         self.chunk_size = self.batch_rows = 0
         self.number = -1  # in the order of submission
         self.account: Any = None  # its submitter's, see `Scheduler`
@@ -84,13 +89,8 @@ class Request:
 
     @property
     def stats(self) -> GenerationStats:
-        """Cost so far, which the runner of the call counts."""
-        return self.handle.stats
-
-    @stats.setter
-    def stats(self, stats: GenerationStats) -> None:
-        """Set the cost."""
-        self.handle.stats = stats
+        """Cost so far."""
+        return self.call.stats
 
     @property
     def is_ready(self) -> bool:
@@ -121,7 +121,20 @@ class Request:
         self._caches.append(cache)
         return cache
 
-    def run(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
+    def running(self) -> AbstractContextManager[None]:
+        """See `Executor.running`: the engine has prepared the model."""
+        return nullcontext()
+
+    def prefill_chunk(self, asked: int | None) -> int:
+        """See `Executor.prefill_chunk`."""
+        return min(asked or PREFILL_CHUNK, self.chunk_size)
+
+    def release(self) -> None:
+        """See `Executor.release`: graphs belong to the engine."""
+
+    def run(
+        self, cache: BlockCache, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None
+    ) -> torch.Tensor:
         """See `Executor.run`."""
         return self._submit(passes, ids, ends)
 

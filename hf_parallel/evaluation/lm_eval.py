@@ -24,11 +24,11 @@ from hf_parallel.generation.config import ParallelConfig, check_setting_names, m
 from hf_parallel.generation.modes import PLAIN_MODE
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.rng import mix
-from hf_parallel.generation.runner import PREFILL_CHUNK
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.stop_texts import StopTexts
 from hf_parallel.generation.validation import check_int, is_int, suggestion
 from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.models.cached_model import PREFILL_CHUNK
 from hf_parallel.models.loading import check_model_folder
 
 try:

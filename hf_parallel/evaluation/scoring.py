@@ -27,11 +27,11 @@ from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.claim import Claim
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.mixin import ParallelGenerationMixin, unwrap
-from hf_parallel.generation.runner import PREFILL_CHUNK, CachedModel
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int
 from hf_parallel.kernels import to_device
 from hf_parallel.models.attention import UnsupportedModelError, gradient_checkpointing_disabled
+from hf_parallel.models.cached_model import PREFILL_CHUNK, CachedModel
 from hf_parallel.models.linear import linear_layers
 
 MAX_LOGITS = 1 << 27

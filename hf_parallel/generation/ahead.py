@@ -8,7 +8,7 @@ import torch
 
 from hf_parallel.cache import Segment
 from hf_parallel.generation.rows import Row
-from hf_parallel.generation.runner import ModelRunner
+from hf_parallel.generation.runner import Runner
 from hf_parallel.kernels import to_device
 
 
@@ -19,7 +19,7 @@ class PassAhead:
     have ended a row, or changed what rows attend to. `tokens` are set once they have been read.
     """
 
-    def __init__(self, runner: ModelRunner, rows: Sequence[Row], ids: torch.Tensor) -> None:
+    def __init__(self, runner: Runner, rows: Sequence[Row], ids: torch.Tensor) -> None:
         self.tokens: Sequence[int] = ()
         self._rows, self._ids, self._cache = rows, ids, runner.cache
         self._segments = [Segment(row.current_view(), 1) for row in rows]

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import logging
 
-from hf_parallel.cache import BlockCache, Segment
-from hf_parallel.cache.fingerprint import active_dropout, fingerprint_of_present
+from hf_parallel.cache import BlockCache
+from hf_parallel.cache.fingerprint import active_dropout
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.arguments import check_model_inputs, encode
+from hf_parallel.generation.claim import Claim
 from hf_parallel.generation.enabled import enabled
+from hf_parallel.generation.executor import C, Executor, LocalExecutor
 from hf_parallel.generation.progress import Progress
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
@@ -25,38 +27,6 @@ from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.transcript.record import Record
 
 _logger = logging.get_logger(__name__)
-
-C = TypeVar("C", bound=SharedPrefixCache)
-
-
-class Executor(Protocol):
-    """Runs the forward passes of a call, with those of other calls, over storage that they share."""
-
-    chunk_size: int
-    """Maximum number of new tokens in a pass of a prefill."""
-    stats: GenerationStats
-    """Cost of the call so far; set by its runner."""
-    batch_rows: int
-    """Rows of all calls in the last pass."""
-    preempted: bool
-    """Whether the call has lost its keys and values, and continues later."""
-    is_done: bool
-    """Whether the call has ended."""
-
-    def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
-        """Return a cache of a call."""
-
-    def run(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
-        """Run one forward pass over packed tokens `ids`, `int64 [T]`; see `ModelRunner.forward`."""
-
-    def sample(self, sampler: Any, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Any:
-        """Sample the next token of each row; see `Sampler.sample`."""
-
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the model."""
-
-    def wait(self) -> None:
-        """Let the other calls go on for one step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +36,8 @@ class GenerationCall:
     `input_ids`, `int64 [rows, length]`, are the left-padded prompts, each repeated `num_return_sequences` times;
     `prompts` (int64) the same without padding and other masked tokens. `gaps` has for each prompt the number of masked
     tokens before the token at an index inside it. `record` collects what the transcript shows, and `claim` is active
-    until the call ends. Calls of an engine have an `executor`. Other fields are arguments of `generate`, as
-    transformers prepared them.
+    until the call ends. `executor` computes the call, `stats` are its cost. Other fields are arguments of `generate`,
+    as transformers prepared them.
     """
 
     model: PreTrainedModel
@@ -78,14 +48,13 @@ class GenerationCall:
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
+    executor: Executor
+    stats: GenerationStats
     streamer: Any = None
     tokenizer: Any = None
     past_key_values: BlockCache | None = None
-    cuda_graph: bool = True
-    compile: bool | None = None
     record: Record = field(default_factory=Record)
-    claim: Any = None
-    executor: Executor | None = None
+    claim: Claim | None = None
     progress: Progress | None = None
 
     @property
@@ -113,7 +82,7 @@ class GenerationCall:
     @cached_property
     def fingerprint(self) -> str:
         """Fingerprint of the model, without its offloaded weights."""
-        return fingerprint_of_present(self.model) if self.executor is None else self.executor.fingerprint()
+        return self.executor.fingerprint()
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text of the settings."""
@@ -124,8 +93,8 @@ class GenerationCall:
         """Whether the record traces the forward passes: it is returned, and `sequences` do not say all of them."""
         config = self.record.config
         returned = bool(self.generation_config.return_dict_in_generate) and self.past_key_values is None
-        returned = returned and self.executor is None  # whose caches hold prefixes that other calls have computed
         returned = returned and not self.record.has_gaps
+        returned = returned and not self.executor.is_shared  # the cache would hold prefixes of other calls
         return returned and config is not None and not config.traits.rows_continue_prompts
 
     @cached_property
@@ -142,16 +111,14 @@ class GenerationCall:
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None = None) -> C:
         """Return an empty cache for the call; in an engine, it shares storage and prefixes with other calls."""
-        if self.executor is not None:
-            return self.executor.new_cache(cls, rotary)
-        return cls(rotary, device=self.input_ids.device)
+        return self.executor.new_cache(cls, rotary)
 
-    def claim_cache(self, cache: Any, is_kept: bool = False) -> None:
+    def claim_cache(self, cache: SharedPrefixCache, is_kept: bool = False) -> None:
         """Start to use a `SharedPrefixCache`, which is kept if it was given or belongs to an engine, too.
 
         The weights of a new cache that is returned are recorded at the end of the call, after the first token.
         """
-        is_kept |= self.past_key_values is not None or self.executor is not None
+        is_kept |= self.past_key_values is not None or self.executor.is_shared
         cache.claim(self.model, self.claim, is_kept, self.fingerprint if is_kept else None)
 
     def show(self, row: int, text: str, event: str) -> None:
@@ -163,7 +130,14 @@ class GenerationCall:
 
 
 def make_call(
-    model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], record: Record, **prepared: Any
+    model: Any,
+    input_ids: torch.Tensor,
+    model_kwargs: dict[str, Any],
+    record: Record,
+    *,
+    cuda_graph: bool,
+    compile: bool | None,  # noqa: A002 (the name of the setting)
+    **prepared: Any,
 ) -> GenerationCall:
     """Check the arguments of a decoding method and return them as a `GenerationCall`; `model_kwargs` is modified.
 
@@ -185,8 +159,11 @@ def make_call(
     record.prompts, record.begin, record.has_gaps = prompts, input_ids.shape[1], capabilities.has_window and any(gaps)
     is_usable = isinstance(cache, BlockCache) and not has_dropout(model, "past_key_values")
     prepared["past_key_values"] = cache if is_usable else None  # else an empty DynamicCache
-    ids = input_ids.to(execution_device(model), torch.int64)
-    return GenerationCall(model, capabilities, ids, prompts, gaps, tokenizer=tokenizer, record=record, **prepared)
+    ids, stats = input_ids.to(execution_device(model), torch.int64), GenerationStats()
+    prepared["executor"] = LocalExecutor(model, capabilities, stats, cuda_graph, compile, new_tokens)
+    return GenerationCall(
+        model, capabilities, ids, prompts, gaps, tokenizer=tokenizer, record=record, stats=stats, **prepared
+    )
 
 
 def has_dropout(model: PreTrainedModel, cache: str) -> bool:

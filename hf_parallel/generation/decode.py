@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -19,20 +19,14 @@ from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.trace import Trace
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.ahead import PassAhead
-from hf_parallel.generation.backlog import Backlog, SpeculativeDecoding, TokenReplayer
-from hf_parallel.generation.call import Executor, GenerationCall
+from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.log_probs import LogProbs, spread
 from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import Row
-from hf_parallel.generation.runner import ModelRunner
+from hf_parallel.generation.runner import Runner
 from hf_parallel.generation.sampling import Sampled, Sampler
-from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.token_table import TokenTable
-from hf_parallel.models.attention import gradient_checkpointing_disabled
-from hf_parallel.models.linear import linear_layers
-
-ASYNC_DEVICES = ("cuda",)
-"""Device types that run asynchronously, so that the next pass can be queued before the sampled tokens are read."""
 
 VOID_COST = 8
 """Passes that must be kept for each void one. A void pass costs a whole pass; a kept one saves the time in which the
@@ -51,8 +45,8 @@ class DecodeLoop:
     """Generates tokens for the rows of one call.
 
     `table` holds the tokens of the rows, `criteria` defaults to those of the call, and `stream` says whether the
-    caller's streamer receives new tokens. `log_probs`: whether the method of this name will be used. A mode may set
-    `replayer` and `speculation`.
+    caller's streamer receives new tokens. `log_probs`: whether the method of this name will be used. `replaying` sets
+    the `replayer`, and `draft`, which appends several tokens per forward pass where it can.
     """
 
     def __init__(
@@ -62,7 +56,6 @@ class DecodeLoop:
         table: TokenTable,
         criteria: StoppingCriteriaList | None = None,
         seed: Any = None,
-        stats: GenerationStats | None = None,
         stream: bool = True,
         log_probs: bool = False,
     ) -> None:
@@ -71,28 +64,23 @@ class DecodeLoop:
         if call.is_traced:
             call.record.trace = call.record.trace or Trace()
             cache.record(call.record.trace)
-        self.stats = GenerationStats() if stats is None else stats
-        self.runner = ModelRunner(call, cache, self.stats)
-        self.backlog = Backlog(self.runner)
+        self.stats = call.stats
+        self.runner = Runner(call, cache)
         self.sampler = Sampler(call, table, call.stopping_criteria if criteria is None else criteria, seed)
         self.sampler.returns_log_probs |= log_probs
         self.streamer = call.streamer if stream and hasattr(call.streamer, "put") else None
-        self.replayer: TokenReplayer | None = None
-        self.speculation: SpeculativeDecoding | None = None
+        self.replayer: Replayer | None = None
+        self.draft: Callable[[Sequence[Any]], list[Any]] | None = None
         self._num_kept = self._num_void = 0  # passes that were queued ahead
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Enable fast linear layers, which an engine has done already, and record memory statistics at the end.
+        """Let the executor run the model, and record memory statistics at the end.
 
         Ends the call of a kept cache, however the context ends: blocks outside its tree are freed.
         """
-        model = self.call.model
         try:
-            with ExitStack() as stack:
-                if self.call.executor is None:
-                    stack.enter_context(gradient_checkpointing_disabled(model))
-                    stack.enter_context(linear_layers(model))
+            with self.call.executor.running():
                 yield
         finally:
             if self.call.past_key_values is not None and isinstance(self.cache, SharedPrefixCache):
@@ -102,7 +90,6 @@ class DecodeLoop:
                     self.cache.reset()
         self.stats.kv_bytes = self.cache.kv_bytes
         self.stats.reserved_bytes = self.cache.arena.reserved_bytes
-        self.stats.graph_bytes = self.runner.graphs.num_bytes if self.runner.graphs is not None else 0
 
     def decode(
         self,
@@ -121,10 +108,7 @@ class DecodeLoop:
         """
         began, prefilling = time.perf_counter(), self.stats.prefill_seconds
         active = list(rows)
-        is_default = on_token is None and after_pass is None and schedule is None
-        speculation = self.speculation if is_default and self.speculation is not None else None
-        if speculation is not None and not speculation.start():
-            speculation = None
+        drafts = on_token is None and after_pass is None and schedule is None
         while active:
             ahead: PassAhead | None = None
             if logits is not None:
@@ -134,8 +118,8 @@ class DecodeLoop:
                     active = self.sample(active, logits, on_token)
                 if schedule is not None:
                     active = [row for row in schedule(active) if row.is_active()]
-            if speculation is not None:
-                active = speculation.step(active)
+            if self.draft is not None and drafts:
+                active = self.draft(active)
             logits = None if ahead is None else self._kept(ahead, active)
             if logits is None and active:
                 logits = self.step(active)
@@ -144,8 +128,8 @@ class DecodeLoop:
         self.stats.decode_seconds += time.perf_counter() - began - (self.stats.prefill_seconds - prefilling)
 
     def step(self, rows: Sequence[Row], after_pass: Callable[[], None] | None = None) -> torch.Tensor:
-        """Run one forward pass over the pending tokens of rows; see `Backlog.forward`."""
-        logits = self.backlog.forward(rows, self.replayer)
+        """Run one forward pass over the pending tokens of rows; see `Runner.step`."""
+        logits = self.runner.step(rows, self.replayer)
         if after_pass is not None:
             after_pass()
         return logits
@@ -189,7 +173,7 @@ class DecodeLoop:
             shown[[row.index for row in rows]] = torch.tensor(tokens)
             self.streamer.put(shown)
         active = [row for row, token, end in zip(rows, tokens, ended, strict=True) if on_token(row, token, end)]
-        if self.replayer is not None and self.call.executor is not None and len(active) < len(rows):
+        if self.replayer is not None and len(active) < len(rows):
             kept = {row.index for row in active}
             self.replayer.stop_computing([row.index for row in rows if row.index not in kept])
         return [row for row in active if row.is_active()]
@@ -199,7 +183,7 @@ class DecodeLoop:
         row.dropped = True
         self.call.record.end_reasons[row.output_row] = reason
         self.cache.free(row.view[-1])
-        if self.replayer is not None and self.call.executor is not None:
+        if self.replayer is not None:
             self.replayer.stop_computing([row.index])
         if row in self._texts:
             self.call.show(row.output_row, "", "end")
@@ -234,20 +218,19 @@ class DecodeLoop:
                 rest = self.append(replayed, tokens, ended, on_token, is_pass=False, log_probs=found)
                 indices = [row.index for row in rest]
                 active |= zip(indices, rest, strict=True)
-            if executor is None or not may_wait or not self._wait_for_others(self.replayer, executor, list(active)):
+            if not (executor.is_shared and may_wait and self._wait_for_others(self.replayer, list(active))):
                 break
             indices = list(active)
         if active:
-            if executor is not None:
+            if executor.is_shared:
                 self.replayer.start_computing(list(active), executor)
             self.replayer.start_prefetch()
         self.stats.decode_seconds += time.perf_counter() - began
         return [active[index] for index in sorted(active)]
 
-    @staticmethod
-    def _wait_for_others(replayer: TokenReplayer, executor: Executor, rows: Sequence[int]) -> bool:
+    def _wait_for_others(self, replayer: Replayer, rows: Sequence[int]) -> bool:
         """Wait while other calls compute the next logits of all rows. Return whether it has waited."""
-        has_waited = False
+        has_waited, executor = False, self.call.executor
         while rows and all(replayer.is_computed_by_other(row, executor) for row in rows):
             executor.wait()
             has_waited = True
@@ -261,21 +244,19 @@ class DecodeLoop:
 
     def _sample(self, rows: Sequence[int], logits: torch.Tensor) -> Sampled:
         """Sample the next token of each row; in an engine, together with the rows of other calls."""
-        if self.call.executor is not None:
-            return self.call.executor.sample(self.sampler, rows, logits, self.sampler.returns_log_probs)
-        return self.sampler.sample(rows, logits, self.sampler.returns_log_probs)
+        return self.call.executor.sample(self.sampler, rows, logits, self.sampler.returns_log_probs)
 
     def _can_overlap(self, rows: Sequence[Row]) -> bool:
         """Whether the next pass may be queued before its tokens have been copied to the CPU.
 
         Not in an engine, which waits for each pass: tokens would only arrive later.
         """
+        if not self.call.executor.runs_ahead or self.replayer is not None:
+            return False
         is_rarely_void = VOID_COST * self._num_void <= self._num_kept + VOID_COST
         if not is_rarely_void and self.call.record.passes % RETRY:
             return False
-        asynchronous = self.runner.device.type in ASYNC_DEVICES and self.sampler.stays_on_device
-        alone = self.replayer is None and self.call.executor is None
-        return asynchronous and alone and any(self.num_tokens_left(row) > 1 for row in rows)
+        return self.sampler.stays_on_device and any(self.num_tokens_left(row) > 1 for row in rows)
 
     def _sample_and_step(
         self, rows: Sequence[R], logits: torch.Tensor, on_token: OnToken | None
@@ -337,7 +318,7 @@ class DecodeLoop:
     def result(self, cls: type[ParallelOutput], rows: Sequence[Row] | None = None, **fields: Any) -> Any:
         """Return a `cls` with the present state of the call."""
         record, scores, logits = self.call.record, self.sampler.scores, self.sampler.logits
-        is_new = self.call.past_key_values is None and self.call.executor is None
+        is_new = self.call.past_key_values is None and not self.call.executor.is_shared
         if is_new and isinstance(self.cache, SharedPrefixCache):
             self.cache.record_weights(self.call.model, self.call.fingerprint)
         indices = None if rows is None else [row.index for row in rows]

@@ -201,7 +201,7 @@ class _SimulatedRequest:
 
     @staticmethod
     def _prefill(storage: KVStorage, nodes: Sequence[Node], chunk: int) -> None:
-        """Append the uncached tokens of nodes in passes of at most `chunk` tokens, as `ModelRunner.prefill` does."""
+        """Append the uncached tokens of nodes in passes of at most `chunk` tokens, as `Runner.prefill` does."""
         left = [len(node.uncached) for node in nodes]
         while any(left):
             free, wanted = chunk, []

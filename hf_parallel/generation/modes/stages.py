@@ -27,7 +27,6 @@ from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prefill import SUFFIX_CAPACITY, initial_capacity, prefill_leaves, prefix_cache_of
 from hf_parallel.generation.replay.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import PassInputs, Row
-from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.token_table import TokenTable
 
 _PROMPT_RELATIVE = (
@@ -134,7 +133,7 @@ class _Stage:
         table = TokenTable(ids, call.pad_token_id, min(longest, SUFFIX_CAPACITY))
         masked = [0 if input_ids is None else sum(row.gaps.values()) for row in self.rows]  # inside prompts
         padding = torch.tensor([ids.shape[1] - len(r.prompt) - n for r, n in zip(self.rows, masked, strict=True)])
-        self.loop = DecodeLoop(_with_padding(call, padding), run.cache, table, criteria, seed, run.stats, stream=False)
+        self.loop = DecodeLoop(_with_padding(call, padding), run.cache, table, criteria, seed, stream=False)
         self.loop.sampler.returns_log_probs |= run.needs_log_probs
         self._queues = [deque(group) for group in groups]
 
@@ -209,7 +208,7 @@ class StagedRun:
     """Whether `CompletionRow.log_probs` are computed even if the call does not return them."""
 
     def __init__(self, config: ReplayConfig, call: GenerationCall) -> None:
-        self.call, self.cache, self.stats = call, prefix_cache_of(call), GenerationStats()
+        self.call, self.cache, self.stats = call, prefix_cache_of(call), call.stats
         self._replay_config = config
 
     def completion(
@@ -262,7 +261,7 @@ class StagedRun:
         table = TokenTable(call.input_ids, call.pad_token_id, max(map(len, answers)))
         for row, tokens in enumerate(answers):
             table.extend(row, tokens)
-        return DecodeLoop(call, self.cache, table, stats=self.stats, stream=False).output(cls, **fields)
+        return DecodeLoop(call, self.cache, table, stream=False).output(cls, **fields)
 
 
 def _left_padded(call: GenerationCall, rows: Sequence[CompletionRow]) -> torch.Tensor:

@@ -59,8 +59,9 @@ def replaying(
         yield
         return
     policy, prefetch = make_policy(config.replay), config.prefetch if len(prompts) else False
-    loop.replayer = replayer = Replayer(loop, config.logits_cache, policy, prefetch)
-    if draft_tokens != 0:
-        loop.speculation = SpeculativeDecoder(loop, replayer, draft_tokens)
+    loop.replayer = replayer = Replayer(loop.call, loop.sampler, config.logits_cache, policy, prefetch)
     with replayer.tracking(prompts):
+        decoder = SpeculativeDecoder(loop, replayer, draft_tokens)
+        if decoder.start():
+            loop.draft = decoder.step
         yield

@@ -15,13 +15,14 @@ from hf_parallel.cache.fingerprint import require_present
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.cache.placement import execution_device
-from hf_parallel.generation.call import Executor, GenerationCall, vocabulary_size
-from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.call import GenerationCall, vocabulary_size
+from hf_parallel.generation.executor import Executor
 from hf_parallel.generation.log_probs import LogProbs
 from hf_parallel.generation.replay.distributions import HOST, DistributionCache, dense
 from hf_parallel.generation.replay.policies import ReplayPolicy, uncertainty_at
 from hf_parallel.generation.replay.prefetch import Prefetcher
 from hf_parallel.generation.rng import Candidates
+from hf_parallel.generation.sampling import Sampler
 from hf_parallel.kernels import to_device
 from hf_parallel.transcript.record import COMPUTED, DRAFTED, HOTSPOT, REPLAYED
 
@@ -47,16 +48,18 @@ class _CachedPath:
 class Replayer:
     """Replays the rows of one call and caches their logits; see `ReplayConfig`.
 
-    Tokens are sampled by `loop.sampler` with the same processors, criteria and random noise as without a cache.
+    Tokens are sampled by `sampler` with the same processors, criteria and random noise as without a cache.
     """
 
-    def __init__(self, loop: DecodeLoop, cache: LogitsCache, policy: ReplayPolicy, prefetch: bool | None) -> None:
-        self.cache, self.policy, self.sampler, self.stats = cache, policy, loop.sampler, loop.stats
-        self._required = _required_logits(cache, loop.call)
-        require_present(loop.call.model, "logits_cache")
-        self.model_key = loop.call.fingerprint
-        head = loop.call.model.get_output_embeddings()
-        cache.check_vocabulary(self.model_key, getattr(head, "out_features", None) or vocabulary_size(loop.call.model))
+    def __init__(
+        self, call: GenerationCall, sampler: Sampler, cache: LogitsCache, policy: ReplayPolicy, prefetch: bool | None
+    ) -> None:
+        self.cache, self.policy, self.sampler, self.stats = cache, policy, sampler, call.stats
+        self._required = _required_logits(cache, call)
+        require_present(call.model, "logits_cache")
+        self.model_key = call.fingerprint
+        head = call.model.get_output_embeddings()
+        cache.check_vocabulary(self.model_key, getattr(head, "out_features", None) or vocabulary_size(call.model))
         self.prompts: list[TrieNode] = []  # nodes of the distinct prompts
         self.distributions = DistributionCache(cache, self.sampler)
         self.origins: dict[int, list[str]] = {}  # of each token, by row; see `Record`
@@ -64,7 +67,7 @@ class Replayer:
         self._num_replayed: dict[int, int] = {}  # tokens by row
         self._tracked: set[int] = set()  # rows that have a cursor
         self._cached: set[int] = set()  # rows whose next token is sampled from cached logits
-        prefetch = execution_device(loop.call.model).type not in HOST if prefetch is None else prefetch
+        prefetch = execution_device(call.model).type not in HOST if prefetch is None else prefetch
         self._prefetcher = Prefetcher(self.distributions, policy.looks_ahead) if prefetch else None
 
     @contextmanager

@@ -56,7 +56,7 @@ class SpeculativeDecoder:
             self._drafter.observe(row.index, node_of(row.index))
         while active:
             nodes = [node_of(row.index) for row in active]
-            num_rows = len(active) if executor is None else max(len(active), executor.batch_rows)
+            num_rows = max(len(active), executor.batch_rows)
             drafts = [
                 self._drafter.draft(row.index, node, num_rows, self.loop.num_tokens_left(row) - 1)
                 for row, node in zip(active, nodes, strict=True)

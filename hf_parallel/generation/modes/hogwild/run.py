@@ -129,7 +129,7 @@ class HogwildRun:
         table = TokenTable(call.input_ids, call.pad_token_id, config.finisher_tokens + len(finishers[0].pending))
         # A finisher continues the random numbers of the first worker of its prompt.
         seed = None if rngs is None else [rngs[group.index * config.num_workers] for group in self.groups]
-        reader = DecodeLoop(call, self.cache, table, loop.sampler.criteria, seed, stats=loop.stats, stream=False)
+        reader = DecodeLoop(call, self.cache, table, loop.sampler.criteria, seed, stream=False)
         for finisher in finishers:
             table.extend(finisher.index, finisher.pending)
         with replaying(reader, config):

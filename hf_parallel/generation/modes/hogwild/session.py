@@ -217,7 +217,7 @@ class HogwildSession:
         if not self._ended_by and self._call.streamer is not None:
             self._call.streamer.end()
         self._ended_by, self._run.active = "closed", []
-        self._run.loop.runner.model = None
+        self._call.executor.release()
         self._run.cache.reset()
 
     def inject(self, to: str, text: str) -> None:

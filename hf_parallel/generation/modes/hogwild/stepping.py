@@ -232,7 +232,7 @@ class SteppedRun(HogwildRun):
         rows, tokens, ended = ([entry[i] for entry in sampled] for i in range(3))
         if rows != [worker.index for worker in self.active]:
             raise ValueError(f"rows {rows} were active, now rows {[worker.index for worker in self.active]} are")
-        self.loop.backlog.skip(self.group, self.active)
+        self.loop.runner.skip(self.group, self.active)
         self.loop.sampler.append(rows, tokens)
         self.active = self.loop.append(self.active, tokens, [end != 0 for end in ended], Worker.advance)
         self.journal.append({"pass": sampled})
@@ -240,7 +240,7 @@ class SteppedRun(HogwildRun):
             self._compute_backlog()
 
     def _compute_backlog(self) -> None:
-        self.loop.backlog.compute(self.groups)
+        self.loop.runner.compute(self.groups)
         self.group.move_ended_steps()
 
 

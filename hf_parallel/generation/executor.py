@@ -1,0 +1,154 @@
+"""Executor: what computes a call. It allocates caches, runs forward passes and samples.
+
+A call of `generate` has one of its own, `LocalExecutor`. In an engine, a request is the executor of its call: its
+passes run together with those of other requests, over storage that they share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.cache.fingerprint import fingerprint_of_present
+from hf_parallel.cache.placement import execution_device
+from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.kernels import RotarySpec
+from hf_parallel.models.attention import gradient_checkpointing_disabled
+from hf_parallel.models.cached_model import CachedModel, prefill_chunk
+from hf_parallel.models.capabilities import Capabilities
+from hf_parallel.models.linear import linear_layers
+
+C = TypeVar("C", bound=SharedPrefixCache)
+
+ASYNC_DEVICES = ("cuda",)
+"""Device types that run asynchronously, so that the next pass can be queued before the sampled tokens are read."""
+
+
+class Executor(Protocol):
+    """Allocates caches, runs forward passes and samples for one call."""
+
+    is_shared: bool
+    """Whether other calls use the same storage, and may compute what this call needs."""
+    runs_ahead: bool
+    """Whether a pass can be queued before the tokens of the pass before it are read."""
+    batch_rows: int
+    """Rows of all calls in the last pass, as far as they are known."""
+    preempted: bool
+    """Whether the call has lost its keys and values, and continues later."""
+    is_done: bool
+    """Whether the call has ended."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return the context in which the call runs the model."""
+
+    def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
+        """Return an empty cache of the call."""
+
+    def prefill_chunk(self, asked: int | None) -> int:
+        """Return the maximum number of new tokens in a pass of a prefill; `asked` is the caller's setting."""
+
+    def run(
+        self, cache: BlockCache, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None
+    ) -> torch.Tensor:
+        """Run consecutive passes over packed tokens `ids`, `int64 [T]`, as one forward pass.
+
+        Return the logits `[len(ends), vocabulary]` after the segments with these indices (None: after all tokens). The
+        next pass may overwrite them.
+        """
+
+    def sample(self, sampler: Any, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Any:
+        """Sample the next token of each row; see `Sampler.sample`."""
+
+    def release(self) -> None:
+        """Free what the executor holds besides the caches: captured decode steps."""
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the model."""
+
+    def wait(self) -> None:
+        """Let the other calls run for one step."""
+
+
+class LocalExecutor:
+    """Executor of a call that has the model to itself. `cuda_graph`, `compile` and `steps` as in `CachedModel`."""
+
+    is_shared = preempted = is_done = False
+    batch_rows = 0
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capabilities: Capabilities,
+        stats: GenerationStats,
+        cuda_graph: bool,
+        compile: bool | None,  # noqa: A002 (the name of the setting)
+        steps: int,
+    ) -> None:
+        self.model, self.stats, self.device = model, stats, execution_device(model)
+        self.runs_ahead = self.device.type in ASYNC_DEVICES
+        self._settings = capabilities, cuda_graph, compile, steps
+        self._passes: CachedModel | None = None  # over the cache of the last pass
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Enable fast linear layers, and record the memory of CUDA graphs at the end."""
+        with gradient_checkpointing_disabled(self.model), linear_layers(self.model):
+            yield
+        graphs = None if self._passes is None else self._passes.graphs
+        self.stats.graph_bytes = 0 if graphs is None else graphs.num_bytes
+
+    def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
+        """See `Executor.new_cache`."""
+        return cls(rotary, self.device)
+
+    def prefill_chunk(self, asked: int | None) -> int:
+        """See `Executor.prefill_chunk`."""
+        return asked or prefill_chunk(self.model, self.device)
+
+    def passes_over(self, cache: BlockCache) -> CachedModel:
+        """Return the model over a cache, with its captured decode steps."""
+        if self._passes is None or self._passes.cache is not cache:
+            capabilities, cuda_graph, compiled, steps = self._settings
+            self._passes = CachedModel(self.model, capabilities, cache, cuda_graph, compiled, steps)
+        return self._passes
+
+    def release(self) -> None:
+        """Drop the captured decode steps."""
+        self._passes = None
+
+    def run(
+        self, cache: BlockCache, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None
+    ) -> torch.Tensor:
+        """See `Executor.run`."""
+        began, model = time.perf_counter(), self.passes_over(cache)
+        try:
+            forward = cache.prepare_run(passes)
+            keep = None if ends is None or len(ends) == len(ids) else [forward.last_tokens[end] for end in ends]
+            self.stats.plan_seconds += time.perf_counter() - began
+            logits = model.logits(forward, ids, keep)
+        except BaseException:
+            cache.rollback()
+            raise
+        cache.commit()
+        self.stats.compiled_passes += keep is None and model.compiles(forward)
+        if cache.trace is not None:
+            cache.trace.add_pass(passes, forward, ids)
+        return logits
+
+    def sample(self, sampler: Any, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Any:
+        """See `Executor.sample`."""
+        return sampler.sample(rows, logits, with_log_probs)
+
+    def fingerprint(self) -> str:
+        """See `Executor.fingerprint`. Offloaded weights do not count."""
+        return fingerprint_of_present(self.model)
+
+    def wait(self) -> None:
+        """Return at once: there are no other calls."""

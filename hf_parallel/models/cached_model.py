@@ -1,0 +1,113 @@
+"""CachedModel: forward passes of a model over packed tokens of a block cache."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from contextvars import copy_context
+from typing import Any
+
+import torch
+
+from hf_parallel.cache import BlockCache, ForwardPass, Segment
+from hf_parallel.cache.placement import execution_device
+from hf_parallel.kernels import to_device
+from hf_parallel.models.attention import block_attention_enabled
+from hf_parallel.models.capabilities import Capabilities
+from hf_parallel.models.compiled import compiled_layers, num_moves
+from hf_parallel.models.cuda_graph import DecodeGraphs
+
+PREFILL_CHUNK = 4096
+LARGE_PREFILL_CHUNK = 16384
+"""New tokens per forward pass of a prefill; overridden by `generation_config.prefill_chunk_size`.
+
+The larger one is for a GPU with at least `LARGE_MEMORY` bytes beside the weights: activations take more memory, and
+fewer chunks have keys before them, which need a call of their own and a merge.
+"""
+LARGE_MEMORY = 24 << 30
+
+
+class CachedModel:
+    """A model with the cache over which its forward passes run.
+
+    `cuda_graph` and `compile` are as in `ParallelConfig`; at most `steps` decode steps will run.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        capabilities: Capabilities,
+        cache: BlockCache,
+        cuda_graph: bool,
+        compile: bool | None = None,  # noqa: A002 (the name of the setting)
+        steps: float = math.inf,
+    ) -> None:
+        self.model, self.cache, self.device = model, cache, execution_device(model)
+        self._kwargs: dict[str, Any] = {"block_cache": cache} if capabilities.keyword else {}
+        self.graphs = DecodeGraphs(cache) if cuda_graph and DecodeGraphs.supports(model, self.device) else None
+        self._layers = compiled_layers(model, compile, steps)
+        self._num_moves = num_moves(model)
+        self._has_logits_to_keep = _has_logits_to_keep(model)
+
+    def logits(self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None) -> torch.Tensor:
+        """Run the prepared pass over packed tokens `ids`, `int64 [T]` on the device.
+
+        Return the logits `[len(keep), vocabulary]` after the tokens with these indices (None: after all tokens).
+        """
+        if keep is not None or not forward.is_decode_step:
+            return self._forward(ids, forward.position_ids, None if keep is None else to_device(keep, self.device))
+        if self.graphs is None:
+            return self._decode(ids, forward.position_ids)
+        if self._num_moves != num_moves(self.model):  # by another call, while a session kept its graphs
+            self.graphs.clear()
+            self._num_moves = num_moves(self.model)
+        return self.graphs.logits(self._decode, forward, ids)
+
+    def compiles(self, forward: ForwardPass) -> bool:
+        """Return whether a pass runs compiled layers."""
+        return self._layers is not None and not self._layers.failed and forward.is_decode_step
+
+    def token_bytes(self) -> int:
+        """Compute passes of two rows and of one; return the bytes of the keys and values of a token.
+
+        Compiled layers have a graph for one row and another for more, which are compiled here. The first pass allocates
+        the storage, so that only the second can be captured: `DecodeGraphs` pads one row to two if none was captured.
+        """
+        for rows in (2, 1):
+            blocks = self.cache.new_blocks(rows, 1)
+            forward = self.cache.prepare([Segment([block], 1) for block in blocks])
+            self.logits(forward, torch.zeros(rows, dtype=torch.int64, device=self.device), None)
+            self.cache.commit()
+            for block in blocks:
+                self.cache.free(block)
+        return self.cache.arena.bytes_per_token
+
+    def _decode(self, ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        if self._layers is None:
+            return self._forward(ids, position_ids)
+        return self._layers.run(lambda: self._forward(ids, position_ids))
+
+    def _forward(self, ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        kwargs = dict(self._kwargs, input_ids=ids[None], position_ids=position_ids[None], past_key_values=self.cache)
+        if keep is not None and self._has_logits_to_keep:
+            kwargs["logits_to_keep"], keep = keep, None
+        logits = copy_context().run(self._run_model, kwargs).logits[0]
+        return logits if keep is None else logits.index_select(0, keep)
+
+    def _run_model(self, kwargs: dict[str, Any]) -> Any:
+        """Run the model in a context of its own, which ends with the forward pass, even if it is interrupted."""
+        with block_attention_enabled(self.model, self.cache):
+            return self.model(use_cache=True, return_dict=True, **kwargs)
+
+
+def prefill_chunk(model: Any, device: torch.device) -> int:
+    """Return the default number of new tokens per forward pass of a prefill."""
+    if device.type != "cuda" or not _has_logits_to_keep(model):  # logits of all tokens take more than activations
+        return PREFILL_CHUNK
+    free = torch.cuda.get_device_properties(device).total_memory - model.get_memory_footprint()
+    return LARGE_PREFILL_CHUNK if free >= LARGE_MEMORY else PREFILL_CHUNK
+
+
+def _has_logits_to_keep(model: Any) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
