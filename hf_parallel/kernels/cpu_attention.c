@@ -171,7 +171,7 @@ typedef struct {
     const float *cos, *sin;                          /* [N * M][half] rotations, NULL: none */
     int64_t half, interleaved;
     int64_t repeats;                                 /* whether a query is at several positions */
-} Call;
+} DenseCall;
 
 /* Arguments shared by all calls of a layer. Initial result of a query: lse -inf, or its sink; out 0. */
 typedef struct {
@@ -182,7 +182,7 @@ typedef struct {
 } Layer;
 
 /* Writes the query of one position and head, rotated and scaled, to to[d * stride]; returns 0 if there is none. */
-static int load_query(const Layer *layer, const Call *call, int64_t position, int64_t head, float *to, int64_t stride) {
+static int load_query(const Layer *layer, const DenseCall *call, int64_t position, int64_t head, float *to, int64_t stride) {
     const int64_t token = call->query_index ? call->query_index[position] : position;
     if (token < 0) return 0;
     const float *q = layer->query + (token * layer->heads + head) * layer->dim, scale = layer->scale;
@@ -201,7 +201,7 @@ static int load_query(const Layer *layer, const Call *call, int64_t position, in
 }
 
 /* Number of parts of a call's keys: about four tasks per thread, equally many for each. */
-static int64_t split(const Call *call, int64_t units, int threads) {
+static int64_t split(const DenseCall *call, int64_t units, int threads) {
     int64_t parts = (4 * threads + units - 1) / units;
     while (units * parts % threads) parts++;
     if (parts > call->num_keys / (4 * TILE)) parts = call->num_keys / (4 * TILE);
@@ -209,7 +209,7 @@ static int64_t split(const Call *call, int64_t units, int threads) {
 }
 
 /* Merges the parts of one unit of a call, then the result with those of other blocks (Hydragen, eq. 5). */
-static void merge_unit(const Layer *layer, const Call *call, vec *ot, int64_t unit, int64_t tiles, int64_t parts,
+static void merge_unit(const Layer *layer, const DenseCall *call, vec *ot, int64_t unit, int64_t tiles, int64_t parts,
                        int width) {
     const int64_t dim = layer->dim, groups = layer->heads / layer->kv_heads, rows = call->queries * groups;
     const int64_t span = (int64_t)width * LANES, per_task = (dim + 2) * width;
@@ -241,7 +241,7 @@ static void merge_unit(const Layer *layer, const Call *call, vec *ot, int64_t un
 }
 
 /* Bounds of the keys visible to the rows of one task, relative to its first key; NULL if all are visible. */
-static const ivec *bounds_of(const Call *call, int64_t position, int64_t groups, int64_t from, int64_t first, int width,
+static const ivec *bounds_of(const DenseCall *call, int64_t position, int64_t groups, int64_t from, int64_t first, int width,
                              ivec *bounds) {
     if (!call->lo) return NULL;
     int32_t *lo = (int32_t *)bounds, *hi = lo + (int64_t)width * LANES;
@@ -254,7 +254,7 @@ static const ivec *bounds_of(const Call *call, int64_t position, int64_t groups,
 }
 
 /* A call with many rows per block, or with one block. Runs inside a parallel region. */
-static void attend_wide(const Layer *layer, const Call *call, vec *columns, int threads) {
+static void attend_wide(const Layer *layer, const DenseCall *call, vec *columns, int threads) {
     const int64_t dim = layer->dim, kv_heads = layer->kv_heads, groups = layer->heads / kv_heads;
     const int64_t rows = call->queries * groups, tiles = (rows + SPAN - 1) / SPAN;
     const int64_t vectors = (rows + LANES - 1) / LANES;
@@ -342,7 +342,7 @@ static void attend_narrow(const float *q, const float *keys, const float *values
 }
 
 /* The rows of one position and KV head over their block, starting from their results for other blocks. */
-static void attend_position(const Layer *layer, const Call *call, int64_t position, int64_t head, float *q) {
+static void attend_position(const Layer *layer, const DenseCall *call, int64_t position, int64_t head, float *q) {
     const int64_t dim = layer->dim, groups = layer->heads / layer->kv_heads, block = position / call->queries;
     const float *k = layer->keys + call->key_offset + block * call->key_block + head * call->key_head;
     const float *v = layer->values + call->value_offset + block * call->value_block + head * call->value_head;
@@ -373,7 +373,7 @@ static vec *workspace(int64_t size) {
 
 /* Attention of `tokens` queries to all blocks of `calls`. sinks: [heads] or NULL.
  * dim is a multiple of SHORT. Returns 0, or 1 if memory ran out. */
-int attend(const Layer *layer, const float *sinks, int64_t tokens, const Call *calls, int64_t num_calls, int threads) {
+int attend(const Layer *layer, const float *sinks, int64_t tokens, const DenseCall *calls, int64_t num_calls, int threads) {
     const int64_t dim = layer->dim, kv_heads = layer->kv_heads, groups = layer->heads / kv_heads;
     int64_t needed = 0;
     for (int64_t c = 0; c < num_calls; c++) {
@@ -391,7 +391,7 @@ int attend(const Layer *layer, const float *sinks, int64_t tokens, const Call *c
 
 #pragma omp parallel num_threads(threads)
     for (int64_t c = 0; c < num_calls; c++) {
-        const Call *call = calls + c;
+        const DenseCall *call = calls + c;
         if (call->blocks == 1 || call->queries * groups > NARROW) {
             attend_wide(layer, call, memory, threads);
             continue;

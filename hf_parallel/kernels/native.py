@@ -35,8 +35,8 @@ _logger = logging.get_logger(__name__)
 NativeCall = dict[str, int | Tensor | None]
 
 
-class _Call(ctypes.Structure):
-    """`Call` of `cpu_attention.c`."""
+class _DenseCall(ctypes.Structure):
+    """`DenseCall` of `cpu_attention.c`."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("blocks", "queries", "num_keys", "key_offset", "key_block", "key_head")),
@@ -59,12 +59,12 @@ class _Layer(ctypes.Structure):
 class NativeCalls:
     """Calls of a schedule as an array of C structs, shared by all layers of one shape.
 
-    Each call maps fields of `_Call` to integers or, for pointers, contiguous tensors; missing fields are 0 or NULL.
+    Each maps fields of `_DenseCall` to integers or, for pointers, contiguous tensors; missing fields are 0 or NULL.
     """
 
     def __init__(self, calls: Sequence[NativeCall]) -> None:
         self.calls = calls  # owns the tensors that the structs point to
-        self.array = (_Call * len(calls))()
+        self.array = (_DenseCall * len(calls))()
         for struct, call in zip(self.array, calls, strict=True):
             for name, value in call.items():
                 setattr(struct, name, value.data_ptr() if isinstance(value, Tensor) else value)
@@ -167,7 +167,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return None, str(error)
     size, pointer = ctypes.c_int64, ctypes.c_void_p
-    library.attend.argtypes = [ctypes.POINTER(_Layer), pointer, size, ctypes.POINTER(_Call), size, ctypes.c_int]
+    library.attend.argtypes = [ctypes.POINTER(_Layer), pointer, size, ctypes.POINTER(_DenseCall), size, ctypes.c_int]
     library.attend.restype = ctypes.c_int
     library.linear.argtypes = [*[pointer] * 4, *[size] * 3, ctypes.c_int]
     library.linear.restype = None

@@ -5,14 +5,18 @@ An extent of `capacity` slots at slot `origin` is a contiguous `[kv_heads, capac
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
+Slot = int | np.ndarray
+Index = TypeVar("Index", int, np.ndarray, torch.Tensor)
 
-def storage_row(origin: Any, capacity: Any, index: Any, num_kv_heads: int, head: Any = 0) -> Any:
-    """Return the row of the token at `index` of an extent, for KV head `head`: integers, NumPy arrays or tensors."""
-    return origin * num_kv_heads + head * capacity + index
+
+def storage_row(origin: Slot, capacity: Slot, index: Index, num_kv_heads: int, head: Index | int = 0) -> Index:
+    """Return the row of the token at `index` of an extent, for KV head `head`."""
+    return origin * num_kv_heads + head * capacity + index  # type: ignore[return-value]
 
 
 class TokenRange(NamedTuple):

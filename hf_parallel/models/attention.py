@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch import nn
@@ -61,7 +61,7 @@ class AttentionRecorder:
         self.bidirectional |= not getattr(module, "is_causal", True)
         from_mask = attention_mask is not None and attention_mask.dtype == torch.int64  # from `_mask`: the window
         self.masked |= attention_mask is not None and not from_mask
-        layer: Any = module.layer_idx
+        layer: int = module.layer_idx  # type: ignore[assignment]
         self.windows[layer] = sliding_window, int(attention_mask) if from_mask else None  # type: ignore[arg-type]
         self.queries[layer] = query[0, :, 0].detach()
 
@@ -93,7 +93,7 @@ def block_attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     block_cache: BlockCache | AttentionRecorder | Attention | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention function of the implementation, called by each layer.
 
@@ -101,10 +101,10 @@ def block_attention_forward(
     cache. Returns `[1, T, heads, head_dim]`.
     """
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer_idx: int = module.layer_idx  # type: ignore[assignment]
     if torch.compiler.is_compiling() and not dropout:
-        layer: Any = module.layer_idx
         query = query.to(key.dtype)  # under autocast: the result has the dtype that the compiler expects
-        return _attend(query, key, value, layer, scale, sliding_window, softcap, s_aux), None
+        return _attend(query, key, value, layer_idx, scale, sliding_window, softcap, s_aux), None
     active = _active_attention.get()
     cache = block_cache if block_cache is not None or active is None else active.cache
     if isinstance(cache, AttentionRecorder):
@@ -117,7 +117,6 @@ def block_attention_forward(
         )
     if dropout:
         raise UnsupportedModelError(f"attention dropout must be 0 while generating in parallel, got {dropout}")
-    layer_idx: int = module.layer_idx  # type: ignore[assignment]
     params = AttentionParams(
         num_kv_heads=key.shape[1],
         scale=scale,
@@ -173,12 +172,12 @@ def _attend(
 
 @_attend.register_fake
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_idx: int, scale: float, *more: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_idx: int, scale: float, *more: object
 ) -> torch.Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
+def _mask(*args: object, local_size: int | None = None, **kwargs: object) -> torch.Tensor | None:
     """Mask function of the implementation: no mask, as the plan holds the key ranges; the window while probing."""
     active = _active_attention.get()
     if active is not None and isinstance(active.cache, AttentionRecorder) and local_size:
@@ -244,7 +243,7 @@ def _context_dependent(plain: Any) -> Any:
         return plain
     own: property = plain._attn_implementation  # type: ignore[attr-defined]
 
-    def implementation(config: Any) -> str | None:
+    def implementation(config: PreTrainedConfig) -> str | None:
         if torch.compiler.is_compiling():  # Dynamo cannot trace context variables
             return IMPLEMENTATION if _is_active() else own.fget(config)  # type: ignore[misc]
         active = _active_attention.get()
@@ -267,7 +266,7 @@ def _is_active() -> bool:
     return _active_attention.get() is not None
 
 
-def _reduce_as_plain(config: Any, protocol: Any) -> Any:
+def _reduce_as_plain(config: PreTrainedConfig, protocol: SupportsIndex) -> tuple[Any, ...]:
     """Copy and pickle a config as one of the plain class."""
     plain = getattr(type(config), _PLAIN_CLASS)
     return (object.__new__, (plain,), *plain.__reduce_ex__(config, protocol)[2:])

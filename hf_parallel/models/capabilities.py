@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ import transformers
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.placement import execution_device
@@ -53,7 +53,9 @@ class _TableReads(TorchDispatchMode):
         super().__init__()
         self.read: list[tuple[int, int]] = []  # number of rows of the table, index of the row
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if func is torch.ops.aten.embedding.default and type(args[1]) is torch.Tensor and args[1].numel() == 1:
             self.read.append((args[0].shape[0], int(args[1])))
         return func(*args, **(kwargs or {}))
@@ -155,7 +157,7 @@ def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
     return found
 
 
-def max_positions(config: Any) -> int | None:
+def max_positions(config: PreTrainedConfig) -> int | None:
     """Return a model's number of positions (`max_position_embeddings`), or None if it has no limit."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
@@ -175,7 +177,7 @@ def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
             module.training = training
 
 
-def _check_config(model: Any) -> None:
+def _check_config(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` if the class or config of a model shows that it is unsupported."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
@@ -222,7 +224,7 @@ def _check_recorded(model: PreTrainedModel, recorder: AttentionRecorder, queries
     _refuse(model, reasons)
 
 
-def _refuse(model: PreTrainedModel, reasons: dict[str, Any]) -> None:
+def _refuse(model: PreTrainedModel, reasons: Mapping[str, object]) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise UnsupportedModelError(f"{type(model).__name__} {reason}")
@@ -339,13 +341,13 @@ def _frequencies(model: PreTrainedModel) -> list[tuple[float, ...]]:
     return list(dict.fromkeys(tuple(buffer.double().flatten().tolist()) for _, buffer in names))
 
 
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Return a config's `rope_parameters`, one dictionary per layer type."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
 
 
-def rope_types(config: Any) -> set[str]:
+def rope_types(config: PreTrainedConfig) -> set[str]:
     """Return the RoPE types of a model's config, `"default"` where frequencies are not scaled."""
     return {str(p.get("rope_type", "default")) for p in _rope_parameters(config)}
 

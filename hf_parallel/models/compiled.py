@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from transformers import PreTrainedModel
 
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.models.fused import MERGE, FusedLinear, fuse
@@ -50,7 +51,7 @@ _logger = logging.getLogger(__name__)
 class CompiledLayers:
     """The compiled decoder layers of one model. They are compiled at their first use."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.layers = decoder_layers(model)
         self.num_steps = 0  # decode steps that could have used them
         self.failed = not self.layers
@@ -60,7 +61,7 @@ class CompiledLayers:
         # A function of its own, as Dynamo keeps graphs, and counts them, by the function's code.
         own = FunctionType(_call_layer.__code__.replace(), _call_layer.__globals__)
         options: Any = {"post_grad_custom_pre_pass": MERGE} if BACKEND == "inductor" else None
-        self._compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, backend=BACKEND, options=options)
+        self._compiled: Callable[..., object] = torch.compile(own, fullgraph=True, backend=BACKEND, options=options)
 
     def pays_off(self, steps: float) -> bool:
         """Return whether `steps` more decode steps are likely to save more time than compilation takes."""
@@ -136,7 +137,7 @@ class CompiledLayers:
                 vars(layer).pop("_compiled_call_impl", None)
             _in_use.reset(token)
 
-    def _call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, layer: nn.Module, *args: object, **kwargs: object) -> object:
         if not _in_use.get():
             return _call_layer(layer, args, kwargs)
         for tensor in _tensors((*args, *kwargs.values())):
@@ -149,7 +150,7 @@ _of_model: WeakKeyDictionary[nn.Module, CompiledLayers] = WeakKeyDictionary()
 _num_moves: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
-def compiled_layers(model: nn.Module, compile: bool | None, steps: float) -> CompiledLayers | None:  # noqa: A002 (the name of the setting)
+def compiled_layers(model: PreTrainedModel, compile: bool | None, steps: float) -> CompiledLayers | None:  # noqa: A002 (the name of the setting)
     """Return the compiled layers for a call of up to `steps` decode steps, or None if it runs the layers as they are.
 
     `compile` is the setting: None compiles on a GPU if the steps are likely to pay for it. Models whose weights are
@@ -183,7 +184,7 @@ def forget(model: nn.Module) -> None:
         layers.separate(model)
 
 
-def decoder_layers(model: Any) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers of a model: the list of as many modules as its config has layers; empty if none."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
@@ -194,7 +195,7 @@ def _has_attention(layer: nn.Module) -> bool:
     return any(hasattr(module, "layer_idx") for module in layer.modules())
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -202,5 +203,5 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _call_layer(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+def _call_layer(layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     return layer._call_impl(*args, **kwargs)

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.cache import BlockCache, ForwardPass
-from hf_parallel.kernels import DeviceBuffers, select_backend
+from hf_parallel.kernels import AttentionPlan, DeviceBuffers, select_backend
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From token ids and positions, `int64 [T]` each, to logits `[T, vocabulary]`."""
@@ -51,6 +51,13 @@ class _DecodeStep:
     positions: torch.Tensor
     buffers: tuple[DeviceBuffers, ...]
     storage: list[int]  # addresses of keys and values
+
+    def load(self, plan: AttentionPlan) -> bool:
+        """Load a plan into the buffers; return False if it does not fit."""
+        for buffers in self.buffers:  # noqa: SIM110 (each step runs this)
+            if not buffers.update(plan):
+                return False
+        return True
 
 
 class DecodeGraphs:
@@ -87,11 +94,7 @@ class DecodeGraphs:
         if rows == 1 and self._steps and 1 not in self._steps:
             rows = 2  # padded: compiled layers have another graph for one row, which takes seconds to compile
         captured = self._steps.get(rows)
-        if (
-            captured is None
-            or captured.storage != self._storage()
-            or not all(buffers.update(step.plan) for buffers in captured.buffers)
-        ):
+        if captured is None or captured.storage != self._storage() or not captured.load(step.plan):
             captured = self._capture(forward, step, rows)
         if captured is None:
             return forward(ids, step.position_ids)
@@ -165,7 +168,9 @@ class NoSyncMode(TorchDispatchMode):
     In a capture, such an operation would leave PyTorch's allocator in a state in which it never frees cached memory.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         """Run an operation unless it synchronizes."""
         name = func.overloadpacket.__name__
         masked = name in ("index", "index_put", "index_put_") and any(_is_mask(index) for index in args[1])

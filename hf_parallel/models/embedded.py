@@ -18,7 +18,6 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -128,7 +127,7 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def _lock_beside(folder: Path, notify: Callable[[str], None]) -> AbstractContextManager[Any]:
+def _lock_beside(folder: Path, notify: Callable[[str], None]) -> AbstractContextManager[object]:
     lock = FileLock(folder.with_name(folder.name + ".lock"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ takes its part of the whole product, and Inductor computes equal products once (
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -116,7 +116,7 @@ def _are_parts(parameters: Iterable[torch.Tensor], whole: torch.Tensor) -> bool:
     return True
 
 
-def _part_of_product(start: int, stop: int) -> Any:
+def _part_of_product(start: int, stop: int) -> Callable[[nn.Linear, torch.Tensor], torch.Tensor]:
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
         if not torch.compiler.is_compiling():
             return F.linear(input, self.weight, self.bias)
@@ -134,7 +134,7 @@ class _MergeProducts(CustomGraphPass):
 
         All operations are functional at this stage.
         """
-        first: dict[Any, torch.fx.Node] = {}
+        first: dict[object, torch.fx.Node] = {}
         for node in list(graph.nodes):
             if node.target not in _MERGED:
                 continue
@@ -143,7 +143,7 @@ class _MergeProducts(CustomGraphPass):
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
 
-    def uuid(self) -> Any:
+    def uuid(self) -> str:
         """Key of the pass in Inductor's cache."""
         return "hf_parallel.models.fused 2"
 

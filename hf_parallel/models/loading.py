@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.models.embedded import load_embedded_model
 
@@ -22,7 +22,7 @@ def load_model(
     dtype: torch.dtype | None = torch.float32,
     device: torch.device | str = "cpu",
     preset: bool = True,
-) -> tuple[Any, Any]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in evaluation mode, and its tokenizer.
 
     `name` is a folder, or a model id on the Hub (default: the embedded model). With `dtype=None`, weights keep the

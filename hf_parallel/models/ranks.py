@@ -6,17 +6,18 @@ from typing import Any
 
 import torch
 from torch import distributed
+from transformers import PreTrainedModel
 
 _COMMON = ("tp", "pp")  # dimensions of a mesh along which ranks work on the same tokens
 
 
-def num_ranks(model: Any) -> int:
+def num_ranks(model: object) -> int:
     """Return the number of processes that compute one pass of a model together."""
     stage = getattr(model, "_pp_stage", None)
     return (getattr(model, "tp_size", None) or 1) * (1 if stage is None else stage.pp_size)
 
 
-def num_local_layers(model: Any) -> int:
+def num_local_layers(model: PreTrainedModel) -> int:
     """Return the number of decoder layers that this process computes."""
     layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
     stage = getattr(model, "_pp_stage", None)

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -168,11 +168,11 @@ class AttendLaunch(Launch):
         self.calls = [self._call(number, tiling) for number, tiling in enumerate(self._tilings)]
         self._load(plan, arrays)
 
-    def _call(self, number: int, tiling: Tiling) -> tuple[tuple[int], tuple[torch.Tensor, ...], dict[str, Any]]:
+    def _call(self, number: int, tiling: Tiling) -> tuple[tuple[int], tuple[torch.Tensor, ...], dict[str, int | str]]:
         """Grid, tensors and constants of a launch of the attention kernel, the same for all layers."""
         shape, names = self.shape, ("pair_query", "pair_lo", "pair_hi", "pair_position", "hi_increment")
         buffers = [self.buffers[name] for name in ("items", f"item_offsets {number}", *names, "position_increment")]
-        constants = {
+        constants: dict[str, int | str] = {
             **dim_constants(shape.head_dim, shape.value_dim),
             "GROUPS": shape.groups,
             "GROUP_TILE": tiling.group_tile(shape.groups),
