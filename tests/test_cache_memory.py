@@ -10,7 +10,7 @@ from small_cache import BYTES_PER_TOKEN, HEAD_DIM, KV_HEADS, append, assert_hold
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.cache import Arena, Segment
-from hf_parallel.kernels.storage import LayerStorage
+from hf_parallel.kernels import LayerStorage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.cache.arena import Arena
-from hf_parallel.kernels.storage import LayerStorage
+from hf_parallel.kernels import LayerStorage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
