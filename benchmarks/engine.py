@@ -33,7 +33,7 @@ from hf_parallel.engine.passes import PendingPass
 from hf_parallel.engine.request import Request
 from hf_parallel.engine.scheduler import Scheduler
 from hf_parallel.engine.storage import KVStorage
-from hf_parallel.generation import joint_sampling
+from hf_parallel.generation import sampling
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.sampling import Sampler
 from hf_parallel.models.cached_model import CachedModel
@@ -57,9 +57,9 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("cpu.requests", Engine, "_call"),
     ("cpu.append_token", DecodeLoop, "append"),
     ("cpu.stream_token", Request, "_on_sample"),
-    ("cpu.sample", engine_module, "sample_jointly"),
-    ("cpu.process_logits", joint_sampling._Batch, "_process"),
-    ("cpu.finish_sampling", joint_sampling._Batch, "_finish"),
+    ("cpu.sample", engine_module, "sample_together"),
+    ("cpu.process_logits", sampling, "process"),
+    ("cpu.finish_sampling", sampling._Batch, "_finish"),
     ("cpu.sample_alone", Sampler, "sample"),
     ("cpu.join_passes", engine_module, "join_passes"),
     ("cpu.plan", BlockCache, "prepare_run"),

@@ -34,8 +34,8 @@ from transformers.generation.streamers import BaseStreamer
 from hf_parallel.cache.arena import Arena
 from hf_parallel.engine import Engine
 from hf_parallel.generation import MODES
-from hf_parallel.generation.joint_sampling import _Batch
 from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig, SharedPrefixRun
+from hf_parallel.generation.sampling import _Batch
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:nothing was generated")]
 
@@ -644,28 +644,29 @@ def test_a_submitter_that_changes_or_raises_is_served_beside_others(model: Any) 
         assert engine.submit(prompt, max_new_tokens=2, submitter="other").result(600)
 
 
-@pytest.mark.parametrize("part", ["_process", "_draw", "_finish"])
+@pytest.mark.parametrize("part", ["_logits", "_draw", "_finish"])
 def test_an_engine_goes_on_where_joint_sampling_runs_out_of_memory(
     model: Any, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     """Before the draw, each request samples by itself; after it, those that were sampled together fail."""
     plain, calls = vars(_Batch)[part], 0
 
-    def fail(*given: Any) -> Any:
+    def fail(batch: _Batch, *given: Any) -> Any:
         nonlocal calls
-        calls += 1
+        calls += len(batch.tasks) == 3
         if calls == 4:
+            calls += 1
             raise torch.OutOfMemoryError("injected")
-        return getattr(plain, "__func__", plain)(*given)
+        return plain(batch, *given)
 
     settings = {"generation_mode": "shared_prefix", "do_sample": True, "max_new_tokens": 10, "eos_token_id": -1}
     prompt = torch.arange(40, 50)
     expected = [model.generate(prompt[None], seed=seed, **settings)[0].tolist() for seed in range(3)]
-    monkeypatch.setattr(_Batch, part, staticmethod(fail) if isinstance(plain, staticmethod) else fail)
+    monkeypatch.setattr(_Batch, part, fail)
     with Engine(model) as engine:
         handles = [engine.submit(prompt, seed=seed, **settings) for seed in range(3)]
         for handle, tokens in zip(handles, expected, strict=True):
-            if part == "_process":
+            if part == "_logits":
                 assert handle.result(600).sequences[0].tolist() == tokens
             else:
                 with pytest.raises(torch.OutOfMemoryError):

@@ -30,9 +30,9 @@ pytest.importorskip("greenlet")
 from hf_parallel import enable  # noqa: E402
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine import engine as engine_module  # noqa: E402
-from hf_parallel.generation import joint_sampling  # noqa: E402
-from hf_parallel.generation.joint_sampling import SamplingTask, sample_jointly  # noqa: E402
-from hf_parallel.generation.sampling import Sampler  # noqa: E402
+from hf_parallel.generation import sampling  # noqa: E402
+from hf_parallel.generation.row_processors import RowProcessors  # noqa: E402
+from hf_parallel.generation.sampling import Sampler, SamplingTask, sample_together  # noqa: E402
 from hf_parallel.generation.token_table import TokenTable  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,9 +85,23 @@ def random_sampler(rng: random.Random) -> Sampler:
     criteria = StoppingCriteriaList([EosTokenCriteria(EOS), MaxLengthCriteria(length + rng.randint(1, 4))])
     generator = torch.Generator().manual_seed(rng.randrange(100))
     sampler = Sampler(call, TokenTable(prompts, 0, 8), criteria, rng.choice([rng.randrange(100), generator]))
+    sampler.given = call.logits_processor
     if count > 1 and rng.random() < 0.5:  # rows of unequal length
         sampler.append([0], [rng.randrange(VOCABULARY)])
     return sampler
+
+
+def stock_distribution(sampler: Any, rows: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Return what the processors of Transformers make of the logits of each row."""
+    found = []
+    for row, scores in zip(rows, logits[:, None], strict=True):
+        for processor in copy.deepcopy(sampler.given):
+            if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+                processor.prompt_ignore_length = ignored[row : row + 1]
+            scores = processor(sampler.table.ids[row : row + 1, : sampler.table.lengths[row]], scores)
+        found.append(scores)
+    scores = torch.cat(found)
+    return scores.softmax(dim=-1) if sampler.do_sample else scores
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -102,8 +116,10 @@ def test_calls_that_sample_together_get_the_tokens_and_scores_of_each_alone(seed
             logits = 3 * torch.randn(len(rows), VOCABULARY, generator=generator)
             logits = (2 * logits).round() / 2 if rng.random() < 0.5 else logits  # with ties
             tasks.append(SamplingTask(together, rows, logits, True))
+            processed = copy.deepcopy(by_itself).distribution(rows, logits.clone())
+            assert torch.equal(processed, stock_distribution(by_itself, rows, logits))
             expected.append(by_itself.sample(rows, logits.clone(), True))
-        for task, found, one in zip(tasks, sample_jointly(tasks), expected, strict=True):
+        for task, found, one in zip(tasks, sample_together(tasks), expected, strict=True):
             assert not isinstance(found, Exception)
             assert found.read() == one.read()
             assert torch.equal(found.tokens, one.tokens)
@@ -134,8 +150,8 @@ def test_requests_of_different_settings_sample_together(monkeypatch: pytest.Monk
     model = enable(copy.deepcopy(tiny.build("llama")))
     prompts = tiny.make_prompts([5, 9, 5, 7, 5, 6])
     joined: list[int] = []
-    sample = joint_sampling._Batch.sample
-    monkeypatch.setattr(joint_sampling._Batch, "sample", lambda batch: joined.append(len(batch.tasks)) or sample(batch))
+    sample = sampling._Batch.sample
+    monkeypatch.setattr(sampling._Batch, "sample", lambda batch: joined.append(len(batch.tasks)) or sample(batch))
     given = [{"max_new_tokens": 8, **settings} for settings in SETTINGS]
     with Engine(model) as engine:
         handles = [engine.submit(prompt, **one) for prompt, one in zip(prompts, given, strict=True)]
@@ -175,9 +191,9 @@ def test_a_processor_that_raises_ends_its_request_alone() -> None:
 def test_rows_that_cannot_be_drawn_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     samplers = [random_sampler(random.Random(seed)) for seed in range(3)]
     for sampler in samplers:
-        sampler.processors, sampler.do_sample = [], True
+        sampler.processors, sampler.do_sample = RowProcessors([], sampler.table), True
     logits = [torch.zeros(sampler.num_rows, VOCABULARY) for sampler in samplers]
     logits[1][:] = -torch.inf
     tasks = [SamplingTask(s, range(s.num_rows), one, False) for s, one in zip(samplers, logits, strict=True)]
-    assert [isinstance(result, Exception) for result in sample_jointly(tasks)] == [False, True, False]
-    assert engine_module.sample_jointly is sample_jointly
+    assert [isinstance(result, Exception) for result in sample_together(tasks)] == [False, True, False]
+    assert engine_module.sample_together is sample_together

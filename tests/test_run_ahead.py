@@ -18,7 +18,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
 from hf_parallel.cache import base, batch, pool
-from hf_parallel.generation import ahead, decode, executor, joint_sampling, runner, sampling, token_table
+from hf_parallel.generation import ahead, decode, executor, row_processors, runner, sampling, token_table, warpers
+from hf_parallel.kernels import HostCopy
 from hf_parallel.models import cuda_graph
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,18 +115,19 @@ class Events(TorchDispatchMode, BaseStreamer):
 
     def __enter__(self) -> Events:
         self._hook = self.model.register_forward_pre_hook(lambda *_: self.events.append("pass"))
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(sampling, "HostCopy", lambda tensor: self.events.append("copy") or HostCopy(tensor))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._hook.remove()
+        self._patch.undo()
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in SYNCHRONIZING:
             self.events.append("wait")
-        elif name == "stack" and len(args[0]) == 2 and args[0][0].dtype == torch.int64:  # tokens, ended
-            self.events.append("copy")
         return func(*args, **(kwargs or {}))
 
     def put(self, value: torch.Tensor) -> None:
@@ -173,7 +175,6 @@ MAY_WAIT = {
     "read",
     "values",
     "record_truncated",
-    "_for_rows",
     "end_tokens",
     "reorder_cache",
     "batch_select_indices",
@@ -186,7 +187,8 @@ MAY_WAIT = {
 
 
 @pytest.mark.parametrize(
-    "module", [ahead, base, batch, cuda_graph, decode, executor, joint_sampling, pool, runner, sampling, token_table]
+    "module",
+    [ahead, base, batch, cuda_graph, decode, executor, pool, row_processors, runner, sampling, token_table, warpers],
 )
 def test_no_other_function_of_the_decode_path_copies_to_the_host(module: Any) -> None:
     tree = ast.parse(inspect.getsource(module))

@@ -58,14 +58,14 @@ def enabled(name: str = "llama") -> Any:
 def computed_logits() -> Iterator[list[torch.Tensor]]:
     """Collect the logits from which tokens are sampled, in the model's dtype, unlike `output.logits`."""
     computed: list[torch.Tensor] = []
-    plain = Sampler.distribution
+    plain = Sampler.sample
 
-    def spy(sampler: Sampler, rows: Any, logits: torch.Tensor) -> torch.Tensor:
+    def spy(sampler: Sampler, rows: Any, logits: torch.Tensor, with_log_probs: bool) -> Any:
         computed.append(logits)
-        return plain(sampler, rows, logits)
+        return plain(sampler, rows, logits, with_log_probs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sampler, "distribution", spy)
+        patch.setattr(Sampler, "sample", spy)
         yield computed
 
 

@@ -29,8 +29,8 @@ from hf_parallel.engine.stats import EngineStats, Work, engine_stats
 from hf_parallel.engine.storage import KVStorage, WeightsChangedError
 from hf_parallel.generation.claim import ENGINE_OPEN, Claim
 from hf_parallel.generation.enabled import enabled
-from hf_parallel.generation.joint_sampling import sample_jointly
 from hf_parallel.generation.mixin import enable, unwrap
+from hf_parallel.generation.sampling import sample_together
 from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.attention import gradient_checkpointing_disabled
 from hf_parallel.models.cached_model import CachedModel
@@ -426,7 +426,7 @@ class Engine:
         has_sampled = False
         while waiting := {r: r.sampling for r in self._scheduler.running if r.sampling is not None}:
             began = time.perf_counter()
-            sampled = sample_jointly(list(waiting.values()))
+            sampled = sample_together(list(waiting.values()))
             self._work.request_seconds += time.perf_counter() - began
             for request, result in zip(waiting, sampled, strict=True):
                 request.sampling = None

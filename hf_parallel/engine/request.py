@@ -28,8 +28,7 @@ from hf_parallel.engine.passes import JoinedPasses, PendingPass
 from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig
-from hf_parallel.generation.joint_sampling import SamplingTask
-from hf_parallel.generation.sampling import Sampled, Sampler
+from hf_parallel.generation.sampling import Sampled, Sampler, SamplingTask
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.cached_model import PREFILL_CHUNK

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, StoppingCriteria
+from transformers import (
+    LogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    SuppressTokensLogitsProcessor,
+)
+
+from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.kernels import to_device
 
 _BATCH_DEPENDENT = (
     "EncoderNoRepeatNGramLogitsProcessor",
@@ -18,21 +30,24 @@ _STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuid
 
 
 class MinLengthProcessor(LogitsProcessor):
-    """Suppresses the end-of-sequence tokens until a row has `min_length` tokens, prompt included.
+    """Suppresses tokens until a row has `min_length` tokens, prompt included.
 
-    Equivalent to `MinLengthLogitsProcessor` and `MinNewTokensLengthLogitsProcessor`, which search the whole vocabulary
-    for these tokens at every step; that costs more than the rest of a replayed step.
+    Equivalent to `MinLengthLogitsProcessor`, `MinNewTokensLengthLogitsProcessor` and, without end, to
+    `SuppressTokensLogitsProcessor`. They search the whole vocabulary for these tokens at every step; that costs more
+    than the rest of a replayed step.
     """
 
     keeps_rows = False
 
     @classmethod
     def convert(cls, processor: LogitsProcessor) -> LogitsProcessor:
-        """Return the equivalent of one of the two processors of Transformers; return any other unchanged."""
+        """Return the equivalent of one of the three processors of Transformers; return any other unchanged."""
         if type(processor) is MinLengthLogitsProcessor:
             return cls(processor.min_length, processor.eos_token_id)
         if type(processor) is MinNewTokensLengthLogitsProcessor:
             return cls(processor.prompt_length_to_skip + processor.min_new_tokens, processor.eos_token_id)
+        if type(processor) is SuppressTokensLogitsProcessor:
+            return cls(sys.maxsize, processor.suppress_tokens)
         return processor
 
     def __init__(self, min_length: int, eos_token_id: torch.Tensor) -> None:
@@ -47,13 +62,40 @@ class MinLengthProcessor(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[-1] >= self.min_length:
             return scores
+        return scores.index_fill(-1, self.indices(scores), -torch.inf)
+
+    def indices(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the tokens that are in the vocabulary of `scores`, int64 `[n]` on the device."""
         vocabulary = scores.shape[-1]
         indices = self._indices
         if indices is None or indices[0] != vocabulary:
             tokens = [token for token in self.eos_token_ids if 0 <= token < vocabulary]
             # A blocking copy, as prefetch calls the processor on another CUDA stream.
             indices = self._indices = vocabulary, torch.tensor(tokens, dtype=torch.int64, device=scores.device)
-        return scores.index_fill(-1, indices[1], -torch.inf)
+        return indices[1]
+
+
+class RowPenalty(LogitsProcessor):
+    """Repetition penalty on the tokens of a row in `table`, from index `ignored[row]` on."""
+
+    keeps_rows = False
+
+    def __init__(self, processor: RepetitionPenaltyLogitsProcessor, table: TokenTable) -> None:
+        self.penalty, self.table, count = processor.penalty, table, len(table.lengths)
+        ignored = processor.prompt_ignore_length
+        if isinstance(ignored, torch.Tensor):  # one number per prompt
+            self.ignored = ignored.cpu()[torch.arange(count) * len(ignored) // count].tolist()
+        else:
+            self.ignored = [ignored or 0] * count
+
+    def tokens(self, rows: Sequence[int], filler: int) -> torch.Tensor:
+        """Return the tokens of rows, `int64 [len(rows), longest]`, with `filler` in the place of others."""
+        ids, lengths = self.table.left_padded(rows), self.table.lengths
+        begins = [self.ignored[row] + ids.shape[1] - lengths[row] for row in rows]
+        if any(begins):
+            columns = torch.arange(ids.shape[1], device=ids.device)
+            ids = ids.masked_fill(columns < to_device(begins, ids.device)[:, None], filler)
+        return ids
 
 
 class PerPromptProcessor(LogitsProcessor):

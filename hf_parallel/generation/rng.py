@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -29,16 +29,16 @@ Candidates: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Tokens `int [n]` and their probabilities `float32 [n]`. Others have the probability 0."""
 
 
+class CannotDrawError(RuntimeError):
+    """Raised before any generator has advanced."""
+
+
 class RowRNG:
     """Random number generator of one row: a seed, or the caller's generator on the device where tokens are sampled."""
 
     def __init__(self, source: int | torch.Generator) -> None:
         self._source, self._count = source, 0
-
-    @property
-    def is_own(self) -> bool:
-        """Whether no other row shares the source."""
-        return not isinstance(self._source, torch.Generator)
+        self.is_own = not isinstance(source, torch.Generator)  # no other row shares it
 
     def next(self) -> int | torch.Generator:
         """Return the RNG key of the next token and advance; or the caller's generator."""
@@ -65,14 +65,17 @@ class RowRNG:
         return [RowRNG(mix(seed, number + 1)) for number in range(count)]
 
 
-def make_rngs(seed: Any, num_rows: int) -> list[RowRNG] | None:
-    """Return one generator per row, or None for PyTorch's global generator; `seed` as in `ParallelConfig`, or a list
-    of `RowRNG`."""
+Seed: TypeAlias = "int | torch.Generator | RowRNG | Sequence[int | torch.Generator | RowRNG] | None"
+"""`seed` of `ParallelConfig`, or RNGs of other rows that rows continue."""
+
+
+def make_rngs(seed: Seed, num_rows: int) -> list[RowRNG] | None:
+    """Return one generator per row, or None for PyTorch's global generator."""
     if seed is None:
         return None
     if isinstance(seed, torch.Generator | RowRNG):
         seed = [seed] * num_rows
-    elif not isinstance(seed, list | tuple):
+    elif not isinstance(seed, Sequence):
         seed = [mix(int(seed), row) for row in range(num_rows)]
     if len(seed) != num_rows:
         raise ValueError(f"seed must have one entry per row ({num_rows}), got {len(seed)}")
@@ -96,13 +99,23 @@ def next_keys(rngs: Sequence[RowRNG], device: torch.device) -> torch.Tensor:
 
 def check_drawn(flags: Sequence[int]) -> None:
     """Raise a `RuntimeError` if `hf_parallel.kernels.sampling.sample` has marked a row."""
-    if any(flag >= _INVALID for flag in flags):
+    if max(flags) >= _INVALID:
         rows = [row for row, flag in enumerate(flags) if flag >= _INVALID]
         raise RuntimeError(f"cannot draw: the probabilities of rows {rows} are not finite, or all are zero")
 
 
 def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
-    """Sample one token for each row, `int64 [rows]`, from `probs`, `float32 [rows, vocabulary]`."""
+    """Sample one token for each row, `int64 [rows]`, from `probs`, `float32 [rows, vocabulary]`.
+
+    Raises
+    ------
+    CannotDrawError
+        If the highest probability of a row is zero or not finite. Only on the CPU, without the Triton backend.
+    """
+    if probs.device.type == "cpu" and not can_race(probs.device):
+        best = probs.detach().numpy().max(axis=-1)
+        if not ((best > 0) & (best < np.inf)).all():
+            raise CannotDrawError(f"cannot draw: the highest probabilities of the rows are {best.tolist()}")
     if all(rng.is_own for rng in rngs):
         return _race(probs, next_keys(rngs, probs.device))
     sources = [rng.next() for rng in rngs]
@@ -130,11 +143,8 @@ def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return (probs / exponential_noise(keys[:, None], _arange(probs.shape[1], probs.device))).argmax(dim=-1)
     # In NumPy, row by row: waking a second thread for a row takes longer than the work.
     rates = probs.detach().numpy()
-    best = rates.max(axis=-1)
-    if not ((best > 0) & (best < np.inf)).all():
-        raise RuntimeError(f"cannot draw: the highest probabilities of the rows are {best.tolist()}")
     winners = []
-    for row, threshold, key in zip(rates, best * np.float32(_NEGLIGIBLE), keys.tolist(), strict=True):
+    for row, threshold, key in zip(rates, rates.max(axis=-1) * np.float32(_NEGLIGIBLE), keys.tolist(), strict=True):
         tokens = np.flatnonzero(row > threshold)
         winners.append(_winner(tokens, row[tokens], key))
     return torch.tensor(winners, dtype=torch.int64)

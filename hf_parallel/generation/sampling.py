@@ -1,79 +1,84 @@
-"""Sampler: from logits to tokens, with `generate`'s own processors and criteria over rows of unequal length."""
+"""Sampler: from logits to tokens, with `generate`'s own processors and criteria over rows of unequal length.
+
+Rows of several calls are sampled at once, whatever their settings, and get the tokens that each would get alone.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
+from typing import TypeAlias
 
 import torch
-from transformers import (
-    EosTokenCriteria,
-    LogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
-)
+from transformers import StoppingCriteriaList
 
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.criteria import RowCriteria
 from hf_parallel.generation.log_probs import Drawn, LogProbs, TopLogProbs, model_log_probs
-from hf_parallel.generation.processors import MinLengthProcessor, check_signature, is_stateful, needs_batch
-from hf_parallel.generation.rng import Candidates, check_drawn, draw, draw_among_each, make_rngs, next_keys
+from hf_parallel.generation.processors import is_stateful
+from hf_parallel.generation.rng import (
+    Candidates,
+    CannotDrawError,
+    RowRNG,
+    Seed,
+    check_drawn,
+    draw,
+    draw_among_each,
+    make_rngs,
+    next_keys,
+)
+from hf_parallel.generation.row_processors import RowProcessors, Rows, process
 from hf_parallel.generation.token_table import TokenTable
-from hf_parallel.generation.warpers import split_warpers
 from hf_parallel.kernels import HostCopy, to_device
 from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, sample
+
+Read: TypeAlias = Callable[[], tuple[list[int], list[bool]]]
+"""Returns sampled tokens, and whether rows have ended. The only point at which a decode step waits for the device; it
+does not wait for work that was queued later. Raises a `RuntimeError` if a row cannot be drawn."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """Sampled tokens `int64 [rows]` on the device, and their log-probabilities if requested.
-
-    `read` returns tokens and whether rows have ended. It does not wait for work that was queued later.
-    """
+    """Sampled tokens `int64 [rows]` on the device, and their log-probabilities if requested."""
 
     tokens: torch.Tensor
     log_probs: LogProbs | None
-    read: Callable[[], tuple[list[int], list[bool]]]
+    read: Read
 
 
 class Sampler:
     """Samples the next token of each active row and detects rows that have ended.
 
-    Processors and criteria of Transformers receive the active rows only, in groups of equal length. Others may keep
-    state per row. Unless their attribute `keeps_rows` is False, all processors (or criteria) receive the whole batch at
-    every step, as under `generate`. But criteria then receive active rows of unequal length one at a time.
+    Processors and criteria of Transformers receive the active rows only. Those of the caller may keep state per row:
+    unless their attribute `keeps_rows` is False, they receive the whole batch at every step, as under `generate`. But
+    criteria then receive active rows of unequal length one at a time.
     `scores` and `logits`, lists of `[rows, vocabulary]`, are as `generate` returns them; None unless requested.
     """
 
     def __init__(
-        self, call: GenerationCall, table: TokenTable, criteria: StoppingCriteriaList, seed: Any = None
+        self, call: GenerationCall, table: TokenTable, criteria: StoppingCriteriaList, seed: Seed = None
     ) -> None:
         config = call.generation_config
         self.table, self.criteria = table, criteria
+        self.ends = RowCriteria(criteria, table)
         self.do_sample = bool(config.do_sample)
         self.rngs = make_rngs(seed, self.num_rows)  # by row; None: PyTorch's global generator
-        self.rows: Sequence[int] = ()  # being sampled, for processors that depend on them
         self.top_log_probs = [p for p in call.logits_processor if isinstance(p, TopLogProbs)]
-        given = [p for p in call.logits_processor if not isinstance(p, TopLogProbs)]
-        self.processors = [self._for_rows(MinLengthProcessor.convert(p)) for p in given]
-        for processor in self.processors:
-            check_signature(processor)
-        self.is_stateful = any(is_stateful(helper) for helper in (*self.processors, *criteria))
-        self._processors_need_batch = any(needs_batch(processor) for processor in self.processors)
-        self._criteria_need_batch = any(needs_batch(criterion) for criterion in criteria)
+        given = (p for p in call.logits_processor if not isinstance(p, TopLogProbs))
+        self.processors = RowProcessors(given, table)
+        self.is_stateful = self.processors.is_stateful or any(map(is_stateful, criteria))
         returned = config.return_dict_in_generate
         self.returns_log_probs = bool(returned or self.top_log_probs)
         self.scores: list[torch.Tensor] | None = [] if returned and config.output_scores else None
         self.logits: list[torch.Tensor] | None = [] if returned and config.output_logits else None
         self.drawn: list[Drawn] = []  # sampled tokens with log-probabilities
-        self._draws: dict[int, int] = {}  # number of tokens sampled, by row
+        self._draws = [0] * self.num_rows  # number of tokens sampled, by row
 
     @property
     def stays_on_device(self) -> bool:
         """Whether sampling runs no code from outside Transformers, which might read tokens on the host."""
-        return not (self._processors_need_batch or self._criteria_need_batch)
+        return not (self.processors.needs_batch or self.ends.needs_batch)
 
     @property
     def is_order_independent(self) -> bool:
@@ -94,12 +99,9 @@ class Sampler:
         """Append `count` copies of a row, with RNGs derived from the row's; return their indices."""
         if self.rngs is not None:
             self.rngs += self.rngs[row].fork(count)
-        new = self.table.fork(row, count)
-        for processor in self.processors:
-            if isinstance(processor, RowPenaltyProcessor):
-                processor.padding += [processor.padding[row]] * count
-        self._draws |= dict.fromkeys(new, self._draws.get(row, 0))
-        return new
+        self.processors.fork(row, count)
+        self._draws += [self._draws[row]] * count
+        return self.table.fork(row, count)
 
     def add_row(self, length: int, draws: int) -> int:
         """Append a copy of the last row, cut to `length` tokens. It has its own RNG; its `scores` begin at `draws`."""
@@ -110,91 +112,47 @@ class Sampler:
 
     def sample(self, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:
         """Sample one token for each row, given their logits `[len(rows), vocabulary]`, and append it to the table."""
-        device = self.table.ids.device
-        may_fuse = self.do_sample and self.scores is None and can_race(device)
-        if may_fuse and (self.rngs is None or all(self.rngs[row].is_own for row in rows)):
-            head, warpers = split_warpers(self.processors)
-            if can_sample(device, [warpers], len(rows)):
-                return self._sample_from_scores(rows, logits, head, warpers, with_log_probs)
-        if self.do_sample or self.processors or self.scores is not None:
-            distribution = self.distribution(rows, logits)
-        else:  # without a copy
-            distribution = logits.to(device)
-            self._record(self.logits, rows, logits)
-        tokens, ended = self.draw(rows, distribution)
-        log_probs, sampling = None, None
-        if with_log_probs:
-            if self.do_sample:
-                sampling = distribution.gather(1, tokens[:, None]).squeeze(1).log()
-            elif self.processors:
-                sampling, _ = model_log_probs(distribution, tokens)
-            log_probs = self.log_probs(logits, tokens, sampling)
-        return Sampled(tokens, log_probs, partial(self.read, self.fetch(tokens, ended)))
-
-    def _sample_from_scores(
-        self, rows: Sequence[int], logits: torch.Tensor, head: Sequence[Any], warpers: Warpers, with_log_probs: bool
-    ) -> Sampled:
-        """Apply the processors before the last warpers; one operation applies these and draws."""
-        self.rows = rows
-        scores = self._process(rows, self._copy(logits), head) if head else logits.to(self.table.ids.device)
-        self._record(self.logits, rows, logits)
-        keys = None if self.rngs is None else next_keys([self.rngs[row] for row in rows], scores.device)
-        drawn, probs = sample(scores, warpers, keys)
-        self.append_drawn(rows, drawn[0])
-        drawn[1] += self.ended(rows)
-        log_probs = self.log_probs(logits, drawn[0], probs.log()) if with_log_probs else None
-        return Sampled(drawn[0], log_probs, partial(self.read, HostCopy(drawn)))
+        (sampled,) = _Batch([SamplingTask(self, rows, logits, with_log_probs)]).sample()
+        return sampled
 
     def distribution(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Return probabilities `float32 [len(rows), vocabulary]`, or scores under greedy decoding, from logits of rows
         in ascending order."""
-        self.rows = rows
-        scores = self._process(rows, self._copy(logits))
+        scores = process(logits.to(self.table.ids.device), [Rows(self.processors, rows)])
         self.record_scores(rows, logits, scores)
-        return scores.softmax(dim=-1, dtype=torch.float32) if self.do_sample else scores
+        return _softmax(scores) if self.do_sample else scores
 
     def distribution_ahead(self, logits: torch.Tensor, length: int) -> torch.Tensor:
         """Return the probabilities `[vocabulary]` for a row of `length` tokens, given logits `[vocabulary]`.
         Requires processors that do not depend on the tokens. Thread-safe."""
-        ids = self.table.ids.new_zeros(1, 1).expand(1, length)
-        return self._apply(ids, self._copy(logits[None]), self.processors)[0].softmax(dim=-1, dtype=torch.float32)
+        scores = logits[None].to(copy=True, dtype=torch.float32, device=self.table.ids.device)
+        return _softmax(self.processors.ahead(scores, length))[0]
 
-    def draw(
-        self, rows: Sequence[int], distribution: torch.Tensor | Sequence[Candidates]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample one token for each row and append it to the table; `Candidates` if rows have RNGs of their own.
-
-        Return tokens `int64 [len(rows)]` and whether rows have ended, `bool [len(rows)]`, on the device; see `fetch`.
-        """
+    def draw(self, rows: Sequence[int], distribution: torch.Tensor | Sequence[Candidates]) -> Read:
+        """Sample one token for each row and append it to the table; `Candidates` if rows have RNGs of their own."""
         if not isinstance(distribution, torch.Tensor):
-            assert self.rngs is not None, "rows have RNGs of their own"
-            tokens = draw_among_each(distribution, [self.rngs[row] for row in rows])
+            tokens = draw_among_each(distribution, self.rngs_of(rows))
         elif not self.do_sample:
             tokens = distribution.argmax(dim=-1)
         elif self.rngs is None:
             tokens = torch.multinomial(distribution, num_samples=1).squeeze(1)
         else:
-            tokens = draw(distribution, [self.rngs[row] for row in rows])
-        self.append_drawn(rows, tokens)
-        return tokens, self.ended(rows)
+            tokens = draw(distribution, self.rngs_of(rows))
+        return self._finish(rows, tokens)
 
-    def append_drawn(self, rows: Sequence[int], tokens: torch.Tensor) -> None:
-        """Append one token `int64 [len(rows)]` to each row, for which its RNG has advanced."""
-        self.table.append(rows, tokens)
-        self._count(rows)
-
-    @cached_property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a row."""
-        ends = [c.eos_token_id.flatten().tolist() for c in self.criteria if isinstance(c, EosTokenCriteria)]
-        return frozenset(token for tokens in ends for token in tokens)
+    def append(self, rows: Sequence[int], tokens: Sequence[int]) -> Read:
+        """Append one given token to each row, and advance its RNG as if the token had been sampled."""
+        if self.rngs is not None and self.do_sample:
+            for row in rows:
+                self.rngs[row].skip()
+        return self._finish(rows, to_device(tokens, self.table.ids.device))
 
     def log_probs(self, logits: torch.Tensor, tokens: torch.Tensor, sampling: torch.Tensor | None = None) -> LogProbs:
         """Return the log-probabilities of tokens int64 `[n]`, given unprocessed logits `[n, vocabulary]`.
 
         `sampling` is that of `LogProbs`; None: it equals `LogProbs.model`.
         """
-        top = max((one.top for one in self.top_log_probs), default=0)
+        top = max([one.top for one in self.top_log_probs]) if self.top_log_probs else 0
         if sampling is not None and not self.processors and not top:
             return LogProbs(sampling, sampling)
         model, most = model_log_probs(logits, tokens, top)
@@ -202,122 +160,58 @@ class Sampler:
 
     def add_drawn(self, rows: list[int], output_rows: list[int], log_probs: LogProbs) -> None:
         """Keep the log-probabilities of the last token of each row; `output_rows` are the numbers for streamers."""
-        columns = [self.table.lengths[row] - 1 for row in rows]
-        self.drawn.append(Drawn(rows, columns, [self._draws.get(row, 1) - 1 for row in rows], log_probs))
+        columns, draws = [], []
+        for row in rows:
+            columns.append(self.table.lengths[row] - 1)
+            draws.append(self._draws[row] - 1)
+        self.drawn.append(Drawn(rows, columns, draws, log_probs))
         for collector in self.top_log_probs:
             collector.add(output_rows, log_probs)
 
-    @staticmethod
-    def fetch(tokens: torch.Tensor, ended: torch.Tensor) -> HostCopy:
-        """Start to copy sampled tokens to the host; `read` does not wait for work that is queued later."""
-        return HostCopy(torch.stack((tokens, ended.to(tokens.dtype))))
+    @property
+    def is_joint(self) -> bool:
+        """Whether it can sample together with other calls: row by row, and without a generator that they share."""
+        has_generators = self.rngs is not None or not self.do_sample
+        return has_generators and self.ends.is_row_wise and self.processors.is_row_wise
 
-    @staticmethod
-    def read(fetched: HostCopy) -> tuple[list[int], list[bool]]:
-        """Return tokens and ended flags. The only point at which a decode step waits for the device.
+    def can_fuse(self, rows: Sequence[int]) -> bool:
+        """Whether one operation may apply the last warpers and draw; scores that are returned need each warper."""
+        return self.scores is None and (self.rngs is None or all(self.rngs[row].is_own for row in rows))
 
-        Raises
-        ------
-        RuntimeError
-            If `sample` has marked a row.
+    def rngs_of(self, rows: Sequence[int]) -> list[RowRNG]:
+        """Return the RNGs of rows, which are not PyTorch's global generator."""
+        assert self.rngs is not None, "rows have RNGs"
+        return [self.rngs[row] for row in rows]
+
+    def _finish(self, rows: Sequence[int], tokens: torch.Tensor) -> Read:
+        """Append tokens that rows have drawn."""
+        ended, full = self.append_drawn(rows, tokens)
+        host = HostCopy(tokens if ended is None else torch.stack((tokens, ended)))
+        return partial(_read, host, slice(None), ended is not None, self.ends.end_tokens, full)
+
+    def append_drawn(self, rows: Sequence[int], tokens: torch.Tensor) -> tuple[torch.Tensor | None, list[int]]:
+        """Append one token `int64 [len(rows)]` to each row, for which its RNG has advanced.
+
+        Return whether the criteria end each row, `int64 [len(rows)]`, or None if they are row-wise; and in this case
+        the indices of rows that have the maximum length.
         """
-        tokens, flags = fetched.tolist()
-        check_drawn(flags)
-        return tokens, [flag != 0 for flag in flags]
-
-    def append(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Append one given token to each row, and advance its RNG as if the token had been sampled."""
-        if self.rngs is not None and self.do_sample:
-            for row in rows:
-                self.rngs[row].skip()
-        self.append_drawn(rows, to_device(tokens, self.table.ids.device))
-
-    def _for_rows(self, processor: Any) -> Any:
-        padding = getattr(processor, "prompt_ignore_length", None)
-        if type(processor) is not RepetitionPenaltyLogitsProcessor or not isinstance(padding, torch.Tensor):
-            return processor
-        of_rows = torch.arange(self.num_rows) * len(padding) // self.num_rows  # row of the call with the same prompt
-        return RowPenaltyProcessor(processor, padding.cpu()[of_rows].tolist(), self)
-
-    def _copy(self, logits: torch.Tensor) -> torch.Tensor:  # as processors may write to their input
-        return logits.to(copy=True, dtype=torch.float32, device=self.table.ids.device)
-
-    def _process(
-        self, rows: Sequence[int], logits: torch.Tensor, processors: Sequence[Any] | None = None
-    ) -> torch.Tensor:
-        processors = self.processors if processors is None else processors
-        if not processors:
-            return logits
-        if not self._processors_need_batch:
-            lengths = [self.table.lengths[row] for row in rows]
-            if lengths.count(lengths[0]) == len(lengths):
-                return self._apply(self.table.left_padded(rows), logits, processors)
-            out = torch.empty_like(logits)
-            for same in _groups(lengths):
-                self.rows, index = [rows[i] for i in same], to_device(same, out.device)
-                out[index] = self._apply(self.table.left_padded(self.rows), logits[index], processors).to(out.dtype)
-            self.rows = rows
-            return out
-        if len(rows) == self.num_rows:
-            return self._apply(self.table.left_padded(rows), logits, processors)
-        index = self.table.index(rows)
-        batch = logits.new_zeros(self.num_rows, logits.shape[-1])
-        batch[index] = logits
-        return self._apply(self._whole_batch(rows), batch, processors)[index]
-
-    def _whole_batch(self, rows: Sequence[int]) -> torch.Tensor:
-        """Return the whole batch, padded on the right if `rows` are the longest of it, else on the left."""
-        longest = max(self.table.lengths)
-        if all(self.table.lengths[row] == longest for row in rows):
-            return self.table.ids[:, :longest]
-        return self.table.left_padded(range(self.num_rows))
-
-    @staticmethod
-    def _apply(ids: Any, scores: Any, processors: Sequence[Any]) -> torch.Tensor:
-        processed = scores
-        for processor in processors:  # `LogitsProcessorList` would inspect each signature at every step
-            processed = processor(ids, processed)
-        if not isinstance(processed, torch.Tensor) or processed.shape != scores.shape:
-            got = list(processed.shape) if isinstance(processed, torch.Tensor) else type(processed).__name__
-            raise ValueError(f"a logits_processor must return scores of the shape {list(scores.shape)}, got {got}")
-        return processed
-
-    def ended(self, rows: Sequence[int]) -> torch.Tensor:
-        """Return whether the criteria end each row, `bool [len(rows)]`."""
-        scores = None if self.scores is None else tuple(self.scores)  # as `generate` passes them
-        lengths = [self.table.lengths[row] for row in rows]
-        if len(set(lengths)) == 1:
-            if not self._criteria_need_batch:
-                return self._judge(self.table.left_padded(rows), scores)
-            return self._judge(self._whole_batch(rows), scores)[self.table.index(rows)]
-        ended = torch.empty(len(rows), dtype=torch.bool, device=self.table.ids.device)
-        for same in _groups(range(len(rows)) if self._criteria_need_batch else lengths):
-            index = to_device(same, ended.device)  # a list would be copied while the host waits
-            ended[index] = self._judge(self.table.left_padded([rows[i] for i in same]), scores)
-        return ended
-
-    def _judge(self, ids: torch.Tensor, scores: Any) -> torch.Tensor:
-        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        for criterion in self.criteria:
-            result: Any = criterion(ids, scores)
-            if isinstance(result, bool):
-                result = torch.full_like(ended, result)
-            if not isinstance(result, torch.Tensor) or result.shape not in ((), ended.shape):
-                got = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
-                raise ValueError(f"stopping_criteria must return one bool per row ({len(ids)}), got {got}")
-            ended = ended | result.bool()
-        return ended
+        self.table.append(rows, tokens)
+        for row in rows:
+            self._draws[row] += 1
+        if self.ends.is_row_wise:
+            return None, self.ends.full(rows)
+        return self.ends.ended(rows, None if self.scores is None else tuple(self.scores)).long(), []
 
     def record_scores(self, rows: Sequence[int], logits: torch.Tensor, scores: torch.Tensor) -> None:
         """Record logits and scores `[len(rows), vocabulary]` of the next tokens of rows, if requested."""
-        self._record(self.logits, rows, logits)
-        self._record(self.scores, rows, scores)
+        if self.logits is not None:
+            self._record(self.logits, rows, logits)
+        if self.scores is not None:
+            self._record(self.scores, rows, scores)
 
-    def _record(self, record: list[torch.Tensor] | None, rows: Sequence[int], values: torch.Tensor) -> None:
+    def _record(self, record: list[torch.Tensor], rows: Sequence[int], values: torch.Tensor) -> None:
         """Store values `[rows, vocabulary]` at index n for rows of n new tokens; rows without a value hold zeros."""
-        if record is None:
-            return
-        draws, values = [self._draws.get(row, 0) for row in rows], values.to(self.table.ids.device)
+        draws, values = [self._draws[row] for row in rows], values.to(self.table.ids.device)
         for step in sorted(set(draws)):
             while len(record) <= step:
                 record.append(values.new_zeros((self.num_rows, values.shape[-1]), dtype=torch.float32))
@@ -330,38 +224,189 @@ class Sampler:
                 of_rows, index = (to_device(numbers, values.device) for numbers in ([rows[i] for i in same], same))
                 record[step][of_rows] = values[index].float()
 
-    def _count(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self._draws[row] = self._draws.get(row, 0) + 1
+
+@dataclass(frozen=True, eq=False)
+class SamplingTask:
+    """The next token of rows of one call, whose logits are `[len(rows), vocabulary]`; see `Sampler.sample`."""
+
+    sampler: Sampler
+    rows: Sequence[int]
+    logits: torch.Tensor
+    with_log_probs: bool
 
 
-class RowPenaltyProcessor(LogitsProcessor):
-    """Repetition penalty that ignores each row's padding and can be applied to a subset of the rows.
-
-    Padding is replaced by the row's last token, which is penalized once, however often it occurs.
-    """
-
-    keeps_rows = False
-
-    def __init__(self, processor: RepetitionPenaltyLogitsProcessor, padding: list[int], sampler: Sampler) -> None:
-        self.processor, self.padding, self.sampler = copy.copy(processor), padding, sampler
-        self.processor.prompt_ignore_length = None
-        self._ends: tuple[list[int], torch.Tensor] = ([], torch.empty(0))  # on the device while they are unchanged
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        rows, lengths = self.sampler.rows, self.sampler.table.lengths
-        rows = rows if len(rows) == len(scores) else range(len(scores))
-        padding = [self.padding[row] + max(0, input_ids.shape[1] - lengths[row]) for row in rows]
-        if any(padding):
-            if padding != self._ends[0]:
-                self._ends = padding, to_device(padding, input_ids.device)[:, None]
-            is_padding = torch.arange(input_ids.shape[1], device=input_ids.device) < self._ends[1]
-            input_ids = torch.where(is_padding, input_ids[:, -1:], input_ids)
-        return self.processor(input_ids, scores)
+def sample_together(tasks: Sequence[SamplingTask]) -> list[Sampled | BaseException]:
+    """Sample the next tokens of several calls. Return for each what was sampled, or the error that it raised."""
+    joint = [task for task in tasks if task.sampler.is_joint]
+    done: dict[SamplingTask, Sampled | BaseException] = {}
+    if len(joint) > 1:
+        try:
+            done.update(zip(joint, _Batch(joint).sample(), strict=True))
+        except CannotDrawError:  # no generator has advanced: each by itself, to find out which
+            pass
+        except Exception as error:  # generators may have advanced, so that no task can be repeated
+            done = dict.fromkeys(joint, error)
+    for task in tasks:
+        if task not in done:
+            try:
+                done[task] = task.sampler.sample(task.rows, task.logits, task.with_log_probs)
+            except BaseException as error:
+                done[task] = error
+    return [done[task] for task in tasks]
 
 
-def _groups(keys: Iterable[int]) -> list[list[int]]:
-    groups: dict[int, list[int]] = {}
-    for i, key in enumerate(keys):
-        groups.setdefault(key, []).append(i)
-    return list(groups.values())
+class _Batch:
+    """The rows of one call, or of several whose samplers are `is_joint`."""
+
+    def __init__(self, tasks: Sequence[SamplingTask]) -> None:
+        self.tasks, self.parts = tasks, []
+        self.device = tasks[0].sampler.table.ids.device
+        self.num_rows = 0
+        for task in tasks:
+            self.parts.append(slice(self.num_rows, self.num_rows + len(task.rows)))
+            self.num_rows += len(task.rows)
+
+    def sample(self) -> list[Sampled]:
+        """Sample and append one token for each row."""
+        drawing = [task for task in self.tasks if task.sampler.do_sample]
+        try:
+            fuse = bool(drawing) and self._can_fuse(drawing)
+            logits = self._logits()
+            calls = [Rows(t.sampler.processors, t.rows, fuse and t.sampler.do_sample) for t in self.tasks]
+            scores = process(logits, calls)
+        except Exception as error:  # such as out of memory, for all rows together
+            if len(self.tasks) == 1:
+                raise
+            raise CannotDrawError from error
+        marks, probs = None, None  # see `kernels.sampling.sample`
+        if len(drawing) == len(self.tasks):
+            tokens, marks, probs = self._draw(scores, drawing, fuse)
+        else:
+            tokens = scores.argmax(dim=-1)
+            if drawing:
+                index = self._index([task.sampler.do_sample for task in self.tasks])
+                tokens[index], some_marks, some_probs = self._draw(scores[index], drawing, fuse)
+                probs = torch.full_like(tokens, torch.nan, dtype=torch.float32).index_copy_(0, index, some_probs)
+                if some_marks is not None:
+                    marks = torch.zeros_like(tokens).index_copy_(0, index, some_marks)
+        log_probs = self._log_probs(logits, scores, tokens, probs)
+        return self._finish(logits, scores, tokens, marks, log_probs)
+
+    def _logits(self) -> torch.Tensor:
+        """Return the logits of all rows: without a copy if they are successive parts of one tensor."""
+        first = self.tasks[0].logits
+        if len(self.tasks) > 1:
+            storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
+            for task in self.tasks:
+                logits = task.logits
+                is_next = logits.storage_offset() == end and logits.is_contiguous() and logits.dtype == first.dtype
+                if not is_next or logits.untyped_storage().data_ptr() != storage:
+                    return torch.cat([task.logits.to(self.device) for task in self.tasks])
+                end += logits.numel()
+            first = first.as_strided((self.num_rows, first.shape[1]), (first.shape[1], 1))
+        return first.to(self.device)
+
+    def _can_fuse(self, drawing: Sequence[SamplingTask]) -> bool:
+        """Whether one operation applies the warpers of the tasks that draw, and draws."""
+        if not can_race(self.device) or not all(task.sampler.can_fuse(task.rows) for task in drawing):
+            return False
+        warpers = [task.sampler.processors.fused[1] for task in drawing]
+        return can_sample(self.device, warpers, sum(len(task.rows) for task in drawing))
+
+    def _draw(
+        self, scores: torch.Tensor, drawing: Sequence[SamplingTask], fuse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Return the tokens of the rows that draw, marks of those that cannot be drawn, and the tokens' probabilities;
+        see `kernels.sampling.sample`."""
+        rngs: list[RowRNG] = []
+        warpers: list[Warpers] = []
+        for task in drawing:
+            if task.sampler.rngs is not None:
+                rngs += task.sampler.rngs_of(task.rows)
+            if fuse:
+                warpers += [task.sampler.processors.fused[1]] * len(task.rows)
+        if fuse:
+            is_uniform = warpers.count(warpers[0]) == len(warpers)
+            keys = next_keys(rngs, self.device) if rngs else None
+            drawn, probs = sample(scores, warpers[0] if is_uniform else warpers, keys)
+            return drawn[0], drawn[1], probs
+        every = _softmax(scores)
+        tokens = draw(every, rngs) if rngs else torch.multinomial(every, num_samples=1).squeeze(1)
+        return tokens, None, every.gather(1, tokens[:, None]).squeeze(1)
+
+    def _log_probs(
+        self, logits: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None
+    ) -> list[LogProbs | None]:
+        """Return the log-probabilities of each task that requests them; `probs` are NaN for greedy rows."""
+        requested = [task.with_log_probs for task in self.tasks]
+        if True not in requested:
+            return [None] * len(requested)
+        sampling = None if probs is None else probs.log()
+        is_processed = [not task.sampler.do_sample and bool(task.sampler.processors) for task in self.tasks]
+        if True in is_processed:
+            index = self._index(is_processed)
+            sampling = torch.full_like(tokens, torch.nan, dtype=torch.float32) if sampling is None else sampling
+            sampling[index], _ = model_log_probs(scores[index], tokens[index])
+        if len(self.tasks) == 1:
+            return [self.tasks[0].sampler.log_probs(logits, tokens, sampling)]
+        model = sampling
+        if model is None or any(task.sampler.processors or not task.sampler.do_sample for task in self.tasks):
+            model, _ = model_log_probs(logits, tokens)
+        sampling = model if sampling is None else torch.where(sampling.isnan(), model, sampling)
+        found: list[LogProbs | None] = []
+        for task, part in zip(self.tasks, self.parts, strict=True):
+            if task.sampler.top_log_probs:
+                found.append(task.sampler.log_probs(logits[part], tokens[part], sampling[part]))
+            else:
+                found.append(LogProbs(model[part], sampling[part]) if task.with_log_probs else None)
+        return found
+
+    def _finish(
+        self,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        tokens: torch.Tensor,
+        marks: torch.Tensor | None,
+        log_probs: Sequence[LogProbs | None],
+    ) -> list[Sampled]:
+        """Append the tokens of all rows, and record their scores."""
+        fulls, ended = [], None
+        for task, part in zip(self.tasks, self.parts, strict=True):
+            task.sampler.record_scores(task.rows, logits[part], scores[part])
+            ended, full = task.sampler.append_drawn(task.rows, tokens[part])
+            fulls.append(full)
+        if ended is not None:  # of a call alone
+            marks = ended if marks is None else marks + ended
+        host = HostCopy(tokens if marks is None else torch.stack((tokens, marks)))
+        sampled = []
+        for task, part, full, own in zip(self.tasks, self.parts, fulls, log_probs, strict=True):
+            read = partial(_read, host, part, marks is not None, task.sampler.ends.end_tokens, full)
+            sampled.append(Sampled(tokens[part], own, read))
+        return sampled
+
+    def _index(self, flags: Sequence[bool]) -> torch.Tensor:
+        """Return the rows of some of the tasks."""
+        rows: list[int] = []
+        for flag, part in zip(flags, self.parts, strict=True):
+            rows += range(part.start, part.stop) if flag else ()
+        return to_device(rows, self.device)
+
+
+def _read(
+    host: HostCopy, part: slice, has_marks: bool, end_tokens: frozenset[int], full: Sequence[int]
+) -> tuple[list[int], list[bool]]:
+    """See `Read`."""
+    tokens, marks = host.values if has_marks else (host.values, ())
+    tokens = tokens[part]
+    ended = list(map(end_tokens.__contains__, tokens))
+    if has_marks:
+        check_drawn(marks[part])
+        for place, mark in enumerate(marks[part]):
+            ended[place] = ended[place] or mark != 0
+    for place in full:
+        ended[place] = True
+    return tokens, ended
+
+
+def _softmax(scores: torch.Tensor) -> torch.Tensor:
+    return scores.float().softmax(dim=-1)

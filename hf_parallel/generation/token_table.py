@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -32,13 +32,18 @@ class TokenTable:
 
     def append(self, rows: Sequence[int], tokens: torch.Tensor) -> None:
         """Append one token `int64 [len(rows)]` to each of `rows`."""
-        self._reserve(max(self.lengths[row] for row in rows) + 1)
-        lengths = [self.lengths[row] for row in rows]
-        if lengths.count(lengths[0]) == len(lengths):
-            column = self.ids[:, lengths[0]]
-            column[slice(None) if len(rows) == len(self.lengths) else self.index(rows)] = tokens
-        else:
+        lengths = []
+        for row in rows:
+            lengths.append(self.lengths[row])
+        longest = max(lengths)
+        if longest >= self.ids.shape[1]:
+            self._reserve(longest + 1)
+        if min(lengths) < longest:
             self.ids[self.index(rows), to_device(lengths, self.ids.device)] = tokens
+        elif len(rows) == len(self.lengths):
+            self.ids[:, longest] = tokens
+        else:
+            self.ids[self.index(rows), longest] = tokens
         for row in rows:
             self.lengths[row] += 1
 
@@ -73,6 +78,13 @@ class TokenTable:
         column = torch.arange(longest, device=ids.device) - shift
         return ids.gather(1, column.clamp(min=0)).masked_fill(column < 0, self.pad_token_id)
 
+    def whole_batch(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return all rows, padded on the right if `rows` are the longest of them, else on the left."""
+        longest = max(self.lengths)
+        if all(self.lengths[row] == longest for row in rows):
+            return self.ids[:, :longest]
+        return self.left_padded(range(len(self.lengths)))
+
     def padded(self, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Return a copy of `rows` in their order (default: all), right-padded, as `generate` returns sequences."""
         if rows is None:
@@ -85,3 +97,11 @@ class TokenTable:
                 ids = self.ids.new_full((self.ids.shape[0], max(length, 2 * self.ids.shape[1])), self.pad_token_id)
                 ids[:, : self.ids.shape[1]] = self.ids
             self.ids = ids
+
+
+def group_by(keys: Iterable[int]) -> list[list[int]]:
+    """Return the indices of equal keys."""
+    groups: dict[int, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())

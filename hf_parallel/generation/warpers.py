@@ -1,40 +1,153 @@
-"""Warpers of Transformers that `hf_parallel.kernels.sampling` applies together with the draw."""
+"""Row-wise processors: those of Transformers that most calls use, for rows of any settings and lengths at once.
+
+Each returns the bits that the processor of Transformers returns for the row. `split_warpers` finds those that
+`hf_parallel.kernels.sampling` applies together with the draw.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from torch.nn import functional as F
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from hf_parallel.generation.processors import MinLengthProcessor, RowPenalty
+from hf_parallel.kernels import to_device
 from hf_parallel.kernels.sampling import Warpers
 
-ORDER: tuple[type, ...] = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-"""Order in which `generate` applies them."""
+
+class Step(NamedTuple):
+    """Processors of one class, one for each of n rows, with the rows' numbers in their tables and their lengths."""
+
+    processors: list[Any]
+    rows: list[int]
+    lengths: list[int]
 
 
-def is_plain(warper: Any) -> bool:
-    """Whether a top-k, top-p or min-p warper keeps at least one token and sets the others to minus infinity."""
-    return bool(warper.min_tokens_to_keep == 1 and warper.filter_value == -torch.inf)
+RowWise: TypeAlias = Callable[[torch.Tensor, Step], torch.Tensor]
+"""(scores float32 `[n, vocabulary]`, step) -> processed scores; may write to its input."""
 
 
-def split_warpers(processors: Sequence[Any]) -> tuple[list[Any], Warpers]:
+def penalize(scores: torch.Tensor, step: Step) -> torch.Tensor:
+    """Apply repetition penalties."""
+    rows_of: dict[RowPenalty, list[int]] = {}
+    for processor, row in zip(step.processors, step.rows, strict=True):
+        rows_of.setdefault(processor, []).append(row)
+    vocabulary, longest = scores.shape[1], max(step.lengths)
+    seen = [processor.tokens(rows, vocabulary) for processor, rows in rows_of.items()]
+    tokens = torch.cat([F.pad(ids, (longest - ids.shape[1], 0), value=vocabulary) for ids in seen])
+    tokens = tokens.clamp(max=vocabulary)
+    padded = F.pad(scores, (0, 1))  # for tokens that are ignored, or outside the output vocabulary
+    found, penalty = padded.gather(1, tokens), _setting([one.penalty for one in step.processors], scores.device)
+    found = torch.where(found < 0, found * penalty, _divide(found, penalty))
+    return padded.scatter_(1, tokens, found)[:, :-1]
+
+
+def suppress(scores: torch.Tensor, step: Step) -> torch.Tensor:
+    """Suppress the end tokens of rows that are too short."""
+    first = step.processors[0]
+    if step.processors.count(first) == len(step.processors) and max(step.lengths) < first.min_length:
+        return scores.index_fill_(1, first.indices(scores), -torch.inf)
+    places: list[int] = []
+    tokens: list[int] = []
+    for place, (processor, length) in enumerate(zip(step.processors, step.lengths, strict=True)):
+        if length < processor.min_length:
+            of_row = [token for token in processor.eos_token_ids if 0 <= token < scores.shape[1]]
+            places += [place] * len(of_row)
+            tokens += of_row
+    if places:
+        scores[to_device(places, scores.device), to_device(tokens, scores.device)] = -torch.inf
+    return scores
+
+
+def scale(scores: torch.Tensor, step: Step) -> torch.Tensor:
+    """Divide by the temperature."""
+    return _divide(scores, _setting([one.temperature for one in step.processors], scores.device))
+
+
+def keep_top_k(scores: torch.Tensor, step: Step) -> torch.Tensor:
+    """Keep the `top_k` highest scores, and those that equal the last of them."""
+    counts = [min(one.top_k, scores.shape[1]) for one in step.processors]
+    highest = torch.topk(scores, max(counts))[0]
+    if min(counts) == max(counts):
+        last = highest[:, -1:]
+    else:
+        last = highest.gather(1, to_device(counts, scores.device)[:, None] - 1)
+    return scores.masked_fill(scores < last, -torch.inf)
+
+
+def keep_top_p(scores: torch.Tensor, step: Step) -> torch.Tensor:
+    """Keep the most probable tokens of total probability `top_p`."""
+    ascending, order = torch.sort(scores, descending=False)
+    rest = _setting([1 - one.top_p for one in step.processors], scores.device)
+    removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= rest
+    removed[..., -1:] = False
+    return scores.masked_fill(removed.scatter(1, order, removed), -torch.inf)
+
+
+def keep_min_p(scores: torch.Tensor, step: Step) -> torch.Tensor:
+    """Keep tokens of at least `min_p` times the highest probability."""
+    probs = scores.softmax(dim=-1)
+    limit = _setting([one.min_p for one in step.processors], scores.device) * probs.amax(dim=-1, keepdim=True)
+    removed = (probs < limit).scatter_(-1, torch.topk(probs, 1, dim=-1).indices, False)
+    return scores.masked_fill(removed, -torch.inf)
+
+
+STAGES: dict[type, tuple[int, RowWise]] = {
+    RowPenalty: (0, penalize),
+    MinLengthProcessor: (1, suppress),
+    TemperatureLogitsWarper: (2, scale),
+    TopKLogitsWarper: (3, keep_top_k),
+    TopPLogitsWarper: (4, keep_top_p),
+    MinPLogitsWarper: (5, keep_min_p),
+}
+"""Number and function of each class, in the order in which `generate` applies them."""
+_WARPERS = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+
+
+def stage_of(processor: LogitsProcessor) -> tuple[int, RowWise] | None:
+    """Return number and function of a row-wise processor; None for any other."""
+    is_plain = getattr(processor, "min_tokens_to_keep", 1) == 1
+    is_plain = is_plain and getattr(processor, "filter_value", -torch.inf) == -torch.inf
+    return STAGES.get(type(processor)) if is_plain else None
+
+
+def split_warpers(processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsProcessor], Warpers]:
     """Return the processors before the last warpers, and the settings of these."""
-    settings: dict[str, Any] = {}
-    head, before = list(processors), len(ORDER)
-    while head and type(head[-1]) in ORDER[:before]:
-        warper = head[-1]
-        before = ORDER.index(type(warper))
-        if isinstance(warper, TemperatureLogitsWarper):
-            settings["temperature"] = warper.temperature
-        elif not is_plain(warper):
+    settings: dict[str, float] = {}
+    head, before = list(processors), len(STAGES)
+    while head and type(head[-1]) in _WARPERS:
+        stage = stage_of(head[-1])
+        if stage is None or stage[0] >= before:
             break
-        elif isinstance(warper, TopKLogitsWarper):
-            settings["top_k"] = warper.top_k
-        elif isinstance(warper, TopPLogitsWarper):
-            settings["top_p"] = warper.top_p
-        else:
-            settings["min_p"] = warper.min_p
-        head.pop()
-    return head, Warpers(**settings)
+        before, warper = stage[0], head.pop()
+        name = _WARPERS[type(warper)]
+        settings[name] = getattr(warper, name)
+    return head, Warpers(**settings)  # type: ignore[arg-type]  # `top_k` is an int
+
+
+def _setting(values: list[float], device: torch.device) -> float | torch.Tensor:
+    """Return the setting of all rows, or a column of those of each."""
+    if values.count(values[0]) == len(values):
+        return values[0]
+    return to_device(values, device, torch.float32)[:, None]
+
+
+def _divide(scores: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
+    """Divide rows as PyTorch divides by a number: on CUDA it multiplies by the inverse."""
+    if isinstance(divisor, torch.Tensor) and scores.device.type != "cpu":
+        return scores * divisor.reciprocal()
+    return scores / divisor

@@ -26,7 +26,7 @@ Not `eta_cutoff` and `typical_p`: they sum over the vocabulary, and rounding dep
 
 _PURE = (
     *_TRUNCATING,
-    *("InfNanRemoveLogitsProcessor", "LogitNormalization", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper"),
+    *("InfNanRemoveLogitsProcessor", "LogitNormalization", "TemperatureLogitsWarper"),
     MinLengthProcessor.__name__,
 )
 """Processors that depend on the logits and the number of tokens alone."""

@@ -147,12 +147,11 @@ class Replayer:
             if drawing:
                 if len(drawing) < len(undecided):
                     distribution = distribution[indices]
-                tokens, ended = self.sampler.read(self.sampler.fetch(*self.sampler.draw(drawing, distribution)))
+                tokens, ended = self.sampler.draw(drawing, distribution)()
                 sampled.update(zip(drawing, zip(tokens, ended, strict=True), strict=True))
         if kept:
             keeping = sorted(kept)
-            self.sampler.append(keeping, [kept[row] for row in keeping])
-            ended = self.sampler.ended(keeping).tolist()
+            _, ended = self.sampler.append(keeping, [kept[row] for row in keeping])()
             sampled.update((row, (kept[row], end)) for row, end in zip(keeping, ended, strict=True))
         tokens = [sampled[row][0] for row in rows]
         log_probs = self._log_probs(rows, tokens, logits) if self.sampler.returns_log_probs else None

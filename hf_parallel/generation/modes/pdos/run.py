@@ -259,7 +259,7 @@ class PDOSRun:
 
     def force_format(self, scores: torch.Tensor) -> torch.Tensor:
         """Forbid tokens that would break an open block, in scores `[rows, vocabulary]` of sampled rows or of all."""
-        rows = self.loop.sampler.rows
+        rows = self.loop.sampler.processors.rows
         masks: list[torch.Tensor | None] = []
         for row in rows if len(scores) == len(rows) else range(len(scores)):
             trunk = self.trunks[row] if row < len(self.trunks) else None

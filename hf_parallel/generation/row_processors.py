@@ -1,0 +1,165 @@
+"""RowProcessors: the logits processors of a call, over rows of unequal length; several calls apply theirs together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from hf_parallel.generation.processors import (
+    MinLengthProcessor,
+    RowPenalty,
+    check_signature,
+    is_stateful,
+    needs_batch,
+)
+from hf_parallel.generation.token_table import TokenTable, group_by
+from hf_parallel.generation.warpers import RowWise, Step, split_warpers, stage_of
+from hf_parallel.kernels import to_device
+from hf_parallel.kernels.sampling import Warpers
+
+Stage = tuple[tuple[int, int], RowWise | None, list[LogitsProcessor]]
+"""A row-wise processor, with its place in the order of `generate` and its function; or successive other processors."""
+_OTHERS = (-1, -1)
+
+
+class RowProcessors(list[LogitsProcessor]):
+    """Processors of the rows in a table, in their order.
+
+    Row-wise ones (`warpers.STAGES`) run over all rows at once. Others of Transformers receive `rows`, the active ones,
+    in groups of equal length. If one of the caller's may keep state per row, those that are not row-wise receive the
+    whole batch at every step, as under `generate`.
+    """
+
+    def __init__(self, given: Iterable[LogitsProcessor], table: TokenTable) -> None:
+        super().__init__()
+        self.table = table
+        self.rows: Sequence[int] = ()
+        for processor in given:
+            if type(processor) is RepetitionPenaltyLogitsProcessor:
+                self.append(RowPenalty(processor, table))
+            else:
+                check_signature(processor)
+                self.append(MinLengthProcessor.convert(processor))
+        self.needs_batch = any(needs_batch(processor) for processor in self)
+        self.is_stateful = any(is_stateful(processor) for processor in self)
+
+    def fork(self, row: int, count: int) -> None:
+        """Add `count` copies of a row."""
+        for processor in self:
+            if isinstance(processor, RowPenalty):
+                processor.ignored += [processor.ignored[row]] * count
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The processors by stage."""
+        stages: list[Stage] = []
+        for processor in self:
+            stage = stage_of(processor)
+            if stage is not None:
+                number, function = stage
+                place = sum(number == other for (other, _), *_ in stages)
+                stages.append(((number, place), function, [processor]))
+            elif stages and stages[-1][1] is None:
+                stages[-1][2].append(processor)
+            else:
+                stages.append((_OTHERS, None, [processor]))
+        return stages
+
+    @cached_property
+    def is_row_wise(self) -> bool:
+        """Whether all are row-wise, in the order of `generate`, so that they run together with those of other calls."""
+        places = [place for place, *_ in self.stages]
+        return places == sorted(places) and _OTHERS not in places
+
+    @cached_property
+    def fused(self) -> tuple[int, Warpers]:
+        """Number of stages before the last warpers, and the settings of these, which one operation applies."""
+        head, warpers = split_warpers(self)
+        return len(self.stages) - (len(self) - len(head)), warpers
+
+    def call(self, processors: Sequence[LogitsProcessor], rows: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
+        """Apply processors that are not row-wise."""
+        self.rows, table = rows, self.table
+        if not self.needs_batch:
+            groups = group_by(table.lengths[row] for row in rows)
+            if len(groups) == 1:
+                return _call(processors, table.left_padded(rows), scores)
+            out = torch.empty_like(scores)
+            for same in groups:
+                self.rows, index = [rows[i] for i in same], to_device(same, out.device)
+                out[index] = _call(processors, table.left_padded(self.rows), scores[index]).to(out.dtype)
+            self.rows = rows
+            return out
+        if len(rows) == len(table.lengths):
+            return _call(processors, table.left_padded(rows), scores)
+        index = table.index(rows)
+        batch = scores.new_zeros(len(table.lengths), scores.shape[-1])
+        batch[index] = scores
+        return _call(processors, table.whole_batch(rows), batch)[index]
+
+    def ahead(self, scores: torch.Tensor, length: int) -> torch.Tensor:
+        """Apply the processors, which do not depend on the tokens, to scores `[1, vocabulary]` of a row of `length`
+        tokens. Writes to the scores. Thread-safe."""
+        ids = self.table.ids.new_zeros(1, 1).expand(1, length)
+        for _, function, processors in self.stages:
+            if function is None:
+                scores = _call(processors, ids, scores)
+            else:
+                scores = function(scores, Step(processors, [0], [length]))
+        return scores
+
+
+class Rows(NamedTuple):
+    """Rows of one call, with its processors; `is_fused`: but for the last warpers, see `RowProcessors.fused`."""
+
+    processors: RowProcessors
+    rows: Sequence[int]
+    is_fused: bool = False
+
+
+def process(logits: torch.Tensor, calls: Sequence[Rows]) -> torch.Tensor:
+    """Apply the processors of one call, or of several that are row-wise, to logits `[rows of all calls, vocabulary]`.
+
+    Return scores: a float32 copy unless a processor returns another dtype; without processors the logits themselves.
+    """
+    steps: dict[tuple[int, int], tuple[RowWise | None, Step, list[int]]] = {}
+    num_rows = 0
+    for processors, rows, is_fused in calls:
+        begin, num_rows = num_rows, num_rows + len(rows)
+        if not processors:
+            continue
+        lengths = [processors.table.lengths[row] for row in rows]
+        stages = processors.stages[: processors.fused[0]] if is_fused else processors.stages
+        for number, (place, function, members) in enumerate(stages):
+            key = place if len(calls) > 1 else (number, 0)
+            _, step, indices = steps.setdefault(key, (function, Step([], [], []), []))
+            step.processors.extend(members if function is None else members * len(rows))
+            step.rows.extend(rows)
+            step.lengths.extend(lengths)
+            indices.extend(range(begin, num_rows))
+    if not steps:
+        return logits
+    scores = logits.to(torch.float32, copy=True)  # as processors may write to their input
+    for _, (function, step, indices) in sorted(steps.items()):
+        if function is None:
+            scores = calls[0].processors.call(step.processors, step.rows, scores)
+        elif len(indices) == num_rows:
+            scores = function(scores, step)
+        else:
+            index = to_device(indices, scores.device)
+            scores.index_copy_(0, index, function(scores[index], step))
+    return scores
+
+
+def _call(processors: Sequence[LogitsProcessor], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    processed: object = scores
+    for processor in processors:  # `LogitsProcessorList` would inspect each signature at every step
+        processed = processor(ids, processed)
+    if not isinstance(processed, torch.Tensor) or processed.shape != scores.shape:
+        got = list(processed.shape) if isinstance(processed, torch.Tensor) else type(processed).__name__
+        raise ValueError(f"a logits_processor must return scores of the shape {list(scores.shape)}, got {got}")
+    return processed
