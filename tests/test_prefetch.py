@@ -22,6 +22,7 @@ from hf_parallel.cache.logits_trie import CachedDistribution, TrieNode
 from hf_parallel.generation.replay.policies import uncertainty_of
 from hf_parallel.generation.replay.prefetch import Prefetcher
 from hf_parallel.generation.sampling import Sampler
+from hf_parallel.generation.warpers import STAGES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,14 +87,14 @@ def with_distribution(cache: LogitsCache) -> list[TrieNode]:
 def count_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the rows whose distributions the decoding thread computes from now on."""
     counts: list[int] = []
-    warp = TopPLogitsWarper.__call__
+    number, keep_top_p = STAGES[TopPLogitsWarper]
 
-    def counting(self: TopPLogitsWarper, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def counting(scores: torch.Tensor, step: Any) -> torch.Tensor:
         if threading.current_thread() not in workers():
             counts.append(len(scores))
-        return warp(self, ids, scores)
+        return keep_top_p(scores, step)
 
-    monkeypatch.setattr(TopPLogitsWarper, "__call__", counting)
+    monkeypatch.setitem(STAGES, TopPLogitsWarper, (number, counting))
     return counts
 
 

@@ -21,6 +21,7 @@ import hf_parallel
 from hf_parallel import Hotspot, LogitsCache
 from hf_parallel.cache.logits_trie import CachedLogits, TrieNode
 from hf_parallel.generation.replay.replay import last_continuation
+from hf_parallel.generation.warpers import STAGES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,13 +101,13 @@ def test_tokens_sampled_under_the_same_settings_are_kept_without_processing_thei
     settings: dict[str, Any] = {"eos_token_id": 5, "min_new_tokens": NEW, "temperature": 0.7}
     first = sample(model, cache, **settings)
     processed: list[int] = []
-    warp = TemperatureLogitsWarper.__call__
+    number, scale = STAGES[TemperatureLogitsWarper]
 
-    def counting(self: TemperatureLogitsWarper, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def counting(scores: torch.Tensor, step: Any) -> torch.Tensor:
         processed.append(len(scores))
-        return warp(self, ids, scores)
+        return scale(scores, step)
 
-    monkeypatch.setattr(TemperatureLogitsWarper, "__call__", counting)
+    monkeypatch.setitem(STAGES, TemperatureLogitsWarper, (number, counting))
 
     def processed_rows(**other: Any) -> int:
         processed.clear()
