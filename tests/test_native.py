@@ -202,6 +202,39 @@ def test_short_runs_are_causal(heads: int, kv_heads: int, tokens: int, window: i
     assert computed_natively(forward.plan.windowed(window)) == (not many)
 
 
+@compiled
+@pytest.mark.parametrize("window", [None, 4, 60], ids=str)
+def test_calls_are_carried_over_to_following_and_repeated_decode_steps(window: int | None) -> None:
+    """Workers see each other's growing blocks, rotated by other angles in each step; each second step is repeated."""
+    torch.manual_seed(0)
+    rotary = RotarySpec((1.0, 0.3, 0.1, 0.02))
+    cache = BlockCache({0: rotary})
+    common, *own = cache.new_block(50), *cache.new_blocks(3, 40)
+    views = [[common, *(other for other in own if other is not mine), mine] for mine in own]
+    params = AttentionParams(2, 0.3, rotary, window=window)
+
+    def step(segments: list[Segment]) -> AttentionPlan:
+        plan = cache.prepare(segments).plan
+        new = torch.randn(2, 2, plan.num_queries, 8)
+        cache.arena.write(0, new[0], new[1], plan)
+        return plan
+
+    for segments in ([Segment([common], 50)], *([Segment(view, n) for view in views] for n in (9, 1))):
+        step(segments)
+        cache.commit()
+    layer, runs = cache.storage(0), set()
+    for number in range(6):
+        plan = step([Segment(view, 1) for view in views])
+        query = torch.randn(3, 6, 8)
+        expected = reference.ReferenceBackend().attend(query, layer.keys, layer.values, plan, params)
+        out = torch_attention.TorchBackend().attend(query, layer.keys, layer.values, plan, params)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+        assert computed_natively(plan.windowed(window))
+        runs.add(plan.run)
+        cache.rollback() if number % 2 else cache.commit()
+    assert len(runs) == 1
+
+
 WITHOUT = """
 import os
 import sys; sys.path.insert(0, {tests!r})

@@ -6,6 +6,7 @@ Triton selects the interpreter when it is imported, and torch imports it. These 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -238,6 +239,20 @@ def test_a_step_that_was_rolled_back_is_repeated_without_loading() -> None:
         assert attention(scene) is launch
         steps.append(launch.step)
     assert steps == [1, 2, 0]
+
+
+def test_a_launch_serves_the_next_step_whoever_owns_its_arrays() -> None:
+    """The token of the run tells which steps follow from each other, not the identity of arrays."""
+    scene = workers(Features(rotary=ROTARY), 2, 2)
+    segments = decoding(scene)
+    scene.cache.reserve([(segment.view[-1], 30) for segment in segments])
+    for _ in range(2):
+        scene.step(segments)
+        check(scene)
+    plan, launch = scene.forward.plan, attention(scene)
+    arrays = {name: getattr(plan, name).copy() for name in ("pair_query", "pair_lo", "write_query")}
+    assert launch.update(dataclasses.replace(plan, **arrays))
+    assert launch.step == 1, "it was not loaded again"
 
 
 # One launch for several plans
