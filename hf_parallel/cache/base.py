@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache
 from hf_parallel.cache.arena import Arena
 from hf_parallel.cache.batch import ForwardPass, Segment, View, new_tokens, plan_passes
 from hf_parallel.cache.dense_rows import DenseRows, attention_mask
+from hf_parallel.cache.pass_log import PassLog
 from hf_parallel.cache.pool import Block, Pool, Wanted
-from hf_parallel.cache.trace import Trace
 from hf_parallel.kernels import AttentionPlan, LayerStorage, RotarySpec
 
 
@@ -50,7 +50,7 @@ class BlockCache(Cache):
         super().__init__(layers=[])
         self.pool = Pool(rotary) if pool is None else pool
         self.rotary = self.pool.rotary
-        self.trace: Trace | None = None  # of the running call
+        self.trace: PassLog | None = None  # of the running call
         self.device, self._has_device = torch.device(device or "cpu"), device is not None
         self._forget_passes()
 
@@ -65,8 +65,8 @@ class BlockCache(Cache):
         self._last: ForwardPass | None = None  # last committed decode step, from which the next one is derived
         self._undo: list[tuple[Block, int]] = []
 
-    def record(self, trace: Any) -> None:
-        """Record passes, samples and copies in a trace."""
+    def record(self, trace: PassLog) -> None:
+        """Record passes, samples and copies in a log."""
         self.trace = self.pool.trace = trace
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,11 +16,11 @@ import torch
 from typing_extensions import Self
 
 from hf_parallel.cache import ForwardPass
+from hf_parallel.cache.pass_log import DecodeRun
 from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.engine.arguments import check_limits, check_request, split_arguments, submitter_key
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
 from hf_parallel.engine.hints import AgentHints
-from hf_parallel.engine.journal import DecodeRun
 from hf_parallel.engine.passes import JoinedPasses, join_passes
 from hf_parallel.engine.policies.base import EvictionPolicy
 from hf_parallel.engine.request import NonFiniteLogitsError, Request, record_passes
@@ -105,7 +105,7 @@ class Engine:
         self._closing = self._draining = False
         self._error: BaseException | None = None
         self._work = Work()
-        self._decode_run = DecodeRun(None, [])
+        self._decode_run: DecodeRun | None = None  # of the last pass
 
     def __enter__(self) -> Self:
         """Start the engine. Raises `RuntimeError` if another call uses the model."""
@@ -400,7 +400,6 @@ class Engine:
                 return
             joined, forward = planned
             logits = self._forward(joined, forward)
-            rows = forward.segments if forward.is_decode_step else None
         except Exception as raised:
             self._storage.cache.rollback()
             if isinstance(raised, NonFiniteLogitsError):
@@ -416,7 +415,7 @@ class Engine:
             self._compute([request for request in batch[middle:] if request.pending is not None])
             return
         pending = [request.pending for request in batch if request.pending is not None]
-        self._decode_run = record_passes(batch, pending, joined, rows, self._decode_run)
+        self._decode_run = record_passes(batch, pending, joined, forward, self._decode_run)
         for request, one, part in zip(batch, pending, logits, strict=True):
             if request.pending is one or request.preempted:  # else it was restarted by one before it
                 self._call(request, request.resume, part, one)

@@ -17,13 +17,13 @@ import greenlet
 import numpy as np
 import torch
 
-from hf_parallel.cache import Block, BlockCache, Segment
+from hf_parallel.cache import Block, BlockCache, ForwardPass, Segment
+from hf_parallel.cache.pass_log import BlockCopy, DecodeRun, PassLog
 from hf_parallel.cache.pool import parts_of
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Node
 from hf_parallel.engine.handle import RequestHandle
 from hf_parallel.engine.hints import AgentHints
-from hf_parallel.engine.journal import DecodeRun, Journal
 from hf_parallel.engine.passes import JoinedPasses, PendingPass
 from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation.call import GenerationCall
@@ -84,7 +84,7 @@ class Request:
         self._lengths: dict[Block, int] = {}  # of the blocks that it had when it was preempted
         self._coroutine: greenlet.greenlet | None = None
         self._rebuilding: greenlet.greenlet | None = None
-        self.journal = Journal(self._on_sample)
+        self.log = PassLog(self._on_sample)
 
     @property
     def stats(self) -> GenerationStats:
@@ -116,7 +116,7 @@ class Request:
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
         """See `Executor.new_cache`."""
         cache = cls(rotary, self.call.input_ids.device, tree=self._storage.tree, owner=self)
-        cache.record(self.journal)
+        cache.record(self.log)
         self._caches.append(cache)
         return cache
 
@@ -261,7 +261,7 @@ class Request:
         if coroutine is not None:
             _throw(coroutine, greenlet.GreenletExit())
         self.is_waiting = False
-        self.journal = Journal(self._on_sample)
+        self.log = PassLog(self._on_sample)
 
     def preempt(self) -> None:
         """Delete its keys and values. Nodes of the tree that it uses can be evicted from now on."""
@@ -337,17 +337,17 @@ class Request:
     def _replay(self) -> None:
         live, pool = set(self._blocks), self._storage.pool
         # Blocks that were freed are needed until the tokens moved out of them are rebuilt. All others are the tree's.
-        temporary = {block for block in self.journal.written() - pool.blocks if block.parts is None}
+        temporary = {block for block in self.log.written() - pool.blocks if block.parts is None}
         pool.blocks |= temporary
         try:
             for block in temporary:
                 pool.release(block)
-            self.journal.rebuild(live | temporary, self.chunk_size, self._run_again, self._copy)
+            self.log.rebuild(live | temporary, self.chunk_size, self._run_again, self._copy)
             for block, length in self._lengths.items():
                 if block in live and block.length < length:
                     raise RuntimeError(f"{block!r} was rebuilt with too few tokens: {length} are needed")
                 block.length = min(block.length, length)
-            for block in self.journal.seen():
+            for block in self.log.seen():
                 if block.parts:  # split while its keys were evicted
                     block.length = sum(part.length for part in parts_of([block]))
         finally:
@@ -356,10 +356,10 @@ class Request:
                 pool.free(block)
 
     def _run_again(self, passes: list[list[Segment]], ids: torch.Tensor) -> None:
-        self._storage.pool.touch()  # the journal sets the lengths of blocks
+        self._storage.pool.touch()  # the log sets the lengths of blocks
         self._submit(passes, ids, [-1])
 
-    def _copy(self, event: Any) -> None:
+    def _copy(self, event: BlockCopy) -> None:
         pool, count = self._storage.pool, event.stop - event.start
         pool.reserve([(event.target, event.at + count)])
         source = event.source.extent.range(event.source.first + event.start, count)
@@ -381,23 +381,29 @@ class Request:
 
 
 def record_passes(
-    requests: Sequence[Request], pending: Sequence[PendingPass], joined: JoinedPasses, rows: object, run: DecodeRun
-) -> DecodeRun:
-    """Record the passes of requests that were computed as one in their journals; return the run that they belong to.
+    requests: Sequence[Request],
+    pending: Sequence[PendingPass],
+    joined: JoinedPasses,
+    forward: ForwardPass,
+    run: DecodeRun | None,
+) -> DecodeRun | None:
+    """Record passes of requests that were computed as one in their logs. `run`: that of the pass before, if shared.
 
-    `rows` is the same object in consecutive decode steps of the same rows, else None; `run` is that of the step before.
+    Return the run if the requests share it: the decode steps that continue it are recorded once.
     """
-    if rows is not None and run.rows is rows:
+    if forward.continues and run is not None:
         run.ids.append(joined.ids)
         return run
-    recorded = [request for request in requests if not request.is_rebuilding]
-    run = DecodeRun(rows if len(recorded) == len(requests) else None, [joined.ids])
+    is_shared = forward.is_decode_step and not any(request.is_rebuilding for request in requests)
+    run = DecodeRun([joined.ids]) if is_shared else None
     begin, num_rows = 0, sum(one.num_segments for one in pending)
-    for request, one, count in zip(requests, pending, joined.counts, strict=True):
+    for request, one in zip(requests, pending, strict=True):
         request.batch_rows = num_rows
-        if not request.is_rebuilding:
-            request.journal.record(one.original, one.ids, None if run.rows is None else run, begin)
-        begin += count
+        if run is not None:
+            request.log.add_run(one.original, run, begin)
+        elif not request.is_rebuilding:
+            request.log.add_run(one.original, DecodeRun([one.ids]))
+        begin += one.num_tokens
     return run
 
 

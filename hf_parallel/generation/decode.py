@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers import StoppingCriteriaList
 
 from hf_parallel.cache import BlockCache
+from hf_parallel.cache.pass_log import PassLog
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
-from hf_parallel.cache.trace import Trace
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.ahead import PassAhead
 from hf_parallel.generation.call import GenerationCall
@@ -62,7 +62,7 @@ class DecodeLoop:
         self.call, self.cache, self.table = call, cache, table
         self._texts: dict[Row, IncrementalDetokenizer] = {}
         if call.is_traced:
-            call.record.trace = call.record.trace or Trace()
+            call.record.trace = call.record.trace or PassLog()
             cache.record(call.record.trace)
         self.stats = call.stats
         self.runner = Runner(call, cache)

@@ -46,7 +46,7 @@ class Record:
     origins: dict[int, str] = field(default_factory=dict)  # a letter per new token of a row, with a LogitsCache
     log_probs: list[tuple[list[int], Any]] = field(default_factory=list)
     """Rows that sampled a token in a step, and the `LogProbs` of these tokens, or None."""
-    trace: Any = None  # a Trace of the forward passes, if the call returns this record and its cache began empty
+    trace: Any = None  # a PassLog of the forward passes, if the call returns this record and its cache began empty
 
     @property
     def mode(self) -> str:

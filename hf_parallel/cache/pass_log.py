@@ -1,0 +1,298 @@
+"""PassLog: forward passes of a run and copies of tokens between its blocks, as integers.
+
+It does not depend on the storage of the keys. `PassLog.compile` follows tokens from block to block, so that the whole
+run can be computed again in one pass, with gradients. `PassLog.rebuild` computes the blocks of a preempted request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from hf_parallel.cache.batch import ForwardPass, Segment, View
+from hf_parallel.cache.pool import Block
+
+RunPasses = Callable[[list[list[Segment]], torch.Tensor], None]
+"""Runs consecutive passes over packed tokens `int64 [T]` as one."""
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeRun:
+    """A forward pass, and the decode steps that continue it. Requests of an engine share a run of decode steps."""
+
+    ids: list[torch.Tensor]  # packed tokens of each step, int64 `[T]`
+    given: list[list[Segment]] = field(default_factory=list)
+    """Segments of each step, as the mode created them; only needed for samples."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """A pass and the steps that continue it: the part of a run that belongs to one call."""
+
+    segments: list[Segment]  # with their views at the time of the pass
+    lengths: dict[Block, int]  # of all blocks of the views, before the first step
+    bases: list[int]  # of the block to which each segment appends
+    run: DecodeRun
+    tokens: slice  # of each step
+    first: int  # index of the first segment in a step
+
+    def steps(self) -> Iterator[tuple[dict[Block, int], torch.Tensor]]:
+        """Yield the lengths before each step, and its tokens."""
+        lengths = dict(self.lengths)
+        for ids in self.run.ids:
+            yield lengths, ids[self.tokens]
+            _append(lengths, self.segments)
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """Tokens `start <= j < stop` of a block, which are from now on also in another one, from index `at` on."""
+
+    source: Block
+    start: int
+    stop: int
+    target: Block
+    at: int
+
+
+@dataclass(frozen=True)
+class _Sample:
+    row: int
+    token: int
+    segment: Segment | None  # whose last token the logits followed
+    view: tuple[tuple[Block, int], ...]  # without a segment: blocks of the row, with their lengths
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledLog:
+    """A run as integers. Lists of arrays are ragged; tokens are numbered in the order in which they were computed."""
+
+    input_ids: np.ndarray  # int64 [T]
+    position_ids: np.ndarray  # int64 [T], to which the model rotated them
+    contents: list[list[int]]  # of each block: the numbers of its tokens
+    segments: list[tuple[int, int, int, list[tuple[int, int, int]]]]
+    """First token, number of tokens, position of the first in its view, and the blocks of the view: number, start in
+    the view, and length."""
+    samples: list[tuple[int, int, int]]  # row, number of the token whose logits were sampled, sampled token
+
+
+class PassLog:
+    """Forward passes and copies of blocks in order, and the tokens that were sampled.
+
+    `on_sample` receives row and token of each sample, which is then not recorded.
+    """
+
+    def __init__(self, on_sample: Callable[[int, int], None] | None = None) -> None:
+        self._events: list[_Pass | BlockCopy] = []
+        self._samples: list[_Sample] = []
+        self._run: DecodeRun | None = None  # of the last pass
+        self._on_sample = on_sample
+
+    def add_pass(self, passes: Sequence[Sequence[Segment]], forward: ForwardPass, ids: torch.Tensor) -> None:
+        """Record a forward pass over packed tokens `ids`, int64 `[T]`, computed for the given consecutive passes."""
+        given = [segment for segments in passes for segment in segments]
+        if forward.continues and self._run is not None:
+            self._run.ids.append(ids)
+            self._run.given.append(given)
+        else:
+            self._run = DecodeRun([ids], [given])
+            self.add_run(passes, self._run)
+
+    def add_run(self, passes: Sequence[Sequence[Segment]], run: DecodeRun, begin: int = 0) -> None:
+        """Record passes that have been computed, whose tokens start at `begin` in each step of a run."""
+        lengths = {block: block.length for segments in passes for segment in segments for block in segment.view}
+        for segments in passes:
+            _append(lengths, segments, -1)
+        first = 0
+        for segments in passes:
+            end = begin + sum(segment.num_tokens for segment in segments)
+            frozen = [Segment(tuple(segment.view), segment.num_tokens, segment.write) for segment in segments]
+            bases = [segment.view[-1].base for segment in segments]
+            self._events.append(_Pass(frozen, dict(lengths), bases, run, slice(begin, end), first))
+            _append(lengths, segments)
+            begin, first = end, first + len(segments)
+
+    def add_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:
+        """Record that tokens of a block were copied, or moved, to another block."""
+        if stop > start:
+            self._events.append(BlockCopy(source, start, stop, target, at))
+
+    def add_sample(self, row: int, token: int, segment: Segment | None, view: View) -> None:
+        """Record a token that a row sampled after the last token of `segment`, or of `view` if it has none yet."""
+        if self._on_sample is not None:
+            self._on_sample(row, token)
+            return
+        held = () if segment is not None else tuple((block, block.length) for block in view)
+        self._samples.append(_Sample(row, token, segment, held))
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Argument of `restore`: numbers of events, of steps of the last run, and of samples."""
+        return len(self._events), 0 if self._run is None else len(self._run.ids), len(self._samples)
+
+    def restore(self, state: tuple[int, int, int]) -> None:
+        """Forget what was recorded since `state`."""
+        events, steps, samples = state
+        del self._events[events:], self._samples[samples:]
+        self._run = next((event.run for event in reversed(self._events) if isinstance(event, _Pass)), None)
+        if self._run is not None:
+            del self._run.ids[steps:], self._run.given[steps:]
+
+    def written(self) -> set[Block]:
+        """Return all blocks that tokens were written to."""
+        blocks = set()
+        for event in self._events:
+            if isinstance(event, BlockCopy):
+                blocks.add(event.target)
+            else:
+                blocks |= {segment.view[-1] for segment in event.segments if segment.write}
+        return blocks
+
+    def seen(self) -> set[Block]:
+        """Return all blocks of the views."""
+        return {block for event in self._events if isinstance(event, _Pass) for block in event.lengths}
+
+    def rebuild(
+        self, own: Collection[Block], chunk_size: int, run: RunPasses, copy: Callable[[BlockCopy], None]
+    ) -> None:
+        """Compute the tokens of the blocks `own` again, which are empty; all others are cached.
+
+        Passes between which no tokens were moved or removed are computed as one, of at most `chunk_size` tokens unless
+        a pass had more. `copy` copies tokens between blocks.
+        """
+        batch = _Batch(run)
+        for event in self._events:
+            if isinstance(event, BlockCopy):
+                if event.target in own:
+                    batch.flush()
+                    event.target.length = event.at
+                    copy(event)
+                continue
+            counts = [segment.num_tokens for segment in event.segments]
+            for before, ids in event.steps():
+                lengths = {block: length for block, length in before.items() if block in own}
+                if any(batch.length(block) != length for block, length in lengths.items()):
+                    batch.flush()
+                    for block, length in lengths.items():
+                        if block.length < length:
+                            raise RuntimeError(f"{block!r} cannot be rebuilt: {length} tokens are needed")
+                        block.length = length
+                parts = zip(event.segments, ids.split(counts), strict=True)
+                kept = [(one, part) for one, part in parts if one.write and one.view[-1] in own]
+                if kept:
+                    count = sum(len(part) for _, part in kept)
+                    if batch.num_tokens + count > chunk_size:
+                        batch.flush()
+                    batch.add(kept, count)
+        batch.flush()
+
+    def compile(self) -> CompiledLog:
+        """Return the run as integers. Raises `ValueError` if it read tokens that an earlier call had computed."""
+        return _Compiler().compile(self._events, self._samples)
+
+
+def _append(lengths: dict[Block, int], segments: Sequence[Segment], sign: int = 1) -> None:
+    """Add the tokens of segments to the lengths of their blocks, or remove them."""
+    for segment in segments:
+        if segment.write:
+            lengths[segment.view[-1]] += sign * segment.num_tokens
+
+
+class _Batch:
+    """Consecutive passes of a rebuild that will be computed as one."""
+
+    def __init__(self, run: RunPasses) -> None:
+        self._run = run
+        self._clear()
+
+    def _clear(self) -> None:
+        self._passes: list[list[Segment]] = []
+        self._ids: list[torch.Tensor] = []
+        self._appended: dict[Block, int] = {}
+        self.num_tokens = 0
+
+    def length(self, block: Block) -> int:
+        """Return the length that a block will have after the passes."""
+        return block.length + self._appended.get(block, 0)
+
+    def add(self, inputs: Sequence[tuple[Segment, torch.Tensor]], count: int) -> None:
+        """Add a pass of `count` tokens."""
+        self._passes.append([segment for segment, _ in inputs])
+        self.num_tokens += count
+        for segment, ids in inputs:
+            target = segment.view[-1]
+            self._ids.append(ids)
+            self._appended[target] = self._appended.get(target, 0) + segment.num_tokens
+
+    def flush(self) -> None:
+        """Compute the passes."""
+        if self._passes:
+            passes, ids = self._passes, torch.cat(self._ids)
+            self._clear()
+            self._run(passes, ids)
+
+
+class _Compiler:
+    def __init__(self) -> None:
+        self.ids: list[torch.Tensor] = []
+        self.positions: list[int] = []
+        self.contents: list[list[int]] = []
+        self.current: dict[Block, int] = {}  # number of the content that a block has now
+        self.segments: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
+        self.last_tokens: dict[int, int] = {}  # by id of a given segment
+
+    def compile(self, events: Sequence[_Pass | BlockCopy], samples: Sequence[_Sample]) -> CompiledLog:
+        for event in events:
+            if isinstance(event, BlockCopy):
+                source = self.contents[self.current[event.source]]
+                self._write(event.target, event.at, source[event.start : event.stop])
+                continue
+            for given, (lengths, ids) in zip(event.run.given, event.steps(), strict=True):
+                self.ids.append(ids)
+                self._add_pass(event, given[event.first :], dict(lengths))
+        taken = [(sample.row, self._origin(sample), sample.token) for sample in samples]
+        tokens = torch.cat(self.ids).cpu().numpy() if self.ids else np.empty(0, np.int64)
+        return CompiledLog(tokens, np.array(self.positions, np.int64), self.contents, self.segments, taken)
+
+    def _add_pass(self, event: _Pass, given: Sequence[Segment], lengths: dict[Block, int]) -> None:
+        firsts = []
+        _append(lengths, event.segments)
+        for segment, base, original in zip(event.segments, event.bases, given, strict=False):
+            target, n, first = segment.view[-1], segment.num_tokens, len(self.positions)
+            index = lengths[target] - n
+            self.positions += range(base + index, base + index + n)
+            if segment.write:
+                self._write(target, index, range(first, first + n))
+            firsts.append(first)
+            self.last_tokens[id(original)] = first + n - 1
+        for segment, first in zip(event.segments, firsts, strict=True):
+            start, view = 0, []
+            for block in segment.view:
+                if lengths[block]:
+                    self._check_known(block, lengths[block])
+                    view.append((self.current[block], start, lengths[block]))
+                start += lengths[block]
+            self.segments.append((first, segment.num_tokens, start - segment.num_tokens, view))
+
+    def _write(self, block: Block, index: int, tokens: Sequence[int]) -> None:
+        """Write tokens to a block from an index on. Tokens that they replace stay visible to earlier queries."""
+        content = self.contents[self.current[block]] if block in self.current else None
+        if content is None or index < len(content):
+            content = [] if content is None else content[:index]
+            self.current[block] = len(self.contents)
+            self.contents.append(content)
+        self._check_known(block, index)
+        content += tokens
+
+    def _check_known(self, block: Block, length: int) -> None:
+        if block not in self.current or len(self.contents[self.current[block]]) < length:
+            raise ValueError("the run read tokens that were computed before it, in a cache that it was given")
+
+    def _origin(self, sample: _Sample) -> int:
+        if sample.segment is not None:
+            return self.last_tokens[id(sample.segment)]
+        block, length = next((block, length) for block, length in reversed(sample.view) if length)
+        return self.contents[self.current[block]][length - 1]
