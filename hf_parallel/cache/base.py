@@ -264,6 +264,8 @@ class BlockCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return length and offset of the dense keys under stock attention."""
+        if self.in_place:
+            return query_length, 0
         return self.get_query_offset(layer_idx) + query_length, 0
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:

@@ -64,7 +64,7 @@ class Node:
     @property
     def uncached(self) -> np.ndarray:
         """Tokens whose keys and values are not in the block yet."""
-        return self.tokens[self.num_cached :]
+        return self.tokens if self.block is None else self.tokens[self.block.length :]
 
 
 class Owner(Protocol):

@@ -132,7 +132,7 @@ def block_attention_forward(
 
 def attend_blocks(cache: BlockCache, query: torch.Tensor, layer_idx: int, params: AttentionParams) -> torch.Tensor:
     """Attend to the blocks of the prepared pass: `[1, heads, T, head_dim]` to `[1, T, heads, head_dim]`."""
-    layer = cache.storage(layer_idx)
+    layer = cache.pool.arena.layers[layer_idx]
     if params.num_kv_heads != layer.num_kv_heads:
         raise UnsupportedModelError(
             f"attends to {params.num_kv_heads} key-value heads but caches {layer.num_kv_heads} (layer {layer_idx})"

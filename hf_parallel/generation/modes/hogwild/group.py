@@ -65,6 +65,8 @@ class WorkerGroup(RowGroup):
     def unfilled_prompt(self) -> PassInputs:
         """Return the part of the prompt that the cache does not hold yet."""
         inputs: PassInputs = []
+        if self.leaf.num_cached == len(self.leaf.tokens):  # then those before it are, too
+            return inputs
         for node in self.leaf.path:
             if len(tokens := node.uncached):
                 inputs.append((Segment(self.cache.view(node), len(tokens)), tokens.tolist()))
