@@ -369,11 +369,8 @@ def _example(name: str, given: object, config: ParallelConfig, tokenizer: PreTra
     if config.prompt.rules() is not None:
         settings = [f"{setting}={value!r}" for setting, value in config.stored().items()]
         inputs = f"hf_parallel.build_prompt({', '.join([json.dumps(config.mode), task, 'tokenizer', *settings])})"
-    arguments = [
-        *([] if config.prompt.replaces_input_ids else ["**inputs"]),
-        "max_new_tokens=64",
-        "tokenizer=tokenizer",
-    ]
+    inputs_argument = [] if config.prompt.replaces_input_ids else ["**inputs"]
+    arguments = [*inputs_argument, "max_new_tokens=64", "tokenizer=tokenizer"]
     arguments += [f"{argument}={code}" for argument, code in config.traits.example_arguments.items()]
     if not has_model:
         arguments += [f"custom_generate={json.dumps(name)}", "trust_remote_code=True"]

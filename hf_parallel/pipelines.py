@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from types import GeneratorType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import Dataset
@@ -26,6 +26,8 @@ from hf_parallel.generation.outputs import grouped
 from hf_parallel.generation.prompts import NOT_RENDERED, check_unused_template_kwargs, render_prompt
 from hf_parallel.generation.validation import check_bool
 
+Parameters: TypeAlias = dict[str, Any]
+"""Keyword arguments, or outputs, of a stage of a pipeline, by name."""
 _OF_TOKENIZER = {"max_length", "padding", "truncation"}
 """Arguments in `tokenizer_encode_kwargs` that are for the tokenizer; others are for the chat template."""
 
@@ -101,7 +103,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
             kwargs.setdefault("batch_size", self._batch_size or len(text_inputs))
         return super().__call__(text_inputs, parallel_config=config, **kwargs)
 
-    def _take_config(self, kwargs: dict[str, Any]) -> ParallelConfig | None:
+    def _take_config(self, kwargs: Parameters) -> ParallelConfig | None:
         """Remove the mode and its settings from `kwargs`. Return the config; the pipeline's settings are defaults."""
         stored = getattr(kwargs.get("generation_config"), "generation_mode", None)
         mode = kwargs.get("generation_mode", stored or self._mode)
@@ -119,7 +121,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         parallel_config: ParallelConfig | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         **kwargs: Any,
-    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    ) -> tuple[Parameters, Parameters, Parameters]:
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
         if prompt_helper is not None:
             check_bool("prompt_helper", prompt_helper)
@@ -183,7 +185,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         outputs[name] = records if isinstance(outputs["prompt_text"], list) else records[0]
         return outputs
 
-    def postprocess(self, model_outputs: dict[str, Any], **kwargs: Any) -> list[dict[str, Any]]:  # type: ignore[override]
+    def postprocess(self, model_outputs: Parameters, **kwargs: Any) -> list[Parameters]:  # type: ignore[override]
         """Return records with text and the fields of the mode's output."""
         results = super().postprocess(model_outputs, **kwargs)
         merged = model_outputs.get("merged_records")
@@ -243,7 +245,7 @@ class _OutputKeeper:
 
 
 def _merged(
-    rows: list[dict[str, Any]],
+    rows: list[Parameters],
     text: str,
     prompt: str | Chat,
     return_type: ReturnType = ReturnType.FULL_TEXT,

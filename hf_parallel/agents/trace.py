@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from hf_parallel.files import (
     TEXT,
     TEXT_OR_NULL,
     Field,
+    JSONObject,
     check_fields,
     read_json,
     write_atomically,
@@ -55,7 +55,7 @@ class Event:
     agent: str
     kind: str
     state: str = ""
-    data: dict[str, Any] = field(default_factory=dict)
+    data: JSONObject = field(default_factory=dict)
 
 
 @dataclass

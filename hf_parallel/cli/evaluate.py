@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from hf_parallel.evaluation.plots import FORMATS, check_matplotlib, save_plots
 from hf_parallel.evaluation.results import Result, key_of
 from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, check_sweep
 from hf_parallel.evaluation.tasks import check_task
-from hf_parallel.files import write_atomically
+from hf_parallel.files import JSONObject, write_atomically
 from hf_parallel.generation import MODES
 from hf_parallel.generation.arguments import GENERATION_SETTINGS
 from hf_parallel.generation.config import check_setting_names
@@ -158,7 +157,7 @@ def evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
-def read_runs(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run], dict[str, Any]]:
+def read_runs(options: argparse.Namespace) -> tuple[JSONObject, list[Run], JSONObject]:
     """Return the settings of `generate` for all runs, the runs, and the options of the task; check them."""
     modes = dict.fromkeys(options.mode)
     given: dict[str, dict[str, list[object]]] = {}

@@ -34,7 +34,7 @@ from hf_parallel.models.loading import check_model_folder, load_model
 from hf_parallel.transcript.page import render
 
 FORMATS = ("text", "jsonl", "live")
-_WRITERS: dict[str, Callable[[dict[str, object]], str]] = {".json": json.dumps, ".html": render, ".htm": render}
+_WRITERS: dict[str, Callable[[JSONObject], str]] = {".json": json.dumps, ".html": render, ".htm": render}
 """Functions that convert a transcript to text, by suffix of the output file."""
 
 

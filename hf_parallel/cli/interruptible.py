@@ -126,15 +126,12 @@ class InterruptibleCall:
 
     def _row_texts(self, sequence: int, cards: Sequence[Card]) -> dict[str, object]:
         """Return the texts of the rows of a sequence under the name that the mode's output uses."""
-        if self.config is None or not self.config.traits.rows_field:
+        name = "" if self.config is None else self.config.traits.rows_field
+        if not name:
             return {}
         places = map(self._record.place, {event.row for event in self._record.events})
         columns = sorted(column for prompt, column in places if prompt == sequence and column is not None)
-        return {
-            self.config.traits.rows_field: [
-                "".join(_text(c) for c in cards if c.column == column) for column in columns
-            ]
-        }
+        return {name: ["".join(_text(card) for card in cards if card.column == column) for column in columns]}
 
 
 def _text(card: Card) -> str:

@@ -80,14 +80,11 @@ class LiveView:
         self.config, self.console, self.tokenizer = config, console, tokenizer
         self.interrupted = False
         self.num_prompts = 1
-        self.rows = {
-            row: ShownRow(self._name(row)) for row in range(config.rows_per_prompt * config.traits.streams_text)
-        }
+        num_rows = config.rows_per_prompt * config.traits.streams_text
+        self.rows = {row: ShownRow(self._name(row)) for row in range(num_rows)}
         self.passes = self.tokens = self.kv_tokens = 0
         self.completions: list[IncrementalDetokenizer] = []  # of rows that arrive as tokens
-        self._counts_puts = (
-            config.traits.streams_tokens == "every_pass"
-        )  # the other modes' passes are counted by `watching`
+        self._counts_puts = config.traits.streams_tokens == "every_pass"  # else `watching` counts passes
         self._end_reasons: dict[int, str] = {}
         self._special = set(getattr(tokenizer, "all_special_ids", ()))
         self._first: tuple[float, int] | None = None  # time and number of the first tokens

@@ -18,7 +18,6 @@ import webbrowser
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -160,7 +159,7 @@ def run_view(options: argparse.Namespace) -> int:
     return 0
 
 
-def _page(run: Any) -> str:
+def _page(run: object) -> str:
     """Return the page of a transcript, or of a trace of agents."""
     if isinstance(run, dict) and run.get("format") == "hf_parallel agents":
         from hf_parallel.agents import trace  # with an engine, which not all installations can import

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import abc
 
 import numpy as np
 
@@ -16,7 +16,7 @@ except ImportError as error:
 class _LocalMetric(evaluate.Metric):
     """Metric that keeps its values in memory."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: object) -> None:
         super().__init__(**{"keep_in_memory": True, **kwargs})
 
 
@@ -34,7 +34,7 @@ class MeanScore(_LocalMetric):
             features=Features({"predictions": Value("float64"), "references": Value("float64")}),
         )
 
-    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+    def _compute(self, predictions: abc.Sequence[float], references: abc.Sequence[float]) -> dict[str, float]:
         scores, weights = (np.asarray(values, dtype=float) for values in (predictions, references))
         if not len(scores) or weights.sum() <= 0 or weights.min() < 0:
             raise ValueError("mean_score needs scores, and weights that are not negative and not all 0")
@@ -58,7 +58,12 @@ class PassAtK(_LocalMetric):
             features=Features({"predictions": Sequence(Value("float64")), "references": Value("float64")}),
         )
 
-    def _compute(self, predictions: Any, references: Any, k: Any = (1,)) -> dict[str, float]:
+    def _compute(
+        self,
+        predictions: abc.Sequence[abc.Sequence[float]],
+        references: abc.Sequence[float],
+        k: int | abc.Iterable[int] = (1,),
+    ) -> dict[str, float]:
         sizes = [k] if isinstance(k, int) else list(k)
         counts = [len(scores) for scores in predictions]
         for size in sizes:

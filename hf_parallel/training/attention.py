@@ -24,7 +24,7 @@ from hf_parallel.kernels.rope import rotate, table_dtype
 from hf_parallel.models.attention import block_attention_enabled, block_attention_forward
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.training.example import ParallelExample
-from hf_parallel.training.layout import View, make_views
+from hf_parallel.training.layout import LayoutView, make_views
 from hf_parallel.training.masks import IMPLEMENTATION, block_mask, check_positions
 
 T = TypeVar("T")
@@ -169,14 +169,14 @@ def _compiled_flex() -> Any:
 class _BatchView:
     """One view of each example, padded; `queries` and `keys` are `int64 [B, Q]` and `[B, K]`, padding is index T."""
 
-    def __init__(self, tables: Sequence[np.ndarray], views: Sequence[View | None]) -> None:
+    def __init__(self, tables: Sequence[np.ndarray], views: Sequence[LayoutView | None]) -> None:
         queries, self.query_rotation, keys, self.key_rotation = tables
         self.queries, self.keys = torch.from_numpy(queries), torch.from_numpy(keys)
         self._views = views
         self._cached: dict[Hashable, Any] = {}  # tables and masks on the device
 
     @classmethod
-    def of(cls, examples: Sequence[ParallelExample], views: Sequence[View | None], length: int) -> _BatchView:
+    def of(cls, examples: Sequence[ParallelExample], views: Sequence[LayoutView | None], length: int) -> _BatchView:
         width = [max(len(getattr(view, name)) for view in views if view is not None) for name in ("queries", "keys")]
         tables = [np.full((len(views), n), fill) for n in width for fill in (length, 0)]
         for row, (example, view) in enumerate(zip(examples, views, strict=True)):

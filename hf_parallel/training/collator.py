@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -68,9 +67,11 @@ class DataCollatorForParallel:
             raise ValueError("packing=True needs max_length, the number of tokens of a row")
         self.dialect = None if dialect is None else get_dialect(dialect)
         self.tokenizer, self.max_length = tokenizer, max_length
-        self.packing, self.train_on_forced = packing, train_on_forced
+        self.train_on_forced, self._row_length = train_on_forced, max_length if packing else None
 
-    def __call__(self, features: Sequence[ParallelExample | Mapping[str, object]]) -> dict[str, Any]:
+    def __call__(
+        self, features: Sequence[ParallelExample | Mapping[str, object]]
+    ) -> dict[str, torch.Tensor | LayoutBatch]:
         """Return the arguments of the model: `int64 [B, T]` each, and the layout.
 
         `labels` and `shift_labels` hold the target of each token at its own index, as its logits predict it.
@@ -78,8 +79,8 @@ class DataCollatorForParallel:
         if not features:
             raise ValueError("features must have at least one example")
         examples = [self._example(index, feature) for index, feature in enumerate(features)]
-        if self.packing:
-            examples = [ParallelExample.pack(row) for row in _fill_rows(examples, self.max_length)]
+        if self._row_length is not None:
+            examples = [ParallelExample.pack(row) for row in _fill_rows(examples, self._row_length)]
         longest = max(map(len, examples))
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         batch = {
@@ -131,7 +132,7 @@ class DataCollatorForParallel:
         )
 
 
-def _fill_rows(examples: Sequence[ParallelExample], length: Any) -> list[list[ParallelExample]]:
+def _fill_rows(examples: Sequence[ParallelExample], length: int) -> list[list[ParallelExample]]:
     """Distribute examples over rows of at most `length` tokens: the longest first, each to the first row it fits."""
     rows: list[list[ParallelExample]] = []
     for example in sorted(examples, key=len, reverse=True):

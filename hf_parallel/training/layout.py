@@ -1,7 +1,7 @@
 """Layout: an example as a few masked attentions (docs/training.md).
 
 Most keys have one position in all views of rows. Others are seen at several positions, such as the steps that Hogwild!
-workers are writing. A `View` holds keys rotated to one set of positions, and for each query its position relative to
+workers are writing. A `LayoutView` holds keys rotated to one set of positions, and for each query its position relative to
 them. Attention over several views is merged by log-sum-exp, as for the blocks of a plan.
 """
 
@@ -18,7 +18,7 @@ from hf_parallel.training.example import ParallelExample
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class LayoutView:
     """Queries and keys of one masked attention. A query sees up to `G` intervals of the keys."""
 
     queries: np.ndarray  # int64 [Q], ascending
@@ -55,7 +55,7 @@ class _Part(NamedTuple):
     blocks: Sequence[_Seen]
 
 
-def make_views(example: ParallelExample) -> list[View]:
+def make_views(example: ParallelExample) -> list[LayoutView]:
     """Return the views of an example. The first holds the keys at fixed positions; without moves there is no other."""
     segments = list(_segments(example))
     fixed = _fixed_starts(segments)
@@ -132,7 +132,7 @@ class _Colors:
         return chosen
 
 
-def _make_view(example: ParallelExample, contents: Sequence[np.ndarray], parts: Sequence[_Part]) -> View:
+def _make_view(example: ParallelExample, contents: Sequence[np.ndarray], parts: Sequence[_Part]) -> LayoutView:
     parts = [part for part in parts if part.blocks]
     stops: dict[tuple[int, int], int] = {}  # keys of each block, by block and start, in order of appearance
     for part in parts:
@@ -154,7 +154,7 @@ def _make_view(example: ParallelExample, contents: Sequence[np.ndarray], parts: 
         for slot, interval in enumerate(row):
             table[0, begin : begin + len(query), slot], table[1, begin : begin + len(query), slot] = interval
         begin += len(query)
-    return View(
+    return LayoutView(
         queries=np.concatenate(queries),
         query_positions=np.concatenate(positions),
         begins=table[0],

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from hf_parallel.models.capabilities import max_positions
 from hf_parallel.training.example import ParallelExample
-from hf_parallel.training.layout import View, make_views
+from hf_parallel.training.layout import LayoutView, make_views
 
 IMPLEMENTATION = "hf_parallel_train"
 """Name of the attention implementation of `attention.py`, which is `sdpa` without a layout."""
@@ -76,7 +76,7 @@ def stock_mask(
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _stock_view(example: ParallelExample) -> View:
+def _stock_view(example: ParallelExample) -> LayoutView:
     """Return the only view of an example whose keys never move. Raises `ValueError` if they do."""
     views = make_views(example)
     view = views[0]
@@ -89,7 +89,7 @@ def _stock_view(example: ParallelExample) -> View:
     return view
 
 
-def _dense_masks(views: Sequence[View], length: int, window: int | None) -> np.ndarray:
+def _dense_masks(views: Sequence[LayoutView], length: int, window: int | None) -> np.ndarray:
     """Return which tokens each token sees, `bool [B, T, T]`. Padding sees the first: attention to no token is NaN."""
     masks = np.zeros((len(views), length, length), bool)
     for mask, view in zip(masks, views, strict=True):
@@ -124,7 +124,7 @@ def windows(config: PretrainedConfig) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(types)}
 
 
-def _slots(views: Sequence[View], length: int) -> np.ndarray:
+def _slots(views: Sequence[LayoutView], length: int) -> np.ndarray:
     """Return the indices of each token among the keys of its view, `int64 [B, T, D]`, -1: fewer than `D`."""
     found = []
     for view in views:
@@ -138,7 +138,7 @@ def _slots(views: Sequence[View], length: int) -> np.ndarray:
 
 
 def block_mask(
-    views: Sequence[View | None],
+    views: Sequence[LayoutView | None],
     shape: tuple[int, int],
     window: int | None,
     device: torch.device | str,
@@ -148,7 +148,7 @@ def block_mask(
 
     Parameters
     ----------
-    views : list of View or None
+    views : list of LayoutView or None
         One per row of the batch; None: no query sees a key.
     shape : pair of int
         Numbers of queries and of keys, padded.

@@ -74,9 +74,9 @@ def _templates(folder: Path) -> Environment:
     )
 
 
-def render(run: JSONObject) -> str:
+def render(transcript: object) -> str:
     """Return a transcript, the dict of `ParallelOutput.to_dict` with or without `model` (a name), as an HTML page."""
-    run = check_run(run)
+    run = check_run(transcript)
     style = {name: _DIRECTIONS.sub("", run["style"][name]) for name in TranscriptStyle._fields}
     origins = {piece[2] for section in run["sections"] for card in section["cards"] for piece in card["pieces"]}
     speed = _speed(run)

@@ -157,13 +157,7 @@ class ControlFlow(ast.NodeVisitor):
         for statement in body:
             self.visit(statement)
 
-    def _optionally(self, visit: Callable[[], None]) -> None:
-        """Visit what may be evaluated or not."""
-        before = self._at
-        visit()
-        self._at = self._junction(before, self._at)
-
-    # Expressions
+        # Expressions
 
     def visit_Await(self, node: ast.Await) -> None:  # noqa: N802
         """Visit the operand, then add a state, which a call of `gen`, `spawn` and others adds itself."""

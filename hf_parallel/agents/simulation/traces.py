@@ -15,7 +15,7 @@ from hf_parallel.engine.hints import AgentHints
 from hf_parallel.files import COUNT, FINITE, TEXT, Field, check_fields, read_json, write_atomically
 from hf_parallel.generation.validation import check_int
 
-Segment: TypeAlias = tuple[str, int] | list[int]
+PromptSegment: TypeAlias = tuple[str, int] | list[int]
 """Part of a prompt: a name and a number of tokens, which are equal for equal names; or token ids."""
 MAX_TOKENS = 1 << 24
 """Largest token id in a file, and tokens of a segment."""
@@ -47,8 +47,8 @@ class TraceRequest:
     """
 
     agent: str
-    prompt: tuple[Segment, ...]
-    output: Segment
+    prompt: tuple[PromptSegment, ...]
+    output: PromptSegment
     gap: float = 0.0
     workflow: str = ""
     tool_ms: float | None = None
@@ -87,7 +87,7 @@ class Trace:
         """Return the token ids that are generated, int64 `[length]`."""
         return self._tokens(request.output)
 
-    def _tokens(self, segment: Segment) -> np.ndarray:
+    def _tokens(self, segment: PromptSegment) -> np.ndarray:
         if isinstance(segment, list):
             return np.array(segment, np.int64)
         return _named_tokens(segment[0], segment[1], *self.vocabulary)
@@ -111,7 +111,7 @@ class Trace:
             raise ValueError(f"{path} is no trace: {error!r}") from error
 
 
-def _length(segment: Segment) -> int:
+def _length(segment: PromptSegment) -> int:
     return len(segment) if isinstance(segment, list) else segment[1]
 
 
@@ -125,7 +125,7 @@ def _request(read: object, where: str) -> TraceRequest:
     return request
 
 
-def _segment(given: object) -> Segment:
+def _segment(given: object) -> PromptSegment:
     """Return a segment that was read from JSON."""
     if isinstance(given, list) and len(given) == 2 and isinstance(given[0], str):
         check_int("length of a segment", given[1], at_least=1)

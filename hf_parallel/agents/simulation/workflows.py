@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hf_parallel.agents.simulation.traces import Segment, Trace, TraceRequest
+from hf_parallel.agents.simulation.traces import PromptSegment, Trace, TraceRequest
 
 AGENTS = ("Decision", "Patcher", "Viewer", "Summary", "Searcher")
 HOTSPOTS = ("Patcher", "Viewer")
@@ -77,9 +77,9 @@ class FiveAgents:
         roles = {agent: (f"{name}: {agent}", length(self.role)) for agent in AGENTS}
         code = {agent: (f"{name}: code of {agent}", length(self.code)) for agent in HOTSPOTS}
         parts = {agent: agent for agent in AGENTS}  # the agent that has each part
-        kept: list[Segment] = []  # the summary of the rounds so far
+        kept: list[PromptSegment] = []  # the summary of the rounds so far
 
-        def add(agent: str, prompt: Sequence[Segment], answer: int, tool: float | None = None) -> Segment:
+        def add(agent: str, prompt: Sequence[PromptSegment], answer: int, tool: float | None = None) -> PromptSegment:
             output = f"{name}: answer {len(requests)}", length(answer)
             gap = rng.uniform(0.5, 2.0)
             given = (task, roles[agent], *prompt)
@@ -93,7 +93,7 @@ class FiveAgents:
         for number in range(self.rounds):
             if self.is_changing and number == self.rounds // 2:
                 parts |= {"Viewer": "Searcher", "Searcher": "Viewer", "Patcher": "Summary", "Summary": "Patcher"}
-            talks: dict[str, list[Segment]] = {"Viewer": [], "Patcher": []}
+            talks: dict[str, list[PromptSegment]] = {"Viewer": [], "Patcher": []}
             for loop in range(self.loops):
                 decide(f"{number}.{loop}")
                 for agent, talk in talks.items():
@@ -121,14 +121,14 @@ def random_trace(seed: int, num_agents: int = 8, num_requests: int = 300) -> Tra
     rules = {name: (f"{seed}: {name}", rng.randint(50, 1500)) for name in names}
     goes_on = {name: rng.choice([0.0, 0.5, 0.8, 0.95]) for name in names}
     texts = {name: rng.choice([20, 50, 100, 500]) for name in names}
-    task: Segment = (f"{seed}: task", rng.randint(1, 300))
-    talks: dict[str, list[Segment]] = {name: [] for name in names}
+    task: PromptSegment = (f"{seed}: task", rng.randint(1, 300))
+    talks: dict[str, list[PromptSegment]] = {name: [] for name in names}
     requests = []
     for index in range(num_requests):
         agent = rng.choices(names, weights)[0]
         talk = talks[agent] if rng.random() < goes_on[agent] and len(talks[agent]) < 16 else []
-        text: Segment = (f"{seed}: text {index}", rng.randint(1, 2 * texts[agent]))
-        output: Segment = (f"{seed}: answer {index}", rng.randint(1, 100))
+        text: PromptSegment = (f"{seed}: text {index}", rng.randint(1, 2 * texts[agent]))
+        output: PromptSegment = (f"{seed}: answer {index}", rng.randint(1, 100))
         prompt = (task, rules[agent], *talk, text)
         talks[agent] = [*talk, text, output]
         waits = rng.uniform(100, 5000) if rng.random() < 0.5 else None
@@ -144,14 +144,14 @@ def with_adversary(trace: Trace, seed: int = 0, requests: int = 2, *, imitates: 
     prompt of a hotspot instead, so that they share with that agent.
     """
     rng = random.Random(seed)
-    rules: Segment = ("adversary: rules", 1000)
+    rules: PromptSegment = ("adversary: rules", 1000)
     victims = [one.prompt[:3] for one in trace.requests if one.is_hotspot]
     mixed: list[TraceRequest] = []
     for index, request in enumerate(trace.requests):
         mixed.append(request)
         for number in range(requests):
-            own: Segment = (f"adversary: text {index}.{number}", rng.randint(50, 400))
+            own: PromptSegment = (f"adversary: text {index}.{number}", rng.randint(50, 400))
             prefix = rng.choice(victims) if imitates else (rules,)
-            output: Segment = (f"adversary: answer {index}.{number}", 10)
+            output: PromptSegment = (f"adversary: answer {index}.{number}", 10)
             mixed.append(TraceRequest("Adversary", (*prefix, own), output, 0.0, "adversary", 1.0))
     return replace(trace, requests=tuple(mixed))

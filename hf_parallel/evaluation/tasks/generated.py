@@ -196,9 +196,7 @@ Range: TypeAlias = Sequence[int] | Callable[..., Sequence[int]]
 
 
 def _word_problem(
-    draw: random.Random,
-    question: str,
-    kind: tuple[Callable[..., int], dict[str, Range]],
+    draw: random.Random, question: str, kind: tuple[Callable[..., int], dict[str, Range]]
 ) -> tuple[str, int]:
     """Return a question with its answer; a range may depend on the numbers that are drawn before."""
     answer, ranges = kind
