@@ -1,8 +1,8 @@
 """Layout: an example as a few masked attentions (docs/training.md).
 
 Most keys have one position in all views of rows. Others are seen at several positions, such as the steps that Hogwild!
-workers are writing. A `LayoutView` holds keys rotated to one set of positions, and for each query its position relative to
-them. Attention over several views is merged by log-sum-exp, as for the blocks of a plan.
+workers are writing. A `LayoutView` holds keys rotated to one set of positions, and for each query its position relative
+to them. Attention over several views is merged by log-sum-exp, as for the blocks of a plan.
 """
 
 from __future__ import annotations
