@@ -221,7 +221,7 @@ class Request:
 
     def _generate(self) -> None:
         try:
-            output = self.config.make_run(self.call).generate()
+            output: Any = self.config.make_run(self.call).generate()
             self._storage.check_weights(self.call.model, ending=self)
             output = replace(output, past_key_values=None)  # the storage belongs to the engine
         except BaseException as error:

@@ -10,12 +10,12 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseWatermarkingConfig, GenerationMode
 
 from hf_parallel.cache import BlockCache
@@ -43,7 +43,7 @@ _SUPPORTED_INPUTS = (
     *_RETURNED,
 )
 """Arguments of `model.forward` that a mode honours or does not need, or that `check_supported_settings` has checked."""
-_UNSUPPORTED_SETTINGS: dict[str, Any] = {
+_UNSUPPORTED_SETTINGS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("dola_layers", "constraints", "force_words_ids", "compile_config"), (None,)),
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit"), (None,)),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "token_healing", "use_mtp"), (None, False)),
@@ -61,7 +61,7 @@ _MINIMUM = {
     "encoder_no_repeat_ngram_size": 0,
 }
 """Integer settings with their least allowed value."""
-_TYPES: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
+_TYPES: tuple[tuple[Sequence[str], Callable[[object], bool], str], ...] = (
     (
         (
             "temperature",
@@ -140,7 +140,7 @@ def parameter_names(function: Any) -> frozenset[str]:
 
 
 @cache
-def _method_parameters(method: Any) -> frozenset[str]:
+def _method_parameters(method: Callable[..., object]) -> frozenset[str]:
     return frozenset(inspect.signature(method).parameters) - {"self"}
 
 
@@ -198,7 +198,7 @@ def check_no_adapter_names(title: str, model: nn.Module) -> None:
                     )
 
 
-def check_model_inputs(title: str, inputs: Mapping[str, Any]) -> None:
+def check_model_inputs(title: str, inputs: Mapping[str, object]) -> None:
     """Raise `ValueError` for arguments of `model.forward` that no mode supports, such as images."""
     empty = (name for name, value in inputs.items() if value is None or value is False or value == {})
     if unknown := sorted(inputs.keys() - {*_SUPPORTED_INPUTS, *empty}):
@@ -284,7 +284,7 @@ def check_objects(kwargs: Mapping[str, Any]) -> None:
         raise ValueError(f"past_key_values must be a cache of hf_parallel, such as SharedPrefixCache, got {got}")
 
 
-def check_values(values: Mapping[str, Any]) -> None:
+def check_values(values: Mapping[str, object]) -> None:
     """Check the values of `GenerationConfig` settings; None is always allowed."""
     given = {name: value for name, value in values.items() if value is not None}
     for name in _MINIMUM.keys() & given.keys():
@@ -295,7 +295,7 @@ def check_values(values: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} must be {description}, got {given[name]!r}")
 
 
-def check_generation_config(config: Any) -> None:
+def check_generation_config(config: object) -> None:
     """Raise `TypeError` unless `config` is a `GenerationConfig` or None."""
     if config is not None and not isinstance(config, GenerationConfig):
         raise TypeError(f"generation_config must be a GenerationConfig, got {_kind(config)}")
@@ -313,7 +313,7 @@ def check_tokenizer_given(kwargs: Mapping[str, Any], mode: str, purpose: str = "
         raise ValueError(f"tokenizer must be a tokenizer whose decode() returns a string, got {tokenizer!r}")
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the tokens of a text without special tokens.
 
     Raises `ValueError` if `tokenizer` is not a tokenizer, or if the text has lone surrogates.
@@ -327,7 +327,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokens)
 
 
-def _check_ids(ids: Any, name: str) -> None:
+def _check_ids(ids: torch.Tensor | None, name: str) -> None:
     if ids is None:
         return
     _check_tensor(ids, name)
@@ -339,7 +339,7 @@ def _check_ids(ids: Any, name: str) -> None:
         raise ValueError(f"{name} must hold at least one token per row, got the shape {list(ids.shape)}")
 
 
-def _check_tensor(value: Any, name: str) -> None:
+def _check_tensor(value: object, name: str) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.is_meta:
@@ -348,31 +348,30 @@ def _check_tensor(value: Any, name: str) -> None:
         raise ValueError(f"{name} must be a dense tensor, got a sparse one ({value.layout})")
 
 
-def _is_int_tensor(value: Any) -> bool:
+def _is_int_tensor(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
 
 
-def _is_int_array(value: Any) -> bool:
+def _is_int_array(value: object) -> bool:
     return _is_int_tensor(value) or (isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.integer))
 
 
-def _all(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+def _all(value: object, is_valid: Callable[[object], bool]) -> bool:
     return all(map(is_valid, value)) if isinstance(value, list | tuple) else is_valid(value)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return f"{value.__name__} itself" if isinstance(value, type) else type(value).__name__
 
 
-def check_stored(mode: Any, settings: Any) -> Any:
+def check_stored(mode: object, settings: object) -> Any:
     """Return settings of a generation config; raise `ValueError` if a text stands for one that cannot be stored.
 
     A file must not name code that a call would run.
     """
-    names = (
-        MODES[mode].not_stored() if isinstance(settings, Mapping) and isinstance(mode, str) and mode in MODES else ()
-    )
-    for name in names:
+    if not isinstance(settings, Mapping) or not isinstance(mode, str) or mode not in MODES:
+        return settings
+    for name in MODES[mode].not_stored():
         if isinstance(settings.get(name), str):
             raise ValueError(f"{name}={settings[name]!r} cannot come from a generation config: pass it to generate")
     return settings

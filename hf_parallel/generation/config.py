@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
+from transformers.utils import ModelOutput
 from typing_extensions import TypeVar
 
 from hf_parallel.generation.call import GenerationCall
@@ -22,6 +23,8 @@ from hf_parallel.transcript.sections import TranscriptStyle
 
 OutputT = TypeVar("OutputT", default=Any, covariant=True)
 """The output of a mode."""
+Generated: TypeAlias = torch.Tensor | ModelOutput
+"""What `generate` returns: int64 `[rows, length]`, or the mode's output with `return_dict_in_generate`."""
 ConfigT = TypeVar("ConfigT", bound="ParallelConfig", default="ParallelConfig")
 """The config of a mode."""
 
@@ -131,8 +134,8 @@ class ModeTraits:
 class ModeRun(Protocol):
     """One call of a mode. Holds all state of the call that is not a setting."""
 
-    def generate(self) -> Any:
-        """Generate. Return what `model.generate` returns: a tensor `int64 [rows, length]` or the mode's output."""
+    def generate(self) -> Generated:
+        """Generate. Return what `model.generate` returns."""
 
 
 @dataclass
@@ -199,7 +202,7 @@ class ParallelConfig(Settings, Generic[OutputT]):
 
     # What follows is for callers of a mode. A mode overrides none of it.
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if cls.mode:
             MODES[cls.mode] = cls

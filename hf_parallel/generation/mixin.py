@@ -20,7 +20,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.utils import logging
 
 from hf_parallel.cache.placement import cpu_as_default, execution_device
@@ -241,7 +247,7 @@ class ParallelGenerationMixin:
         keep_mode(self.generation_config)  # type: ignore[attr-defined]
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Pickle as the plain model and enable again: the subclass exists in this process only."""
         return _restore, (_plain_class(type(self)),), self.__dict__
 
@@ -257,7 +263,7 @@ def take_parallel_config(own: GenerationConfig, kwargs: dict[str, Any]) -> Paral
     is_draft_model = given is not None and given.is_assistant  # of assisted generation, which reads its scores
     if (kwargs.get("custom_generate") is not None or is_draft_model) and "generation_mode" not in kwargs:
         return None
-    stored: list[Any] = [source for source in (given, own) if source is not None]
+    stored = [source for source in (given, own) if source is not None]
     config = kwargs.pop("parallel_config", None)
     if "generation_mode" in kwargs:
         mode = kwargs.pop("generation_mode")
@@ -289,26 +295,30 @@ def _add_preset(mode: str, own: GenerationConfig, kwargs: dict[str, Any]) -> Non
         kwargs["generation_config"].update(**missing)
 
 
-def _fields(mode: Any) -> Sequence[str]:
+def _fields(mode: object) -> Sequence[str]:
     return MODES[mode].fields() if isinstance(mode, str) and mode in MODES else ()
 
 
-def _stored_settings(config: Any, mode: Any) -> tuple[dict[str, Any], Any]:
+def _stored_settings(config: GenerationConfig, mode: object) -> tuple[Any, Any]:
     """Return the settings that stand beside the mode in a `GenerationConfig`, and its `parallel_config`."""
     beside = {name: getattr(config, name) for name in _fields(mode) if hasattr(config, name)}
     return arguments.check_stored(mode, beside), arguments.check_stored(mode, getattr(config, "parallel_config", None))
 
 
-def keep_mode(config: Any) -> None:
+def keep_mode(config: GenerationConfig) -> None:
     """Make a `GenerationConfig` save the mode that it names; raise `ValueError` if a setting cannot be stored."""
-    if getattr(config, "generation_mode", None) is None:
+    mode = getattr(config, "generation_mode", None)
+    if mode is None:
         return
-    make_config(config.generation_mode, *_stored_settings(config, config.generation_mode)).stored()
+    make_config(mode, *_stored_settings(config, mode)).stored()
     config._from_model_config = False  # otherwise transformers drops attributes that it does not define
 
 
 def enable(
-    model: _Model, known: Capabilities | None = None, wait: bool | float | None = None, tokenizer: Any = None
+    model: _Model,
+    known: Capabilities | None = None,
+    wait: bool | float | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> _Model:
     """Give one model the `generation_mode` argument.
 
@@ -367,7 +377,7 @@ def _add_mixin(model: Any, known: Capabilities | None) -> None:
         _logger.warning_once(f"generate uses generation_mode={mode!r}, which the model's generation_config names")
 
 
-def is_enabled(model: Any) -> bool:
+def is_enabled(model: object) -> bool:
     """Return whether `model.generate` accepts modes. A model that was not enabled ignores those of its configs."""
     return isinstance(unwrap(model), ParallelGenerationMixin)
 
@@ -406,7 +416,7 @@ def unwrap(model: Any) -> Any:
     return model
 
 
-def _wait_seconds(wait: Any) -> float:
+def _wait_seconds(wait: object) -> float:
     if isinstance(wait, bool):
         return math.inf if wait else 0.0
     if not isinstance(wait, Real) or not float(wait) >= 0:

@@ -7,19 +7,22 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from markupsafe import Markup
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import Self
 
+from hf_parallel.detokenizer import decode
 from hf_parallel.generation import saved_output
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.transcript.page import printable
 from hf_parallel.transcript.record import Record
 from hf_parallel.transcript.transcribable import Transcribable
 
+T = TypeVar("T")
 ALWAYS: Any = None
 """Default of a field that the mode always sets, whose type thus excludes None; `ModelOutput` requires a default."""
 MAX_REPR = 800
@@ -83,7 +86,7 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
         vars(copied).update(vars(self))
         return copied
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle without the cache; see the class."""
         names = [field.name for field in dataclasses.fields(self)]
         values = {name: getattr(self, name) for name in names} | {"past_key_values": None}
@@ -118,7 +121,7 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
 
     def _summary(self) -> list[tuple[str, str]]:
         """Return names of facts about the output, and their values in few characters."""
-        facts: list[tuple[str, Any]] = []
+        facts: list[tuple[str, object]] = []
         if self.record is not None:
             facts.append(("generation_mode", repr(self.record.mode)))
         if self.sequences is not None:
@@ -149,13 +152,13 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
             for item in items
         ]
 
-    def answer_texts(self, tokenizer: Any) -> list[str]:
+    def answer_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Return the text of each answer, decoded without special tokens, or merged by the mode."""
         if self.record.config.traits.merges_rows:
             return list(self.transcripts)  # type: ignore[attr-defined]
         ends = self.record.lengths or [self.sequences.shape[1]] * len(self.sequences)
         new = [row[self.record.begin : end] for row, end in zip(self.sequences, ends, strict=True)]
-        return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in new]
+        return [decode(tokenizer, tokens, skip_special_tokens=True) for tokens in new]
 
     @classmethod
     def _own_fields(cls, properties: bool = True) -> list[str]:
@@ -164,11 +167,11 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
         fields = [field.name for field in dataclasses.fields(cls) if field.name not in common]
         return fields + [name for name, value in vars(cls).items() if properties and isinstance(value, property)]
 
-    def _item_name(self, name: str, value: Any) -> str:
+    def _item_name(self, name: str, value: object) -> str:
         return self.item_names.get(name, name) if value is None or isinstance(value, str) else name
 
 
-def grouped(items: list[Any], count: int) -> list[list[Any]]:
+def grouped(items: list[T], count: int) -> list[list[T]]:
     """Return the items in `count` consecutive groups of equal length."""
     size = len(items) // count
     return [items[i * size : (i + 1) * size] for i in range(count)]
@@ -182,7 +185,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_CELL else f"{text[:MAX_CELL]}..."
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, dict):

@@ -8,9 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TextIO
+
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import IncrementalDetokenizer, check_tokenizer
+from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig
 
 TRUNCATED = "[truncated]"
@@ -161,7 +165,7 @@ class ConsoleStreamer(SequentialPrinter):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         file: TextIO | None = None,
         headings: Sequence[str] = (),
         *,
@@ -190,7 +194,7 @@ class ConsoleStreamer(SequentialPrinter):
         self._num_sequences, self._num_puts = num_sequences, 0
         self._steps: dict[int, int] = {}
 
-    def begin_call(self, call: Any) -> None:
+    def begin_call(self, call: GenerationCall) -> None:
         """Receive the prepared call of a mode; see `ParallelStreamer`."""
         config: ParallelConfig = call.record.config
         self._config, self._ends, self.truncated = config, set(call.eos_token_ids), call.record.truncated
@@ -198,7 +202,7 @@ class ConsoleStreamer(SequentialPrinter):
         self.by_end = config.traits.merges_rows
         self._prints_text = config.traits.streams_text and config.traits.streams_tokens != "when_final"
 
-    def put(self, value: Any) -> None:
+    def put(self, value: torch.Tensor) -> None:
         """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
         if value.ndim > 1:
             if len(value) % len(self.headings):

@@ -112,7 +112,7 @@ class PerPromptProcessor(LogitsProcessor):
         return processed
 
 
-def check_signature(processor: Any) -> None:
+def check_signature(processor: LogitsProcessor) -> None:
     """Raise a `ValueError` for a processor with more arguments than `generate` passes."""
     more = list(inspect.signature(processor.__call__).parameters)[2:]
     if more:

@@ -34,10 +34,10 @@ CHAIN_OF_DRAFT = (
 def build_prompt(
     mode: str | type[ParallelConfig],
     task: str | Chat,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     config: ParallelConfig | None = None,
     *,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, object] | None = None,
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
     """Build the prompt of a task for a mode.
@@ -82,11 +82,11 @@ def build_prompt(
 
 def chain_of_draft_prompt(
     task: str | Chat,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     max_words: int = 5,
     rules: str = CHAIN_OF_DRAFT,
     *,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, object] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Build a prompt for an answer with very short reasoning steps (Xu et al., Chain of Draft, 2025).
 
@@ -114,8 +114,8 @@ def chain_of_draft_prompt(
 def encode_task(
     config: ParallelConfig | None,
     task: str | Chat,
-    tokenizer: Any,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, object] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Encode a task with the instructions of a mode (None: without any); returns what `build_prompt` returns."""
     if config is None:
@@ -126,7 +126,7 @@ def encode_task(
     return _encode(text, tokenizer)
 
 
-def _encode(text: str, tokenizer: Any) -> dict[str, torch.Tensor]:
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
     check_text("task", text)
     encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not getattr(tokenizer, "chat_template", None))
     given = encoded if isinstance(encoded, Mapping) else {}
@@ -146,7 +146,7 @@ def render_prompt(
     task: str | Chat,
     tokenizer: Any,
     thinking: bool | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, object] | None = None,
     **template: Any,
 ) -> str:
     """Return the text of a prompt, see `build_prompt`. `template` are arguments of `apply_chat_template`.
@@ -178,16 +178,16 @@ def render_prompt(
     return f"{text}{THINK}\n" if opens else text
 
 
-def apply_template(chat: Chat, tokenizer: Any, **template: Any) -> str:
+def apply_template(chat: Chat, tokenizer: PreTrainedTokenizerBase, **template: Any) -> str:
     """Return the text of a chat. Raises `ValueError` for any error of the chat template, which is a program."""
     try:
-        text: str = tokenizer.apply_chat_template(chat, tokenize=False, **template)
+        text: str = tokenizer.apply_chat_template(chat, tokenize=False, **template)  # type: ignore[assignment, arg-type]
     except Exception as error:
         raise ValueError(f"the chat template cannot render these messages: {type(error).__name__}: {error}") from error
     return text
 
 
-def check_template_kwargs(given: Any) -> dict[str, Any]:
+def check_template_kwargs(given: object) -> dict[str, Any]:
     """Return `chat_template_kwargs`; raise `ValueError` unless it maps names of variables of a template to values."""
     if given is None:
         return {}
@@ -201,13 +201,13 @@ def check_template_kwargs(given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-def check_unused_template_kwargs(given: Any, reason: str) -> None:
+def check_unused_template_kwargs(given: object, reason: str) -> None:
     """Raise `ValueError` if `chat_template_kwargs` is given for a prompt that no template renders."""
     if check_template_kwargs(given):
         raise ValueError(f"chat_template_kwargs={given!r} has no effect: {reason}")
 
 
-def check_task(task: Any, tokenizer: Any) -> None:
+def check_task(task: object, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `ValueError` unless `task` is a text or a chat, and `tokenizer` a tokenizer."""
     is_chat = isinstance(task, list | tuple) and bool(task) and all(map(is_valid_message, task))
     if not is_chat and (not isinstance(task, str) or not task.strip()):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from transformers import StoppingCriteria
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 _CONTEXT = 6
 """Tokens decoded before those that can hold a stop text, as spaces and merged characters depend on them."""
@@ -20,11 +19,11 @@ class StopTexts(StoppingCriteria):
 
     keeps_rows = False
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], begin: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], begin: int) -> None:
         self.tokenizer, self.stops, self.begin = tokenizer, stops, begin
         self._length = max(len(stop.encode()) for stop in stops) + _CONTEXT  # a token has at least one byte
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs: object) -> torch.Tensor:
         """Return whether rows `input_ids`, int64 `[rows, length]`, end: bool `[rows]`."""
         recent = input_ids[:, max(self.begin, input_ids.shape[1] - self._length) :].tolist()
         texts = [self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in recent]

@@ -21,7 +21,7 @@ class ParallelStreamer(Protocol):
     receives the error that ends a call of `generate`, including errors about invalid arguments.
     """
 
-    def put(self, value: Any) -> None:
+    def put(self, value: torch.Tensor) -> None:
         """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
 
     def write_row(self, row: int, text: str, event: str) -> None:
@@ -87,7 +87,7 @@ class ParallelIteratorStreamer:
         self.timeout = timeout
         self._queue: Queue[RowText | BaseException | None] = Queue()
 
-    def put(self, value: Any) -> None:
+    def put(self, value: torch.Tensor) -> None:
         """Ignore tokens: their text arrives in `write_row`."""
 
     def write_row(self, row: int, text: str, event: str) -> None:
@@ -115,7 +115,7 @@ class ParallelIteratorStreamer:
 
 
 @contextmanager
-def report_errors(streamer: Any) -> Iterator[None]:
+def report_errors(streamer: object) -> Iterator[None]:
     """Pass an error raised inside the context to the streamer's `fail`, if it has one, and re-raise it."""
     try:
         yield

@@ -11,24 +11,24 @@ from string import Formatter
 from typing import Any, TypeGuard
 
 
-def is_int(value: Any) -> TypeGuard[int]:
+def is_int(value: object) -> TypeGuard[int]:
     """Return whether a value is an integer (NumPy's included) and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_int(name: str, value: Any, at_least: int) -> None:
+def check_int(name: str, value: object, at_least: int) -> None:
     """Raise `ValueError` unless `value` is an int of at least `at_least`."""
     if not is_int(value) or value < at_least:
         raise ValueError(f"{name} must be an int of at least {at_least}, got {value!r}")
 
 
-def check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: object) -> None:
     """Raise `ValueError` unless `value` is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
-def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise `ValueError` unless `value` is one of `allowed`."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}")
@@ -45,7 +45,7 @@ OTHER_NAMES = {
 """The same settings in OpenAI's API and in Transformers."""
 
 
-def suggestion(name: Any, known: Iterable[str]) -> str:
+def suggestion(name: object, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the known name that resembles a misspelt one; empty if none does."""
     name, known = str(name), list(known)
     if (other := OTHER_NAMES.get(name)) in known:
@@ -56,13 +56,13 @@ def suggestion(name: Any, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def names_hint(name: Any, known: Sequence[str], others: Iterable[str] = ()) -> str:
+def names_hint(name: object, known: Sequence[str], others: Iterable[str] = ()) -> str:
     """Return the end of a message about an unknown name: a similar name, if there is one, and the known names."""
     near = suggestion(name, [*known, *others])
     return f"{near}{' It' if near else '; it'} has {list(known)}" if known else near
 
 
-def check_text(name: str, value: Any) -> None:
+def check_text(name: str, value: object) -> None:
     """Raise `ValueError` unless `value` is a string that can be encoded as UTF-8, which tokenizers need."""
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a string, got {value!r}")
@@ -73,7 +73,7 @@ def check_text(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be text without lone surrogates, got {part!r}") from error
 
 
-def check_texts(name: str, value: Any) -> None:
+def check_texts(name: str, value: object) -> None:
     """Raise `ValueError` unless `value` is a list of non-empty strings."""
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
         raise ValueError(f"{name} must be a list of non-empty strings, got {value!r}")
@@ -85,7 +85,7 @@ MAX_REPEATS = 32
 """Number of times that a template may insert a value; more of a long one would exhaust the memory."""
 
 
-def check_template(name: str, template: Any, /, **values: Any) -> None:
+def check_template(name: str, template: Any, /, **values: object) -> None:
     """Raise `ValueError` unless `template` is a string that `str.format` can fill with `values`.
 
     A field may be an item of a value, such as `{names[0]}`, but no attribute. Widths are limited to three digits: a
@@ -107,7 +107,7 @@ def check_template(name: str, template: Any, /, **values: Any) -> None:
         raise ValueError(f"{name} may hold {fields} and no other field, got {template!r} ({error!r})") from error
 
 
-def json_error(value: Any) -> str:
+def json_error(value: object) -> str:
     """Return why a value does not survive a round trip through JSON; empty if it does."""
     try:
         restored = json.loads(json.dumps(value))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.config import ModeRows, ModeTraits, ParallelConfig, RowPlace
+from hf_parallel.generation.config import Generated, ModeRows, ModeTraits, ParallelConfig, RowPlace
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 from hf_parallel.generation.prefill import keep_rows, prefill_leaves, prefix_cache_of, start_rows
@@ -145,7 +145,7 @@ class BestOfRun:
         self.loop = DecodeLoop(call, self.cache, table, seed=config.seed, stream=False, log_probs=True)
         self.num_tokens = 0  # of each active row
 
-    def generate(self) -> Any:
+    def generate(self) -> Generated:
         """Return a tensor `int64 [rows, length]` or a `BestOfOutput`."""
         n, call = self.config.num_candidates, self.call
         with self.loop.running():
@@ -202,7 +202,7 @@ class BestOfRun:
         for row, mean in zip(new, means, strict=True):
             self.scores[row] = mean if self.scorer is None else self._ask(self.scorer, row, mean)
 
-    def _ask(self, scorer: Callable[[Candidate], Any], row: Row, mean: float) -> float:
+    def _ask(self, scorer: Scorer, row: Row, mean: float) -> float:
         tokenizer, n = self.call.tokenizer, self.config.num_candidates
         prompt = tokenizer.decode(self.call.prompts[row.index // n * self.num_returned].tolist())
         tokens = self.loop.new_tokens(row)
@@ -219,7 +219,7 @@ class BestOfRun:
     def _text(self, row: Row) -> str:
         return self.call.tokenizer.decode(self.loop.new_tokens(row), skip_special_tokens=True)
 
-    def _output(self) -> Any:
+    def _output(self) -> Generated:
         n, size = self.config.num_candidates, self.num_returned
         best = [row for group in self.groups for row in sorted(group, key=self._rank)[:size]]
         groups = [self.groups[row.index // n] for row in best]
@@ -261,7 +261,7 @@ class BestOfOutput(ParallelOutput):
         return [("Scores", ", ".join(f"candidate {index + 1}: {ratings[index]:.4g}" for index in order))]
 
 
-def resolve_scorer(scorer: Any) -> Callable[[Candidate], Any]:
+def resolve_scorer(scorer: object) -> Scorer:
     """Return a scorer that was given itself or as `"module:function"`; raise `ValueError` if it is neither."""
     found = scorer
     if isinstance(scorer, str):

@@ -48,7 +48,7 @@ def describe_pattern(pattern: str) -> str:
     return f"answer_pattern={pattern[:SHOWN_LENGTH]!r}" + "..." * (len(pattern) > SHOWN_LENGTH)
 
 
-def find_matches(pattern: str, text: str) -> list[Any]:
+def find_matches(pattern: str, text: str) -> list[regex.Match[str]]:
     """Return all matches of a regular expression in a text; none, with a warning, after `PATTERN_SECONDS`."""
     try:
         return list(regex.finditer(pattern, text, timeout=PATTERN_SECONDS))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from hf_parallel.generation.arguments import check_tokenizer_given, encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.caller import name_prompts, warn_caller
-from hf_parallel.generation.config import ModeRows, ModeTraits, RowPlace
+from hf_parallel.generation.config import Generated, ModeRows, ModeTraits, RowPlace
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.final_answers import (
     BOXED,
@@ -164,7 +164,7 @@ class SelfConsistencyRun(StagedRun):
         super().__init__(config, call)
         self.needs_log_probs = config.weights == "log_prob"
 
-    def generate(self) -> Any:
+    def generate(self) -> Generated:
         """Generate all answers, then choose or conclude."""
         config, call, n = self.config, self.call, self.config.num_answers
         answers = [[self.completion(prompt, prompt * n + i) for i in range(n)] for prompt in range(call.num_rows)]
@@ -189,7 +189,9 @@ class SelfConsistencyRun(StagedRun):
         rows = [prompt * n + index for prompt, index in enumerate(chosen)]
         return _with_scores(output, loop, rows, max(map(len, tokens)))
 
-    def _conclude(self, loop: DecodeLoop, answers: Sequence[Sequence[CompletionRow]], fields: dict[str, Any]) -> Any:
+    def _conclude(
+        self, loop: DecodeLoop, answers: Sequence[Sequence[CompletionRow]], fields: dict[str, Any]
+    ) -> Generated:
         config, call = self.config, self.call
         read = [self._reading(rows) for rows in answers]
         first = call.num_rows * config.num_answers
@@ -237,7 +239,7 @@ def _index_of(final: str | None, given: Sequence[str | None]) -> int | None:
     return None if final is None or normal_form(final) not in forms else forms.index(normal_form(final))
 
 
-def _with_scores(output: Any, loop: DecodeLoop, rows: Sequence[int], steps: int) -> Any:
+def _with_scores(output: Any, loop: DecodeLoop, rows: Sequence[int], steps: int) -> Generated:
     """Set the scores and logits of an output to those of some rows of a loop, `[rows, vocabulary]` per step."""
     for name in ("scores", "logits"):
         kept = getattr(loop.sampler, name)

@@ -13,7 +13,7 @@ import torch
 from hf_parallel.cache.tree import Node
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall, with_gaps
-from hf_parallel.generation.config import ModePrompt, ModeTraits
+from hf_parallel.generation.config import Generated, ModePrompt, ModeTraits
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prefill import (
@@ -113,7 +113,7 @@ class SharedPrefixRun:
         table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, SUFFIX_CAPACITY))
         self.loop = DecodeLoop(call, self.cache, table, seed=config.seed)
 
-    def generate(self) -> Any:
+    def generate(self) -> Generated:
         """Generate. Return a tensor `int64 [rows, length]` or a `ParallelOutput`."""
         prompts = [with_gaps(*prompt) for prompt in zip(self.call.prompts, self.call.gaps, strict=True)]
         with self.loop.running(), replaying(self.loop, self.config, prompts, self.config.draft_tokens):

@@ -17,7 +17,7 @@ import regex
 from hf_parallel.generation.arguments import check_tokenizer_given, encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.caller import warn_sequential
-from hf_parallel.generation.config import ModeRows, ModeTraits, RowPlace
+from hf_parallel.generation.config import Generated, ModeRows, ModeTraits, RowPlace
 from hf_parallel.generation.modes.final_answers import check_pattern, find_matches
 from hf_parallel.generation.modes.stages import (
     CompletionRow,
@@ -229,7 +229,7 @@ class SkeletonRun(StagedRun):
         rngs = make_rngs(config.seed, call.num_rows)
         self.answers = [SkeletonAnswer(self, row, None if rngs is None else rngs[row]) for row in range(call.num_rows)]
 
-    def generate(self) -> Any:
+    def generate(self) -> Generated:
         """Generate. Return a tensor `int64 [batch, length]` or a `SkeletonOfThoughtOutput`."""
         answers = self.answers
         self._run_stage(SkeletonAnswer.outline_rows)

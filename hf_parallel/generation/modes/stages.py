@@ -13,7 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+)
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_parallel.cache import Segment
@@ -53,7 +58,7 @@ class CompletionRow(Row):
         prompt: np.ndarray,
         gaps: Mapping[int, int],  # see `GenerationCall`
         max_new_tokens: int,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         output_row: int,
         prefix: str = "",
         is_complete: Callable[[str], bool] | None = None,
@@ -184,7 +189,7 @@ class _Stage:
             self.call.show(row.output_row, "", "end")
         return is_active
 
-    def _schedule(self, active: Sequence[Any]) -> Sequence[Any]:
+    def _schedule(self, active: Sequence[CompletionRow]) -> Sequence[CompletionRow]:
         """Return the rows of the next pass: the active ones, and those that take the place of ended ones."""
         if not any(self._queues):
             return active

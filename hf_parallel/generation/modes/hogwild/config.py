@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import regex
 import torch
-from transformers import TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.arguments import check_tokenizer_given
@@ -280,7 +280,7 @@ class HogwildConfig(ReplayConfig[HogwildOutput]):
             group = min(group, positions + new + prefix)
         return call.prompt_tokens + call.num_rows * group
 
-    def prompt_fields(self) -> dict[str, Any]:
+    def prompt_fields(self) -> dict[str, object]:
         """Return the fields of `collaboration_prompt`."""
         return {"names": _Names(self.names), "count": self.num_workers}
 
@@ -309,7 +309,7 @@ class HogwildConfig(ReplayConfig[HogwildOutput]):
 
 
 def hogwild_prompt(
-    task: str | Chat, tokenizer: Any, config: HogwildConfig | None = None, **settings: Any
+    task: str | Chat, tokenizer: PreTrainedTokenizerBase, config: HogwildConfig | None = None, **settings: Any
 ) -> dict[str, torch.Tensor]:
     """Build the prompt of a task for several workers (Hogwild! Inference, section 3.3 and appendix C).
 

@@ -68,7 +68,7 @@ _EVENTS: tuple[dict[str, Field], ...] = (
 """Fields of the events of a journal, see `SteppedRun.apply`."""
 
 
-def _is_event(event: Any) -> bool:
+def _is_event(event: object) -> bool:
     return isinstance(event, dict) and any(
         event.keys() == checks.keys() and all(field.is_valid(event[name]) for name, field in checks.items())
         for checks in _EVENTS

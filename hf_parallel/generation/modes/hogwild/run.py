@@ -25,6 +25,7 @@ from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.caller import name_prompts, warn_caller
+from hf_parallel.generation.config import Generated
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.final_answers import describe_pattern
 from hf_parallel.generation.modes.hogwild.group import Finisher, WorkerGroup
@@ -96,7 +97,7 @@ class HogwildRun:
             group.check_positions()
         self._warn_other_prompts()
 
-    def generate(self) -> Any:
+    def generate(self) -> Generated:
         """Let the workers write until all have stopped. Return what `model.generate` returns."""
         with self.loop.running(), replaying(self.loop, self.config):
             logits = self._prefill(self.loop, self.workers)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, TextStreamer
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import cpu_as_default
@@ -78,7 +78,9 @@ class HogwildSession:
     ...     session.save("picnic.json")
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, prompt: Any, **settings: Any) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Any, **settings: object
+    ) -> None:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError(
                 "a session passes token ids to the model: virtual tokens of PEFT's prompt learning are lost"
@@ -309,11 +311,11 @@ class HogwildSession:
         cls,
         path: str | Path,
         model: PreTrainedModel,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         streamer: Any = None,
-        logits_processor: Sequence[Any] | None = None,
-        stopping_criteria: Sequence[Any] | None = None,
-        prefix_allowed_tokens_fn: Any = None,
+        logits_processor: Sequence[object] | None = None,
+        stopping_criteria: Sequence[object] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
     ) -> HogwildSession:
         """Load a saved session, which continues as if it had not been interrupted.
 
@@ -361,7 +363,7 @@ class HogwildSession:
             claim.active = False
         return session
 
-    def _find(self, name: Any) -> Worker:
+    def _find(self, name: object) -> Worker:
         found = [worker for worker in self._run.present if worker.name == name]
         if not found:
             raise ValueError(f"there is no worker {name!r}, only {self.names}")

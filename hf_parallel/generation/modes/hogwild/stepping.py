@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig, MaxTimeCriteria
+from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedTokenizerBase
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.fingerprint import fingerprint
@@ -39,7 +39,7 @@ _UNSAVED = ("max_length", "max_new_tokens", "transformers_version")
 """Fields of a prepared GenerationConfig that follow from others or are saved separately."""
 
 
-def open_run(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any]) -> SteppedRun:
+def open_run(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Any, settings: dict[str, Any]) -> SteppedRun:
     """Return the run of a session of an enabled model; arguments and errors as of `HogwildSession`."""
     settings = {"generation_mode": HogwildConfig.mode, **settings}
     if "progress" in settings:
@@ -301,7 +301,9 @@ def _check_config(config: Any) -> None:
         raise ValueError(f"worker_names must not contain {COMMON!r}, the name of the history, got {config.names!r}")
 
 
-def _prompt_arguments(model: Any, prompt: Any, tokenizer: Any, config: HogwildConfig, template: Any) -> dict[str, Any]:
+def _prompt_arguments(
+    model: Any, prompt: Any, tokenizer: PreTrainedTokenizerBase, config: HogwildConfig, template: Any
+) -> dict[str, Any]:
     """Return the arguments of `generate` for a prompt as `HogwildSession` accepts it."""
     if not isinstance(prompt, torch.Tensor | Mapping):
         return hogwild_prompt(prompt, tokenizer, config, chat_template_kwargs=template)

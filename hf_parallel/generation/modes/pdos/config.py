@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
@@ -200,7 +200,7 @@ class PDOSConfig(BlockFormat, ParallelConfig[PDOSOutput]):
 
 
 def pdos_prompt(
-    task: str | Chat, tokenizer: Any, config: PDOSConfig | None = None, **settings: Any
+    task: str | Chat, tokenizer: PreTrainedTokenizerBase, config: PDOSConfig | None = None, **settings: Any
 ) -> dict[str, torch.Tensor]:
     """Wrap a task with instructions to write independent parts as a parallel block (PDOS, section 3, appendix A).
 

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.modes.pdos.parser import DONE, GAP, TITLE, BlockFormat, SkeletonParser
@@ -34,7 +34,7 @@ class BlockMask:
         self.vocabulary = vocabulary
         whole = {token for token in vocabulary.special if vocabulary.texts[token] in markers.values()}
         self._banned = vocabulary.special.union(banned) - whole
-        self._cached: dict[Any, torch.Tensor] = {}
+        self._cached: dict[object, torch.Tensor] = {}
         self._classify(SkeletonParser(replace(fmt, min_branches=1, max_branches=2**30)))
         line_end = vocabulary.encode(b"\n") or ()
         self._line_end = line_end[0] if len(line_end) == 1 else None
@@ -141,7 +141,7 @@ class BlockMask:
         return any(self.vocabulary.encode(rest) for rest in after.expected)
 
 
-_masks: WeakKeyDictionary[Vocabulary, dict[Any, BlockMask]] = WeakKeyDictionary()
+_masks: WeakKeyDictionary[Vocabulary, dict[object, BlockMask]] = WeakKeyDictionary()
 
 
 def get_block_mask(fmt: BlockFormat, vocabulary: Vocabulary, banned: Iterable[int] = ()) -> BlockMask:
@@ -175,7 +175,11 @@ class ParallelBlockLogitsProcessor(LogitsProcessor):
     """
 
     def __init__(
-        self, tokenizer: Any, fmt: BlockFormat | None = None, prompt_length: int | None = None, **settings: Any
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        fmt: BlockFormat | None = None,
+        prompt_length: int | None = None,
+        **settings: Any,
     ) -> None:
         check_tokenizer(tokenizer)
         if fmt is not None and (settings or not isinstance(fmt, BlockFormat)):

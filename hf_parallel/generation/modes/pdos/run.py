@@ -20,6 +20,7 @@ from hf_parallel.cache import Segment
 from hf_parallel.cache.tree_branch import Tree, TreeBranchCache
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.caller import warn_sequential
+from hf_parallel.generation.config import Generated
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.pdos.format_processor import force, get_block_mask
 from hf_parallel.generation.modes.pdos.output import (
@@ -105,7 +106,7 @@ class PDOSRun:
         banned = [call.pad_token_id, *call.eos_token_ids]
         self.mask = get_block_mask(config, vocabulary, banned) if config.parallel_hint else None
 
-    def generate(self) -> Any:
+    def generate(self) -> Generated:
         """Generate. Return a tensor `int64 [batch, length]` or a `PDOSOutput`."""
         call, cache, loop = self.call, self.cache, self.loop
         with loop.running():

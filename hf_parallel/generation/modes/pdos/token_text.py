@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from transformers import PreTrainedTokenizerBase
+
 from hf_parallel.detokenizer import token_bytes
 from hf_parallel.generation.arguments import encode
 
@@ -21,7 +23,7 @@ class Vocabulary:
     special tokens, such as end-of-sequence. `state` changes when tokens are added to the tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, size: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
         self.state = _state_of(tokenizer, size)
         self.texts = _token_texts(tokenizer, size)
         self.special = frozenset(t for t in _special_ids(tokenizer) if t < size)
@@ -70,7 +72,7 @@ class Vocabulary:
 _vocabularies: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
 
 
-def get_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
+def get_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
     """Return the vocabulary of a tokenizer, cached until tokens are added.
 
     The tokenizer is one of transformers, or any object that encodes when called and has `decode`. `size` is the number
@@ -85,7 +87,7 @@ def get_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     return found
 
 
-def encode_exactly(tokenizer: Any, vocabulary: Vocabulary, text: str) -> list[int] | None:
+def encode_exactly(tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary, text: str) -> list[int] | None:
     """Return the tokenizer's tokens of a text; if their text differs, the fewest tokens with this text, or None."""
     tokens = encode(tokenizer, text)
     known = all(0 <= token < len(vocabulary) for token in tokens)
@@ -151,12 +153,12 @@ def widen_span(tokens: Iterable[Token], begin: int, end: int) -> tuple[int, int]
     return begin, end
 
 
-def _state_of(tokenizer: Any, size: int) -> tuple[int, int, frozenset[int]]:
+def _state_of(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[int, int, frozenset[int]]:
     known = len(tokenizer) if hasattr(type(tokenizer), "__len__") else size
     return size, known, frozenset(_special_ids(tokenizer))
 
 
-def _special_ids(tokenizer: Any) -> set[int]:
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the named special tokens of a tokenizer, and others that were added as special."""
     try:
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -166,7 +168,7 @@ def _special_ids(tokenizer: Any) -> set[int]:
     return named.union(token for token, how in added.items() if how.special)
 
 
-def _token_texts(tokenizer: Any, size: int) -> list[bytes]:
+def _token_texts(tokenizer: PreTrainedTokenizerBase, size: int) -> list[bytes]:
     """Return the text that each token adds to a preceding one; decoders drop the leading space of a first token."""
     anchor = encode(tokenizer, "a")[-1:]
     known = min(size, max(tokenizer.get_vocab().values()) + 1) if hasattr(tokenizer, "get_vocab") else size
