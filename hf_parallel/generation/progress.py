@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers.utils import logging
 
-from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.validation import check_bool
 
 INTERVAL = 0.1
@@ -64,7 +63,7 @@ def take_progress(mode: str, kwargs: dict[str, Any]) -> Progress | None:
 
 
 @contextmanager
-def closing_progress(call: GenerationCall) -> Iterator[GenerationCall]:
+def closing_progress(call: Any) -> Iterator[Any]:
     """Close the bar of a call, if it has one, however the context ends."""
     try:
         yield call
