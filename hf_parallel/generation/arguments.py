@@ -21,6 +21,7 @@ from transformers.generation import BaseWatermarkingConfig, GenerationMode
 from hf_parallel.cache import BlockCache
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_int, check_text, is_int
 
 _UNSUPPORTED_ARGUMENTS = (
@@ -144,7 +145,7 @@ def _method_parameters(method: Callable[..., object]) -> frozenset[str]:
     return frozenset(inspect.signature(method).parameters) - {"self"}
 
 
-def check_supported_arguments(title: str, kwargs: Mapping[str, Any]) -> None:
+def check_supported_arguments(title: str, kwargs: Arguments) -> None:
     """Raise `ValueError` for an argument of `generate` that no mode supports."""
     for name in _UNSUPPORTED_ARGUMENTS:
         value = kwargs.get(name)
@@ -229,7 +230,7 @@ def check_supported_settings(title: str, config: GenerationConfig) -> None:
         raise ValueError(refused + _PLAINLY)
 
 
-def check_inputs(kwargs: Mapping[str, Any]) -> None:
+def check_inputs(kwargs: Arguments) -> None:
     """Check the tensors of a call: token ids `[rows, length]`, and a mask and positions of matching shape."""
     _check_ids(kwargs.get("inputs"), "inputs")
     _check_ids(kwargs.get("input_ids"), "input_ids")
@@ -252,7 +253,7 @@ def check_inputs(kwargs: Mapping[str, Any]) -> None:
             raise ValueError(f"position_ids must be integers of the shape {list(shape)}, got {got}")
 
 
-def move_padding_left(kwargs: dict[str, Any]) -> None:
+def move_padding_left(kwargs: Arguments) -> None:
     """Move padding at the end of prompts to their beginning, where a prompt's next token does not follow padding."""
     mask = kwargs.get("attention_mask")
     if mask is None or mask[:, -1].all():
@@ -265,7 +266,7 @@ def move_padding_left(kwargs: dict[str, Any]) -> None:
             kwargs[name] = value.expand(mask.shape).gather(1, source.to(value.device))
 
 
-def check_objects(kwargs: Mapping[str, Any]) -> None:
+def check_objects(kwargs: Arguments) -> None:
     """Check the objects of a call: streamer, logits processors, stopping criteria and cache."""
     streamer = kwargs.get("streamer")
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
@@ -301,7 +302,7 @@ def check_generation_config(config: object) -> None:
         raise TypeError(f"generation_config must be a GenerationConfig, got {_kind(config)}")
 
 
-def check_tokenizer_given(kwargs: Mapping[str, Any], mode: str, purpose: str = "reads the generated text") -> None:
+def check_tokenizer_given(kwargs: Arguments, mode: str, purpose: str = "reads the generated text") -> None:
     """Raise `ValueError` unless the arguments of `generate` hold a tokenizer; `purpose`: why the mode needs it."""
     tokenizer = kwargs.get("tokenizer")
     if tokenizer is None:

@@ -6,7 +6,7 @@ it; the rest of the package uses the mode only through this class and the object
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -17,7 +17,7 @@ from typing_extensions import TypeVar
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.presets import Preset
 from hf_parallel.generation.registry import MODES
-from hf_parallel.generation.settings import Settings
+from hf_parallel.generation.settings import Arguments, Settings
 from hf_parallel.generation.validation import check_bool, is_int, names_hint, suggestion
 from hf_parallel.transcript.sections import TranscriptStyle
 
@@ -175,7 +175,7 @@ class ParallelConfig(Settings, Generic[OutputT]):
         if self.compile is not None:
             check_bool("compile", self.compile)
 
-    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
+    def prepare(self, kwargs: Arguments) -> None:
         """Check and modify `kwargs`, the arguments of `generate`, in place, before transformers reads them."""
 
     def make_run(self, call: GenerationCall) -> ModeRun:
@@ -226,7 +226,7 @@ class ParallelConfig(Settings, Generic[OutputT]):
         return "an engine" if self.is_implicit else f"generation_mode={self.mode!r}"
 
 
-def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) -> ParallelConfig:
+def make_config(mode: str, *sources: Mapping[str, object] | ParallelConfig | None) -> ParallelConfig:
     """Return the config of a mode from mappings or configs; an earlier source overrides later ones.
 
     Raises `ValueError` for an unknown mode or setting, or an invalid value.
@@ -237,7 +237,7 @@ def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) 
         hint = suggestion(mode, MODES)
         raise ValueError(f"generation_mode must be one of {sorted(MODES)} (or None), got {mode!r}{hint}")
     cls = MODES[mode]
-    merged: dict[str, Any] = {}
+    merged: Arguments = {}
     for source in reversed(sources):
         if source is None:
             continue
@@ -254,7 +254,7 @@ def make_config(mode: str, *sources: Mapping[str, Any] | ParallelConfig | None) 
 
 
 def check_setting_names(
-    cls: type[ParallelConfig] | None, settings: Mapping[str, Any], others: Iterable[str] = ()
+    cls: type[ParallelConfig] | None, settings: Mapping[str, object], others: Iterable[str] = ()
 ) -> None:
     """Raise `ValueError` for a name that is neither a setting of the mode (None: `generate`) nor one of `others`."""
     fields = [] if cls is None else cls.fields()

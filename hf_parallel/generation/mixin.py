@@ -39,6 +39,7 @@ from hf_parallel.generation.enabled import Enabled
 from hf_parallel.generation.presets import SAMPLING_ONLY, preset_of
 from hf_parallel.generation.progress import closing_progress, take_progress
 from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.streaming import report_errors
 from hf_parallel.models.capabilities import Capabilities, probe_capabilities
 from hf_parallel.models.compiled import forget
@@ -110,7 +111,7 @@ class ParallelGenerationMixin:
 
     @contextmanager
     def prepared_call(
-        self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim | None = None
+        self, config: ParallelConfig, kwargs: Arguments, claim: Claim | None = None
     ) -> Iterator[GenerationCall]:
         """Let transformers prepare a call, and hold the model while the context is open; `kwargs` is modified."""
         claim = claim or Claim()
@@ -119,13 +120,13 @@ class ParallelGenerationMixin:
             with self.claimed(claim), closing_progress(self._prepare_call(config, kwargs, claim)) as call:
                 yield call
 
-    def prepare_call(self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim) -> GenerationCall:
+    def prepare_call(self, config: ParallelConfig, kwargs: Arguments, claim: Claim) -> GenerationCall:
         """Let transformers prepare a call of a model that `claim` holds; `kwargs` is modified."""
         with torch.no_grad(), cpu_as_default():
             self._check_call(config, kwargs)
             return self._prepare_call(config, kwargs, claim)
 
-    def _check_call(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:
+    def _check_call(self, config: ParallelConfig, kwargs: Arguments) -> None:
         """Complete and check the arguments of a call."""
         if kwargs.get("tokenizer") is None and self._parallel.tokenizer is not None:
             kwargs["tokenizer"] = self._parallel.tokenizer
@@ -134,7 +135,7 @@ class ParallelGenerationMixin:
         self._check_arguments(config, kwargs)
         arguments.move_padding_left(kwargs)
 
-    def _prepare_call(self, config: ParallelConfig, kwargs: dict[str, Any], claim: Claim) -> GenerationCall:
+    def _prepare_call(self, config: ParallelConfig, kwargs: Arguments, claim: Claim) -> GenerationCall:
         progress = take_progress(config.mode, kwargs)
         outer = preparation.calls
         try:
@@ -180,7 +181,7 @@ class ParallelGenerationMixin:
         is_held = claim is not None and claim.active and claim.process == os.getpid()  # not after a fork
         return claim if is_held else None
 
-    def _generate(self, kwargs: dict[str, Any], args: tuple[Any, ...]) -> Any:
+    def _generate(self, kwargs: Arguments, args: tuple[Any, ...]) -> Any:
         positional = [kwargs.pop(name, None) for name in _POSITIONAL]
         return super().generate(*positional, *args, **kwargs)  # type: ignore[misc]
 
@@ -219,7 +220,7 @@ class ParallelGenerationMixin:
         if not self._prepares():
             super()._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
 
-    def _check_arguments(self, config: ParallelConfig, kwargs: dict[str, Any]) -> None:
+    def _check_arguments(self, config: ParallelConfig, kwargs: Arguments) -> None:
         """Raise an error for invalid or unsupported arguments, before anything is prepared."""
         arguments.check_supported_arguments(config.title, kwargs)
         arguments.check_not_compiled(self)  # type: ignore[arg-type]
@@ -252,7 +253,7 @@ class ParallelGenerationMixin:
         return _restore, (_plain_class(type(self)),), self.__dict__
 
 
-def take_parallel_config(own: GenerationConfig, kwargs: dict[str, Any]) -> ParallelConfig | None:
+def take_parallel_config(own: GenerationConfig, kwargs: Arguments) -> ParallelConfig | None:
     """Remove the mode and its settings from the arguments of `generate` and return them as a config.
 
     `own` is the model's config. Return None if no mode is named, if the model drafts tokens for another one, or if
@@ -281,7 +282,7 @@ def take_parallel_config(own: GenerationConfig, kwargs: dict[str, Any]) -> Paral
     return make_config(mode, settings, config, *(source for pair in saved for source in pair), of_preset)
 
 
-def _add_preset(mode: str, own: GenerationConfig, kwargs: dict[str, Any]) -> None:
+def _add_preset(mode: str, own: GenerationConfig, kwargs: Arguments) -> None:
     """Add the preset's settings of `generate` that neither the arguments nor a generation config gives."""
     config = kwargs.get("generation_config")
     known = {name: v for c in (own, config) if c is not None for name, v in vars(c).items() if v is not None} | kwargs

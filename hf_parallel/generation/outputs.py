@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from hf_parallel.detokenizer import decode
 from hf_parallel.generation import saved_output
+from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.transcript.page import printable
 from hf_parallel.transcript.record import Record
@@ -134,7 +135,7 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
         facts += [(name, _SHORT.repr(value)) for name, value in own]
         return [(name, str(value)) for name, value in facts]
 
-    def to_records(self) -> list[dict[str, Any]]:
+    def to_records(self) -> list[Arguments]:
         """Return the mode's own fields and `stats` as plain data: one dictionary per answer.
 
         An answer is a row, or all rows of a prompt in modes that merge them (`ModeTraits.merges_rows`). A field
@@ -177,7 +178,7 @@ def grouped(items: list[T], count: int) -> list[list[T]]:
     return [items[i * size : (i + 1) * size] for i in range(count)]
 
 
-def _unpickle(cls: type[ParallelOutput], values: dict[str, Any]) -> ParallelOutput:
+def _unpickle(cls: type[ParallelOutput], values: Arguments) -> ParallelOutput:
     return cls(**values)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_text
 from hf_parallel.models.preset_mark import PRESET_MARK, marked_preset
 
@@ -17,11 +16,11 @@ from hf_parallel.models.preset_mark import PRESET_MARK, marked_preset
 class Preset:
     """Defaults of a mode for one model: settings of the mode, and settings of `generate`."""
 
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    generation: Mapping[str, Any] = field(default_factory=dict)
+    settings: Arguments = field(default_factory=dict)
+    generation: Arguments = field(default_factory=dict)
 
 
-SAMPLING: dict[str, Any] = {
+SAMPLING: Arguments = {
     "do_sample": True,
     "temperature": 0.7,
     "top_p": 0.9,

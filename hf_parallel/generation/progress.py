@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_bool
 
 INTERVAL = 0.1
@@ -55,7 +56,7 @@ class Progress:
         self._shown_passes, self._shown_at = self._passes, now
 
 
-def take_progress(mode: str, kwargs: dict[str, Any]) -> Progress | None:
+def take_progress(mode: str, kwargs: Arguments) -> Progress | None:
     """Remove `progress` from the arguments of `generate`. Raises `ValueError` unless it is a bool."""
     shown = kwargs.pop("progress", False)
     check_bool("progress", shown)

@@ -14,6 +14,7 @@ from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.config import ParallelConfig, check_setting_names
 from hf_parallel.generation.presets import preset_of
 from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_int, check_template, check_text
 
 Message: TypeAlias = Mapping[str, Any]
@@ -187,7 +188,7 @@ def apply_template(chat: Chat, tokenizer: PreTrainedTokenizerBase, **template: A
     return text
 
 
-def check_template_kwargs(given: object) -> dict[str, Any]:
+def check_template_kwargs(given: object) -> Arguments:
     """Return `chat_template_kwargs`; raise `ValueError` unless it maps names of variables of a template to values."""
     if given is None:
         return {}

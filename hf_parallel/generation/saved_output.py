@@ -18,6 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_parallel.files import read_json, write_atomically
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.settings import Arguments
 from hf_parallel.transcript.record import Event, Record
 from hf_parallel.transcript.sections import check_run, is_plain, transcript_dict
 
@@ -135,7 +136,7 @@ def _classes(cls: Any) -> Iterator[Any]:
         yield from _classes(subclass)
 
 
-def _hints(cls: Any) -> dict[str, Any]:
+def _hints(cls: type) -> Arguments:
     """Return the types of the saved fields of a class."""
     hints = get_type_hints(cls) | {"sequences": torch.Tensor}
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.name not in _SEPARATE}
@@ -162,7 +163,7 @@ def _expect(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _pack(value: Any, where: str) -> Any:
+def _pack(value: object, where: str) -> Any:
     """Return a value as JSON: tensors as objects, floats that JSON lacks as text."""
     if isinstance(value, torch.Tensor):
         values = _pack(value.tolist(), where)
@@ -182,7 +183,7 @@ def _pack(value: Any, where: str) -> Any:
 
 def _unpack(hint: Any, value: Any, where: str) -> Any:
     """Return what `_pack` has packed for a type; raise `ValueError` if the value is not of the type."""
-    kind: Any = get_origin(hint) or hint
+    kind = get_origin(hint) or hint
     inner = get_args(hint)
     if kind is Any:
         return value
@@ -211,7 +212,7 @@ def _unpack(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _unpack_union(hints: tuple[Any, ...], value: Any, where: str) -> Any:
+def _unpack_union(hints: tuple[object, ...], value: object, where: str) -> Any:
     errors = []
     for hint in hints:
         try:
@@ -221,7 +222,7 @@ def _unpack_union(hints: tuple[Any, ...], value: Any, where: str) -> Any:
     raise errors[0]
 
 
-def _unpack_tensor(value: Any, where: str) -> torch.Tensor:
+def _unpack_tensor(value: object, where: str) -> torch.Tensor:
     given = _unpack(dict[str, Any], value, where)
     _expect(given.keys() == {"dtype", "shape", "values"}, f"{where} must be a tensor")
     dtype = getattr(torch, str(given["dtype"]), None)

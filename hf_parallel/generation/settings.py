@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from typing_extensions import Self
 
 from hf_parallel.generation.validation import json_error
 
+Arguments: TypeAlias = dict[str, Any]
+"""Arguments of `generate`, settings of a mode or fields of an output, by name."""
 NOT_STORED: Mapping[str, bool] = {"stored": False, "remote": False}
 """Metadata of a setting whose value exists in the running process only: never saved, nor accepted by a server."""
 NOT_REMOTE: Mapping[str, bool] = {"remote": False}
@@ -44,17 +46,17 @@ class Settings:
         """Return the names of the settings that a server does not accept, those that are never saved included."""
         return {f.name for f in dataclasses.fields(cls) if not f.metadata.get("remote", True)}
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> Arguments:
         """Return the settings that were given or differ from the defaults."""
         defaults = type(self)()
         pairs = ((name, getattr(self, name)) for name in self.fields())
         return {name: v for name, v in pairs if name in self._given or v != getattr(defaults, name)}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Arguments:
         """Return `given()` without `not_stored()`, ready for `generation_config.json`."""
         return {name: value for name, value in self.given().items() if name not in self.not_stored()}
 
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> Arguments:
         """Return `to_dict()` after a JSON round trip; raise `ValueError` if a setting is not JSON-serializable."""
         texts = {f.name for f in dataclasses.fields(self) if "Sequence[str]" in str(f.type)}  # tuples become lists
         settings = {name: list(v) if name in texts and v is not None else v for name, v in self.to_dict().items()}

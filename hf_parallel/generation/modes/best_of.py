@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
@@ -20,7 +20,7 @@ from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 from hf_parallel.generation.prefill import keep_rows, prefill_leaves, prefix_cache_of, start_rows
 from hf_parallel.generation.rows import Row
-from hf_parallel.generation.settings import NOT_STORED
+from hf_parallel.generation.settings import NOT_STORED, Arguments
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.validation import check_int
 from hf_parallel.transcript.sections import TranscriptStyle
@@ -110,7 +110,7 @@ class BestOfConfig(ParallelConfig["BestOfOutput"]):
         if isinstance(self.keep, bool) or not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
             raise ValueError(f"keep must be a number between 0 and 1, both excluded, got {self.keep!r}")
 
-    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
+    def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer."""
         check_tokenizer_given(kwargs, self.mode)
 

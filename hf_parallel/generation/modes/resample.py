@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig
+from hf_parallel.generation.settings import Arguments
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ResampleConfig(SharedPrefixConfig):
         example_arguments={"logits_cache": "hf_parallel.LogitsCache()"},
     )
 
-    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
+    def prepare(self, kwargs: Arguments) -> None:
         """Check that there is a LogitsCache; see `SharedPrefixConfig.prepare`."""
         if self.logits_cache is None:
             raise ValueError("resample needs a logits_cache: pass one hf_parallel.LogitsCache() to all calls")

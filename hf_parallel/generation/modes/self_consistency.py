@@ -6,7 +6,7 @@ By majority (Wang et al., Self-Consistency, 2022), or by the model, which reads 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ from hf_parallel.generation.modes.stages import (
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 from hf_parallel.generation.presets import Preset
 from hf_parallel.generation.replay.config import ReplayConfig
-from hf_parallel.generation.settings import NOT_REMOTE
+from hf_parallel.generation.settings import NOT_REMOTE, Arguments
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text
 from hf_parallel.transcript.sections import TranscriptStyle
 
@@ -127,7 +127,7 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
         check_text("conclusion_prompt", self.conclusion_prompt)
         check_int("conclusion_tokens", self.conclusion_tokens, at_least=1)
 
-    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
+    def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer."""
         check_tokenizer_given(kwargs, self.mode)
 
@@ -189,9 +189,7 @@ class SelfConsistencyRun(StagedRun):
         rows = [prompt * n + index for prompt, index in enumerate(chosen)]
         return _with_scores(output, loop, rows, max(map(len, tokens)))
 
-    def _conclude(
-        self, loop: DecodeLoop, answers: Sequence[Sequence[CompletionRow]], fields: dict[str, Any]
-    ) -> Generated:
+    def _conclude(self, loop: DecodeLoop, answers: Sequence[Sequence[CompletionRow]], fields: Arguments) -> Generated:
         config, call = self.config, self.call
         read = [self._reading(rows) for rows in answers]
         first = call.num_rows * config.num_answers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -25,6 +25,7 @@ from hf_parallel.generation.prefill import (
 )
 from hf_parallel.generation.replay.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import Row
+from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.validation import check_bool, check_int, check_text, is_int
 
@@ -79,7 +80,7 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
         if self.levels is not None and not isinstance(self.levels, list | tuple):
             raise ValueError(f"levels must be a nested list, got {type(self.levels).__name__}")
 
-    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
+    def prepare(self, kwargs: Arguments) -> None:
         """Replace `levels` by left-padded `input_ids`."""
         if self.levels is None:
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from hf_parallel.generation.modes.stages import (
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.rng import RowRNG, make_rngs
-from hf_parallel.generation.settings import NOT_REMOTE
+from hf_parallel.generation.settings import NOT_REMOTE, Arguments
 from hf_parallel.generation.validation import check_int, check_template, check_text
 from hf_parallel.transcript.sections import TranscriptStyle
 
@@ -140,7 +140,7 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=least)
 
-    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
+    def prepare(self, kwargs: Arguments) -> None:
         """Check that a tokenizer is given, and no `prefix_allowed_tokens_fn`."""
         check_tokenizer_given(kwargs, self.mode)
         if kwargs.get("prefix_allowed_tokens_fn") is not None:

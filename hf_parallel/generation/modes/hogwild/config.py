@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_PRESET
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.replay.config import ReplayConfig
-from hf_parallel.generation.settings import NOT_REMOTE
+from hf_parallel.generation.settings import NOT_REMOTE, Arguments
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text, check_texts
 from hf_parallel.models.capabilities import max_positions
 from hf_parallel.transcript.sections import TranscriptStyle
@@ -295,7 +295,7 @@ class HogwildConfig(ReplayConfig[HogwildOutput]):
         found = find_matches(rf"{_pattern(before)}([^\n]{{1,500}}?){_pattern(after)}", prompt)
         return found[0].group(1).strip() if found else None
 
-    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
+    def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer and the streamer before `generate` prepares the call."""
         check_tokenizer_given(kwargs, self.mode, "reads text to find the ends of steps")
         streamer = kwargs.get("streamer")

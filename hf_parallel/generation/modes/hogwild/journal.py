@@ -5,20 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
-from hf_parallel.files import COUNT, OBJECT, TEXT, Field, check_fields, read_json, write_atomically
+from hf_parallel.files import COUNT, OBJECT, TEXT, Field, JSONObject, check_fields, read_json, write_atomically
 
 FORMAT = "hf_parallel.HogwildSession"
 VERSION = 1
 
 
-def write_journal(path: str | Path, state: dict[str, Any]) -> None:
+def write_journal(path: str | Path, state: JSONObject) -> None:
     """Write the state of a session, plain data, to a JSON file, atomically."""
     write_atomically(path, json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(state), **state}))
 
 
-def read_journal(path: str | Path) -> dict[str, Any]:
+def read_journal(path: str | Path) -> JSONObject:
     """Read a file of `write_journal`. Raise `OSError` if it is missing, `ValueError` if it is damaged or outdated.
 
     Checks types only, as a digest does not protect against deliberate changes; values are checked where they are
@@ -75,5 +74,5 @@ def _is_event(event: object) -> bool:
     )
 
 
-def _digest(state: dict[str, Any]) -> str:
+def _digest(state: JSONObject) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

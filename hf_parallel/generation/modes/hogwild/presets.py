@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hf_parallel.generation.presets import SAMPLING, Preset
+from hf_parallel.generation.settings import Arguments
 
-_SMALL_MODEL: dict[str, Any] = {
+_SMALL_MODEL: Arguments = {
     "history_header": "",
     "others_header": "",
     "own_header": "\n\n",

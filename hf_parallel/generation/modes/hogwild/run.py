@@ -36,6 +36,7 @@ from hf_parallel.generation.prefill import count_cached
 from hf_parallel.generation.processors import MinLengthProcessor, PerPromptProcessor
 from hf_parallel.generation.replay.config import replaying
 from hf_parallel.generation.rows import Row
+from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.models.attention import UnsupportedModelError
 
@@ -162,7 +163,7 @@ class HogwildRun:
         for group in self.groups:
             group.move_ended_steps()
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Arguments:
         """Return the current values of the fields of `HogwildOutput`."""
         workers = [[worker for worker in self.workers if worker.group is group] for group in self.groups]
         history = [

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedTokenizerB
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.fingerprint import fingerprint
+from hf_parallel.files import JSONObject
 from hf_parallel.generation.arguments import check_inputs
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.claim import Claim
@@ -27,6 +28,7 @@ from hf_parallel.generation.modes.hogwild.output import COMMON
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.prompts import NOT_RENDERED, check_unused_template_kwargs
+from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.validation import is_int, json_error
 from hf_parallel.models.capabilities import max_positions
@@ -39,7 +41,7 @@ _UNSAVED = ("max_length", "max_new_tokens", "transformers_version")
 """Fields of a prepared GenerationConfig that follow from others or are saved separately."""
 
 
-def open_run(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Any, settings: dict[str, Any]) -> SteppedRun:
+def open_run(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Any, settings: Arguments) -> SteppedRun:
     """Return the run of a session of an enabled model; arguments and errors as of `HogwildSession`."""
     settings = {"generation_mode": HogwildConfig.mode, **settings}
     if "progress" in settings:
@@ -80,7 +82,7 @@ class SteppedRun(HogwildRun):
         super().__init__(config, call)
         (self.group,) = self.groups
         self.active: list[Worker] = list(self.workers)
-        self.journal: list[dict[str, Any]] = []
+        self.journal: list[JSONObject] = []
 
     @property
     def passes(self) -> int:
@@ -111,7 +113,7 @@ class SteppedRun(HogwildRun):
             stats.decode_seconds += time.perf_counter() - began - (stats.prefill_seconds - prefilling)
         return {worker.name: worker.text[length:] for worker, length in before}
 
-    def apply(self, change: dict[str, Any]) -> None:
+    def apply(self, change: JSONObject) -> None:
         """Apply a change between two passes, and append it to the journal.
 
         A change is `{"tell": number of a worker or None for the history, "text": ..., "tokens": ...}`, `{"add": name}`,
@@ -148,7 +150,7 @@ class SteppedRun(HogwildRun):
         objects += [item for worker in self.workers for item in (worker, worker.current)]
         return _restored_on_error(self.cache, loop.table, [*objects, *(loop.sampler.rngs or ())])
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """Return all that `restore` needs, as plain data; errors as of `HogwildSession.save`."""
         call, config = self.loop.call, self.config
         names = [name for name in vars(GenerationConfig()) if not name.startswith("_") and name not in _UNSAVED]
@@ -175,7 +177,7 @@ class SteppedRun(HogwildRun):
             "tokens": self._tokens,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: JSONObject) -> None:
         """Repeat the journal of another run with the same model, prompt and settings.
 
         Nothing is sampled; keys and values are computed in as few forward passes as possible. Raises `ValueError` if
@@ -201,7 +203,7 @@ class SteppedRun(HogwildRun):
         if self._tokens != state["tokens"]:
             raise ValueError("its texts have other tokens")
 
-    def _fits(self, event: Mapping[str, Any]) -> bool:
+    def _fits(self, event: JSONObject) -> bool:
         """Return whether the numbers of an event stand for workers, steps and tokens that there are."""
         tokens = [entry[1] for entry in event.get("pass", ())] + event.get("tokens", [])
         if max(tokens, default=0) >= vocabulary_size(self.loop.call.model):
@@ -245,7 +247,7 @@ class SteppedRun(HogwildRun):
 
 
 @contextmanager
-def _restored_on_error(cache: BlockCache, table: TokenTable, objects: Sequence[Any]) -> Iterator[None]:
+def _restored_on_error(cache: BlockCache, table: TokenTable, objects: Sequence[object]) -> Iterator[None]:
     """Restore the attributes of objects, the table and the blocks of the cache if the body raises.
 
     Lists, dicts and sets get their items back; the items themselves are not copied. Blocks that the body frees are kept
@@ -289,7 +291,7 @@ def _plain(value: Any) -> Any:
     return int(value) if is_int(value) else value
 
 
-def _check_config(config: Any) -> None:
+def _check_config(config: HogwildConfig) -> None:
     if not isinstance(config, HogwildConfig):
         raise ValueError(f"a HogwildSession has the generation_mode 'hogwild', got {config.mode!r}")
     if config.logits_cache is not None:
@@ -303,12 +305,12 @@ def _check_config(config: Any) -> None:
 
 def _prompt_arguments(
     model: Any, prompt: Any, tokenizer: PreTrainedTokenizerBase, config: HogwildConfig, template: Any
-) -> dict[str, Any]:
+) -> Arguments:
     """Return the arguments of `generate` for a prompt as `HogwildSession` accepts it."""
     if not isinstance(prompt, torch.Tensor | Mapping):
         return hogwild_prompt(prompt, tokenizer, config, chat_template_kwargs=template)
     check_unused_template_kwargs(template, NOT_RENDERED)
-    given: dict[str, Any] = {"input_ids": prompt} if isinstance(prompt, torch.Tensor) else dict(prompt)
+    given: Arguments = {"input_ids": prompt} if isinstance(prompt, torch.Tensor) else dict(prompt)
     if given.get("input_ids") is None:
         raise ValueError(f"prompt must contain input_ids, got {sorted(given)}")
     check_inputs(given)
@@ -326,7 +328,7 @@ def _prompt_arguments(
     return given
 
 
-def _set_default_length(model: Any, settings: dict[str, Any]) -> None:
+def _set_default_length(model: Any, settings: Arguments) -> None:
     """Set `max_new_tokens` to the positions that the prompt leaves, unless a length is given."""
     given = settings.get("generation_config")
     sources = [settings, *(vars(config) for config in (given, model.generation_config) if config is not None)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from hf_parallel.generation.modes.pdos.output import PDOSOutput
 from hf_parallel.generation.modes.pdos.parser import DONE, BlockFormat, SkeletonParser
 from hf_parallel.generation.modes.pdos.run import PDOSRun, TrunkFormatProcessor
 from hf_parallel.generation.prompts import Chat, build_prompt
+from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import (
     check_bool,
     check_choice,
@@ -178,7 +179,7 @@ class PDOSConfig(BlockFormat, ParallelConfig[PDOSOutput]):
         parts = "".join(f"{self.branch_marker}{title}{self.title_end}{self.ellipsis}\n" for title in self.titles)
         return f"{self.opening}{gap}{parts}{self.terminator}"
 
-    def prepare(self, kwargs: MutableMapping[str, Any]) -> None:
+    def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer, and add a processor that forces the format after the caller's processors."""
         check_tokenizer_given(kwargs, self.mode, "reads text to find blocks and branches")
         given = kwargs.get("logits_processor")
