@@ -18,7 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_parallel import LogitsCache
-from hf_parallel.cache.logits import Cursors, _digest
+from hf_parallel.cache.logits import Cursors
+from hf_parallel.cache.logits_file import digest_of
 from hf_parallel.cache.logits_trie import NODE_BYTES, TENSOR_BYTES, CachedDistribution
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -230,7 +231,7 @@ DAMAGES: dict[str, tuple[str, Any]] = {
 def sealed(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """Return the metadata with a digest that matches, as a forger would write it."""
     metadata = {name: value for name, value in metadata.items() if name != "digest"}
-    return metadata | {"digest": _digest(metadata, tensors)}
+    return metadata | {"digest": digest_of(metadata, tensors)}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

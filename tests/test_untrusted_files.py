@@ -27,7 +27,7 @@ from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.simulation.traces import Trace
 from hf_parallel.agents.simulation.workflows import random_trace
 from hf_parallel.agents.trace import RunTrace
-from hf_parallel.cache.logits import _digest
+from hf_parallel.cache.logits_file import digest_of
 from hf_parallel.evaluation.results import FORMAT, KEY, MEASURED, VERSION, format_table, read_results, table
 from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
 
@@ -83,7 +83,7 @@ def _forge_logits(path: Path, values: Any) -> None:
         except (OverflowError, TypeError, ValueError, RuntimeError):  # no tensor can hold it
             tensors.pop(name, None)
     metadata.pop("digest", None)
-    save_file(tensors, path, metadata | {"digest": _digest(metadata, tensors)})
+    save_file(tensors, path, metadata | {"digest": digest_of(metadata, tensors)})
 
 
 def _write_session(path: Path) -> None:

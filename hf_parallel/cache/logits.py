@@ -7,7 +7,6 @@ follow any continuation that was sampled before. The least recently used leaves 
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import json
 import math
@@ -24,10 +23,10 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
-from torch.nn.utils.rnn import pad_sequence
 
+from hf_parallel.cache.logits_file import check_arrays, digest_of, logits_at, read_keys, read_metadata, to_arrays
 from hf_parallel.cache.logits_trie import CachedDistribution, CachedLogits, TrieNode
-from hf_parallel.files import MAX_NUMBER, atomic_file, read_file, warn_on_other_version
+from hf_parallel.files import atomic_file, read_file, warn_on_other_version
 
 _FORMAT = "hf_parallel.LogitsCache/2"
 MAX_FILE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 40
@@ -63,7 +62,7 @@ class LogitsCache:
         self._vocabularies: dict[str, int] = {}  # of loaded logits
         self._clock = 0
         self._computing: dict[TrieNode, Any] = {}  # nodes whose logits the model computes, with the call that does
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._queue: list[tuple[int, int, TrieNode]] = []  # heap of leaves by last use; entries may be outdated
 
     def __copy__(self) -> LogitsCache:
@@ -88,7 +87,7 @@ class LogitsCache:
     def nodes(self) -> Iterator[tuple[str, TrieNode]]:
         """Return an iterator over every node with the key of its model, parents first, as they are now."""
         nodes: list[tuple[str, TrieNode]] = []
-        with self._lock:  # not around a generator, which an interrupt may leave suspended
+        with self.lock:  # not around a generator, which an interrupt may leave suspended
             stack = list(self._roots.items())
             while stack:
                 key, node = stack.pop()
@@ -98,7 +97,7 @@ class LogitsCache:
 
     def children(self, node: TrieNode) -> list[TrieNode]:
         """Return a copy of the list of a node's children."""
-        with self._lock:
+        with self.lock:
             return list(node.children.values())
 
     def last_child(self, node: TrieNode) -> TrieNode | None:
@@ -107,7 +106,7 @@ class LogitsCache:
 
     def clear(self) -> None:
         """Delete all nodes; the counters stay. Running calls continue, but store nothing on deleted nodes."""
-        with self._lock:
+        with self.lock:
             for _, node in list(self.nodes()):
                 node.delete()
             self._roots, self._vocabularies, self._queue, self.num_bytes = {}, {}, [], 0
@@ -117,7 +116,7 @@ class LogitsCache:
 
         Running calls continue, but store nothing on deleted nodes.
         """
-        with self._lock:
+        with self.lock:
             nodes = list(self.nodes())
             last: dict[str, TrieNode] = {}
             for key, node in nodes:
@@ -138,9 +137,9 @@ class LogitsCache:
 
     def store_distribution(self, node: TrieNode, distribution: CachedDistribution) -> bool:
         """Replace a node's distribution. Return False if it does not fit, or the node is deleted or has no logits."""
-        with self._lock:
+        with self.lock:
             more = distribution.num_bytes - (0 if node.distribution is None else node.distribution.num_bytes)
-            if not self._evict(more) or not node.alive or node.logits is None:
+            if not self.evict(more) or not node.alive or node.logits is None:
                 return False
             node.distribution = distribution
             self.num_bytes += more
@@ -148,12 +147,12 @@ class LogitsCache:
 
     def save(self, path: str | Path) -> None:
         """Write all nodes with their logits to a safetensors file, atomically; raise `OSError` if that fails."""
-        with self._lock:
+        with self.lock:
             roots = enumerate(self._roots.values())
-            tensors = {f"{i}.{name}": tensor for i, root in roots for name, tensor in _to_arrays(root).items()}
+            tensors = {f"{i}.{name}": tensor for i, root in roots for name, tensor in to_arrays(root).items()}
             metadata = {"format": _FORMAT, "transformers": transformers.__version__}
             metadata |= {"keys": json.dumps(list(self._roots)), "top_k": json.dumps(self.top_k)}
-        metadata["digest"] = _digest(metadata, tensors)
+        metadata["digest"] = digest_of(metadata, tensors)
         with atomic_file(Path(path)) as temporary:
             try:
                 save_file(tensors, temporary, metadata)
@@ -169,21 +168,21 @@ class LogitsCache:
         """
         cache, content = cls(max_bytes), read_file(path, MAX_FILE_BYTES)
         try:
-            metadata = _metadata(content)
+            metadata = read_metadata(content)
             if metadata.get("format") != _FORMAT:
                 raise ValueError(f"its format is {metadata.get('format')!r}")
             warn_on_other_version(path, metadata["transformers"])
             tensors = load(content)
             del content
-            if metadata.pop("digest") != _digest(metadata, tensors):
+            if metadata.pop("digest") != digest_of(metadata, tensors):
                 raise ValueError("its content does not match its digest")
             cache.top_k = cls(max_bytes, json.loads(metadata["top_k"])).top_k
-            for number, key in enumerate(_keys(metadata["keys"])):
+            for number, key in enumerate(read_keys(metadata["keys"])):
                 arrays = {name.split(".")[1]: t for name, t in tensors.items() if name.startswith(f"{number}.")}
                 if int(arrays["vocabulary"]):  # otherwise there are no logits
-                    _check(arrays, cache.top_k)
+                    check_arrays(arrays, cache.top_k)
                     cache._restore(key, arrays)
-            cache._evict()
+            cache.evict()
         except (SafetensorError, KeyError, RecursionError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a readable LogitsCache: {error}") from error
         return cache
@@ -195,23 +194,25 @@ class LogitsCache:
             raise ValueError(f"logits_cache was loaded with logits of {loaded} tokens, the model has {vocabulary}")
 
     def _restore(self, key: str, arrays: dict[str, torch.Tensor]) -> None:
-        nodes = [self._root(key)]
+        nodes = [self.root(key)]
         self._vocabularies[key] = int(arrays["vocabulary"])
         rows = zip(*(arrays[name].tolist() for name in ("tokens", "parents", "used", "places")), strict=True)
         for token, parent, used, index in rows:
-            node = self._child(nodes[parent], token)
+            node = self.child(nodes[parent], token)
             nodes.append(node)
             node.last_used, self._clock = used, max(self._clock, used)
             if index >= 0:
-                node.logits = _logits_at(arrays, index)
+                node.logits = logits_at(arrays, index)
                 self.num_bytes += node.logits.num_bytes
         for node in nodes[1:]:
             self._enqueue(node)
 
-    def _root(self, key: str) -> TrieNode:
+    def root(self, key: str) -> TrieNode:
+        """Return the root of a model's sequences."""
         return self._roots.setdefault(key, TrieNode(-1, None))
 
-    def _child(self, node: TrieNode, token: int) -> TrieNode:
+    def child(self, node: TrieNode, token: int) -> TrieNode:
+        """Return the child with `token`, which is created if missing."""
         child = node.children.get(token)
         if child is None:
             child = node.children[token] = TrieNode(token, weakref.ref(node), alive=node.alive)
@@ -223,7 +224,47 @@ class LogitsCache:
             node.queued = True
             heapq.heappush(self._queue, (node.last_used, id(node), node))
 
-    def _evict(self, num_bytes: int = 0) -> bool:
+    def touch(self, node: TrieNode) -> None:
+        """Note that a node is used now, and evict others."""
+        self._clock += 1
+        node.last_used = self._clock
+        self.evict()
+
+    def unpin(self, node: TrieNode) -> None:
+        """Remove a cursor from a node, which may be evicted without one."""
+        node.pins -= 1
+        self._enqueue(node)
+
+    def store(self, node: TrieNode, logits: torch.Tensor) -> bool:
+        """Store logits `[vocabulary]` at a node if they fit the budget; return whether the node has logits.
+
+        Logits of which the highest is NaN or infinite are not stored: they come from a transient error of the model.
+        """
+        with self.lock:
+            if node.logits is None and node.alive and math.isfinite(logits.max()):
+                cached = CachedLogits.from_logits(logits, self.top_k)
+                if self.evict(cached.num_bytes):
+                    node.logits = cached
+                    self.num_bytes += cached.num_bytes
+            return node.logits is not None
+
+    def start_computing(self, node: TrieNode, owner: object) -> None:
+        """Note that a call computes the logits of a node, unless another one does."""
+        with self.lock:
+            self._computing.setdefault(node, owner)
+
+    def stop_computing(self, node: TrieNode, owner: object) -> None:
+        """Note that a call computes the logits of a node no more."""
+        with self.lock:
+            if self._computing.get(node) is owner:
+                del self._computing[node]
+
+    def computed_by(self, node: TrieNode) -> Any | None:
+        """Return the call that computes a node's missing logits, or None."""
+        with self.lock:
+            return self._computing.get(node) if node.logits is None else None
+
+    def evict(self, num_bytes: int = 0) -> bool:
         """Evict the least recently used leaves until `num_bytes` more fit the budget; returns whether they do."""
         while self.num_bytes + num_bytes > self.max_bytes and self._queue:
             used, _, node = heapq.heappop(self._queue)
@@ -249,189 +290,76 @@ class Cursors:
 
     def __init__(self, cache: LogitsCache) -> None:
         self._cache = cache
-        self._nodes: dict[Any, TrieNode] = {}
-        self._owners: dict[Any, Any] = {}
+        self._nodes: dict[int, TrieNode] = {}
+        self._owners: dict[int, object] = {}
 
-    def start(self, row: Any, key: str, tokens: Sequence[int]) -> None:
+    def start(self, row: int, key: str, tokens: Sequence[int]) -> None:
         """Place a row's cursor on the node of its prompt, `tokens`; `key` identifies the model."""
-        with self._cache._lock:
-            node = self._cache._root(key)
+        with self._cache.lock:
+            node = self._cache.root(key)
             for token in tokens:
-                node = self._cache._child(node, int(token))
+                node = self._cache.child(node, int(token))
             self._place(row, node)
 
-    def advance(self, row: Any, token: int) -> None:
+    def advance(self, row: int, token: int) -> None:
         """Move a row's cursor to the child with `token`, which is created if missing."""
-        with self._cache._lock:
-            self._place(row, self._cache._child(self._nodes[row], int(token)))
+        with self._cache.lock:
+            self._place(row, self._cache.child(self._nodes[row], int(token)))
 
-    def lookup(self, row: Any, count: int = 0, log_tail: float = np.inf) -> bool:
+    def lookup(self, row: int, count: int = 0, log_tail: float = np.inf) -> bool:
         """Return whether the row's node has sufficient logits (see `CachedLogits.covers`), and count a hit or miss."""
-        with self._cache._lock:
+        with self._cache.lock:
             logits = self._nodes[row].logits
             found = logits is not None and logits.covers(count, log_tail)
             self._cache.hits += found
             self._cache.misses += not found
             return found
 
-    def has_logits(self, row: Any) -> bool:
+    def has_logits(self, row: int) -> bool:
         """Return whether the row's node has logits."""
         return self._nodes[row].logits is not None
 
-    def store(self, row: Any, logits: torch.Tensor) -> bool:
-        """Store logits `[vocabulary]` at the row's node if they fit the budget; returns whether the node has logits.
+    def store(self, row: int, logits: torch.Tensor) -> bool:
+        """Store logits `[vocabulary]` at the row's node; see `LogitsCache.store`."""
+        return self._cache.store(self._nodes[row], logits)
 
-        Logits of which the highest is NaN or infinite are not stored: they come from a transient error of the model.
-        """
-        cache, node = self._cache, self._nodes[row]
-        with cache._lock:
-            if node.logits is None and node.alive and math.isfinite(logits.max()):
-                cached = CachedLogits.from_logits(logits, cache.top_k)
-                if cache._evict(cached.num_bytes):
-                    node.logits = cached
-                    cache.num_bytes += cached.num_bytes
-            return node.logits is not None
-
-    def start_computing(self, row: Any, owner: Any) -> None:
+    def start_computing(self, row: int, owner: object) -> None:
         """Note that the model computes the logits of the row's node, and then of those that it moves to."""
-        with self._cache._lock:
-            self._owners[row] = owner
-            self._cache._computing.setdefault(self._nodes[row], owner)
+        self._owners[row] = owner
+        self._cache.start_computing(self._nodes[row], owner)
 
-    def stop_computing(self, row: Any) -> None:
+    def stop_computing(self, row: int) -> None:
         """Note that the model computes no more logits for a row."""
-        with self._cache._lock:
-            owner = self._owners.pop(row, None)
-            node = self._nodes.get(row)
-            if owner is not None and node is not None and self._cache._computing.get(node) is owner:
-                del self._cache._computing[node]
+        owner, node = self._owners.pop(row, None), self._nodes.get(row)
+        if owner is not None and node is not None:
+            self._cache.stop_computing(node, owner)
 
-    def computed_by(self, row: Any) -> Any | None:
-        """Return the owner of a row, of any cursors, whose next logits are those that this row lacks; None: no one."""
-        with self._cache._lock:
-            node = self._nodes[row]
-            return self._cache._computing.get(node) if node.logits is None else None
+    def computed_by(self, row: int) -> Any | None:
+        """Return the call that computes the row's missing logits, or None."""
+        return self._cache.computed_by(self._nodes[row])
 
-    def node(self, row: Any) -> TrieNode:
+    def node(self, row: int) -> TrieNode:
         """Return the row's node."""
         return self._nodes[row]
 
     def close(self) -> None:
         """Unpin all nodes."""
-        with self._cache._lock:
+        with self._cache.lock:
             for row in list(self._nodes):
                 self._unpin(row)
-            self._cache._evict()
+            self._cache.evict()
 
-    def _place(self, row: Any, node: TrieNode) -> None:
+    def _place(self, row: int, node: TrieNode) -> None:
         node.pins += 1  # before the old node is unpinned, which may be the same one
         if row in self._nodes:
             self._unpin(row)
         self._nodes[row] = node
         if row in self._owners:
-            self._cache._computing.setdefault(node, self._owners[row])
-        self._cache._clock += 1
-        node.last_used = self._cache._clock
-        self._cache._evict()
+            self._cache.start_computing(node, self._owners[row])
+        self._cache.touch(node)
 
-    def _unpin(self, row: Any) -> None:
+    def _unpin(self, row: int) -> None:
         node = self._nodes.pop(row)
-        node.pins -= 1
-        if row in self._owners and self._cache._computing.get(node) is self._owners[row]:
-            del self._cache._computing[node]
-        self._cache._enqueue(node)
-
-
-def _to_arrays(root: TrieNode) -> dict[str, torch.Tensor]:
-    """Convert the nodes below a root to arrays, parents first; `places` holds each node's index in `values`, or -1."""
-    nodes = [root]
-    for node in nodes:
-        nodes.extend(node.children.values())
-    numbers: dict[TrieNode | None, int] = {node: number for number, node in enumerate(nodes)}
-    del nodes[0]
-    known = [node.logits for node in nodes if node.logits is not None]
-    has = np.array([node.logits is not None for node in nodes], dtype=bool)
-    arrays = {
-        "tokens": torch.tensor([node.token for node in nodes], dtype=torch.int64),
-        "parents": torch.tensor([numbers[node.parent] for node in nodes], dtype=torch.int64),
-        "used": torch.tensor([node.last_used for node in nodes], dtype=torch.int64),
-        "places": torch.from_numpy(np.where(has, has.cumsum() - 1, -1)),
-        "vocabulary": torch.tensor(known[0].vocabulary if known else 0),
-        "rest": torch.tensor([logits.log_tail for logits in known], dtype=torch.float64),
-    }
-    if known:
-        arrays["values"] = pad_sequence([logits.values for logits in known], True, -torch.inf)
-        if known[0].ids is not None:
-            arrays["ids"] = pad_sequence([logits.ids for logits in known if logits.ids is not None], True)
-    return arrays
-
-
-def _logits_at(arrays: dict[str, torch.Tensor], index: int) -> CachedLogits:
-    values, ids = arrays["values"][index].clone(), None
-    if "ids" in arrays:
-        kept = values > -torch.inf  # the rest of the row is padding
-        values, ids = values[kept], arrays["ids"][index][kept]
-    return CachedLogits(values, ids, int(arrays["vocabulary"]), float(arrays["rest"][index]))
-
-
-def _digest(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _metadata(content: bytes) -> dict[str, str]:
-    """Return the metadata of a safetensors file: JSON after the length of the header, 8 bytes."""
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    metadata = header.get("__metadata__") if isinstance(header, dict) else None
-    return metadata if isinstance(metadata, dict) else {}
-
-
-def _keys(text: str) -> list[str]:
-    keys = json.loads(text)
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) < len(keys):
-        raise ValueError(f"its keys must be different strings, got {text:.80}")
-    return keys
-
-
-def _check(arrays: dict[str, torch.Tensor], top_k: int | None) -> None:
-    """Raise `ValueError` unless the arrays are consistent."""
-    integers = ("tokens", "parents", "used", "places", "vocabulary")
-    types = {**dict.fromkeys(integers, torch.int64), **({"ids": torch.int32} if "ids" in arrays else {})}
-    if any(arrays[name].dtype != type_ for name, type_ in types.items()) or not arrays["rest"].is_floating_point():
-        raise ValueError("its arrays have other dtypes")
-    parents, places, rest = arrays["parents"], arrays["places"], arrays["rest"]
-    values = arrays["values"] if "values" in arrays else torch.empty(0, int(arrays["vocabulary"]))
-    ids, vocabulary, count = arrays.get("ids"), int(arrays["vocabulary"]), len(arrays["tokens"])
-    if any(arrays[name].shape != (count,) for name in ("parents", "used", "places")):
-        raise ValueError("its arrays are of unequal length")
-    if ((parents < 0) | (parents > torch.arange(count))).any():
-        raise ValueError("a node comes before its parent")
-    if len(set(zip(parents.tolist(), arrays["tokens"].tolist(), strict=True))) < count:
-        raise ValueError("a node occurs twice")
-    if values.ndim != 2 or rest.shape != values.shape[:1] or ((places < -1) | (places >= len(values))).any():
-        raise ValueError("nodes and logits do not match")
-    if values.shape[1] != vocabulary if ids is None else ids.shape != values.shape:
-        raise ValueError("logits and vocabulary do not match")
-    # Keys of Hogwild! states are negative, see `RowGroup.advance`.
-    if (arrays["tokens"] >= vocabulary).any() or (ids is not None and ((ids < 0) | (ids >= vocabulary)).any()):
-        raise ValueError("tokens are outside the vocabulary")
-    if ((arrays["used"] < 0) | (arrays["used"] > MAX_NUMBER)).any():
-        raise ValueError("times of use are not counts")
-    if not values.is_floating_point() or values.isnan().any() or (values == torch.inf).any():
-        raise ValueError("logits must be numbers or -inf")
-    has_any = (values > -torch.inf).any(1)  # only a tie of the highest of `top_k` logits keeps none
-    kept = vocabulary if top_k is None else min(top_k, vocabulary)
-    if (ids is None) != (kept == vocabulary) or values.shape[1] > kept:
-        raise ValueError("logits and top_k do not match")
-    is_valid = has_any
-    if ids is not None:
-        is_valid = torch.where(has_any, rest < 0, rest == 0)
-        different = ids.long().where(values > -torch.inf, -1 - torch.arange(ids.shape[1])).sort().values  # padding, too
-        if (different.diff() == 0).any():
-            raise ValueError("a token has two logits")
-    if not is_valid.all():
-        raise ValueError("logits and the probability of the dropped ones do not match")
+        if row in self._owners:
+            self._cache.stop_computing(node, self._owners[row])
+        self._cache.unpin(node)
