@@ -67,7 +67,7 @@ class BlockCache(Cache):
 
     def record(self, trace: PassLog) -> None:
         """Record passes, samples and copies in a log."""
-        self.trace = self.pool.trace = trace
+        self.trace, self.pool.on_copy = trace, trace.add_copy
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pass": None, "_last": None, "trace": None}  # plans of passes hold kernel buffers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -47,13 +47,6 @@ Wanted = Sequence[tuple[Block, int]]
 """Blocks, each with the number of tokens that it must have capacity for."""
 
 
-class CopyTrace(Protocol):
-    """Records copies of tokens between blocks."""
-
-    def add_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:
-        """Record that tokens `start <= j < stop` of a block were copied, or moved, to another one, at index `at`."""
-
-
 class Pool:
     """Blocks of keys and values in one arena.
 
@@ -69,7 +62,8 @@ class Pool:
 
     def __init__(self, rotary: Mapping[int, RotarySpec | None] | None = None, parent: Pool | None = None) -> None:
         self.rotary = dict(rotary) if rotary is not None else None
-        self.trace: CopyTrace | None = None
+        self.on_copy: Callable[[Block, int, int, Block, int], None] | None = None
+        """Records that tokens `start <= j < stop` of a block were copied, or moved, to another one, at index `at`."""
         self.on_full: Callable[[Wanted, int], None] | None = None
         """Frees memory for blocks that grow, given the number of slots, or raises; needed with a budget."""
         self.blocks: set[Block] = set()
@@ -79,7 +73,7 @@ class Pool:
         self._freed_later: list[Block] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"trace": None}
+        return self.__dict__ | {"on_copy": None}
 
     def clear(self) -> None:
         """Delete all blocks and release their memory."""
@@ -287,8 +281,8 @@ class Pool:
             raise ValueError(f"{block!r} is not (or no longer) a block of this cache")
 
     def _trace_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:
-        if self.trace is not None:
-            self.trace.add_copy(source, start, stop, target, at)
+        if self.on_copy is not None:
+            self.on_copy(source, start, stop, target, at)
 
 
 def _outgrows(block: Block, length: int) -> bool:
