@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
@@ -25,6 +25,18 @@ class PendingPass:
     ids: torch.Tensor
     ends: Sequence[int] | None  # see `ModelRunner.forward`
     passes: Sequence[Sequence[Segment]]  # with the parts of blocks that were split
+    num_tokens: int = field(init=False)
+    is_prefill: bool = field(init=False)
+    """Whether it may wait for another step: a row has many new tokens, or passes that were missed are computed."""
+    keeps_all: bool = field(init=False)
+    """Whether the logits of all tokens of a single pass are wanted, in their order."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens, is_single = len(self.ids), len(self.original) == 1
+        self.keeps_all = is_single and (self.ends is None or len(self.ends) == self.num_tokens)
+        self.is_prefill = self.num_tokens > MAX_DECODED and (
+            not is_single or any(segment.num_tokens > MAX_DECODED for segment in self.original[0])
+        )
 
     def expand_views(self) -> None:
         """Replace blocks that were split by their parts. Runs for each row and step, so that it makes few calls."""
@@ -38,26 +50,9 @@ class PendingPass:
                     return
 
     @property
-    def num_tokens(self) -> int:
-        """Number of tokens."""
-        return len(self.ids)
-
-    @property
     def num_segments(self) -> int:
         """Number of segments of the last pass."""
         return len(self.original[-1])
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether it may wait for another step: a row has many new tokens, or passes that were missed are computed."""
-        if len(self.ids) <= MAX_DECODED:
-            return False
-        return len(self.original) > 1 or any(segment.num_tokens > MAX_DECODED for segment in self.original[0])
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the logits of all tokens of a single pass are wanted, in their order."""
-        return len(self.original) == 1 and (self.ends is None or len(self.ends) == self.num_tokens)
 
     @property
     def kept_tokens(self) -> np.ndarray:

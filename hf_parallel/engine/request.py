@@ -197,7 +197,9 @@ class Request:
         if value is None and self._rebuilding is None:  # a rebuild that has waited gets nothing
             value, self._delayed = self._delayed, None
         self.is_waiting = False
-        self._running.switch(value)
+        running = self._rebuilding or self._coroutine
+        assert running is not None
+        running.switch(value)
 
     def fail(self, error: BaseException) -> None:
         """Raise an error in the request, which ends it."""
@@ -212,12 +214,6 @@ class Request:
             _stubborn.append(self._coroutine)
             self.pending, self.sampling, self._coroutine = None, None, None
             self._end(error=error)
-
-    @property
-    def _running(self) -> greenlet.greenlet:
-        running = self._rebuilding or self._coroutine
-        assert running is not None
-        return running
 
     def _generate(self) -> None:
         try:

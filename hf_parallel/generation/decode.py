@@ -156,13 +156,13 @@ class DecodeLoop:
 
         `log_probs` are recorded.
         """
-        on_token = on_token or _set_pending
-        self.call.record.passes += is_pass
+        record = self.call.record
+        record.passes += is_pass
         self.stats.decoded_tokens += len(tokens)
         if self.call.progress is not None:
             self.call.progress.update(self.call.max_new_tokens, len(rows), len(tokens), is_pass)
         if self.call.generation_config.return_dict_in_generate:
-            self.call.record.log_probs.append(([row.output_row for row in rows], log_probs))
+            record.log_probs.append(([row.output_row for row in rows], log_probs))
         if log_probs is not None:
             self.sampler.add_drawn([row.index for row in rows], [row.output_row for row in rows], log_probs)
         if self.cache.trace is not None:
@@ -172,7 +172,15 @@ class DecodeLoop:
             shown = torch.full((len(self.table.lengths),), self.table.pad_token_id)
             shown[[row.index for row in rows]] = torch.tensor(tokens)
             self.streamer.put(shown)
-        active = [row for row, token, end in zip(rows, tokens, ended, strict=True) if on_token(row, token, end)]
+        active = []
+        for row, token, end in zip(rows, tokens, ended, strict=True):  # no call per row by default
+            if on_token is not None:
+                if on_token(row, token, end):
+                    active.append(row)
+            else:
+                row.pending = [token]
+                if not end:
+                    active.append(row)
         if self.replayer is not None and len(active) < len(rows):
             kept = {row.index for row in active}
             self.replayer.stop_computing([row.index for row in rows if row.index not in kept])
@@ -353,8 +361,3 @@ class DecodeLoop:
         longest, begin = max(self.table.lengths[index] for index in indices), self.call.record.begin
         values = spread(self.sampler.drawn, len(self.table.lengths))[indices, begin:longest]
         return F.pad(values, (0, longest - begin - values.shape[1]), value=torch.nan)
-
-
-def _set_pending(row: Row, token: int, ended: bool) -> bool:
-    row.pending = [token]
-    return not ended
