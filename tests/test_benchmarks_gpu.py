@@ -297,13 +297,13 @@ def test_decoding_is_compared_with_and_without_compilation(monkeypatch: pytest.M
 
 def test_attention_is_skipped_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "eager")
-    toy, usual = models.Models(CPU, torch.float32).get("toy"), attention.block_attention
+    toy, usual = models.Models(CPU, torch.float32).get("toy"), attention.attend_blocks
     with models.attention_skipped() as asked:
-        assert attention.block_attention is not usual
+        assert attention.attend_blocks is not usual
         ways.shared_prefix(toy, rows=2, prefix=8, steps=6, deadline=Deadline(3600))
     assert set(asked) == {8, 2}, "new tokens of the prefill and of decode steps"
     assert models.draw_prompt(toy, 1, 4096).min() > models.PAD  # `generate` would mask it
-    assert attention.block_attention is usual
+    assert attention.attend_blocks is usual
 
 
 # Every case is reported
