@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from transformers import (
     EosTokenCriteria,
     GenerationConfig,
     LogitsProcessor,
+    LogitsProcessorList,
     MaxLengthCriteria,
     MinLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -81,11 +81,12 @@ def random_sampler(rng: random.Random) -> Sampler:
     prompts = torch.tensor([[rng.randrange(VOCABULARY) for _ in range(length)] for _ in range(count)])
     config = GenerationConfig(do_sample=rng.random() < 0.6, return_dict_in_generate=True)
     config.output_scores, config.output_logits = rng.random() < 0.4, rng.random() < 0.4
-    call: Any = SimpleNamespace(generation_config=config, logits_processor=random_processors(rng, prompts))
+    processors = LogitsProcessorList(random_processors(rng, prompts))
     criteria = StoppingCriteriaList([EosTokenCriteria(EOS), MaxLengthCriteria(length + rng.randint(1, 4))])
     generator = torch.Generator().manual_seed(rng.randrange(100))
-    sampler = Sampler(call, TokenTable(prompts, 0, 8), criteria, rng.choice([rng.randrange(100), generator]))
-    sampler.given = call.logits_processor
+    seed = rng.choice([rng.randrange(100), generator])
+    sampler: Any = Sampler(config, processors, criteria, TokenTable(prompts, 0, 8), seed)
+    sampler.given = processors
     if count > 1 and rng.random() < 0.5:  # rows of unequal length
         sampler.append([0], [rng.randrange(VOCABULARY)])
     return sampler

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import (
     GenerationConfig,
+    LogitsProcessorList,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -101,9 +101,9 @@ class SamplingStage:
 def make_sampler(rows: int, device: torch.device, way: str) -> Sampler:
     """Return the sampler of a call that samples in one of `WAYS`."""
     config = GenerationConfig(do_sample=way != GREEDY)
-    call: Any = SimpleNamespace(generation_config=config, logits_processor=WAYS[way])
     table = TokenTable(torch.zeros(rows, 1, dtype=torch.int64, device=device), 0, 8)
-    return Sampler(call, table, StoppingCriteriaList(), 0 if way.startswith("seeded") else None)
+    seed = 0 if way.startswith("seeded") else None
+    return Sampler(config, LogitsProcessorList(WAYS[way]), StoppingCriteriaList(), table, seed)
 
 
 @contextmanager

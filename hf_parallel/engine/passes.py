@@ -23,7 +23,7 @@ class PendingPass:
 
     original: Sequence[Sequence[Segment]]  # with the views that the mode made
     ids: torch.Tensor
-    ends: Sequence[int] | None  # see `ModelRunner.forward`
+    ends: Sequence[int] | None  # see `Executor.run`
     passes: Sequence[Sequence[Segment]]  # with the parts of blocks that were split
     num_tokens: int = field(init=False)
     is_prefill: bool = field(init=False)

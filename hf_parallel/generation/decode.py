@@ -66,7 +66,8 @@ class DecodeLoop:
             cache.record(call.record.trace)
         self.stats = call.stats
         self.runner = Runner(call, cache)
-        self.sampler = Sampler(call, table, call.stopping_criteria if criteria is None else criteria, seed)
+        criteria = call.stopping_criteria if criteria is None else criteria
+        self.sampler = Sampler(call.generation_config, call.logits_processor, criteria, table, seed)
         self.sampler.returns_log_probs |= log_probs
         self.streamer = call.streamer if stream and hasattr(call.streamer, "put") else None
         self.replayer: Replayer | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +18,7 @@ from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.fingerprint import fingerprint_of_present
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.generation.sampling import Sampled, Sampler
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import gradient_checkpointing_disabled
@@ -63,7 +64,7 @@ class Executor(Protocol):
         next pass may overwrite them.
         """
 
-    def sample(self, sampler: Any, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Any:
+    def sample(self, sampler: Sampler, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:
         """Sample the next token of each row; see `Sampler.sample`."""
 
     def release(self) -> None:
@@ -142,7 +143,7 @@ class LocalExecutor:
             cache.trace.add_pass(passes, forward, ids)
         return logits
 
-    def sample(self, sampler: Any, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Any:
+    def sample(self, sampler: Sampler, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:
         """See `Executor.sample`."""
         return sampler.sample(rows, logits, with_log_probs)
 

@@ -11,9 +11,8 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.criteria import RowCriteria
 from hf_parallel.generation.log_probs import Drawn, LogProbs, TopLogProbs, model_log_probs
 from hf_parallel.generation.processors import is_stateful
@@ -57,15 +56,19 @@ class Sampler:
     """
 
     def __init__(
-        self, call: GenerationCall, table: TokenTable, criteria: StoppingCriteriaList, seed: Seed = None
+        self,
+        config: GenerationConfig,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        table: TokenTable,
+        seed: Seed = None,
     ) -> None:
-        config = call.generation_config
         self.table, self.criteria = table, criteria
         self.ends = RowCriteria(criteria, table)
         self.do_sample = bool(config.do_sample)
         self.rngs = make_rngs(seed, self.num_rows)  # by row; None: PyTorch's global generator
-        self.top_log_probs = [p for p in call.logits_processor if isinstance(p, TopLogProbs)]
-        given = (p for p in call.logits_processor if not isinstance(p, TopLogProbs))
+        self.top_log_probs = [p for p in processors if isinstance(p, TopLogProbs)]
+        given = (p for p in processors if not isinstance(p, TopLogProbs))
         self.processors = RowProcessors(given, table)
         self.is_stateful = self.processors.is_stateful or any(map(is_stateful, criteria))
         returned = config.return_dict_in_generate
