@@ -224,12 +224,16 @@ class Pool:
 
         A block that must grow moves to an extent of at least twice the capacity, so that growth copies each token
         O(1) times (amortized). Blocks of equal capacity that grow together stay evenly spaced. Under a budget, each
-        gets what it needs, and `on_full` is called until there is memory.
+        gets what it needs, and `on_full` is called until there is memory. Where there is, blocks that will need it soon
+        grow as well: after each growth, the next pass is planned from scratch.
         """
         while growing := [(block, length) for block, length in wanted if _outgrows(block, length)]:
             on_full = self._root.on_full
             if on_full is not None:
-                sizes = [max(2 * block.extent.capacity, length, MIN_CAPACITY) for block, length in growing]
+                soon = [(block, length) for block, length in wanted if _outgrows(block, length + MIN_CAPACITY // 2)]
+                if self.arena.fits(sum(_grown(block, length) for block, length in soon)):
+                    growing = soon
+                sizes = [_grown(block, length) for block, length in growing]
                 if not self.arena.fits(sum(sizes)):
                     on_full(wanted, sum(sizes))
                     continue
@@ -283,6 +287,10 @@ class Pool:
     def _trace_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:
         if self.on_copy is not None:
             self.on_copy(source, start, stop, target, at)
+
+
+def _grown(block: Block, length: int) -> int:
+    return max(2 * block.extent.capacity, length, MIN_CAPACITY)
 
 
 def _outgrows(block: Block, length: int) -> bool:

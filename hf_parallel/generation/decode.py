@@ -162,16 +162,20 @@ class DecodeLoop:
         self.stats.decoded_tokens += len(tokens)
         if self.call.progress is not None:
             self.call.progress.update(self.call.max_new_tokens, len(rows), len(tokens), is_pass)
+        indices, output_rows = [], []
+        for row in rows:
+            indices.append(row.index)
+            output_rows.append(row.output_row)
         if self.call.generation_config.return_dict_in_generate:
-            record.log_probs.append(([row.output_row for row in rows], log_probs))
+            record.log_probs.append((output_rows, log_probs))
         if log_probs is not None:
-            self.sampler.add_drawn([row.index for row in rows], [row.output_row for row in rows], log_probs)
+            self.sampler.add_drawn(indices, output_rows, log_probs)
         if self.cache.trace is not None:
             for row, token in zip(rows, tokens, strict=True):
                 self.cache.trace.add_sample(row.output_row, token, row.last_segment, row.view)
         if self.streamer is not None:
             shown = torch.full((len(self.table.lengths),), self.table.pad_token_id)
-            shown[[row.index for row in rows]] = torch.tensor(tokens)
+            shown[indices] = torch.tensor(tokens)
             self.streamer.put(shown)
         active = []
         for row, token, end in zip(rows, tokens, ended, strict=True):  # no call per row by default

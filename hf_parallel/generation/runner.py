@@ -105,13 +105,15 @@ class Runner:
         Return the logits `[len(ends), vocabulary]` after segments of the last pass (None: after all tokens).
         """
         tokens: list[int] = []
+        segments: list[list[Segment]] = []
         for inputs in passes:
-            for _, own in inputs:
+            segments.append([])
+            for segment, own in inputs:
+                segments[-1].append(segment)
                 tokens += own
         if ends is not None and len(passes) > 1:
             first = sum(len(inputs) for inputs in passes[:-1])
             ends = [first + end for end in ends]
-        segments = [[segment for segment, _ in inputs] for inputs in passes]
         return self.run(segments, to_device(tokens, self.device), ends)
 
     def run(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
