@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu_parts import graphs, models, run
 from benchmarks.gpu_parts.cases import attempt
 from hf_parallel.cache import BlockCache
+from hf_parallel.generation.executor import LocalExecutor
 from hf_parallel.generation.runner import Runner
 from hf_parallel.models import compiled
 from hf_parallel.models import cuda_graph as graph
@@ -33,7 +34,8 @@ def test_a_replay_with_stale_logits_is_detected(monkeypatch: pytest.MonkeyPatch,
 
     def stale(runner: Runner, passes: Any, ids: torch.Tensor, ends: Any) -> torch.Tensor:
         logits = usual(runner, passes, ids, ends)
-        if not runner.call.cuda_graph or any(segment.num_tokens > 1 for segment in passes[0]):
+        assert isinstance(runner.executor, LocalExecutor)
+        if not runner.executor.cuda_graph or any(segment.num_tokens > 1 for segment in passes[0]):
             return logits
         earlier, before[len(ids)] = before.get(len(ids), logits), logits
         return earlier

@@ -94,7 +94,7 @@ class LocalExecutor:
     ) -> None:
         self.model, self.stats, self.device = model, stats, execution_device(model)
         self.runs_ahead = self.device.type in ASYNC_DEVICES
-        self._settings = capabilities, cuda_graph, compile, steps
+        self.cuda_graph, self._capabilities, self._compile, self._steps = cuda_graph, capabilities, compile, steps
         self._passes: CachedModel | None = None  # over the cache of the last pass
 
     @contextmanager
@@ -116,8 +116,8 @@ class LocalExecutor:
     def passes_over(self, cache: BlockCache) -> CachedModel:
         """Return the model over a cache, with its captured decode steps."""
         if self._passes is None or self._passes.cache is not cache:
-            capabilities, cuda_graph, compiled, steps = self._settings
-            self._passes = CachedModel(self.model, capabilities, cache, cuda_graph, compiled, steps)
+            settings = self.cuda_graph, self._compile, self._steps
+            self._passes = CachedModel(self.model, self._capabilities, cache, *settings)
         return self._passes
 
     def release(self) -> None:
