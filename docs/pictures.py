@@ -324,7 +324,8 @@ def rotate() -> Drawing:
     forward = cache.prepare([Segment(space.view(number), 1) for number in range(2)])
     plan = forward.plan
     deltas: dict[tuple[int, int], int] = {}
-    blocks = [block for block in forward.blocks if block.length]
+    seen_blocks = dict.fromkeys(block for segment in forward.segments for block in segment.view)
+    blocks = [block for block in seen_blocks if block.length]
     for number in range(plan.num_blocks):
         for pair in range(*plan.block_pairs[number : number + 2]):
             deltas[int(plan.pair_query[pair]), number] = int(plan.pair_delta[pair])

@@ -24,7 +24,6 @@ from workers import SETTINGS
 
 import hf_parallel
 from hf_parallel.generation import executor
-from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.kernels import BACKEND_VARIABLE
 from hf_parallel.models import cuda_graph as graph
@@ -262,17 +261,15 @@ def test_graphs_are_released_with_their_call(
 ) -> None:
     """Without the garbage collector, which does not know the GPU's memory."""
     made = []
-    begin = DecodeLoop.__init__
 
-    def noted(loop: DecodeLoop, *given: Any, **settings: Any) -> None:
-        begin(loop, *given, **settings)
-        made.append(weakref.ref(loop.runner.graphs))
+    def noted(captured: DecodeGraphs, *given: Any) -> None:
+        graphs.usual_init(captured, *given)
+        made.append(weakref.ref(captured))
 
     def record(function: Callable[[], torch.Tensor], *given: Any) -> CapturedGraph:
         return CapturedGraph(lambda: None, function(), 1, None)
 
-    monkeypatch.setattr(DecodeLoop, "__init__", noted)
-    monkeypatch.setattr(DecodeGraphs, "__init__", graphs.usual_init)
+    monkeypatch.setattr(DecodeGraphs, "__init__", noted)
     monkeypatch.setattr(graph, "capture_graph", record)
     gc.disable()
     try:

@@ -15,16 +15,23 @@ from hf_parallel.engine.server.schema import Body
 B = TypeVar("B", bound=Body)
 MAX_PARTS = 1 << 15
 """Names, lists and objects of a body. Reading more would take a second, in which no other thread of Python runs."""
+MAX_DEPTH = 256
+"""Lists and objects inside each other."""
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def read_body(kind: type[B], content: bytes) -> B:
     """Return a body. Raises `APIError` that names the field, its value and what is allowed."""
     parts = _num_parts(content)
-    if parts > MAX_PARTS:  # at most, as texts may hold these characters
-        outside = content.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
-        parts = _num_parts(b"".join(outside))
-    if parts > MAX_PARTS:
-        raise APIError(400, f"the body may have at most {MAX_PARTS} names, lists and objects, got {parts}")
+    if parts > MAX_DEPTH:  # at most, as texts may hold these characters
+        outside = b"".join(content.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
+        parts = _num_parts(outside)
+        if parts > MAX_PARTS:
+            raise APIError(400, f"the body may have at most {MAX_PARTS} names, lists and objects, got {parts}")
+        if parts > MAX_DEPTH and (depth := _depth(outside)) > MAX_DEPTH:
+            raise APIError(
+                400, f"the body may have at most {MAX_DEPTH} lists and objects inside each other, got {depth}"
+            )
     try:
         return kind.model_validate(parse_json(content))
     except ValidationError as error:
@@ -35,6 +42,15 @@ def read_body(kind: type[B], content: bytes) -> B:
 
 def _num_parts(text: bytes) -> int:
     return sum(map(text.count, (b":", b"[", b"{")))
+
+
+def _depth(text: bytes) -> int:
+    """Return how many lists and objects are inside each other at most."""
+    depth = deepest = 0
+    for byte in text.translate(None, _NOT_BRACKETS):
+        depth += 1 if byte in b"[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _validation_error(error: ValidationError) -> APIError:
