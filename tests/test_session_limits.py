@@ -332,7 +332,7 @@ def test_a_closed_session_releases_its_cuda_graphs() -> None:
     session = begin()
     executor, cache = session._call.executor, session._run.cache
     assert isinstance(executor, LocalExecutor)
-    passes = executor.passes_over(cache)
+    passes = executor.model_over(cache)
     passes.graphs = DecodeGraphs(cache)  # a CPU captures none
     released = weakref.ref(passes.graphs)
     del passes

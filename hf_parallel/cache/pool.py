@@ -15,7 +15,7 @@ from hf_parallel.cache.arena import Arena, Extent
 from hf_parallel.kernels import RotarySpec, TokenRange
 
 MIN_CAPACITY = 16
-"""Least capacity to which a block of a pool with a budget grows, in tokens."""
+"""Least capacity to which a block of an engine's pool grows, in tokens."""
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class Pool:
         self.on_copy: Callable[[Block, int, int, Block, int], None] | None = None
         """Records that tokens `start <= j < stop` of a block were copied, or moved, to another one, at index `at`."""
         self.on_full: Callable[[Wanted, int], None] | None = None
-        """Frees memory for blocks that grow, given the number of slots, or raises; needed with a budget."""
+        """Frees memory for blocks that grow, given the number of slots, or raises. Set by an engine."""
         self.blocks: set[Block] = set()
         self.version = 0
         self._root = self if parent is None else parent
@@ -223,9 +223,9 @@ class Pool:
         """Ensure capacity for `length` tokens in each `(block, length)`.
 
         A block that must grow moves to an extent of at least twice the capacity, so that growth copies each token
-        O(1) times (amortized). Blocks of equal capacity that grow together stay evenly spaced. Under a budget, each
-        gets what it needs, and `on_full` is called until there is memory. Where there is, blocks that will need it soon
-        grow as well: after each growth, the next pass is planned from scratch.
+        O(1) times (amortized). Blocks of equal capacity that grow together stay evenly spaced. In an
+        engine, each has its own size, and `on_full` is called until there is memory. Where there is, blocks that will
+        need it soon grow as well: after each growth, the next pass is planned from scratch.
         """
         while growing := [(block, length) for block, length in wanted if _outgrows(block, length)]:
             on_full = self._root.on_full

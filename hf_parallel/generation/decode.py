@@ -153,9 +153,9 @@ class DecodeLoop:
         is_pass: bool = True,
         log_probs: LogProbs | None = None,
     ) -> list[R]:
-        """Append one token to each row and stream it. Return the active rows. `is_pass`: count a decode pass.
+        """Record and stream one token of each row, which the table has already. Return the rows that stay active.
 
-        `log_probs` are recorded.
+        `is_pass`: count a decode pass. `log_probs` are recorded.
         """
         record = self.call.record
         record.passes += is_pass

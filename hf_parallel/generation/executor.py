@@ -95,14 +95,14 @@ class LocalExecutor:
         self.model, self.stats, self.device = model, stats, execution_device(model)
         self.runs_ahead = self.device.type in ASYNC_DEVICES
         self.cuda_graph, self._capabilities, self._compile, self._steps = cuda_graph, capabilities, compile, steps
-        self._passes: CachedModel | None = None  # over the cache of the last pass
+        self._cached_model: CachedModel | None = None  # over the cache of the last pass
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Enable fast linear layers, and record the memory of CUDA graphs at the end."""
         with gradient_checkpointing_disabled(self.model), linear_layers(self.model):
             yield
-        graphs = None if self._passes is None else self._passes.graphs
+        graphs = None if self._cached_model is None else self._cached_model.graphs
         self.stats.graph_bytes = 0 if graphs is None else graphs.num_bytes
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
@@ -113,22 +113,22 @@ class LocalExecutor:
         """See `Executor.prefill_chunk`."""
         return asked or prefill_chunk(self.model, self.device)
 
-    def passes_over(self, cache: BlockCache) -> CachedModel:
+    def model_over(self, cache: BlockCache) -> CachedModel:
         """Return the model over a cache, with its captured decode steps."""
-        if self._passes is None or self._passes.cache is not cache:
+        if self._cached_model is None or self._cached_model.cache is not cache:
             settings = self.cuda_graph, self._compile, self._steps
-            self._passes = CachedModel(self.model, self._capabilities, cache, *settings)
-        return self._passes
+            self._cached_model = CachedModel(self.model, self._capabilities, cache, *settings)
+        return self._cached_model
 
     def release(self) -> None:
         """Drop the captured decode steps."""
-        self._passes = None
+        self._cached_model = None
 
     def run(
         self, cache: BlockCache, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None
     ) -> torch.Tensor:
         """See `Executor.run`."""
-        began, model = time.perf_counter(), self.passes_over(cache)
+        began, model = time.perf_counter(), self.model_over(cache)
         try:
             forward = cache.prepare_run(passes)
             keep = None if ends is None or len(ends) == len(ids) else [forward.last_tokens[end] for end in ends]

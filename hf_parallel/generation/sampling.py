@@ -33,8 +33,8 @@ from hf_parallel.kernels import HostCopy, to_device
 from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, sample
 
 Read: TypeAlias = Callable[[], tuple[list[int], list[bool]]]
-"""Returns sampled tokens, and whether rows have ended. The only point at which a decode step waits for the device; it
-does not wait for work that was queued later. Raises a `RuntimeError` if a row cannot be drawn."""
+"""Returns sampled tokens, and whether rows have ended. Waits for the device, but not for work that was queued later.
+Raises a `RuntimeError` if a row cannot be drawn."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,7 +98,7 @@ def block_attention_forward(
     """Attention function of the implementation, called by each layer.
 
     `query` is `[1, heads, T, head_dim]`, packed. `key` and `value`, `[1, kv_heads, T, head_dim]`, are already in the
-    cache. Returns `[1, T, heads, head_dim]`.
+    cache, except in a compiled layer, which stores them here. Returns `[1, T, heads, head_dim]`.
     """
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer_idx: int = module.layer_idx  # type: ignore[assignment]

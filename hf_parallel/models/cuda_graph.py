@@ -61,7 +61,7 @@ class _DecodeStep:
 
 
 class DecodeGraphs:
-    """CUDA graphs of one call of `generate`, one per bucket of row counts.
+    """CUDA graphs of decode steps over one cache, one per bucket of row counts.
 
     The graphs share one memory pool, so the output of one must be read before the next is replayed.
     """

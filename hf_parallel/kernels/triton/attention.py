@@ -1,4 +1,4 @@
-"""Triton backend of block attention: one kernel that computes work items, one that merges their results.
+"""Triton backend of block attention: a kernel that computes work items, and kernels that merge them.
 
 Also launches the kernels that store and move keys and values. The inputs of a pass are prepared once, in a `Launch`,
 for all layers of one shape. docs/kernels.md explains the kernels and their constants.
