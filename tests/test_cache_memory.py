@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from small_cache import BYTES_PER_TOKEN, HEAD_DIM, KV_HEADS, append, assert_holds, new_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_parallel import SharedPrefixCache
 from hf_parallel.cache import Arena, Segment
 from hf_parallel.kernels import LayerStorage
 
@@ -130,3 +133,15 @@ def test_a_failed_allocation_is_not_attempted_again(monkeypatch: pytest.MonkeyPa
     small = cache.new_block(10)
     append(cache, ([small], [4]))
     assert_holds(cache, small, [4])
+
+
+def test_a_dropped_cache_is_freed_without_the_garbage_collector() -> None:
+    cache = SharedPrefixCache()
+    cache.new_block(4)
+    arena = weakref.ref(cache.arena)
+    gc.disable()
+    try:
+        del cache
+        assert arena() is None
+    finally:
+        gc.enable()

@@ -67,10 +67,19 @@ class Pool:
         self.on_full: Callable[[Wanted, int], None] | None = None
         """Frees memory for blocks that grow, given the number of slots, or raises. Set by an engine."""
         self.blocks: set[Block] = set()
-        self.version = 0
-        self._root = self if parent is None else parent
+        self._version = 0
+        self._parent = parent  # a pool that referred to itself would keep its arena until a garbage collection
         self.arena: Arena = Arena() if parent is None else parent.arena
         self._freed_later: list[Block] | None = None
+
+    @property
+    def _root(self) -> Pool:
+        return self if self._parent is None else self._parent
+
+    @property
+    def version(self) -> int:
+        """Number that changes with every change after which a decode step does not follow from the step before."""
+        return self._root._version
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"on_copy": None}
@@ -87,7 +96,7 @@ class Pool:
 
     def touch(self) -> None:
         """Note a change to blocks after which a decode step does not follow from the step before."""
-        self._root.version += 1
+        self._root._version += 1
 
     def new_blocks(self, count: int, capacity: int = 0, base: int = 0) -> list[Block]:
         """Allocate empty blocks evenly spaced in memory, so that attention can read them in one call."""
@@ -120,7 +129,8 @@ class Pool:
     def free_deferred(self, keep: bool = False) -> None:
         """End `defer_frees`. `keep`: the change was undone, and its blocks remain."""
         freed, self._freed_later = self._freed_later or [], None
-        self.touch()
+        if keep:
+            self.touch()
         for block in () if keep else freed:
             self.free(block)
 

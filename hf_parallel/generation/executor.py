@@ -128,10 +128,13 @@ class LocalExecutor:
         self, cache: BlockCache, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None
     ) -> torch.Tensor:
         """See `Executor.run`."""
-        began, model = time.perf_counter(), self.model_over(cache)
+        model = self.model_over(cache)
+        began = time.perf_counter()
         try:
-            forward = cache.prepare_run(passes)
-            keep = None if ends is None or len(ends) == len(ids) else [forward.last_tokens[end] for end in ends]
+            forward, keep = cache.prepare_run(passes), None
+            if ends is not None and len(ends) != len(ids):
+                last = forward.last_tokens
+                keep = [last[end] for end in ends]
             self.stats.plan_seconds += time.perf_counter() - began
             logits = model.logits(forward, ids, keep)
         except BaseException:

@@ -333,7 +333,12 @@ class _Batch:
             keys = next_keys(rngs, self.device) if rngs else None
             drawn, probs = sample(scores, warpers[0] if is_uniform else warpers, keys)
             return drawn[0], drawn[1], probs
-        every = _softmax(scores)
+        try:
+            every = _softmax(scores)
+        except Exception as error:  # before any generator has advanced: each call can sample by itself
+            if len(self.tasks) == 1:
+                raise
+            raise CannotDrawError from error
         tokens = draw(every, rngs) if rngs else torch.multinomial(every, num_samples=1).squeeze(1)
         return tokens, None, every.gather(1, tokens[:, None]).squeeze(1)
 
