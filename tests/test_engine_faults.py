@@ -33,7 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_parallel.cache.arena import Arena
 from hf_parallel.engine import Engine
-from hf_parallel.generation import MODES
+from hf_parallel.generation import MODES, sampling
 from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig, SharedPrefixRun
 from hf_parallel.generation.sampling import _Batch
 
@@ -673,6 +673,28 @@ def test_an_engine_goes_on_where_joint_sampling_runs_out_of_memory(
                     handle.result(600)
         assert engine.submit(prompt, seed=0, **settings).result(600).sequences[0].tolist() == expected[0]
         assert_nothing_is_held(engine)
+
+
+def test_a_lack_of_memory_in_the_softmax_of_a_joint_draw_ends_no_request(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, failed = sampling._softmax, 0
+
+    def fail(scores: torch.Tensor) -> torch.Tensor:
+        nonlocal failed
+        if len(scores) == 3 and failed < 2:
+            failed += 1
+            raise torch.OutOfMemoryError("injected")
+        return plain(scores)
+
+    settings = {"generation_mode": "shared_prefix", "do_sample": True, "max_new_tokens": 10, "eos_token_id": -1}
+    prompt = torch.arange(40, 50)
+    expected = [model.generate(prompt[None], seed=seed, **settings)[0].tolist() for seed in range(3)]
+    monkeypatch.setattr(sampling, "_softmax", fail)
+    with Engine(model) as engine:
+        handles = [engine.submit(prompt, seed=seed, **settings) for seed in range(3)]
+        assert [handle.result(600).sequences[0].tolist() for handle in handles] == expected
+    assert failed == 2
 
 
 class FailingStreamer(BaseStreamer):

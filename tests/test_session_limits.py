@@ -19,6 +19,7 @@ from workers import TOKENIZER, small_model
 
 import hf_parallel
 from hf_parallel import HogwildSession
+from hf_parallel.cache import BlockCache, ForwardPass
 from hf_parallel.cache.arena import Arena
 from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.generation.decode import DecodeLoop
@@ -86,6 +87,19 @@ def test_a_step_that_fails_leaves_the_session_unchanged(
     undisturbed.inject("Bob", "You!")
     undisturbed.run(11 - passes)
     assert state(session)[:-1] == state(undisturbed)[:-1]
+
+
+def test_a_step_of_the_same_workers_is_derived_from_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_run, derived = BlockCache.prepare_run, []
+
+    def noted(cache: BlockCache, passes: Any) -> ForwardPass:
+        forward = prepare_run(cache, passes)
+        derived.append(forward.continues)
+        return forward
+
+    monkeypatch.setattr(BlockCache, "prepare_run", noted)
+    scripted("x" * 40, "y" * 40).run(30)
+    assert sum(derived) > 25
 
 
 def test_a_failing_processor_or_streamer_leaves_the_session_unchanged() -> None:

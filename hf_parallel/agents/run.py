@@ -50,7 +50,7 @@ class AgentStats:
     """New tokens that were sampled from cached logits."""
     tool_calls: int = 0
     passes: int = 0
-    """Forward passes of the engine during the run, those of other callers included."""
+    """Forward passes of the engine during the run, including passes of other callers."""
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, object]:

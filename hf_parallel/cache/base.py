@@ -50,7 +50,7 @@ class BlockCache(Cache):
         super().__init__(layers=[])
         self.pool = Pool(rotary) if pool is None else pool
         self.rotary = self.pool.rotary
-        self.trace: PassLog | None = None  # of the running call
+        self.log: PassLog | None = None
         self.device, self._has_device = torch.device(device or "cpu"), device is not None
         self._forget_passes()
 
@@ -65,12 +65,12 @@ class BlockCache(Cache):
         self._last: ForwardPass | None = None  # last committed decode step, from which the next one is derived
         self._undo: list[tuple[Block, int]] = []
 
-    def record(self, trace: PassLog) -> None:
-        """Record passes, samples and copies in a log."""
-        self.trace, self.pool.on_copy = trace, trace.add_copy
+    def record(self, log: PassLog) -> None:
+        """Record passes, samples and copies in a log, until there is another one."""
+        self.log, self.pool.on_copy = log, log.add_copy
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pass": None, "_last": None, "trace": None}  # plans of passes hold kernel buffers
+        return self.__dict__ | {"_pass": None, "_last": None, "log": None}  # plans of passes hold kernel buffers
 
     # Blocks
 
@@ -81,7 +81,7 @@ class BlockCache(Cache):
 
     @property
     def blocks(self) -> set[Block]:
-        """Blocks of the cache; in an engine, those of the request alone."""
+        """Blocks of the cache; in an engine, only the blocks of the request."""
         return self.pool.blocks
 
     def new_block(self, capacity: int = 0, base: int = 0) -> Block:

@@ -238,7 +238,7 @@ class LogitsCache:
     def store(self, node: TrieNode, logits: torch.Tensor) -> bool:
         """Store logits `[vocabulary]` at a node if they fit the budget; return whether the node has logits.
 
-        Logits of which the highest is NaN or infinite are not stored: they come from a transient error of the model.
+        Logits whose maximum is NaN or infinite are not stored: they come from a transient error of the model.
         """
         with self.lock:
             if node.logits is None and node.alive and math.isfinite(logits.max()):

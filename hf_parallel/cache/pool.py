@@ -169,7 +169,7 @@ class Pool:
             tail = self._tail(block, at)
         else:
             tail = self.new_blocks(1, base=block.base + at)[0]
-        self._trace_copy(block, 0, held, head, 0)
+        self._log_copy(block, 0, held, head, 0)
         self.blocks.add(head)
         self.blocks.remove(block)
         self.touch()
@@ -183,7 +183,7 @@ class Pool:
         self.blocks.add(tail)
         self._root.blocks.add(tail)
         self.touch()
-        self._trace_copy(block, at, block.length, tail, 0)
+        self._log_copy(block, at, block.length, tail, 0)
         return tail
 
     def copy(self, block: Block, kept: Sequence[tuple[int, int]], extra_capacity: int = 0) -> Block:
@@ -201,7 +201,7 @@ class Pool:
                 source = block.extent.range(block.first + start, stop - start)
                 target = copy.extent.range(copy.length, stop - start)
                 self.arena.copy(source, target, copy.length - start, self.rotary)
-                self._trace_copy(block, start, stop, copy, copy.length)
+                self._log_copy(block, start, stop, copy, copy.length)
                 copy.length += stop - start
         except BaseException:
             self.free(copy)
@@ -224,7 +224,7 @@ class Pool:
         self.reserve([(target, target.length + source.length)])
         end = target.extent.range(target.first + target.length, source.length)
         self.arena.copy(source.tokens, end, delta, self.rotary)
-        self._trace_copy(source, 0, source.length, target, target.length)
+        self._log_copy(source, 0, source.length, target, target.length)
         self.touch()
         target.length += source.length
         source.length = 0
@@ -252,7 +252,7 @@ class Pool:
                 for block, length in growing:
                     longest[block.extent.capacity] = max(longest.get(block.extent.capacity, 1), length)
                 sizes = [max(2 * block.extent.capacity, longest[block.extent.capacity]) for block, _ in growing]
-            order = sorted(range(len(sizes)), key=sizes.__getitem__)  # those of one size side by side
+            order = sorted(range(len(sizes)), key=sizes.__getitem__)  # blocks of one size side by side
             self._grow([growing[i][0] for i in order], [sizes[i] for i in order])
 
     def pack(self, wanted: Wanted) -> bool:
@@ -294,7 +294,7 @@ class Pool:
         if block not in self._root.blocks:
             raise ValueError(f"{block!r} is not (or no longer) a block of this cache")
 
-    def _trace_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:
+    def _log_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:
         if self.on_copy is not None:
             self.on_copy(source, start, stop, target, at)
 
@@ -309,7 +309,7 @@ def _outgrows(block: Block, length: int) -> bool:
 
 
 def parts_of(view: Iterable[Block]) -> Iterator[Block]:
-    """Yield the blocks of a view; those of a block that was divided instead of it."""
+    """Yield the blocks of a view, with each divided block replaced by its parts."""
     for block in view:
         if block.parts:
             yield from parts_of(block.parts)

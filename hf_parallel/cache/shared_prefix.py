@@ -150,11 +150,11 @@ class SharedPrefixCache(BlockCache):
         return self.tree.nodes()
 
     def nodes_to_prefill(self) -> list[Node]:
-        """See `PrefixTree.nodes_to_prefill`; in an engine, the nodes are those of the request."""
+        """See `PrefixTree.nodes_to_prefill`; in an engine, only nodes of the request."""
         return self.tree.nodes_to_prefill(self.owner)
 
     def discard_uncached(self) -> None:
-        """See `PrefixTree.discard_uncached`; in an engine, the tokens are those of the request."""
+        """See `PrefixTree.discard_uncached`; in an engine, only tokens of the request."""
         self.tree.discard_uncached(self.owner)
 
     def end_call(self) -> None:
@@ -177,7 +177,7 @@ class SharedPrefixCache(BlockCache):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values of all unique tokens; in an engine, of those that the request uses."""
+        """Bytes of the keys and values of all unique tokens; in an engine, of the tokens that the request uses."""
         pinned = () if self.owner is None else self.tree.pinned(self.owner)
         return self.pool.kv_bytes + sum(node.num_cached for node in pinned) * self.arena.bytes_per_token
 

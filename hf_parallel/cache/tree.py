@@ -68,7 +68,7 @@ class Node:
 
 
 class Owner(Protocol):
-    """A request that shares a tree with others. It pins the nodes that it uses, and marks those that it computes."""
+    """A request that shares a tree with others. It pins the nodes it uses and marks the nodes it computes."""
 
     @property
     def identity(self) -> Hashable:
@@ -91,10 +91,10 @@ class RequestObserver:
         """Note that a request begins to use nodes, parents before children. Nodes that it creates are included."""
 
     def on_end(self, request: Any, nodes: Sequence[Node]) -> None:
-        """Note that a request has ended, or starts again; `nodes` are those that it has used."""
+        """Note that a request has ended, or starts again. It has used `nodes`."""
 
     def on_split(self, head: Node, tail: Node) -> None:
-        """Note that the first tokens of `tail` are now those of the new node `head`."""
+        """Note that the new node `head` has taken over the first tokens of `tail`."""
 
     def on_evict(self, node: Node) -> None:
         """Note that the keys and values of a node are being deleted."""
@@ -185,7 +185,7 @@ class PrefixTree:
         return child if child is not None and shared == len(tokens) <= child.num_cached else None
 
     def retain(self, tokens: np.ndarray) -> None:
-        """Remove all tokens from the tree but those of the longest cached prefix of `tokens`, int64 `[length]`."""
+        """Keep only the longest cached prefix of `tokens`, int64 `[length]`; remove all other tokens from the tree."""
         node, rest = self.root, tokens
         while True:
             child, shared = self._best_child(node, rest) if len(rest) else (None, 0)
@@ -209,7 +209,7 @@ class PrefixTree:
         return nodes
 
     def discard_uncached(self, owner: Owner | None = None) -> None:
-        """Remove uncached tokens from the tree, after a prefill that failed; of an owner, those of no other one."""
+        """Remove uncached tokens from the tree after a failed prefill; with an owner, only tokens of its own."""
         for node in [*self._nodes_of(owner)][::-1]:  # children first
             if len(node.uncached) and (owner is None or self.pins[node] == {owner}):
                 self.pins.pop(node, None)
@@ -288,7 +288,7 @@ class PrefixTree:
         self.computing.update(dict.fromkeys(nodes, owner))
 
     def stop_computing(self, owner: Owner, but: Collection[Node] = ()) -> None:
-        """Note that an owner does not compute any nodes, except those in `but`."""
+        """Note that an owner computes no nodes except `but`."""
         for node in [node for node, other in self.computing.items() if other is owner and node not in but]:
             del self.computing[node]
 

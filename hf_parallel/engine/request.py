@@ -120,7 +120,7 @@ class Request:
         self._caches.append(cache)
         return cache
 
-    def running(self) -> AbstractContextManager[None]:
+    def running(self, cache: BlockCache) -> AbstractContextManager[None]:
         """See `Executor.running`: the engine has prepared the model."""
         return nullcontext()
 
@@ -258,6 +258,7 @@ class Request:
             _throw(coroutine, greenlet.GreenletExit())
         self.is_waiting = False
         self.log = PassLog(self._on_sample)
+        vars(self.stats).update(vars(GenerationStats()))  # in place, as the handle and the call share them
 
     def preempt(self) -> None:
         """Delete its keys and values. Nodes of the tree that it uses can be evicted from now on."""
@@ -275,7 +276,7 @@ class Request:
 
     @property
     def _blocks(self) -> list[Block]:
-        """Its blocks, apart from those in the tree."""
+        """Its blocks outside the tree."""
         return [block for cache in self._caches for block in cache.blocks]
 
     @property

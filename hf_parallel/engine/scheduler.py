@@ -49,7 +49,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.submitters: dict[Any, Account] = {}
         self._num_active = 0  # submitters with requests
-        self._fair = 0.0  # tokens that a submitter was served that always had requests
+        self._fair = 0.0  # tokens served to a submitter that was never idle (virtual time)
         self.preemptions = 0
         self._submitted = 0
 

@@ -1,6 +1,6 @@
 """Judge: rate the collaboration of workers with a model, from 1 to 6 (Hogwild! Inference, section 4.2).
 
-`judge` takes any function from a prompt to a reply, such as those of `openai_completer` and `local_completer`.
+`judge` takes any function from a prompt to a reply; `openai_completer` and `local_completer` make such functions.
 `agreement` compares two judges, or a judge and human raters (appendix G.4).
 """
 
@@ -128,7 +128,7 @@ def _rate(prompt: str, complete: Complete, attempts: int) -> tuple[int, str]:
 
 
 def openai_completer(model: str, base_url: str | None = None, api_key: str | None = None, **settings: Any) -> Complete:
-    """Return a function that asks a model behind an OpenAI-compatible endpoint.
+    """Return a completer for a model behind an OpenAI-compatible endpoint.
 
     Parameters
     ----------

@@ -23,18 +23,18 @@ class PassAhead:
         self.tokens: Sequence[int] = ()
         self._rows, self._ids, self._cache = rows, ids, runner.cache
         self._segments = [Segment(row.current_view(), 1) for row in rows]
-        trace = self._cache.trace
-        recorded = None if trace is None else trace.state
+        log = self._cache.log
+        recorded = None if log is None else log.state
         self._logits = runner.run([self._segments], ids, range(len(rows)))
         self._step = self._cache.take_back()
-        if trace is not None and recorded is not None:
-            trace.restore(recorded)
+        if log is not None and recorded is not None:
+            log.restore(recorded)
 
     def keep(self, rows: Sequence[Row]) -> torch.Tensor | None:
         """Return the logits `[len(rows), vocabulary]` if this is the next pass of `rows`; else None: it is void.
 
-        Rows may have ended, provided that no other row attends to their tokens, and that the pass is not traced: a
-        trace holds all tokens of a pass.
+        Rows may have ended, provided that no other row attends to their tokens, and that the pass is not logged: a
+        log holds all tokens of a pass.
         """
         places = {row: place for place, row in enumerate(self._rows)}
         kept = [places.get(row, -1) for row in rows]
@@ -42,15 +42,15 @@ class PassAhead:
             return None
         if len(kept) < len(self._rows):
             dropped = {self._segments[place].view[-1] for place in set(range(len(self._rows))) - set(kept)}
-            if self._cache.trace is not None or any(
+            if self._cache.log is not None or any(
                 block in dropped for place in kept for block in self._segments[place].view
             ):
                 return None
         self._cache.put_back(self._step, kept)
         for place in kept:
             self._rows[place].last_segment = self._segments[place]
-        if self._cache.trace is not None:
-            self._cache.trace.add_pass([self._segments], self._step, self._ids)
+        if self._cache.log is not None:
+            self._cache.log.add_pass([self._segments], self._step, self._ids)
         if len(kept) == len(self._rows):
             return self._logits
         return self._logits.index_select(0, to_device(kept, self._logits.device))

@@ -24,7 +24,7 @@ from hf_parallel.transcript.sections import TranscriptStyle
 OutputT = TypeVar("OutputT", default=Any, covariant=True)
 """The output of a mode."""
 Generated: TypeAlias = torch.Tensor | ModelOutput
-"""What `generate` returns: int64 `[rows, length]`, or the mode's output with `return_dict_in_generate`."""
+"""Return value of `generate`: int64 `[rows, length]`, or the mode's output with `return_dict_in_generate`."""
 ConfigT = TypeVar("ConfigT", bound="ParallelConfig", default="ParallelConfig")
 """The config of a mode."""
 
@@ -77,7 +77,7 @@ class ModePrompt(Generic[ConfigT]):
     """The prompts of a mode. By default, a mode has no instructions, and tasks are used unchanged."""
 
     thinking: ClassVar[bool | None] = None
-    """What `build_prompt` does for a reasoning model.
+    """How `build_prompt` treats a reasoning model.
 
     True opens `<think>` if the chat template knows it, but the prompt ends neither with it nor with `</think>`. False
     sets the template's variable `enable_thinking` to False by default. None leaves both to the template.
@@ -102,7 +102,7 @@ class ModePrompt(Generic[ConfigT]):
 
 @dataclass(frozen=True)
 class ModeTraits:
-    """What the rest of the package needs to know about a mode, apart from the settings of a call."""
+    """Properties of a mode that the rest of the package reads, apart from the settings of a call."""
 
     rows: type[ModeRows[Any]] = ModeRows
     """Places and names of the rows."""
@@ -222,7 +222,7 @@ class ParallelConfig(Settings, Generic[OutputT]):
 
     @property
     def title(self) -> str:
-        """What generates, in errors."""
+        """Name of the mode, or of the engine, in error messages."""
         return "an engine" if self.is_implicit else f"generation_mode={self.mode!r}"
 
 

@@ -40,7 +40,7 @@ class RowCriteria:
         return found
 
     def ended(self, rows: Sequence[int], scores: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
-        """Return whether the criteria end each row, `bool [len(rows)]`; `scores` are those that `generate` passes."""
+        """Return whether the criteria end each row, `bool [len(rows)]`; `scores` as `generate` passes them."""
         lengths = [self.table.lengths[row] for row in rows]
         if len(set(lengths)) == 1:
             if not self.needs_batch:

@@ -81,7 +81,7 @@ class DecodeLoop:
         Ends the call of a kept cache, however the context ends: blocks outside its tree are freed.
         """
         try:
-            with self.call.executor.running():
+            with self.call.executor.running(self.cache):
                 yield
         finally:
             if self.call.past_key_values is not None and isinstance(self.cache, SharedPrefixCache):
@@ -170,9 +170,9 @@ class DecodeLoop:
             record.log_probs.append((output_rows, log_probs))
         if log_probs is not None:
             self.sampler.add_drawn(indices, output_rows, log_probs)
-        if self.cache.trace is not None:
+        if self.cache.log is not None:
             for row, token in zip(rows, tokens, strict=True):
-                self.cache.trace.add_sample(row.output_row, token, row.last_segment, row.view)
+                self.cache.log.add_sample(row.output_row, token, row.last_segment, row.view)
         if self.streamer is not None:
             shown = torch.full((len(self.table.lengths),), self.table.pad_token_id)
             shown[indices] = torch.tensor(tokens)

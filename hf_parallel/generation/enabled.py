@@ -1,4 +1,4 @@
-"""What `enable` keeps on a model: its capabilities, who uses it, and the defaults of its calls."""
+"""State that `enable` keeps on a model: its capabilities, who uses it, and the defaults of its calls."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Executor: what computes a call. It allocates caches, runs forward passes and samples.
 
 A call of `generate` has one of its own, `LocalExecutor`. In an engine, a request is the executor of its call: its
-passes run together with those of other requests, over storage that they share.
+passes run together with passes of other requests, over shared storage.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Executor(Protocol):
     runs_ahead: bool
     """Whether a pass can be queued before the tokens of the pass before it are read."""
     batch_rows: int
-    """Rows of all calls in the last pass, as far as they are known."""
+    """Rows of all calls in the last pass; 0 if unknown."""
     preempted: bool
     """Whether the call has lost its keys and values, and continues later."""
     is_done: bool
     """Whether the call has ended."""
 
-    def running(self) -> AbstractContextManager[None]:
-        """Return the context in which the call runs the model."""
+    def running(self, cache: BlockCache) -> AbstractContextManager[None]:
+        """Return the context in which the call runs the model over a cache."""
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
         """Return an empty cache of the call."""
@@ -98,8 +98,9 @@ class LocalExecutor:
         self._cached_model: CachedModel | None = None  # over the cache of the last pass
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, cache: BlockCache) -> Iterator[None]:
         """Enable fast linear layers, and record the memory of CUDA graphs at the end."""
+        self.model_over(cache)  # before any pass is timed
         with gradient_checkpointing_disabled(self.model), linear_layers(self.model):
             yield
         graphs = None if self._cached_model is None else self._cached_model.graphs
@@ -142,8 +143,8 @@ class LocalExecutor:
             raise
         cache.commit()
         self.stats.compiled_passes += keep is None and model.compiles(forward)
-        if cache.trace is not None:
-            cache.trace.add_pass(passes, forward, ids)
+        if cache.log is not None:
+            cache.log.add_pass(passes, forward, ids)
         return logits
 
     def sample(self, sampler: Sampler, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:

@@ -71,7 +71,7 @@ class RowProcessors(list[LogitsProcessor]):
 
     @cached_property
     def is_row_wise(self) -> bool:
-        """Whether all are row-wise, in the order of `generate`, so that they run together with those of other calls."""
+        """Whether all are row-wise and in the order of `generate`, so that several calls can run theirs together."""
         places = [place for place, *_ in self.stages]
         return places == sorted(places) and _OTHERS not in places
 

@@ -137,10 +137,8 @@ class Sampler:
             tokens = draw_among_each(distribution, self.rngs_of(rows))
         elif not self.do_sample:
             tokens = distribution.argmax(dim=-1)
-        elif self.rngs is None:
-            tokens = torch.multinomial(distribution, num_samples=1).squeeze(1)
         else:
-            tokens = draw(distribution, self.rngs_of(rows))
+            tokens = _draw_tokens(distribution, [] if self.rngs is None else self.rngs_of(rows))
         return self._finish(rows, tokens)
 
     def append(self, rows: Sequence[int], tokens: Sequence[int]) -> Read:
@@ -230,7 +228,7 @@ class Sampler:
 
 @dataclass(frozen=True, eq=False)
 class SamplingTask:
-    """The next token of rows of one call, whose logits are `[len(rows), vocabulary]`; see `Sampler.sample`."""
+    """Rows of one call that need their next token; their logits are `[len(rows), vocabulary]`; see `Sampler.sample`."""
 
     sampler: Sampler
     rows: Sequence[int]
@@ -277,18 +275,22 @@ class _Batch:
             logits = self._logits()
             calls = [Rows(t.sampler.processors, t.rows, fuse and t.sampler.do_sample) for t in self.tasks]
             scores = process(logits, calls)
+            is_mixed = 0 < len(drawing) < len(self.tasks)
+            index = self._index([task.sampler.do_sample for task in self.tasks]) if is_mixed else None
+            drawn_from = scores if index is None else scores[index]
+            if drawing and not fuse:
+                drawn_from = _softmax(drawn_from)
         except Exception as error:  # such as out of memory, for all rows together
             if len(self.tasks) == 1:
                 raise
             raise CannotDrawError from error
         marks, probs = None, None  # see `kernels.sampling.sample`
         if len(drawing) == len(self.tasks):
-            tokens, marks, probs = self._draw(scores, drawing, fuse)
+            tokens, marks, probs = self._draw(drawn_from, drawing, fuse)
         else:
             tokens = scores.argmax(dim=-1)
-            if drawing:
-                index = self._index([task.sampler.do_sample for task in self.tasks])
-                tokens[index], some_marks, some_probs = self._draw(scores[index], drawing, fuse)
+            if index is not None:
+                tokens[index], some_marks, some_probs = self._draw(drawn_from, drawing, fuse)
                 probs = torch.full_like(tokens, torch.nan, dtype=torch.float32).index_copy_(0, index, some_probs)
                 if some_marks is not None:
                     marks = torch.zeros_like(tokens).index_copy_(0, index, some_marks)
@@ -317,10 +319,12 @@ class _Batch:
         return can_sample(self.device, warpers, sum(len(task.rows) for task in drawing))
 
     def _draw(
-        self, scores: torch.Tensor, drawing: Sequence[SamplingTask], fuse: bool
+        self, values: torch.Tensor, drawing: Sequence[SamplingTask], fuse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Return the tokens of the rows that draw, marks of those that cannot be drawn, and the tokens' probabilities;
-        see `kernels.sampling.sample`."""
+        """Draw a token for each row of `values`: scores if one operation applies the warpers, else probabilities.
+
+        Return tokens, marks of rows that cannot be drawn, and the tokens' probabilities; see `kernels.sampling.sample`.
+        """
         rngs: list[RowRNG] = []
         warpers: list[Warpers] = []
         for task in drawing:
@@ -331,16 +335,10 @@ class _Batch:
         if fuse:
             is_uniform = warpers.count(warpers[0]) == len(warpers)
             keys = next_keys(rngs, self.device) if rngs else None
-            drawn, probs = sample(scores, warpers[0] if is_uniform else warpers, keys)
+            drawn, probs = sample(values, warpers[0] if is_uniform else warpers, keys)
             return drawn[0], drawn[1], probs
-        try:
-            every = _softmax(scores)
-        except Exception as error:  # before any generator has advanced: each call can sample by itself
-            if len(self.tasks) == 1:
-                raise
-            raise CannotDrawError from error
-        tokens = draw(every, rngs) if rngs else torch.multinomial(every, num_samples=1).squeeze(1)
-        return tokens, None, every.gather(1, tokens[:, None]).squeeze(1)
+        tokens = _draw_tokens(values, rngs)
+        return tokens, None, values.gather(1, tokens[:, None]).squeeze(1)
 
     def _log_probs(
         self, logits: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None
@@ -414,6 +412,11 @@ def _read(
     for place in full:
         ended[place] = True
     return tokens, ended
+
+
+def _draw_tokens(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
+    """Draw one token of each row with its RNG; without RNGs, with PyTorch's global generator."""
+    return draw(probs, rngs) if rngs else torch.multinomial(probs, num_samples=1).squeeze(1)
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:

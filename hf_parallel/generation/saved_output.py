@@ -32,7 +32,7 @@ OutputT = TypeVar("OutputT")
 
 @dataclass
 class _Run:
-    """What is saved of a `Record`: all that transcripts need."""
+    """Saved part of a `Record`: all that transcripts need."""
 
     mode: str
     settings: dict[str, Any]

@@ -43,7 +43,7 @@ class Settings:
 
     @classmethod
     def not_remote(cls) -> set[str]:
-        """Return the names of the settings that a server does not accept, those that are never saved included."""
+        """Return the names of the settings that a server does not accept, including settings that are never saved."""
         return {f.name for f in dataclasses.fields(cls) if not f.metadata.get("remote", True)}
 
     def given(self) -> Arguments:

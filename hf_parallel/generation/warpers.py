@@ -1,6 +1,6 @@
-"""Row-wise processors: those of Transformers that most calls use, for rows of any settings and lengths at once.
+"""Row-wise processors: the common ones of Transformers, for rows of any settings and lengths at once.
 
-Each returns the bits that the processor of Transformers returns for the row. `split_warpers` finds those that
+Each returns the same bits as the processor of Transformers. `split_warpers` finds the warpers that
 `hf_parallel.kernels.sampling` applies together with the draw.
 """
 
@@ -74,7 +74,7 @@ def scale(scores: torch.Tensor, step: Step) -> torch.Tensor:
 
 
 def keep_top_k(scores: torch.Tensor, step: Step) -> torch.Tensor:
-    """Keep the `top_k` highest scores, and those that equal the last of them."""
+    """Keep the `top_k` highest scores, and ties with the lowest of them."""
     counts = [min(one.top_k, scores.shape[1]) for one in step.processors]
     highest = torch.topk(scores, max(counts))[0]
     if min(counts) == max(counts):
@@ -140,7 +140,7 @@ def split_warpers(processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsPro
 
 
 def _setting(values: list[float], device: torch.device) -> float | torch.Tensor:
-    """Return the setting of all rows, or a column of those of each."""
+    """Return the setting if all rows share it, else a column with one setting per row."""
     if values.count(values[0]) == len(values):
         return values[0]
     return to_device(values, device, torch.float32)[:, None]

@@ -273,7 +273,7 @@ def _reduce_as_plain(config: PreTrainedConfig, protocol: SupportsIndex) -> tuple
 
 
 def _configs(config: PreTrainedConfig) -> dict[int, PreTrainedConfig]:
-    """Return a config and those inside it, by id."""
+    """Return a config and its sub-configs, by id."""
     found = {id(config): config}
     for name in config.sub_configs:
         inner = getattr(config, name, None)

@@ -32,7 +32,7 @@ class Record:
     """Record of one call: its settings, prompts and decode passes, and the text or the tokens of its rows."""
 
     config: Any = None  # a ParallelConfig; None without a mode
-    settings: dict[str, object] = field(default_factory=dict)  # those that were given
+    settings: dict[str, object] = field(default_factory=dict)  # given by the caller
     prompts: Sequence[np.ndarray] = ()  # int64 [length] for each row of input_ids, without padding
     has_gaps: bool = False  # whether a sliding window counts masked tokens inside prompts
     begin: int = 0  # index of the first generated token in a row of `sequences`

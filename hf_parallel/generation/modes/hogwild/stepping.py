@@ -253,7 +253,7 @@ def _restored_on_error(cache: BlockCache, table: TokenTable, objects: Sequence[o
     Lists, dicts and sets get their items back; the items themselves are not copied. Blocks that the body frees are kept
     until it has ended. It must not move blocks.
     """
-    trace_state = None if cache.trace is None else cache.trace.state
+    log_state = None if cache.log is None else cache.log.state
     cache.pool.defer_frees()
     lengths = {block: block.length for block in cache.blocks}
     attributes = [(item, dict(vars(item))) for item in (*objects, table)]
@@ -275,8 +275,8 @@ def _restored_on_error(cache: BlockCache, table: TokenTable, objects: Sequence[o
         for row, length in enumerate(table.lengths):
             table.truncate(row, length)
         cache.pool.free_deferred(keep=True)
-        if cache.trace is not None and trace_state is not None:
-            cache.trace.restore(trace_state)
+        if cache.log is not None and log_state is not None:
+            cache.log.restore(log_state)
         for block in cache.blocks - lengths.keys():
             cache.free(block)
         for block, length in lengths.items():

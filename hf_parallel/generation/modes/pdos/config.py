@@ -29,7 +29,7 @@ from hf_parallel.transcript.sections import TranscriptStyle
 
 
 class PDOSRows(ModeRows["PDOSConfig"]):
-    """The trunk, and branches, each of which sees the trunk and itself."""
+    """The trunk and its branches. A branch sees the trunk and itself."""
 
     style = TranscriptStyle("branch", "trunk")
 
