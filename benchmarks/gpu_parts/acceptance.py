@@ -150,6 +150,13 @@ class Acceptance:
                 1.5,
                 at_least=True,
             ),
+            Line(
+                f"{name}, largest size of `unshared`: its step relative to shared_prefix's",
+                "model",
+                self._by_unshared,
+                4.0,
+                at_least=True,
+            ),
             Line("prefill: time relative to one forward pass", "prefill", _figure("by_plain"), 1.02),
             Line("compiled decode: start of a second process, s", "start", _second_start, 5.0),
             Line("sampling, most rows: ms more than greedy", "sampling", _figure("ms_over_greedy"), 2.8),
@@ -191,6 +198,12 @@ class Acceptance:
             sizes = self.model.few_rows[0], self.model.prefixes[0]
             ours, other = (_rate(cases, name, way, *sizes) for way in ("shared_prefix", "static_cache"))
             yield None if ours is None or other is None else ours / other
+
+    def _by_unshared(self, cases: Cases) -> Values:
+        for name in self._names(cases)[:1]:
+            sizes = max(self.model.unshared, key=math.prod)
+            ours, other = (_step(cases, name, way, *sizes) for way in ("shared_prefix", "unshared"))
+            yield None if ours is None or other is None else other / ours
 
     def _scaling(self, cases: Cases) -> Values:
         for name in self._names(cases):

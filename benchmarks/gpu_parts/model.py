@@ -32,6 +32,8 @@ class ModelStage:
     compared_rows : tuple of int
         Further numbers of rows at which decoding with and without compilation is compared.
     workers, hogwild_prefixes : tuple of int
+    unshared : tuple of (int, int)
+        Numbers of rows and lengths of the prefix at which sharing is compared with a copy of the prompt per row.
     steps : int
         Number of tokens per row.
     """
@@ -43,6 +45,7 @@ class ModelStage:
     compared_rows: tuple[int, ...] = (128,)
     workers: tuple[int, ...] = (1, 4, 2, 8)
     hogwild_prefixes: tuple[int, ...] = (4096, 16384)
+    unshared: tuple[tuple[int, int], ...] = ((128, 1024), (32, 4096), (16, 16384), (32, 16384))
     steps: int = 48
 
     def cases(self, models: Models, ceilings: Ceilings, deadline: Deadline) -> Iterator[Case]:
@@ -58,7 +61,8 @@ class ModelStage:
             *itertools.product(["shared_prefix"], self.compared_rows, short),
             *itertools.product(["hogwild"], self.workers, self.hogwild_prefixes),
         ]
-        others = [*itertools.product(ours, fewer, self.prefixes)]
+        copies = [("unshared", *size) for size in self.unshared]
+        others = [("shared_prefix", *size) for size in self.unshared] + [*itertools.product(ours, fewer, self.prefixes)]
         compared = [*itertools.product(["uncompiled"], [*self.few_rows, *self.compared_rows, most], short)]
         baselines = [
             *itertools.product(["static_cache"], self.few_rows[:1], short),
@@ -68,7 +72,9 @@ class ModelStage:
         slowest = [*itertools.product(["generate_batch"], sorted(self.rows), self.prefixes)]
         first, *rest = self.models
         order = [
-            *itertools.product([first], targets + baselines[:1] + compared * HAS_COMPILE + others + baselines[1:]),
+            *itertools.product(
+                [first], targets + baselines[:1] + copies + compared * HAS_COMPILE + others + baselines[1:]
+            ),
             *itertools.product(rest, targets),
             *itertools.product(rest, others),
             *itertools.product([first], slowest),

@@ -39,6 +39,17 @@ def uncompiled(model: Any, rows: int, prefix: int, steps: int, deadline: Deadlin
     return _shared_prefix(model, rows, prefix, steps, deadline, compiles=False)
 
 
+def unshared(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
+    """Measure `shared_prefix` with a different prompt in each row: the same loop, with nothing to share.
+
+    This is Hydragen's baseline (section 4.1): compiled layers and CUDA graphs, with one copy of the prompt per row.
+    """
+    if not fits(rows * (prefix + steps) * kv_bytes_per_token(model), model.device):
+        return {"not_measured": OUT_OF_MEMORY}
+    prompts = torch.cat([draw_prompt(model, 1, prefix) for _ in range(rows)])
+    return _timed(model, prompts, rows, steps, deadline, generation_mode="shared_prefix", **compile_setting(True))
+
+
 def _shared_prefix(
     model: Any, rows: int, prefix: int, steps: int, deadline: Deadline, compiles: bool
 ) -> dict[str, Any]:
@@ -115,7 +126,7 @@ def generate_batch(model: Any, rows: int, prefix: int, steps: int, deadline: Dea
 
 WAYS: dict[str, Way] = {
     way.__name__: way
-    for way in (shared_prefix, uncompiled, no_attention, hogwild, generate, static_cache, generate_batch)
+    for way in (shared_prefix, uncompiled, unshared, no_attention, hogwild, generate, static_cache, generate_batch)
 }
 """Methods by name."""
 
