@@ -61,9 +61,9 @@ class ModelStage:
             *itertools.product(["shared_prefix"], self.compared_rows, short),
             *itertools.product(["hogwild"], self.workers, self.hogwild_prefixes),
         ]
-        copies = [("unshared", *size) for size in self.unshared]
         others = [("shared_prefix", *size) for size in self.unshared] + [*itertools.product(ours, fewer, self.prefixes)]
-        compared = [*itertools.product(["uncompiled"], [*self.few_rows, *self.compared_rows, most], short)]
+        uncompiled = itertools.product(["uncompiled"], [*self.few_rows, *self.compared_rows, most], short)
+        compared = [("unshared", *size) for size in self.unshared] + [*uncompiled] * HAS_COMPILE
         baselines = [
             *itertools.product(["static_cache"], self.few_rows[:1], short),
             *itertools.product(["generate"], self.few_rows[:1], sorted({*short, *self.hogwild_prefixes})),
@@ -73,7 +73,7 @@ class ModelStage:
         first, *rest = self.models
         order = [
             *itertools.product(
-                [first], targets + baselines[:1] + copies + compared * HAS_COMPILE + others + baselines[1:]
+                [first], targets + baselines[:1] + compared + others + baselines[1:]
             ),
             *itertools.product(rest, targets),
             *itertools.product(rest, others),
