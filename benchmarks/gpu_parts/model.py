@@ -72,9 +72,7 @@ class ModelStage:
         slowest = [*itertools.product(["generate_batch"], sorted(self.rows), self.prefixes)]
         first, *rest = self.models
         order = [
-            *itertools.product(
-                [first], targets + baselines[:1] + compared + others + baselines[1:]
-            ),
+            *itertools.product([first], targets + baselines[:1] + compared + others + baselines[1:]),
             *itertools.product(rest, targets),
             *itertools.product(rest, others),
             *itertools.product([first], slowest),
