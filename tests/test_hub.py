@@ -20,6 +20,7 @@ import torch
 from forkserver import start, wait
 from hub_server import Hub, constants
 from mode_cases import BUILT_IN, every_setting
+from paths import ROOT
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, pipeline
 
 import hf_parallel
@@ -28,7 +29,6 @@ from hf_parallel.generation import MODES
 from hf_parallel.generation.config import make_config
 from hf_parallel.hub import CARD, CARD_MARK, GENERATE, REQUIREMENTS, export, generate_as, push_to_hub
 
-ROOT = Path(__file__).parents[1]
 SETTINGS = {"num_workers": 3, "layout": "interleaved", "collaboration_prompt": "{names}: \"talk\"\n```'''\\"}
 PROMPT = "Oslo or Rome?"
 OF_CONFIG = {GENERATE, REQUIREMENTS, CARD}

@@ -14,11 +14,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from paths import HELPERS, ROOT
 
 import hf_parallel
 from hf_parallel.generation import MODES
 
-ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = (ROOT / "hf_parallel/engine/server/schema.py").read_text(encoding="utf-8")
 REQUEST_FIELDS = set(re.findall(r"^    (\w+): ", SCHEMA, re.MULTILINE))
 """Names that OpenAI's API defines; a mode may have the same."""
@@ -171,7 +171,7 @@ def test_modes_are_named_in_generation_modes_alone(name: str) -> None:
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_file_is_short_and_has_a_docstring(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    if path.parent.name != "tests":
+    if "tests" not in path.relative_to(ROOT).parts:
         assert text.count("\n") <= MAX_LINES
     assert ast.get_docstring(syntax_tree(path)), "the module has no docstring"
 
@@ -196,7 +196,7 @@ def undocumented(node: ast.AST, name: str) -> Iterator[str]:
 
 def run(script: str) -> None:
     """Run a script in a new process with the repository and the test helpers on its path."""
-    path = f"import sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}\n"
+    path = f"import sys\nsys.path[:0] = {[str(ROOT), str(HELPERS)]!r}\n"
     done = subprocess.run([sys.executable, "-c", path + script], capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
 

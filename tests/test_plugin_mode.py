@@ -17,6 +17,7 @@ import small_tokenizers
 import tiny
 import torch
 from consoles import a_pipe, a_terminal, printed
+from paths import ROOT
 from transformers import AutoModelForCausalLM, TextStreamer, pipeline
 
 import hf_parallel
@@ -24,7 +25,7 @@ from hf_parallel.cli import main as cli
 from hf_parallel.cli.live import live_view
 from hf_parallel.generation import MODES
 
-PAGE = Path(__file__).parent.parent / "docs" / "new_mode.md"
+PAGE = ROOT / "docs" / "new_mode.md"
 OPENINGS = ["Yes,", "Nope:"]  # of different lengths
 PROMPTS = ["Oslo or Rome?", "Is 12 a number?"]
 NEW_TOKENS = 14

@@ -1,11 +1,11 @@
-"""Writes `docs/architectures.md` from probes of tiny models: `python tests/architecture_table.py`."""
+"""Writes `docs/architectures.md` from probes of tiny models: `python tests/helpers/architecture_table.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import tiny
+from paths import ROOT
 from tiny import ARCHITECTURES, REFUSED, Architecture
 from transformers import PreTrainedModel
 
@@ -13,7 +13,6 @@ from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.capabilities import Capabilities, probe_capabilities, rope_types
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architectures.md"
 TEXT = """\
 # Architectures
@@ -29,7 +28,7 @@ logits. A model that is not listed may work; an unsupported one raises `Unsuppor
   rotated dimensions of a head if not all are, layers without RoPE, and the scaling of the frequencies.
 - **Attention**: a sliding window (in all layers or in some), soft-capped scores, attention sinks. All are supported.
 
-`python tests/architecture_table.py` writes this page; a test compares it with the models.
+`python tests/helpers/architecture_table.py` writes this page; a test compares it with the models.
 
 {table}
 """

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 
 pytest.importorskip("greenlet")
 
@@ -165,7 +166,7 @@ def test_two_processes_share_the_problems_and_report_as_one(folder: Path, tmp_pa
     ]
     done = subprocess.run(
         [*launch, *SMALL, "--model", str(folder), "-o", str(tmp_path / "two")],
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import PYTHONPATH
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.kernels import AttentionParams, AttentionPlan, RotarySpec, native, reference, torch_attention
@@ -272,8 +273,7 @@ ENVIRONMENTS = [{"CC": "no-such-compiler", "PATH": ""}, {"HF_PARALLEL_NATIVE": "
 def test_without_the_kernel_results_are_the_same(tmp_path: Path) -> None:
     """A missing compiler is reported once, with the reason. Disabling the kernel is silent; selecting it raises."""
     code = WITHOUT.format(tests=str(Path(__file__).parent), environments=ENVIRONMENTS)
-    root = str(Path(__file__).parent.parent)
-    variables = {**os.environ, "HF_PARALLEL_CACHE": str(tmp_path), "PYTHONPATH": root}
+    variables = {**os.environ, "HF_PARALLEL_CACHE": str(tmp_path), "PYTHONPATH": PYTHONPATH}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, timeout=1800)
     outputs, errors = (text.split("END\n") for text in (done.stdout, done.stderr))
     assert (len(outputs), len(errors)) == (3, 3), done.stderr

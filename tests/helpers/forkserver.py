@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
-from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import PYTHONPATH
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["mode_cases", "accelerate", "trl", "sweeps", "hf_parallel.cli.main"])
-HERE = Path(__file__).parent
 NO_FILES: dict[int, int] = {}
 
 
@@ -34,7 +33,7 @@ def start(
     `files` maps file descriptors of the process, such as 1 for stdout, to those of this process.
     """
     with pytest.MonkeyPatch.context() as patch:  # the variables with which the server starts
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parent)]))
+        patch.setenv("PYTHONPATH", PYTHONPATH)
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()
         given = {target: (DupFd, file) for target, file in files.items()}

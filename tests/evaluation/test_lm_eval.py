@@ -13,6 +13,7 @@ import pytest
 import small_tokenizers
 import tiny
 import yaml
+from paths import ROOT
 
 pytest.importorskip("lm_eval")
 
@@ -29,7 +30,6 @@ from hf_parallel.cli import main as cli
 from hf_parallel.evaluation.lm_eval import ParallelLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ROOT = Path(__file__).parent.parent
 ROWS = [
     {
         "question": f"Which city is {word} than Rome?",

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from paths import ROOT
 from scenes import Features, Scene
 
 from hf_parallel.cache import Segment
@@ -239,10 +240,9 @@ def test_checksums_compile_without_spills(capability: int, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_kernels_equal_the_oracle_in_the_interpreter() -> None:
     """Run four files in a process that selects the interpreter before torch imports Triton."""
-    here = Path(__file__)
-    names = "test_triton.py", "test_graph.py", "test_triton_sampling.py", "test_checksum.py"
-    files = [str(here.with_name(name)) for name in names]
+    files = [f"tests/kernels/test_{name}.py" for name in ("triton", "triton_sampling", "checksum")]
+    files.append("tests/models/test_graph.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=here.parents[1], env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from paths import ROOT
 
 from benchmarks.gpu_parts import baselines, correctness, layer, model, models, report, run, ways
 from benchmarks.gpu_parts.cases import Case, attempt, run_cases
@@ -27,7 +28,6 @@ from hf_parallel.models import attention, compiled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(bytes_per_second=4e12, flops_per_second=8e14)
 

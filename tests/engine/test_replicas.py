@@ -16,6 +16,7 @@ import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
 from pages import REPLICAS, blocks, name_of, run, small_scale, stand_in
+from paths import PYTHONPATH
 
 import hf_parallel
 
@@ -27,7 +28,6 @@ from hf_parallel.engine.replicas import replicas  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-TESTS = Path(__file__).parent
 SYSTEM_PROMPTS = [letter * 60 for letter in "abcd"]
 MAX_NEW_TOKENS = 6
 
@@ -38,7 +38,7 @@ def load() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
+    paths = os.pathsep.join((str(Path(__file__).parent), PYTHONPATH))
     ray.init(
         num_cpus=4,
         include_dashboard=False,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from commands import STEPS, WORKERS, at, loading
+from paths import ROOT
 
 from hf_parallel import ConsoleStreamer, LogitsCache
 from hf_parallel.cli import main as cli
@@ -21,7 +22,6 @@ from hf_parallel.cli.live import LiveView
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOT = Path(__file__).resolve().parent.parent
 STREAMERS = {"text": ConsoleStreamer, "jsonl": ConsoleStreamer, "live": LiveView}
 
 

@@ -19,6 +19,7 @@ import torch
 from engine_requests import TOKENIZER, Case, assert_nothing_is_held, wait_until_idle
 from forked import exit_status
 from mode_cases import small_call
+from paths import PYTHONPATH
 
 import hf_parallel
 from hf_parallel import LogitsCache
@@ -388,7 +389,6 @@ def test_an_engine_that_opens_ends_the_idle_threads_of_its_opener() -> None:
 
 
 OPEN = """
-import sys; sys.path.insert(0, {tests!r})
 import tiny, torch
 from hf_parallel.engine import Engine
 engine = Engine(tiny.build("llama")).__enter__()
@@ -398,7 +398,6 @@ print(next(iter(handle)).row)
 
 
 def test_a_process_may_end_while_its_engine_runs() -> None:
-    code = OPEN.format(tests=str(Path(__file__).parent))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=1800)
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", OPEN], capture_output=True, text=True, env=environment, timeout=1800)
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr

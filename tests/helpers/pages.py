@@ -19,6 +19,7 @@ from unittest.mock import patch
 import small_tokenizers
 import torch
 import transformers
+from paths import ROOT
 
 import hf_parallel
 from hf_parallel.generation import MODES, ParallelGenerationMixin, mixin
@@ -26,7 +27,6 @@ from hf_parallel.generation.replay.policies import POLICIES
 from hf_parallel.models.embedded import PRESET
 from hf_parallel.models.preset_mark import mark_preset
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_TOOLS = ROOT / "docs" / "other_tools.md"
 """Its code needs further libraries; `test_other_tools.py` runs it."""

@@ -14,7 +14,7 @@ def table() -> dict[str, list[str]]:
 
 
 def test_page_equals_the_probed_capabilities() -> None:
-    assert PAGE.read_text(encoding="utf-8") == make_page(), "run: python tests/architecture_table.py"
+    assert PAGE.read_text(encoding="utf-8") == make_page(), "run: python tests/helpers/architecture_table.py"
 
 
 def test_page_holds_every_architecture_with_its_reason() -> None:
