@@ -8,6 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 UNFINISHED := $(VENV)/.unfinished
+PYTEST := $(RUN) -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP := $(RUN) -m pip install --quiet --quiet
 
 # `make compat` has an environment of its own. What it does not install comes from .venv: torch is not installed twice.
@@ -25,16 +26,19 @@ unexport VIRTUAL_ENV
 unexport PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test compat lint bench docs clean
+.PHONY: help demo test test-all compat lint bench docs clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY) ## run the demo on the embedded model
 	@$(RUN) -m hf_parallel_command demo $(ARGS)
 
-test: lint ## lint, then run the tests in several processes
-	@$(RUN) -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: lint ## lint, then run the quick tests (minutes)
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: test ## make test, then run the slow tests
+	@$(PYTEST) -m slow $(ARGS)
 
 compat: $(COMPAT)/.ready ## test other libraries, and other versions of Python, torch and transformers
 	@$(COMPAT)/bin/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(COMPARED) $(ARGS)

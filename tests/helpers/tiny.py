@@ -2,14 +2,16 @@
 
 Built from config classes, without network, files, tokenizer or hf_parallel. Weights have a large variance (see
 `draw_weights`), so that greedy output varies along the sequence, depends on distant tokens, and has margins far above
-float32 rounding errors. `tests/test_tiny.py` checks that.
+float32 rounding errors. `tests/models/test_tiny.py` checks that.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import pytest
 import torch
 from architectures import (
     ARCHITECTURES,
@@ -41,6 +43,7 @@ __all__ = [
     "built_models",
     "clear_cache",
     "draw_weights",
+    "each",
     "left_pad",
     "make_prompts",
 ]
@@ -59,7 +62,7 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Pr
     name : str
         A key of `ARCHITECTURES` or `REFUSED`.
     seed : int
-        Of the weights. `tests/test_tiny.py` checks seed 0 in float32 only.
+        Of the weights. `tests/models/test_tiny.py` checks seed 0 in float32 only.
     dtype : torch.dtype
         Of the parameters; rotary frequencies stay float32, as in `from_pretrained`.
 
@@ -76,6 +79,11 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Pr
     if (name, seed, dtype) not in _built:
         _built[name, seed, dtype] = _build(name, seed, dtype)
     return _built[name, seed, dtype]
+
+
+def each(names: Iterable[str] = ARCHITECTURES) -> list[Any]:
+    """Return parameters of a test that runs on every architecture: all but the representative ones are slow."""
+    return [pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.slow) for name in names]
 
 
 def make_prompts(lengths: Sequence[int], *, seed: int = 0) -> list[torch.Tensor]:

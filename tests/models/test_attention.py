@@ -98,7 +98,7 @@ def queries_of(model: PreTrainedModel, positions: list[int]) -> dict[int, list[t
     return seen
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in NO_ROTATION])
+@pytest.mark.parametrize("name", tiny.each(name for name in ARCHITECTURES if name not in NO_ROTATION))
 def test_rotating_by_the_probed_embedding_equals_the_model(name: str) -> None:
     """At positions other than those of the probe, in both directions."""
     model, positions = tiny.build(name), [0, 2, 3, 50, 171, 400]

@@ -87,7 +87,7 @@ def difference(model: Any, example: ParallelExample, expected: torch.Tensor) -> 
     return float((logits[torch.from_numpy(example.target_queries)] - expected).abs().max())
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", tiny.each())
 def test_logits_of_a_run_of_workers_are_computed_again_in_one_pass(name: str) -> None:
     model = enabled(name)
     try:
@@ -262,7 +262,7 @@ def gradients(model: Any, loss: torch.Tensor) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in SINGLE])
+@pytest.mark.parametrize("name", tiny.each(name for name in ARCHITECTURES if name not in SINGLE))
 def test_log_probabilities_of_a_tree_equal_those_of_rows(name: str) -> None:
     model = copy.deepcopy(tiny.build(name)).double()
     with torch.no_grad():

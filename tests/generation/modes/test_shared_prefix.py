@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from malformed_cases import TOKENIZER
-from tiny import ARCHITECTURES, REPRESENTATIVE, SLIDING_WINDOW
+from tiny import REPRESENTATIVE, SLIDING_WINDOW
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateOutput
 
@@ -151,7 +151,7 @@ class TokenCount:
 # Equal to generate
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", tiny.each())
 def test_greedy_shared_prefix_equals_generate(name: str, enabled: Enable) -> None:
     batch, model = clear_batch(name), enabled(name)
     output = shared(model, **batch.inputs)

@@ -14,7 +14,6 @@ import torch
 from dense import DenseOracle
 from stories import after_blocks, answer, before_passes, tell
 from test_hogwild import VARIANTS
-from tiny import ARCHITECTURES
 from transformers import PreTrainedModel
 from workers import TOKENIZER, encode
 
@@ -132,7 +131,7 @@ def test_a_branch_after_a_token_that_was_split_equals_generate(name: str) -> Non
     assert_free_branches_equal_generate(tiny.build(name), trunk_of(out, block), block)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", tiny.each())
 def test_an_answer_that_opens_with_a_block_is_as_exact(name: str) -> None:
     """In every architecture: windows, soft-capping, sinks, any kind of RoPE or none, experts."""
     settings: dict[str, Any] = {"branch_max_new_tokens": 8, "max_new_tokens": 92, "output_logits": True}
