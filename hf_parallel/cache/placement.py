@@ -26,6 +26,20 @@ def execution_device(model: nn.Module) -> torch.device:
     raise ValueError(f"{type(model).__name__} is on the meta device: load its weights first")
 
 
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """Return all modules, in a fraction of the time of `modules` and `parameters`, which join names."""
+    found = [model]
+    for module in found:
+        found.extend(child for child in module._modules.values() if child is not None)
+    return found
+
+
+def weight_devices(model: nn.Module) -> set[torch.device]:
+    """Return the devices of a model's weights; the meta device for offloaded ones."""
+    weights = (weight for module in all_modules(model) for weight in module._parameters.values())
+    return {weight.device for weight in weights if weight is not None}
+
+
 def cpu_as_default() -> AbstractContextManager[Any]:
     """Create tensors without a device on the CPU, whatever default device the caller has set."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")

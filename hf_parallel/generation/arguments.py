@@ -7,7 +7,7 @@ each error names the argument, its value and what is allowed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from numbers import Real
 from typing import Any, TypeGuard
@@ -19,6 +19,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from transformers.generation import BaseWatermarkingConfig, GenerationMode
 
 from hf_parallel.cache import BlockCache
+from hf_parallel.cache.placement import all_modules
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
@@ -155,21 +156,13 @@ def check_supported_arguments(title: str, kwargs: Arguments) -> None:
 
 def check_not_compiled(model: nn.Module) -> None:
     """Raise `ValueError` if a model, or a part of it, was compiled: a compiled graph cannot read blocks."""
-    for module in _modules(model):
+    for module in all_modules(model):
         forward = vars(module).get("forward")
         compiled = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
         if module._compiled_call_impl is not None or compiled:
             name = next(name for name, one in model.named_modules() if one is module)
             part = f"its module {name!r} was" if name else "the model was"
             raise ValueError(f"generation modes run uncompiled models, but {part} compiled with torch.compile")
-
-
-def _modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield all modules, in a fraction of the time of `named_modules`, which joins their names."""
-    found = [model]
-    for module in found:
-        found.extend(child for child in module._modules.values() if child is not None)
-    yield from found
 
 
 def check_prepares_own_inputs(model: PreTrainedModel) -> None:
@@ -189,7 +182,7 @@ def _plain_function(method: Any) -> Any:
 
 def check_no_adapter_names(title: str, model: nn.Module) -> None:
     """Raise `ValueError` if PEFT passes an adapter per row to the layers: the rows of a mode share forward passes."""
-    for module in _modules(model):
+    for module in all_modules(model):
         for hook in module._forward_pre_hooks.values():  # PEFT passes them by a `functools.partial`
             for name in ("adapter_names", "alora_offsets"):
                 if (value := getattr(hook, "keywords", {}).get(name)) is not None:

@@ -23,7 +23,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers import PreTrainedModel
 
-from hf_parallel.cache.placement import execution_device
+from hf_parallel.cache.placement import execution_device, weight_devices
 from hf_parallel.models.fused import MERGE, FusedLinear, fuse
 
 BACKEND = "inductor"
@@ -156,8 +156,7 @@ def compiled_layers(model: PreTrainedModel, compile: bool | None, steps: float) 
     `compile` is the setting: None compiles on a GPU if the steps are likely to pay for it. Models whose weights are
     offloaded, or on several devices, are never compiled.
     """
-    devices = {parameter.device for parameter in model.parameters()}
-    if compile is False or len(devices) > 1 or torch.device("meta") in devices:
+    if compile is False or len(devices := weight_devices(model)) > 1 or torch.device("meta") in devices:
         return None
     layers = _of_model.get(model)
     if layers is None:

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.cache import BlockCache, ForwardPass
+from hf_parallel.cache.placement import weight_devices
 from hf_parallel.kernels import AttentionPlan, DeviceBuffers, select_backend
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -76,9 +77,9 @@ class DecodeGraphs:
     @staticmethod
     def supports(model: torch.nn.Module, device: torch.device) -> bool:
         """Return whether a model's decode steps can be captured: on one GPU, with kernels that need no CPU input."""
-        distributed = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        offloaded = any(parameter.is_meta for parameter in model.parameters())
-        return device.type == "cuda" and not (distributed or offloaded) and select_backend(device) == "triton"
+        if device.type != "cuda" or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+            return False
+        return torch.device("meta") not in weight_devices(model) and select_backend(device) == "triton"
 
     def clear(self) -> None:
         """Drop the captured steps, as they read weights at addresses that no longer hold them."""

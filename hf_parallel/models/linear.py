@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_parallel.cache.placement import all_modules
 from hf_parallel.kernels import native
 
 LINEAR_VARIABLE = "HF_PARALLEL_LINEAR"
@@ -42,7 +43,9 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
     replacement. Raises `ValueError` if `HF_PARALLEL_LINEAR` names no library, or one that is not available.
     """
     forward = _replacement()
-    replaced = [] if forward is None else [(m, MethodType(forward, m)) for m in model.modules() if _is_large_linear(m)]
+    replaced = []
+    if forward is not None:
+        replaced = [(layer, MethodType(forward, layer)) for layer in all_modules(model) if _is_large_linear(layer)]
     try:
         for layer, method in replaced:
             layer.forward = method  # type: ignore[method-assign]

@@ -195,14 +195,21 @@ class AttendLaunch(Launch):
         return max(1, tiling.programs * num_processors(self.shape.device) // self._head_tiles(tiling))
 
     def _select(self, plan: AttentionPlan) -> tuple[Tiling, ...]:
-        """One tiling for blocks with few rows and one for blocks with many; only one if the plan has only one kind."""
+        """Select one tiling for blocks with few rows and one for blocks with many, or one for all if that is faster.
+
+        A second launch takes longer than reading some keys again for more tiles of few rows, or than computing a few
+        blocks of few rows in tiles for many.
+        """
         shape = self.shape
         smallest, *wider = select_tilings(max(shape.head_dim, shape.value_dim), shape.dtype, _capability(shape.device))
         rows = np.diff(plan.block_pairs) * shape.groups
         if not wider or rows.max() <= smallest.block_m:
             return (smallest,)
+        steps = -(-np.maximum.reduceat(plan.pair_hi, plan.block_pairs[:-1]) // smallest.block_n)
+        if (steps * ((rows - 1) // smallest.block_m)).sum() <= self._max_programs(smallest):
+            return (smallest,)
         wide = next((tiling for tiling in wider if rows.max() <= tiling.block_m), wider[-1])
-        return (smallest, wide) if rows.min() <= smallest.block_m else (wide,)
+        return (wide,) if (rows <= smallest.block_m).sum() <= self._max_programs(wide) else (smallest, wide)
 
     def _arrays(self, plan: AttentionPlan) -> dict[str, np.ndarray] | None:
         if plan.num_queries > self.max_tokens or not set(self._select(plan)) <= set(self._tilings):
