@@ -11,15 +11,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from hf_parallel.cache import BlockCache, Segment
@@ -28,61 +26,36 @@ from hf_parallel.kernels import native
 from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.linear import LINEAR_VARIABLE, linear_layers
 
-from .__main__ import about, finish, new_path, set_up
+from .__main__ import about, finish, new_path, set_up, table_of
 
-LIBRARIES = ("torch", "onednn", "native")
+PROMPT = 128
+"""Tokens before the timed ones."""
+LENGTHS = (1, 2, 4, 8, 16, 32, 128, 512)
+"""Numbers of tokens in a pass."""
 
 
-@dataclass(frozen=True)
-class LinearBenchmark:
-    """Settings and run.
-
-    Parameters
-    ----------
-    prompt : int
-        Number of tokens before the timed ones.
-    lengths : tuple of int
-        Numbers of tokens in a pass.
-    rounds : int
-        Measurements per median.
-    """
-
-    prompt: int = 128
-    lengths: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 128, 512)
-    rounds: int = 15
-
-    def run(self, model: Any, ids: torch.Tensor, log: Callable[[str], None]) -> dict[str, Any]:
-        """Measure with `ids`, `int64 [1, at least prompt]`; return the entries of the report, in seconds."""
-        libraries = [library for library in LIBRARIES if library != "native" or not native.unavailable_reason()]
-        cache = BlockCache()
-        prompt, own = cache.new_block(self.prompt), cache.new_block(max(self.lengths), base=self.prompt)
-        forward(model, cache, Segment([prompt], self.prompt), ids)
-        layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        times: dict[str, dict[tuple[str, int], list[float]]] = {"passes": {}, "layers": {}}
-        for number in range(self.rounds + 1):
-            log(f"round {number} of {self.rounds}")
-            for length in self.lengths:
-                for library in libraries:
-                    with patch.dict(os.environ, {LINEAR_VARIABLE: library}), linear_layers(model):
-                        took = forward(model, cache, Segment([prompt, own], length), ids)
-                        cache.truncate(own, 0)
-                        alone = through(layers, length)
-                    if number:  # the first round is a warm-up
-                        times["passes"].setdefault((library, length), []).append(took)
-                        times["layers"].setdefault((library, length), []).append(alone)
-        seconds = {
-            what: {
-                library: {str(length): statistics.median(of[library, length]) for length in self.lengths}
-                for library in libraries
-            }
-            for what, of in times.items()
-        }
-        first = str(self.lengths[0])
-        by_first = {
-            library: {length: took / of[first] for length, took in of.items()}
-            for library, of in seconds["passes"].items()
-        }
-        return {"settings": asdict(self), "seconds": seconds, "passes_by_the_shortest": by_first}
+def run(model: Any, ids: torch.Tensor, lengths: tuple[int, ...] = LENGTHS, rounds: int = 15) -> dict[str, Any]:
+    """Measure with `ids`, `int64 [1, at least PROMPT]`; return median seconds by library and length."""
+    libraries = [name for name in ("torch", "onednn", "native") if name != "native" or not native.unavailable_reason()]
+    cache = BlockCache()
+    prompt, own = cache.new_block(PROMPT), cache.new_block(max(lengths), base=PROMPT)
+    forward(model, cache, Segment([prompt], PROMPT), ids)
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    times: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for number in range(rounds + 1):
+        for length in lengths:
+            for library in libraries:
+                with patch.dict(os.environ, {LINEAR_VARIABLE: library}), linear_layers(model):
+                    took = forward(model, cache, Segment([prompt, own], length), ids)
+                    cache.truncate(own, 0)
+                    alone = through(layers, length)
+                if number:  # the first round is a warm-up
+                    times["passes", library, length].append(took)
+                    times["layers", library, length].append(alone)
+    return {
+        what: {name: {str(n): statistics.median(times[what, name, n]) for n in lengths} for name in libraries}
+        for what in ("passes", "layers")
+    }
 
 
 @torch.no_grad()
@@ -109,14 +82,10 @@ def through(layers: list[nn.Linear], length: int) -> float:
 
 def show(console: Console, report: dict[str, Any]) -> None:
     """Print the table."""
-    table = Table(title="milliseconds", title_justify="left")
-    seconds = report["seconds"]
-    libraries = list(seconds["passes"])
-    for heading in ("tokens", *(f"{what}, {library}" for what in ("pass", "layers") for library in libraries)):
-        table.add_column(heading, justify="right")
-    for length in seconds["passes"]["torch"]:
-        cells = [1e3 * seconds[what][library][length] for what in ("passes", "layers") for library in libraries]
-        table.add_row(length, *(f"{cell:.1f}" for cell in cells))
+    ways = [(what, library, of) for what, ways in report["seconds"].items() for library, of in ways.items()]
+    table = table_of("milliseconds by tokens of a pass", *(f"{what}, {library}" for what, library, _ in ways))
+    for length in ways[0][2]:
+        table.add_row(length, *(f"{1e3 * of[length]:.1f}" for *_, of in ways))
     console.print(table)
 
 
@@ -126,15 +95,13 @@ def main() -> int:
     parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     parser.set_defaults(device="cpu", dtype="float32")
-    parser.add_argument("--rounds", type=int, default=LinearBenchmark.rounds)
+    parser.add_argument("--rounds", type=int, default=15, help="measurements per median (15)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     options = parser.parse_args()
-    console = Console(highlight=False)
     model, tokenizer = set_up(options)
-    benchmark = LinearBenchmark(rounds=options.rounds)
-    ids = long_prompt(tokenizer, max(benchmark.prompt, *benchmark.lengths))
-    report = about(model, options) | benchmark.run(model, ids, console.print)
-    finish(console, report, options.output or new_path("linear"), show)
+    seconds = run(model, long_prompt(tokenizer, max(PROMPT, *LENGTHS)), rounds=options.rounds)
+    report = about(model, options) | {"seconds": seconds}
+    finish(Console(highlight=False), report, options.output or new_path("linear"), show)
     return 0
 
 

@@ -59,39 +59,35 @@ class SharedPrefixBenchmark:
         bar.next("shared_prefix")
         ours = self._call(model, batch, generation_mode="shared_prefix")
         one_row = statistics.median(prefill["one row"].prefill)
+        unique = self.prompt + self.rows * (self.new_tokens - 1)
         result: dict[str, Any] = {
             "one_row": {"prefill_seconds": one_row},
-            "bound": self._way(decode["bound"]),
-            "shared_prefix": self._way(decode["shared_prefix"])
-            | {
-                "prefill_seconds": statistics.median(prefill["shared_prefix"].prefill),
-                "kv_bytes": ours.stats.kv_bytes,
-                "stats": ours.stats.to_dict(),
-            },
-            "prefilled_cache": self._way(decode["prefilled_cache"])
-            | {
-                "prefill_seconds": one_row + statistics.median(prefilled.copying),
-                "kv_bytes": prefilled.kv_bytes,
+            **{name: self._way(times) for name, times in decode.items()},
+            "same_tokens_as": "generate" if self.generate else "prefilled_cache",
+            "ratios": {
+                "prefill_by_one_row": prefill_ratio(prefill["shared_prefix"], prefill["one row"]),
+                "step_by_bound": step_ratio(decode["shared_prefix"], decode["bound"]),
+                "step_of_prefilled_cache_by_ours": step_ratio(decode["prefilled_cache"], decode["shared_prefix"]),
+                "kv_bytes_by_unique_tokens": ours.stats.kv_bytes
+                / (unique * ours.past_key_values.arena.bytes_per_token),
             },
         }
         reference = prefilled.sequences
         if self.generate:
             result["generate"], reference = self._generate(model, batch, bar)
-            result["prefilled_cache"]["same_tokens"] = bool(torch.equal(reference, prefilled.sequences))
-        result["shared_prefix"]["same_tokens"] = bool(torch.equal(reference, ours.sequences))
+        result["shared_prefix"] |= {
+            "prefill_seconds": statistics.median(prefill["shared_prefix"].prefill),
+            "kv_bytes": ours.stats.kv_bytes,
+            "stats": ours.stats.to_dict(),
+            "same_tokens": bool(torch.equal(reference, ours.sequences)),
+        }
+        result["prefilled_cache"] |= {
+            "prefill_seconds": one_row + statistics.median(prefilled.copying),
+            "kv_bytes": prefilled.kv_bytes,
+            "same_tokens": bool(torch.equal(reference, prefilled.sequences)),
+        }
         if self.generate_batch:
             result["generate_batch"] = self._generate_batch(model, ids, reference, bar)
-        result["same_tokens_as"] = "generate" if self.generate else "prefilled_cache"
-        unique = self.prompt + self.rows * (self.new_tokens - 1)
-        result["ratios"] = {
-            "prefill_by_one_row": prefill_ratio(prefill["shared_prefix"], prefill["one row"]),
-            "step_by_bound": step_ratio(decode["shared_prefix"], decode["bound"]),
-            "step_of_prefilled_cache_by_ours": step_ratio(decode["prefilled_cache"], decode["shared_prefix"]),
-            "kv_bytes_by_unique_tokens": ours.stats.kv_bytes / (unique * ours.past_key_values.arena.bytes_per_token),
-        }
-        if self.generate:
-            whole = result["generate"]["prefill_seconds"] / result["shared_prefix"]["prefill_seconds"]
-            result["ratios"]["prefill_of_generate_by_ours"] = whole
         return result
 
     def _call(self, model: Any, batch: torch.Tensor, tokens: int | None = None, **settings: Any) -> Any:

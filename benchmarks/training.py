@@ -26,7 +26,6 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from datasets import Dataset
 from rich.console import Console
-from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
@@ -34,10 +33,10 @@ from trl.trainer.utils import add_fused_lm_head
 import hf_parallel
 from hf_parallel.cli.measure import long_prompt
 from hf_parallel.models.loading import load_model
-from hf_parallel.training import ParallelExample, SharedPrefixGRPOTrainer, tree_logprobs
+from hf_parallel.training import ParallelExample, SharedPrefixGRPOTrainer
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
-from .__main__ import about, finish, new_path, set_up
+from .__main__ import about, finish, new_path, set_up, table_of
 from .rounds import compare, targets_table
 from .shared_prefix import PAGE, page_settings
 
@@ -47,7 +46,6 @@ TARGETS = (
     ("rollouts_of_generate_by_ours", "at least", 5.0, "rollouts: generate relative to shared_prefix"),
     ("rollouts_of_continuous_batching_by_ours", "at least", 1.0, "rollouts: continuous batching relative to it"),
     ("step_of_stock_by_ours", "at least", 4.0, "a whole step of GRPO: TRL relative to both shared"),
-    ("layout_by_loss", "at most", 0.02, "making the tree and its mask relative to forward and backward pass"),
 )
 """Ratio, direction, limit, and description of the ratio."""
 
@@ -86,40 +84,28 @@ class TrainingBenchmark:
         loss, memory, rollouts = report["loss"], report["memory"], report["rollouts"]
         report["ratios"] = {
             "loss_of_full_rows_by_tree": loss["full_rows"] / loss["tree"],
-            "loss_of_full_rows_by_tree_logprobs": loss["full_rows"] / loss["tree_logprobs"],
             "memory_of_tree_by_full_rows": memory["tree"] / memory["full_rows"],
             "rollouts_of_generate_by_ours": rollouts["generate"] / rollouts["shared_prefix"],
             "step_of_stock_by_ours": report["step"]["stock"] / report["step"]["both_shared"],
-            "layout_by_loss": loss["layout"] / loss["tree"],
         }
         if "continuous_batching" in rollouts:
             ratio = rollouts["continuous_batching"] / rollouts["shared_prefix"]
             report["ratios"]["rollouts_of_continuous_batching_by_ours"] = ratio
         return report
 
-    def _loss(self, model: Any, prompt: list[int], log: Log) -> dict[str, Any]:
-        """Return the seconds of forward and backward pass of all completions, and of making the tree."""
+    def _loss(self, model: Any, prompt: list[int], log: Log) -> dict[str, float]:
+        """Return the seconds of forward and backward pass of all completions."""
         model.train()
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
         completions = self.random_completions(model)
-        seconds: dict[str, list[float]] = {"layout": [], "tree": [], "tree_logprobs": [], "full_rows": []}
-        sums: dict[str, float] = {}
+        tree, full_rows = [], []
         for number in range(self.rounds):
             log(f"loss, round {number + 1} of {self.rounds}")
-            seconds["layout"].append(timed(lambda: lay_out(model, prompt, completions))[0])
             some = completions[number * self.rows % self.completions :][: self.rows]
-            ways: dict[str, tuple[Callable[..., torch.Tensor], list[list[int]]]] = {
-                "tree": (of_tree, completions),
-                "tree_logprobs": (of_tree_logprobs, completions),
-                "full_rows": (of_full_rows, some),
-            }
-            for name, (way, given) in ways.items():
-                took, total = timed(partial(run_backward, way, model, prompt, given))
-                seconds[name].append(took)
-                sums[name] = sums.get(name, 0.0) + total
-        medians = {name: statistics.median(times) for name, times in seconds.items()}
-        medians["full_rows"] *= self.completions / self.rows
-        return medians | {"sums_of_log_probs": sums}
+            tree.append(timed(partial(backward, of_tree, model, prompt, completions)))
+            full_rows.append(timed(partial(backward, of_full_rows, model, prompt, some)))
+        micro_batches = self.completions / self.rows
+        return {"tree": statistics.median(tree), "full_rows": statistics.median(full_rows) * micro_batches}
 
     def random_completions(self, model: Any) -> list[list[int]]:
         """Return random completions, the same at each call."""
@@ -147,24 +133,26 @@ class TrainingBenchmark:
             log(f"rollouts, {mode or 'generate'}")
             given = {"generation_mode": mode, "attention_mask": torch.ones_like(batch), **sampling}
             model.generate(batch[:, -2:], generation_mode=mode, max_new_tokens=2)  # loads what the first call loads
-            found[mode or "generate"] = timed(partial(model.generate, batch, **given))[0]
+            found[mode or "generate"] = timed(partial(model.generate, batch, **given))
         log("rollouts, continuous batching")
         pages = self.completions * (-(-(self.prompt + self.new_tokens) // PAGE) + 1)
         batching = ContinuousBatchingConfig(**page_settings(pages, self.prompt), use_cuda_graph=False)
         batching.use_async_batching = False
         config = GenerationConfig(do_sample=True, max_new_tokens=self.new_tokens, eos_token_id=-1, pad_token_id=0)
+
+        def generate_batch() -> None:
+            done = model.generate_batch(
+                batch.tolist(),
+                generation_config=config,
+                continuous_batching_config=batching,
+                progress_bar=False,
+            )
+            errors = [request.error for request in done.values() if request.error]
+            if errors or len(done) != self.completions:
+                raise RuntimeError(errors[0] if errors else f"{len(done)} of {self.completions} requests came back")
+
         try:
-            found["continuous_batching"] = timed(
-                lambda: _check(
-                    model.generate_batch(
-                        batch.tolist(),
-                        generation_config=config,
-                        continuous_batching_config=batching,
-                        progress_bar=False,
-                    ),
-                    self.completions,
-                )
-            )[0]
+            found["continuous_batching"] = timed(generate_batch)
         except Exception as error:  # an error is reported as a result
             found["error_of_continuous_batching"] = f"{type(error).__name__}: {error}"
         return found
@@ -207,44 +195,25 @@ class TrainingBenchmark:
         return found
 
 
-def _check(done: Any, expected: int) -> None:
-    """Raise `RuntimeError` unless all requests of continuous batching were answered."""
-    errors = [request.error for request in done.values() if request.error]
-    if errors or len(done) != expected:
-        raise RuntimeError(errors[0] if errors else f"{len(done)} of {expected} requests came back")
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds of a call, and its result."""
+def timed(call: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
     began = time.perf_counter()
-    result = call()
-    return time.perf_counter() - began, result
+    call()
+    return time.perf_counter() - began
 
 
-def run_backward(way: Callable[..., torch.Tensor], *given: Any) -> float:
-    """Compute log-probabilities and gradients; return the sum of the log-probabilities."""
-    total = way(*given).sum()
-    total.backward()
-    return total.item()
-
-
-def lay_out(model: Any, prompt: list[int], completions: list[list[int]]) -> tuple[dict[str, Any], Targets]:
-    """Return the arguments of the model for a tree, and its targets."""
-    tree = ParallelExample.from_tree([prompt] * len(completions), completions)
-    batch = tree_batch([tree], model.config, model.dtype, model.device)
-    return batch, Targets(0, tree.target_queries.tolist(), tree.target_ids.tolist())
+def backward(way: Callable[..., torch.Tensor], *given: Any) -> None:
+    """Compute log-probabilities and their gradients."""
+    way(*given).sum().backward()
 
 
 def of_tree(model: Any, prompt: list[int], completions: list[list[int]]) -> torch.Tensor:
     """Compute a tree as `SharedPrefixGRPOTrainer` does, with TRL's head."""
-    batch, targets = lay_out(model, prompt, completions)
+    tree = ParallelExample.from_tree([prompt] * len(completions), completions)
+    batch = tree_batch([tree], model.config, model.dtype, model.device)
+    targets = Targets(0, tree.target_queries.tolist(), tree.target_ids.tolist())
     with computing_targets(model, [targets]):
         return model(**batch, shift_labels=torch.tensor([targets.ids]), fused_lm_head=True).log_probs
-
-
-def of_tree_logprobs(model: Any, prompt: list[int], completions: list[list[int]]) -> torch.Tensor:
-    """Compute a tree, with the model's own head."""
-    return torch.cat(tree_logprobs(model, prompt, completions))
 
 
 def of_full_rows(model: Any, prompt: list[int], completions: list[list[int]]) -> torch.Tensor:
@@ -274,25 +243,18 @@ def peak_memory(benchmark: TrainingBenchmark, path: str | None, threads: int, wa
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    run_backward({"tree": of_tree, "full_rows": of_full_rows}[way], model, prompt, completions)
+    backward({"tree": of_tree, "full_rows": of_full_rows}[way], model, prompt, completions)
     done.set()
     watcher.join()
     return max(seen) - before
 
 
-def in_new_process(function: Callable[..., Any], *given: Any) -> Any:
-    """Return the result of a function that runs in a new process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, given)
-
-
 def show(console: Console, report: dict[str, Any]) -> None:
     """Print the tables."""
     for title, unit, factor in (("loss", "s", 1), ("memory", "MB", 1e-6), ("rollouts", "s", 1), ("step", "s", 1)):
-        table = Table("", unit, title=title, title_justify="left")
+        table = table_of(title, unit)
         for name, value in report[title].items():
-            shown = f"{value * factor:.2f}" if isinstance(value, int | float) else str(value)
-            table.add_row(name, shown)
+            table.add_row(name, f"{value * factor:.2f}" if isinstance(value, int | float) else str(value))
         console.print(table)
     console.print(targets_table(report["targets"]))
     if report["quick"]:
@@ -314,7 +276,11 @@ def main() -> int:
     benchmark = TrainingBenchmark(rounds=options.rounds)
     if options.quick:
         benchmark = TrainingBenchmark(48, 4, 4, rows=2, rounds=1, memory_rows=(1, 2))
-    in_process = partial(in_new_process, peak_memory, benchmark, options.model, torch.get_num_threads())
+
+    def in_process(*given: Any) -> Any:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(peak_memory, (benchmark, options.model, torch.get_num_threads(), *given))
+
     report = about(model, options) | {"quick": options.quick}
     report |= benchmark.run(model, tokenizer, console.print, in_process)
     report["targets"] = compare(report["ratios"], TARGETS)

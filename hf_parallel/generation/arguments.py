@@ -63,55 +63,52 @@ _MINIMUM = {
     "encoder_no_repeat_ngram_size": 0,
 }
 """Integer settings with their least allowed value."""
+_NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "max_time")
+_BOOLS = ("do_sample", "return_dict_in_generate", "output_scores", "output_logits")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool | int | np.bool_) and value in (0, 1)
+
+
+def _is_token(value: object) -> bool:
+    return is_int(value) or (_is_int_tensor(value) and value.numel() == 1)
+
+
+def _are_tokens(value: object) -> bool:
+    is_array = isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.integer)
+    return is_array or _is_int_tensor(value) or (isinstance(value, list | tuple) and all(map(is_int, value)))
+
+
+def _is_penalty(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(item, Real) for item in value)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value))
+
+
 _TYPES: tuple[tuple[Sequence[str], Callable[[object], bool], str], ...] = (
-    (
-        (
-            "temperature",
-            "top_p",
-            "min_p",
-            "typical_p",
-            "epsilon_cutoff",
-            "eta_cutoff",
-            "top_h",
-            "repetition_penalty",
-            "max_time",
-        ),
-        lambda value: isinstance(value, Real) and not isinstance(value, bool),
-        "a number",
-    ),
-    (
-        ("do_sample", "return_dict_in_generate", "output_scores", "output_logits"),
-        lambda value: isinstance(value, bool | int | np.bool_) and value in (0, 1),
-        "True or False",
-    ),
-    (
-        ("bos_token_id", "pad_token_id", "forced_bos_token_id"),
-        lambda value: is_int(value) or (_is_int_tensor(value) and value.numel() == 1),
-        "a token id",
-    ),
+    ((*_NUMBERS, "repetition_penalty"), _is_number, "a number"),
+    (_BOOLS, _is_bool, "True or False"),
+    (("bos_token_id", "pad_token_id", "forced_bos_token_id"), _is_token, "a token id"),
     (
         ("eos_token_id", "forced_eos_token_id", "decoder_start_token_id"),
-        lambda value: _is_int_tensor(value) or _all(value, is_int),
+        lambda value: is_int(value) or _are_tokens(value),
         "a token id or a list of them",
     ),
-    (
-        ("suppress_tokens", "begin_suppress_tokens"),
-        lambda value: _is_int_array(value) or (isinstance(value, list | tuple) and _all(value, is_int)),
-        "a list of token ids",
-    ),
-    (
-        ("exponential_decay_length_penalty",),
-        lambda value: (
-            isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(item, Real) for item in value)
-        ),
-        "a pair (index of the first penalized token, factor)",
-    ),
+    (("suppress_tokens", "begin_suppress_tokens"), _are_tokens, "a list of token ids"),
+    (("exponential_decay_length_penalty",), _is_penalty, "a pair (index of the first penalized token, factor)"),
     (
         ("watermarking_config",),
         lambda value: isinstance(value, BaseWatermarkingConfig | Mapping),
         "a WatermarkingConfig, a SynthIDTextWatermarkingConfig or a dict",
     ),
-    (("stop_strings",), lambda value: _all(value, lambda v: isinstance(v, str)), "a string or a list of strings"),
+    (("stop_strings",), _are_texts, "a string or a list of strings"),
 )
 """Settings, a check of their values, and what the values must be."""
 
@@ -344,14 +341,6 @@ def _check_tensor(value: object, name: str) -> None:
 
 def _is_int_tensor(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
-
-
-def _is_int_array(value: object) -> bool:
-    return _is_int_tensor(value) or (isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.integer))
-
-
-def _all(value: object, is_valid: Callable[[object], bool]) -> bool:
-    return all(map(is_valid, value)) if isinstance(value, list | tuple) else is_valid(value)
 
 
 def _kind(value: object) -> str:

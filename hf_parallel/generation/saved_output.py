@@ -6,8 +6,7 @@ import dataclasses
 import json
 import math
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -19,88 +18,30 @@ from hf_parallel.files import read_json, write_atomically
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
-from hf_parallel.transcript.record import Event, Record
+from hf_parallel.transcript.record import Record
 from hf_parallel.transcript.sections import check_run, is_plain, transcript_dict
 
 FORMAT, VERSION = "hf_parallel output", 1
 """Values of `format` and `version` in a file."""
 _SEPARATE = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)} - {"sequences"} | {"record"}
 """Fields that are not saved, or saved differently."""
+_RUN = [field.name for field in dataclasses.fields(Record) if field.name not in ("config", "log_probs", "trace")]
+"""Fields of a record that transcripts need."""
 
 OutputT = TypeVar("OutputT")
 
 
-@dataclass
-class _Run:
-    """Saved part of a `Record`: all that transcripts need."""
-
-    mode: str
-    settings: dict[str, Any]
-    prompts: list[list[int]]
-    has_gaps: bool
-    begin: int
-    lengths: list[int]
-    passes: int
-    events: list[tuple[int, int, str, str]]
-    truncated: list[int]
-    errors: dict[str, str]
-    end_reasons: dict[str, str]
-    returned: list[int]
-    origins: dict[str, str]
-
-    @classmethod
-    def of(cls, record: Record) -> _Run:
-        return cls(
-            record.mode,
-            {name: value for name, value in record.settings.items() if is_plain(value)},
-            [prompt.tolist() for prompt in record.prompts],
-            record.has_gaps,
-            record.begin,
-            record.lengths,
-            record.passes,
-            [(*event,) for event in record.events],
-            sorted(record.truncated),
-            {str(row): text for row, text in record.errors.items()},
-            {str(row): text for row, text in record.end_reasons.items()},
-            record.returned,
-            {str(row): letters for row, letters in record.origins.items()},
-        )
-
-    def record(self) -> Record:
-        if self.mode not in MODES:
-            raise ValueError(f"its mode {self.mode!r} is not defined here: import the package that defines it")
-        known = MODES[self.mode]
-        kept = {n: v for n, v in self.settings.items() if n in known.fields() and n not in known.not_remote()}
-        config = make_config(self.mode, kept)  # settings that name code or patterns stay in `settings`
-        rows = [event[1] for event in self.events]
-        _expect(all(0 <= row <= len(rows) + len(self.prompts) for row in rows), "events have rows out of range")
-        _expect(config.max_rows_per_prompt <= len(rows) + len(self.lengths), "settings have more rows than the run")
-        return Record(
-            config,
-            self.settings,
-            prompts=[np.array(prompt, np.int64) for prompt in self.prompts],
-            has_gaps=self.has_gaps,
-            begin=self.begin,
-            lengths=self.lengths,
-            passes=self.passes,
-            events=[Event(*event) for event in self.events],
-            truncated=set(self.truncated),
-            errors={int(row): text for row, text in self.errors.items()},
-            end_reasons={int(row): text for row, text in self.end_reasons.items()},
-            returned=self.returned,
-            origins={int(row): letters for row, letters in self.origins.items()},
-        )
-
-
 def write(output: Any, path: str | Path) -> None:
     """Write an output; see `ParallelOutput.save`."""
-    if output.record is None:
+    record: Record | None = output.record
+    if record is None:
         raise ValueError("this output has no record: only outputs of calls with a `generation_mode` can be saved")
-    fields = {name: getattr(output, name) for name in _hints(type(output))}
+    run = {name: getattr(record, name) for name in _RUN}
+    run["settings"] = {name: value for name, value in record.settings.items() if is_plain(value)}
     content = {
         **{"format": FORMAT, "version": VERSION, "class": type(output).__name__},
-        "fields": {name: _pack(value, name) for name, value in fields.items()},
-        "run": _pack(_Run.of(output.record), "run"),
+        "fields": {name: _pack(getattr(output, name), name) for name in _hints(type(output))},
+        "run": _pack({"mode": record.mode, **run}, "run"),
     }
     write_atomically(path, json.dumps(content, allow_nan=False) + "\n")
 
@@ -112,22 +53,32 @@ def read(cls: type[OutputT], path: str | Path) -> OutputT:
         raise ValueError(f"{path} is not a saved output: it must be a JSON object whose 'format' is {FORMAT!r}")
     if content.get("version") != VERSION:
         raise ValueError(f"{path} has version {content.get('version')!r}, but only version {VERSION} can be read")
-    name = content.get("class")
-    found = [one for one in _classes(cls) if one.__name__ == name]
-    if not found:
-        known = sorted({one.__name__ for one in _classes(cls)})
-        raise ValueError(f"{path} holds a {name!r}, which is none of {', '.join(known)}")
+    name, classes = content.get("class"), {one.__name__: one for one in _classes(cls)}
+    if not isinstance(name, str) or name not in classes:
+        raise ValueError(f"{path} holds a {name!r}, which is none of {', '.join(sorted(classes))}")
     try:
-        hints = _hints(found[0])
-        fields = _unpack(dict[str, Any], content.get("fields"), "fields")
-        values = {name: _unpack(hints[name], value, name) for name, value in fields.items()}
-        _expect(fields.keys() == hints.keys(), f"fields must be {sorted(hints)}")
-        record: Record = _unpack(_Run, content.get("run"), "run").record()
-        output: Any = found[0](**values, record=record)
+        fields = _unpack_fields(_hints(classes[name]), content.get("fields"), "fields")
+        output = classes[name](**fields, record=_unpack_record(content.get("run")))
         _check(output)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    return output
+    return output  # type: ignore[no-any-return]
+
+
+def _unpack_record(content: object) -> Record:
+    hints = get_type_hints(Record)
+    values = _unpack_fields({"mode": str, **{name: hints[name] for name in _RUN}}, content, "run")
+    mode = values.pop("mode")
+    if mode not in MODES:
+        raise ValueError(f"its mode {mode!r} is not defined here: import the package that defines it")
+    known = MODES[mode]
+    kept = {n: v for n, v in values["settings"].items() if n in known.fields() and n not in known.not_remote()}
+    record = Record(make_config(mode, kept), **values)  # settings that name code or patterns stay in `settings`
+    rows = len(record.events) + len(record.prompts)
+    _expect(all(0 <= event.row <= rows for event in record.events), "events have rows out of range")
+    most = record.config.max_rows_per_prompt
+    _expect(most <= len(record.events) + len(record.lengths), "settings have more rows than the run")
+    return record
 
 
 def _classes(cls: Any) -> Iterator[Any]:
@@ -170,10 +121,12 @@ def _pack(value: object, where: str) -> Any:
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "values": values}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _pack(getattr(value, field.name), where) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        return {name: _pack(item, where) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_pack(item, where) for item in value]
+    if isinstance(value, Mapping) and all(isinstance(name, str | int) for name in value):
+        return {str(name): _pack(item, where) for name, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple | set):
+        return [_pack(item, where) for item in (sorted(value) if isinstance(value, set) else value)]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, str | int | float | None):
@@ -183,33 +136,41 @@ def _pack(value: object, where: str) -> Any:
 
 def _unpack(hint: Any, value: Any, where: str) -> Any:
     """Return what `_pack` has packed for a type; raise `ValueError` if the value is not of the type."""
-    kind = get_origin(hint) or hint
-    inner = get_args(hint)
-    if kind is Any:
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Any, object):
         return value
     if kind in (Union, types.UnionType):
         return _unpack_union(inner, value, where)
     if isinstance(kind, type) and issubclass(kind, torch.Tensor):
         return _unpack_tensor(value, where)
+    if kind is np.ndarray:
+        return np.array(_unpack(list[int], value, where), np.int64)
     if dataclasses.is_dataclass(kind):
-        make: Any = kind
-        hints, required = get_type_hints(make), {field.name for field in dataclasses.fields(make)}
-        given = _unpack(dict[str, Any], value, where)
-        _expect(given.keys() == required, f"{where} must have the fields {sorted(required)}")
-        return make(**{name: _unpack(hints[name], item, f"{where}.{name}") for name, item in given.items()})
-    if kind is tuple and inner[-1:] != (...,):
-        _expect(isinstance(value, list) and len(value) == len(inner), f"{where} must be a list of {len(inner)}")
-        return tuple(_unpack(one, item, where) for one, item in zip(inner, value, strict=True))
-    if kind in (list, tuple) and isinstance(value, list):
-        return kind(_unpack(inner[0], item, where) for item in value)
+        hints, names = get_type_hints(kind), [field.name for field in dataclasses.fields(kind)]
+        return kind(**_unpack_fields({name: hints[name] for name in names}, value, where))  # type: ignore[operator]
+    if issubclass(kind, tuple) and inner[-1:] != (...,):
+        items = tuple(get_type_hints(kind).values()) or inner  # of a named tuple
+        _expect(isinstance(value, list) and len(value) == len(items), f"{where} must be a list of {len(items)}")
+        parts = [_unpack(one, item, where) for one, item in zip(items, value, strict=True)]
+        return tuple(parts) if kind is tuple else kind(*parts)
+    if kind in (list, tuple, set, Sequence) and isinstance(value, list):
+        parts = [_unpack(inner[0], item, where) for item in value]
+        return parts if kind is Sequence else kind(parts)
     if kind is dict and isinstance(value, dict):
-        return {name: _unpack(inner[1], item, where) for name, item in value.items()}
+        return {inner[0](name): _unpack(inner[1], item, where) for name, item in value.items()}
     if kind is float and value in ("nan", "inf", "-inf"):
         return float(value)
     if kind is float and type(value) is int:
         return value
     _expect(kind in (str, int, bool, float, type(None)) and type(value) is kind, f"{where} must be of type {hint}")
     return value
+
+
+def _unpack_fields(hints: Mapping[str, object], value: object, where: str) -> Arguments:
+    """Return the values of an object that has exactly these fields."""
+    given = _unpack(dict[str, object], value, where)
+    _expect(given.keys() == hints.keys(), f"{where} must have the fields {sorted(hints)}")
+    return {name: _unpack(hint, given[name], f"{where}.{name}") for name, hint in hints.items()}
 
 
 def _unpack_union(hints: tuple[object, ...], value: object, where: str) -> Any:
@@ -223,9 +184,8 @@ def _unpack_union(hints: tuple[object, ...], value: object, where: str) -> Any:
 
 
 def _unpack_tensor(value: object, where: str) -> torch.Tensor:
-    given = _unpack(dict[str, Any], value, where)
-    _expect(given.keys() == {"dtype", "shape", "values"}, f"{where} must be a tensor")
-    dtype = getattr(torch, str(given["dtype"]), None)
+    given = _unpack_fields({"dtype": str, "shape": list[int], "values": object}, value, where)
+    dtype = getattr(torch, given["dtype"], None)
     _expect(isinstance(dtype, torch.dtype), f"{where} has the dtype {given['dtype']!r}")
     shape, values = given["shape"], np.array(given["values"], np.int64 if "int" in given["dtype"] else np.float64)
     _expect(list(values.shape) == shape or values.size == 0, f"{where} must have the shape {shape}")

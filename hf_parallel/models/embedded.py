@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import transformers
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 
@@ -31,7 +29,6 @@ from hf_parallel.models.preset_mark import mark_preset
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PRESET = "embedded"
 """Name of the model's presets."""
-MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 """Must be increased when the output of `_convert` changes; folders of older formats are then ignored."""
 
@@ -79,8 +76,8 @@ def load_embedded_model(
     name = f"{MODEL_NAME.lower()}-{package_version}-format{FORMAT_VERSION}"
     folder = (cache_folder() if cache_dir is None else Path(cache_dir).expanduser()) / name
     with _quiet_transformers():
-        notify = partial(print, file=sys.stderr, flush=True) if progress else lambda line: None
-        create_once(folder, partial(_convert, gguf_file), notify=notify)
+        if not folder.exists():
+            _convert_once(gguf_file, folder, progress)
         model, tokenizer = _load(folder, dtype)
     if preset:
         mark_preset(PRESET, model, tokenizer)
@@ -89,53 +86,23 @@ def load_embedded_model(
     return model, tokenizer
 
 
-def create_once(folder: Path, write: Callable[[Path], None], *, notify: Callable[[str], None]) -> None:
-    """Create `folder` unless it exists and is complete.
-
-    `write` fills a temporary folder beside it, which is then renamed: a killed process never leaves a partial folder
-    under the final name. Concurrent processes wait for the first one. `notify` receives a line for the user before a
-    long operation.
-    """
-    if is_complete(folder):
-        return
-    with _lock_beside(folder, notify):
-        if is_complete(folder):
-            return
-        # The lock covers both names, so their contents are damaged or the remains of a killed process.
-        temporary = folder.with_name(folder.name + ".tmp")
-        for leftover in (temporary, folder):
-            if leftover.exists():
-                shutil.rmtree(leftover)
-        notify(f"Converting {MODEL_NAME} into {folder} (once, about 20 s)")
-        temporary.mkdir()
-        try:
-            write(temporary)
-            sizes = {file.name: file.stat().st_size for file in temporary.iterdir()}
-            (temporary / MANIFEST).write_text(json.dumps(sizes, indent=2))
-            temporary.rename(folder)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-
-
-def is_complete(folder: Path) -> bool:
-    """Return whether `folder` holds every file of its manifest at its full size; contents are not read."""
-    try:
-        sizes = json.loads((folder / MANIFEST).read_text())
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _lock_beside(folder: Path, notify: Callable[[str], None]) -> AbstractContextManager[object]:
-    lock = FileLock(folder.with_name(folder.name + ".lock"))
+def _convert_once(gguf_file: Path, folder: Path, progress: bool) -> None:
+    """Convert into a temporary folder and rename it, so that a killed process leaves no partial `folder`."""
+    temporary = folder.with_name(folder.name + ".tmp")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            return lock.acquire(timeout=0)
-        except Timeout:
-            notify(f"Waiting for another process that converts {MODEL_NAME}")
-            return lock.acquire()
+        with FileLock(folder.with_name(folder.name + ".lock")):  # other processes wait for the first one
+            if folder.exists():
+                return
+            if progress:
+                print(f"Converting {MODEL_NAME} into {folder} (once, about 20 s)", file=sys.stderr, flush=True)
+            shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
+            temporary.mkdir()
+            try:
+                _convert(gguf_file, temporary)
+                temporary.rename(folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise OSError(
             error.errno or errno.EIO,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,7 +37,7 @@ class LayoutBatch:
     """Views of the examples of a batch, with the rotation tables and masks that all layers share.
 
     Padded to the example with most tokens `T`, to `Q` queries and `K` keys in each view. The collator passes it to the
-    model in the place of the cache, `past_key_values`: there a model that is not prepared cannot ignore it.
+    model as `past_key_values`, which a model that is not prepared cannot ignore.
 
     Parameters
     ----------
@@ -47,21 +48,18 @@ class LayoutBatch:
         at least `FLEX_FROM` keys. PyTorch has no gradients of it on a CPU.
     """
 
+    rotary: Mapping[int, RotarySpec | None] | None = None
+    """Rotary embeddings of the model that computes the batch."""
+
     def __init__(
         self, examples: Sequence[ParallelExample], device: torch.device | str = "cpu", flex: bool | None = None
     ) -> None:
         self.length = max(map(len, examples))
         of_examples = [make_views(example) for example in examples]
-        count = max(map(len, of_examples))
-        self.views = [
-            _BatchView.of(examples, [views[i] if i < len(views) else None for views in of_examples], self.length)
-            for i in range(count)
-        ]
-        self.num_positions = max(
-            1 + max(int(view.query_positions.max()), int(example.position_ids.max()))
-            for example, views in zip(examples, of_examples, strict=True)
-            for view in views
-        )
+        self.views = [_BatchView(examples, views, self.length) for views in zip_longest(*of_examples)]
+        positions = [example.position_ids for example in examples]
+        positions += [view.query_positions for views in of_examples for view in views]
+        self.num_positions = 1 + max(int(values.max()) for values in positions)
         self._flex = flex
         self.to(device)
 
@@ -112,7 +110,7 @@ class LayoutBatch:
         q, k, v = view.take(query, key, value, params.rotary)
         if self._uses_flex(view, q):
             return self._attend_view(view, q, k, v, params)[0].transpose(1, 2)
-        mask = view.mask(params.window)
+        mask, _ = view.masks(params.window)
         return F.scaled_dot_product_attention(
             q, k, v, mask, scale=params.scale, enable_gqa=q.shape[1] != k.shape[1]
         ).transpose(1, 2)
@@ -127,9 +125,10 @@ class LayoutBatch:
         if self._uses_flex(view, q):
             out, lse = flex(q, k, v, view.block_mask(params.window), params.scale, params.softcap)
             return out, lse.masked_fill(lse.isneginf(), float("-inf"))
-        added = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~view.mask(params.window), float("-inf"))
+        mask, is_blind = view.masks(params.window)
+        added = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
         out, lse = matmul_attention(q, k, v, added, False, params.scale, params.softcap)
-        return out, lse.masked_fill(view.is_blind(params.window), float("-inf"))
+        return out, lse.masked_fill(is_blind, float("-inf"))
 
     def _uses_flex(self, view: _BatchView, q: torch.Tensor) -> bool:
         wanted = q.is_cuda and view.keys.shape[1] >= FLEX_FROM if self._flex is None else self._flex
@@ -147,45 +146,35 @@ def flex(
     def score_mod(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
 
-    function = _compiled_flex() if q.is_cuda else flex_attention
-    out, extra = function(
-        q,
-        k,
-        v,
-        score_mod=None if softcap is None else score_mod,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest(lse=True),
-    )
+    function: Callable[..., Any] = _compiled_flex() if q.is_cuda else flex_attention  # type: ignore[assignment]
+    modified, grouped = None if softcap is None else score_mod, q.shape[1] != k.shape[1]
+    out, extra = function(q, k, v, modified, mask, scale, grouped, return_aux=AuxRequest(lse=True))
     return out, extra.lse
 
 
 @cache
-def _compiled_flex() -> Any:
+def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=True)
 
 
 class _BatchView:
     """One view of each example, padded; `queries` and `keys` are `int64 [B, Q]` and `[B, K]`, padding is index T."""
 
-    def __init__(self, tables: Sequence[np.ndarray], views: Sequence[LayoutView | None]) -> None:
-        queries, self.query_rotation, keys, self.key_rotation = tables
-        self.queries, self.keys = torch.from_numpy(queries), torch.from_numpy(keys)
+    def __init__(self, examples: Sequence[ParallelExample], views: Sequence[LayoutView | None], length: int) -> None:
         self._views = views
         self._cached: dict[Hashable, Any] = {}  # tables and masks on the device
-
-    @classmethod
-    def of(cls, examples: Sequence[ParallelExample], views: Sequence[LayoutView | None], length: int) -> _BatchView:
-        width = [max(len(getattr(view, name)) for view in views if view is not None) for name in ("queries", "keys")]
-        tables = [np.full((len(views), n), fill) for n in width for fill in (length, 0)]
-        for row, (example, view) in enumerate(zip(examples, views, strict=True)):
-            if view is not None:
-                q, k = len(view.queries), len(view.keys)
-                tables[0][row, :q], tables[2][row, :k] = view.queries, view.keys
-                tables[1][row, :q] = view.query_positions - example.position_ids[view.queries]
-                tables[3][row, :k] = view.key_positions - example.position_ids[view.keys]
-        return cls(tables, views)
+        present = [
+            (row, example, view) for row, (example, view) in enumerate(zip(examples, views, strict=True)) if view
+        ]
+        queries = np.full((len(views), max(len(view.queries) for *_, view in present)), length)
+        keys = np.full((len(views), max(len(view.keys) for *_, view in present)), length)
+        self.query_rotation, self.key_rotation = np.zeros_like(queries), np.zeros_like(keys)
+        for row, example, view in present:
+            q, k = len(view.queries), len(view.keys)
+            queries[row, :q], keys[row, :k] = view.queries, view.keys
+            self.query_rotation[row, :q] = view.query_positions - example.position_ids[view.queries]
+            self.key_rotation[row, :k] = view.key_positions - example.position_ids[view.keys]
+        self.queries, self.keys = torch.from_numpy(queries), torch.from_numpy(keys)
 
     def to(self, device: torch.device) -> None:
         if self.queries.device != device:
@@ -199,13 +188,12 @@ class _BatchView:
         q, k = _take(query, self.queries), _take(key, self.keys)
         return self._rotated(q, "query", rotary), self._rotated(k, "key", rotary), _take(value, self.keys)
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        """Return which keys each query sees, `bool [B, 1, Q, K]`. Those without any see the first, to avoid NaN."""
-        return self._get(("mask", window), lambda: self._masks(window)[0])
+    def masks(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which keys each query sees, `bool [B, 1, Q, K]`, and which queries see none, `bool [B, 1, Q]`.
 
-    def is_blind(self, window: int | None) -> torch.Tensor:
-        """Return which queries see no key, `bool [B, 1, Q]`."""
-        return self._get(("blind", window), lambda: self._masks(window)[1])
+        Queries without keys see the first one in the mask, to avoid NaN.
+        """
+        return self._get(("masks", window), lambda: self._make_masks(window))
 
     def block_mask(self, window: int | None) -> BlockMask:
         """Return the mask for flex attention."""
@@ -217,7 +205,7 @@ class _BatchView:
             self._cached[key] = make()
         return self._cached[key]
 
-    def _masks(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _make_masks(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         seen = np.zeros((*self.queries.shape, self.keys.shape[1]), bool)
         for row, view in enumerate(self._views):
             if view is not None:
@@ -225,7 +213,6 @@ class _BatchView:
         is_blind = ~seen.any(-1)
         seen[..., 0] |= is_blind
         mask, blind = (torch.from_numpy(values).to(self.queries.device)[:, None] for values in (seen, is_blind))
-        self._cached[("mask", window)], self._cached[("blind", window)] = mask, blind
         return mask, blind
 
     def _rotated(self, x: torch.Tensor, name: str, spec: RotarySpec | None) -> torch.Tensor:
@@ -245,22 +232,14 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-class _Active:
-    """A layout in the place of the cache, for one forward pass of a model with this rotary embedding."""
-
-    def __init__(self, layout: LayoutBatch, model: PreTrainedModel, capabilities: Capabilities) -> None:
-        moves = any(view.query_rotation.any() or view.key_rotation.any() for view in layout.views)
-        if capabilities.rotary is None and (moves or len(layout.views) > 1):
-            raise ValueError(f"the tokens of this batch move, but {capabilities.why_no_rotation}")
-        check_positions(layout.num_positions, model.config)
-        self._layout = layout.to(next(model.parameters()).device)
-        self.rotary: Mapping[int, RotarySpec | None] | None = capabilities.rotary
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """See `LayoutBatch.attend`."""
-        return self._layout.attend(query, key, value, params)
+def _prepare_layout(layout: LayoutBatch, model: PreTrainedModel, capabilities: Capabilities) -> LayoutBatch:
+    """Move a layout to its model, and give it the rotary embeddings. Raises `ValueError` if they do not fit."""
+    moves = any(view.query_rotation.any() or view.key_rotation.any() for view in layout.views)
+    if capabilities.rotary is None and (moves or len(layout.views) > 1):
+        raise ValueError(f"the tokens of this batch move, but {capabilities.why_no_rotation}")
+    check_positions(layout.num_positions, model.config)
+    layout.rotary = capabilities.rotary
+    return layout.to(next(model.parameters()).device)
 
 
 def _attention_forward(
@@ -274,7 +253,7 @@ def _attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    parallel_layout: _Active | None = None,
+    parallel_layout: LayoutBatch | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function of the implementation: block attention over the layout, `sdpa` without one."""
@@ -351,9 +330,9 @@ def _activate(
         )
     if model.config._attn_implementation != IMPLEMENTATION:
         return None  # the model asks the layout for its length, which raises
-    active = _Active(layout, model, capabilities)
+    prepared = _prepare_layout(layout, model, capabilities)
     _has_layout.set(True)
-    return args, {**kwargs, "past_key_values": None, "use_cache": False, "parallel_layout": active}
+    return args, {**kwargs, "past_key_values": None, "use_cache": False, "parallel_layout": prepared}
 
 
 def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> torch.Tensor:
@@ -374,8 +353,8 @@ def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> t
     """
     inner = require_enabled(model)
     capabilities = enabled(inner).capabilities
-    active = _Active(LayoutBatch([example]), inner, capabilities)
+    layout = _prepare_layout(LayoutBatch([example]), inner, capabilities)
     ids, positions = (torch.from_numpy(v)[None].to(inner.device) for v in (example.input_ids, example.position_ids))
-    kwargs = {"block_cache": active} if capabilities.keyword else {}
-    with block_attention_enabled(inner, active):
+    kwargs = {"block_cache": layout} if capabilities.keyword else {}
+    with block_attention_enabled(inner, layout):
         return model(input_ids=ids, position_ids=positions, use_cache=False, **kwargs).logits[0]

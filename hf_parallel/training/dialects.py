@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
@@ -129,29 +130,28 @@ def parse(text: str, dialect: Dialect) -> list[Piece]:
     for found in pattern.finditer(text):
         tag, line = found[0], text.count("\n", 0, found.start()) + 1
         index = tags.index(tag)
+        opens_branch, is_closing = tag == dialect.branch[0], index % 2
         innermost = stack[-1][0] if stack else ""
-        if index % 2 and innermost != tags[index - 1]:
+        if is_closing and innermost != tags[index - 1]:
             raise ValueError(f"line {line}: {tag} closes {_open(stack)}")
-        if tag == dialect.branch[0] and innermost != dialect.region[0]:
+        if opens_branch and innermost != dialect.region[0]:
             raise ValueError(f"line {line}: {tag} must be directly in {dialect.region[0]}, but is in {_open(stack)}")
         if tag == dialect.region[0] and innermost == tag:
             raise ValueError(f"line {line}: {tag} must be in a branch, but is in {_open(stack)}")
-        cut = found.start() if tag == dialect.branch[0] else found.end()
+        cut = found.start() if opens_branch else found.end()
         _append(pieces, text[begin:cut])
         begin = cut
-        if tag == dialect.branch[0]:
+        if not is_closing:
             stack.append((tag, line, pieces))
+        if opens_branch:
             pieces = [Piece()]
-        elif tag == dialect.branch[1]:
+        elif is_closing:
             outer = stack.pop()[2]
-            if not outer[-1].branches:
-                outer.append(Piece())
-            outer[-1].branches.append(pieces)
-            pieces = outer
-        elif index == 0:
-            stack.append((tag, line, pieces))
-        else:
-            stack.pop()
+            if tag == dialect.branch[1]:
+                if not outer[-1].branches:
+                    outer.append(Piece())
+                outer[-1].branches.append(pieces)
+                pieces = outer
     if stack:
         raise ValueError(f"line {stack[-1][1]}: {stack[-1][0]} is not closed")
     _append(pieces, text[begin:])
@@ -171,15 +171,32 @@ def _open(stack: Sequence[tuple[str, int, list[Piece]]]) -> str:
     return f"{stack[-1][0]} of line {stack[-1][1]}" if stack else "nothing"
 
 
+@dataclass(frozen=True)
+class Anchor:
+    """Where text continues: what it sees, its position, and the token whose logits predict it (None: it is given)."""
+
+    view: list[tuple[int, int, int]] = field(default_factory=list)
+    position: int = 0
+    last: int | None = None
+
+
 class Builder:
     """Blocks, segments and targets of one text, in the form of `ParallelExample`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on_forced: bool) -> None:
+        self.train_on_forced = train_on_forced
+        self.encode = partial(encode, tokenizer)
         self.input_ids: list[int] = []
         self.position_ids: list[int] = []
         self.contents: list[list[int]] = []
         self.segments: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
         self.targets: list[tuple[int, int, int]] = []  # query, token, row
+        self._rows = 0
+
+    def new_row(self) -> int:
+        """Return the number of the next branch."""
+        self._rows += 1
+        return self._rows
 
     def append(self, at: Anchor, tokens: Sequence[int], row: int, is_target: bool = True) -> Anchor:
         """Append a block of tokens after a place. Return the place after it."""
@@ -198,15 +215,6 @@ class Builder:
         return Anchor(view, at.position + n, numbers[-1])
 
 
-@dataclass(frozen=True)
-class Anchor:
-    """Where text continues: what it sees, its position, and the token whose logits predict it (None: it is given)."""
-
-    view: list[tuple[int, int, int]] = field(default_factory=list)
-    position: int = 0
-    last: int | None = None
-
-
 def lay_out(
     text: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -220,55 +228,40 @@ def lay_out(
         decoded = decode(tokenizer, encode(tokenizer, tag))
         if decoded.strip() != tag.strip():
             raise ValueError(f"the tokenizer cannot encode {tag!r} of the dialect: its tokens are those of {decoded!r}")
-    builder = Builder()
+    builder = Builder(tokenizer, train_on_forced)
     at = builder.append(Anchor(), prompt, 0, is_target=False)
     if isinstance(dialect, Dialect):
-        _Regions(builder, tokenizer, dialect, train_on_forced).place(parse(text, dialect), at, 0)
+        _place_pieces(builder, dialect, parse(text, dialect), at, 0)
     else:
-        _Skeletons(builder, tokenizer, dialect, train_on_forced).place(text, at)
+        _place_answer(builder, dialect, text, at)
     if not builder.input_ids:
         raise ValueError("text and prompt must have at least one token")
     return builder
 
 
-class _Regions:
-    """Lays out the pieces of `parse`. Each branch is a row of its own."""
-
-    def __init__(
-        self, builder: Builder, tokenizer: PreTrainedTokenizerBase, dialect: Dialect, train_on_forced: bool
-    ) -> None:
-        self.builder, self.tokenizer, self.dialect = builder, tokenizer, dialect
-        self.train_on_forced = train_on_forced
-        self._rows = 0
-
-    def place(self, pieces: Sequence[Piece], at: Anchor, row: int) -> Anchor:
-        for piece in pieces:
-            if piece.branches:
-                at = self._join(at, self._branches(piece.branches, at))
-            else:
-                at = self.builder.append(at, encode(self.tokenizer, piece.text), row)
-        return at
-
-    def _branches(self, branches: Sequence[list[Piece]], at: Anchor) -> list[Anchor]:
+def _place_pieces(builder: Builder, dialect: Dialect, pieces: Sequence[Piece], at: Anchor, row: int) -> Anchor:
+    """Append the pieces of `parse`. Each branch is a row of its own."""
+    for piece in pieces:
+        if not piece.branches:
+            at = builder.append(at, builder.encode(piece.text), row)
+            continue
         ends: list[Anchor] = []
-        for first, *others in branches:
-            self._rows += 1
-            follows = self.dialect.positions == "concatenated" and ends
+        for first, *others in piece.branches:
+            follows = dialect.positions == "concatenated" and ends
             begin = Anchor(at.view, ends[-1].position if follows else at.position, at.last)
-            tag, row = self.dialect.branch[0], self._rows
-            begin = self.builder.append(begin, encode(self.tokenizer, tag), row, self.train_on_forced)
-            ends.append(self.place([Piece(first.text.removeprefix(tag)), *others], begin, row))
-        return ends
+            tag, branch = dialect.branch[0], builder.new_row()
+            begin = builder.append(begin, builder.encode(tag), branch, builder.train_on_forced)
+            content = [Piece(first.text.removeprefix(tag)), *others]
+            ends.append(_place_pieces(builder, dialect, content, begin, branch))
+        if dialect.positions == "overlap":
+            at = _moved(at, ends)
+        else:
+            view = [*at.view, *(block for end in ends for block in end.view[len(at.view) :])]
+            at = Anchor(view, max(end.position for end in ends))  # nothing predicts the token there
+    return at
 
-    def _join(self, at: Anchor, ends: Sequence[Anchor]) -> Anchor:
-        """Return the place after branches; nothing predicts the token there."""
-        if self.dialect.positions == "overlap":
-            return moved(at, ends)
-        view = [*at.view, *(block for end in ends for block in end.view[len(at.view) :])]
-        return Anchor(view, max(end.position for end in ends))
 
-
-def moved(at: Anchor, ends: Sequence[Anchor]) -> Anchor:
+def _moved(at: Anchor, ends: Sequence[Anchor]) -> Anchor:
     """Return the place after branches that are seen one after the other."""
     view, position = list(at.view), at.position
     for end in ends:
@@ -278,69 +271,64 @@ def moved(at: Anchor, ends: Sequence[Anchor]) -> Anchor:
     return Anchor(view, position)
 
 
-class _Skeletons:
-    """Lays out answers with skeletons: a skeleton, which is dropped, its parts, and the text after them."""
+def _place_answer(builder: Builder, fmt: SkeletonDialect, text: str, at: Anchor) -> None:
+    """Append an answer: a skeleton, which is dropped, its parts, and the text after them, any number of times."""
+    begin = 0
+    while (opened := text.find(fmt.branch_marker, begin)) >= 0:
+        line = text.count("\n", 0, opened) + 1
+        closed = text.find(fmt.terminator, opened)
+        if closed < 0:
+            raise ValueError(f"line {line}: {fmt.branch_marker} opens a block that {fmt.terminator} does not close")
+        at = builder.append(at, builder.encode(text[begin:opened]), 0)
+        at = _place_block(builder, fmt, _parts(fmt, text[opened:closed], line), at)
+        begin = closed + len(fmt.terminator)
+    builder.append(at, builder.encode(text[begin:]), 0)
 
-    def __init__(
-        self, builder: Builder, tokenizer: PreTrainedTokenizerBase, fmt: SkeletonDialect, train_on_forced: bool
-    ) -> None:
-        self.builder, self.tokenizer, self.format = builder, tokenizer, fmt
-        self.train_on_forced = train_on_forced
-        self._rows = 0
 
-    def place(self, text: str, at: Anchor) -> None:
-        fmt, begin = self.format, 0
-        while (opened := text.find(fmt.branch_marker, begin)) >= 0:
-            line = text.count("\n", 0, opened) + 1
-            closed = text.find(fmt.terminator, opened)
-            if closed < 0:
-                raise ValueError(f"line {line}: {fmt.branch_marker} opens a block that {fmt.terminator} does not close")
-            at = self.builder.append(at, encode(self.tokenizer, text[begin:opened]), 0)
-            at = self._block(text[opened:closed], at, line)
-            begin = closed + len(fmt.terminator)
-        self.builder.append(at, encode(self.tokenizer, text[begin:]), 0)
+def _parts(fmt: SkeletonDialect, text: str, line: int) -> list[tuple[str, str]]:
+    """Return prefix and content of each part of a block that begins in a line."""
+    parts: list[tuple[str, str]] = []
+    for part in text.split(fmt.branch_marker)[1:]:
+        title, title_end, content = part.partition(fmt.title_end)
+        if not title_end or "\n" in title:
+            raise ValueError(f"line {line}: the title {title!r} does not end with {fmt.title_end!r} on its line")
+        if not title.strip():
+            raise ValueError(f"line {line}: the title before {fmt.title_end!r} is empty")
+        parts.append((f"{fmt.branch_marker}{title}{fmt.title_end}", content))
+        line += part.count("\n")
+    if not parts:
+        raise ValueError(f"line {line}: {fmt.terminator} closes nothing")
+    return parts
 
-    def _block(self, text: str, at: Anchor, line: int) -> Anchor:
-        fmt, builder = self.format, self.builder
-        branches: list[tuple[str, str]] = []
-        for part in text.split(fmt.branch_marker)[1:]:
-            title, title_end, content = part.partition(fmt.title_end)
-            if not title_end or "\n" in title:
-                raise ValueError(f"line {line}: the title {title!r} does not end with {fmt.title_end!r} on its line")
-            if not title.strip():
-                raise ValueError(f"line {line}: the title before {fmt.title_end!r} is empty")
-            branches.append((f"{fmt.branch_marker}{title}{fmt.title_end}", content))
-            line += part.count("\n")
-        if not branches:
-            raise ValueError(f"line {line}: {fmt.terminator} closes nothing")
-        self._skeleton([prefix for prefix, _ in branches], at)
-        marker = encode(self.tokenizer, fmt.branch_marker)[0]
-        ends: list[Anchor] = []
-        for prefix, content in branches:
-            self._rows += 1
-            begin = builder.append(at, encode(self.tokenizer, prefix), self._rows, self.train_on_forced)
-            end = builder.append(begin, encode(self.tokenizer, content), self._rows)
-            builder.targets.append((end.last or 0, marker, self._rows))
-            ends.append(end)
-        if fmt.join == "rotate":
-            after = moved(at, ends)
-            return builder.append(after, encode(self.tokenizer, fmt.terminator), 0, is_target=False)
-        joined = [t for prefix, content in branches for part in (prefix, content) for t in encode(self.tokenizer, part)]
-        return builder.append(at, [*joined, *encode(self.tokenizer, fmt.terminator)], 0, is_target=False)
 
-    def _skeleton(self, prefixes: Sequence[str], at: Anchor) -> None:
-        """Append a skeleton. What the mode forces, ellipses and parts of markers, is no target.
+def _place_block(builder: Builder, fmt: SkeletonDialect, parts: Sequence[tuple[str, str]], at: Anchor) -> Anchor:
+    _place_skeleton(builder, fmt, [prefix for prefix, _ in parts], at)
+    marker = builder.encode(fmt.branch_marker)[0]
+    ends: list[Anchor] = []
+    joined: list[int] = []
+    for prefix, content in parts:
+        row, opening, rest = builder.new_row(), builder.encode(prefix), builder.encode(content)
+        begin = builder.append(at, opening, row, builder.train_on_forced)
+        ends.append(builder.append(begin, rest, row))
+        builder.targets.append((ends[-1].last or 0, marker, row))
+        joined += [*opening, *rest]
+    if fmt.join == "rotate":
+        at, joined = _moved(at, ends), []
+    return builder.append(at, [*joined, *builder.encode(fmt.terminator)], 0, is_target=False)
 
-        Ellipses as targets would contradict the branches: the first branch has the context of the first ellipsis.
-        """
-        fmt = self.format
-        marker = os.path.commonprefix([fmt.branch_marker, fmt.terminator])
-        forced = encode(self.tokenizer, f"{fmt.ellipsis}{fmt.branch_separator}{marker}")
-        begun = ""
-        for prefix in prefixes:
-            at = self.builder.append(at, encode(self.tokenizer, prefix.removeprefix(begun)), 0)
-            at = self.builder.append(at, forced, 0, is_target=False)
-            begun = marker
-        closing = encode(self.tokenizer, fmt.terminator.removeprefix(marker))
-        at = self.builder.append(at, closing[:1], 0)
-        self.builder.append(at, closing[1:], 0, is_target=False)
+
+def _place_skeleton(builder: Builder, fmt: SkeletonDialect, prefixes: Sequence[str], at: Anchor) -> None:
+    """Append a skeleton. What the mode forces, ellipses and parts of markers, is no target.
+
+    Ellipses as targets would contradict the branches: the first branch has the context of the first ellipsis.
+    """
+    marker = os.path.commonprefix([fmt.branch_marker, fmt.terminator])
+    forced = builder.encode(f"{fmt.ellipsis}{fmt.branch_separator}{marker}")
+    begun = ""
+    for prefix in prefixes:
+        at = builder.append(at, builder.encode(prefix.removeprefix(begun)), 0)
+        at = builder.append(at, forced, 0, is_target=False)
+        begun = marker
+    closing = builder.encode(fmt.terminator.removeprefix(marker))
+    at = builder.append(at, closing[:1], 0)
+    builder.append(at, closing[1:], 0, is_target=False)

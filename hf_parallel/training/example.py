@@ -25,63 +25,45 @@ class ParallelExample:
     A query at position `p` of its view sees a block that starts there at `start` up to the block's length and up to
     itself: keys `j < min(length, p - start + 1)`. A token that moved is in several blocks.
 
-    All arrays are int64. `T` tokens, `B` blocks of `K` tokens in all, `S` segments whose views have `V` blocks in all,
+    All arrays are int64: `T` tokens, `B` blocks of `K` tokens in all, `S` segments whose views have `V` blocks in all,
     `N` targets.
     """
 
-    input_ids: np.ndarray
-    """`[T]`."""
-    position_ids: np.ndarray
-    """`[T]`. Positions to which the model rotates queries and keys."""
-    block_lengths: np.ndarray
-    """`[B]`. Tokens of each block."""
-    block_tokens: np.ndarray
-    """`[K]`. Indices of the tokens of the blocks, one block after the other."""
-    segment_lengths: np.ndarray
-    """`[S]`. Tokens of each segment, in the order of `input_ids`."""
-    segment_positions: np.ndarray
-    """`[S]`. Position of a segment's first token in its view."""
-    view_lengths: np.ndarray
-    """`[S]`. Number of blocks that a segment sees."""
-    view_blocks: np.ndarray
-    """`[V]`. These blocks, one segment after the other."""
-    view_starts: np.ndarray
-    """`[V]`. Where they start in the view."""
-    view_stops: np.ndarray
-    """`[V]`. How many of their tokens exist for the segment."""
-    target_queries: np.ndarray
-    """`[N]`. Index of the token whose logits predict a generated token."""
-    target_ids: np.ndarray
-    """`[N]`. The generated token."""
-    target_rows: np.ndarray
-    """`[N]`. Row that generated it."""
+    input_ids: np.ndarray  # [T]
+    position_ids: np.ndarray  # [T], positions to which the model rotates queries and keys
+    block_lengths: np.ndarray  # [B]
+    block_tokens: np.ndarray  # [K], indices of the tokens of the blocks, one block after the other
+    segment_lengths: np.ndarray  # [S], in the order of `input_ids`
+    segment_positions: np.ndarray  # [S], position of a segment's first token in its view
+    view_lengths: np.ndarray  # [S], number of blocks that a segment sees
+    view_blocks: np.ndarray  # [V], these blocks, one segment after the other
+    view_starts: np.ndarray  # [V], where they start in the view
+    view_stops: np.ndarray  # [V], how many of their tokens exist for the segment
+    target_queries: np.ndarray  # [N], index of the token whose logits predict a generated token
+    target_ids: np.ndarray  # [N], the generated token
+    target_rows: np.ndarray  # [N], the row that generated it
 
     def __post_init__(self) -> None:
         tokens, blocks, segments = len(self), len(self.block_lengths), len(self.segment_lengths)
         sizes = {
-            "position_ids": tokens,
-            "block_tokens": self.block_lengths.sum(),
-            "segment_positions": segments,
-            "view_lengths": segments,
-            "view_blocks": self.view_lengths.sum(),
-            "view_starts": len(self.view_blocks),
-            "view_stops": len(self.view_blocks),
-            "target_ids": len(self.target_queries),
-            "target_rows": len(self.target_queries),
+            **{
+                "input_ids": self.segment_lengths.sum(),
+                "position_ids": tokens,
+                "block_tokens": self.block_lengths.sum(),
+            },
+            **{"segment_positions": segments, "view_lengths": segments, "view_blocks": self.view_lengths.sum()},
+            **dict.fromkeys(("view_starts", "view_stops"), len(self.view_blocks)),
+            **dict.fromkeys(("target_ids", "target_rows"), len(self.target_queries)),
         }
+        limits = {"block_tokens": tokens, "view_blocks": blocks, "target_queries": tokens}
         for name, size in sizes.items():
             if len(getattr(self, name)) != size:
                 raise ValueError(f"{name} must have {size} integers, got {len(getattr(self, name))}: was it truncated?")
-        if self.segment_lengths.sum() != tokens:
-            raise ValueError(
-                f"input_ids must have {self.segment_lengths.sum()} integers, got {tokens}: was it truncated?"
-            )
-        limits = {"block_tokens": tokens, "view_blocks": blocks, "target_queries": tokens}
-        for field in fields(self):
-            values, limit = getattr(self, field.name), limits.get(field.name, 2**62)
+        for name, values in vars(self).items():
+            limit = limits.get(name, 2**62)
             if len(values) and not 0 <= values.min() <= values.max() < limit:
                 wrong = int(values.min() if values.min() < 0 else values.max())
-                raise ValueError(f"{field.name} must be between 0 and {limit - 1}, got {wrong}")
+                raise ValueError(f"{name} must be between 0 and {limit - 1}, got {wrong}")
         if (self.view_stops > self.block_lengths[self.view_blocks]).any():
             raise ValueError("view_stops must be at most the lengths of the blocks in view_blocks")
 
@@ -121,15 +103,9 @@ class ParallelExample:
                 "of it"
             )
         trace = record.trace.compile()
-        samples = np.array(trace.samples, np.int64).reshape(-1, 3)
+        rows, queries, ids = np.array(trace.samples, np.int64).reshape(-1, 3).T
         return cls._from_segments(
-            trace.input_ids,
-            trace.position_ids,
-            trace.contents,
-            trace.segments,
-            samples[:, 1],
-            samples[:, 2],
-            samples[:, 0],
+            trace.input_ids, trace.position_ids, trace.contents, trace.segments, queries, ids, rows
         )
 
     @classmethod
@@ -158,26 +134,23 @@ class ParallelExample:
             leaves.append(tree.insert(tokens[: max(1, len(tokens) - 1)]))
         nodes = list(tree.nodes())
         number = {node: i for i, node in enumerate(nodes)}
-        ends = np.cumsum([len(node.tokens) for node in nodes]).tolist()
-        first = {node: end - len(node.tokens) for node, end in zip(nodes, ends, strict=True)}
-        contents = [list(range(first[node], first[node] + len(node.tokens))) for node in nodes]
+        firsts = np.cumsum([0, *(len(node.tokens) for node in nodes)]).tolist()
+        contents = [range(first, end) for first, end in zip(firsts, firsts[1:], strict=False)]
         segments = []
         for node in nodes:
-            view, start = [], 0
-            for part in node.path:
-                view.append((number[part], start, len(part.tokens)))
-                start += len(part.tokens)
-            segments.append((first[node], len(node.tokens), node.start, view))
-        queries, ids, rows = [], [], []
+            view = [(number[part], part.start, len(part.tokens)) for part in node.path]
+            segments.append((firsts[number[node]], len(node.tokens), node.start, view))
+        targets: list[tuple[int, int, int]] = []
         for row, (prompt, completion, leaf) in enumerate(zip(prompts, completions, leaves, strict=True)):
-            path = np.concatenate([contents[number[node]] for node in leaf.path])
-            queries.append(path[len(prompt) - 1 :][: len(completion)])
-            ids.append(np.array(completion, np.int64))
-            rows.append(np.full(len(completion), row))
-        input_ids = np.concatenate([node.tokens for node in nodes])
-        positions = np.concatenate([node.start + np.arange(len(node.tokens)) for node in nodes])
+            path = [token for node in leaf.path for token in contents[number[node]]]
+            queries = path[len(prompt) - 1 :][: len(completion)]
+            targets += zip(queries, completion, [row] * len(completion), strict=True)
         return cls._from_segments(
-            input_ids, positions, contents, segments, np.concatenate(queries), np.concatenate(ids), np.concatenate(rows)
+            np.concatenate([node.tokens for node in nodes]),
+            np.concatenate([node.start + np.arange(len(node.tokens)) for node in nodes]),
+            contents,
+            segments,
+            *np.array(targets, np.int64).reshape(-1, 3).T,
         )
 
     @classmethod
@@ -258,7 +231,7 @@ class ParallelExample:
         extra = order[1:][queries[1:] == queries[:-1]]  # targets after the first one of their token
         if not len(extra):
             return self
-        segment_of = np.repeat(np.arange(len(self.segment_lengths)), self.segment_lengths)
+        segment_of = self._segment_of()
         firsts = np.cumsum(self.segment_lengths) - self.segment_lengths
         copied = self.target_queries[extra]
         segments = segment_of[copied]
@@ -281,10 +254,14 @@ class ParallelExample:
             target_queries=targets,
         )
 
+    def _segment_of(self) -> np.ndarray:
+        """Return the segment of each token."""
+        return np.repeat(np.arange(len(self.segment_lengths)), self.segment_lengths)
+
     def of_rows(self, rows: Sequence[int]) -> ParallelExample:
         """Return the part that the targets of these rows depend on, such as those of one prompt of a batch."""
         is_target = np.isin(self.target_rows, rows)
-        segment_of = np.repeat(np.arange(len(self.segment_lengths)), self.segment_lengths)
+        segment_of = self._segment_of()
         seen_by = np.repeat(np.arange(len(self.view_lengths)), self.view_lengths)  # segment of each view block
         firsts = np.cumsum(self.block_lengths) - self.block_lengths
         kept = np.zeros(len(self.segment_lengths), bool)

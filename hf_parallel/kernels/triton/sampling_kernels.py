@@ -66,20 +66,9 @@ def _store(drawn, probs, row, token, prob):
 
 @triton.jit
 def race_kernel(
-    scores,
-    stride,
-    vocabulary,
-    settings,
-    settings_stride,
-    keys,
-    noise,
-    parts,
-    part_tokens,
-    PROBS: tl.constexpr,
-    SEEDED: tl.constexpr,
-    LIBDEVICE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scores, stride, vocabulary, settings, settings_stride, keys, noise, parts, part_tokens,
+    PROBS: tl.constexpr, SEEDED: tl.constexpr, LIBDEVICE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Race among the tokens of one chunk, for rows without filters. With `PROBS`, scores are probabilities."""
     row, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     inverse, top_k, removed, min_p = _settings(settings, row, settings_stride)
@@ -127,16 +116,9 @@ def winner_kernel(settings, settings_stride, parts, part_tokens, chunks, drawn, 
 
 @triton.jit
 def group_kernel(
-    scores,
-    stride,
-    vocabulary,
-    settings,
-    settings_stride,
-    maxima,
-    sums,
-    num_groups,
+    scores, stride, vocabulary, settings, settings_stride, maxima, sums, num_groups,
     BLOCK_G: tl.constexpr,
-):
+):  # fmt: skip
     """Highest score of each group of a chunk, and the sum of the weights relative to it, for rows with filters."""
     row = tl.program_id(0)
     inverse, top_k, removed, min_p = _settings(settings, row, settings_stride)
@@ -184,21 +166,9 @@ def _tile(scores, groups, start, num_active, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _search(
-    scores,
-    groups,
-    num_active,
-    vocabulary,
-    low,
-    high,
-    least,
-    inverse,
-    highest,
-    base,
-    limit,
-    WEIGHTED: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scores, groups, num_active, vocabulary, low, high, least, inverse, highest, base, limit,
+    WEIGHTED: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Highest key in `[low, high)` with at most a limit below it.
 
     Counts tokens of the active groups, or sums the weights of those whose keys are at least `least`, to which `base`
@@ -269,26 +239,11 @@ def _bound(maxima, mass, top_k, removed, min_p, highest):
 
 @triton.jit
 def choose_kernel(
-    scores,
-    stride,
-    vocabulary,
-    settings,
-    settings_stride,
-    keys,
-    noise,
-    maxima,
-    sums,
-    groups,
-    num_groups,
-    drawn,
+    scores, stride, vocabulary, settings, settings_stride, keys, noise, maxima, sums, groups, num_groups, drawn,
     out_probs,
-    SHIFT: tl.constexpr,
-    SEEDED: tl.constexpr,
-    LIBDEVICE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr, SEEDED: tl.constexpr, LIBDEVICE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr,
     RACED: tl.constexpr,
-):
+):  # fmt: skip
     """Find the tokens that a row's filters keep, and race among them."""
     row = tl.program_id(0)
     inverse, top_k, removed, min_p = _settings(settings, row, settings_stride)
