@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel.files import cache_folder
 from hf_parallel.models import embedded as embedded_module
-from hf_parallel.models.embedded import create_once, is_complete, load_embedded_model
+from hf_parallel.models.embedded import load_embedded_model
 
 
 class TinyConversion:
@@ -39,15 +38,6 @@ def tiny_conversion(embedded, monkeypatch):
     conversion = TinyConversion(embedded[1])
     monkeypatch.setattr(embedded_module, "_convert", conversion)
     return conversion
-
-
-def write_two_files(folder: Path) -> None:
-    (folder / "weights").write_bytes(b"0123456789")
-    (folder / "config").write_text("{}")
-
-
-def ignore(line: str) -> None:
-    pass
 
 
 # Loading
@@ -98,17 +88,6 @@ def test_loading_twice_gives_equal_weights(embedded):
         assert torch.equal(weight, again.state_dict()[name]), name
 
 
-def test_a_later_load_takes_half_a_second(embedded):
-    seconds = []
-    for _ in range(3):
-        begin = time.process_time()
-        load_embedded_model()
-        seconds.append(time.process_time() - begin)
-        if seconds[-1] < 3 * 0.5:  # three times the claim, of processor time
-            return
-    pytest.fail(f"loading took {seconds} s")
-
-
 def test_dtype_is_that_of_the_returned_weights(tiny_conversion, tmp_path):
     model, _ = load_embedded_model(dtype=torch.bfloat16, cache_dir=tmp_path, device="cpu")
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
@@ -125,85 +104,43 @@ def test_second_load_does_not_convert(tiny_conversion, tmp_path, capsys):
     assert tiny_conversion.calls == 1
 
 
-def test_progress_false_prints_nothing(tiny_conversion, tmp_path, capsys):
-    load_embedded_model(cache_dir=tmp_path, progress=False)
-    assert capsys.readouterr().err == ""
-
-
-def test_truncated_weights_are_converted_again(tiny_conversion, tmp_path):
+def test_damaged_weights_name_the_folder_to_delete(tiny_conversion, tmp_path):
     load_embedded_model(cache_dir=tmp_path)
     weights = next(tmp_path.glob("*/model.safetensors"))
     os.truncate(weights, weights.stat().st_size // 2)
-    load_embedded_model(cache_dir=tmp_path)
-    assert tiny_conversion.calls == 2
-
-
-@pytest.mark.parametrize("name", ["weights", "manifest.json"])
-@pytest.mark.parametrize("damage", [None, b"", b"{"], ids=["deleted", "empty", "truncated"])
-def test_damaged_folder_is_created_again(tmp_path, name, damage):
-    folder = tmp_path / "model"
-    create_once(folder, write_two_files, notify=ignore)
-    if damage is None:
-        (folder / name).unlink()
-    else:
-        (folder / name).write_bytes(damage)
-    assert not is_complete(folder)
-    create_once(folder, write_two_files, notify=ignore)
-    assert is_complete(folder)
-    assert (folder / "weights").read_bytes() == b"0123456789"
-
-
-def test_damage_that_keeps_the_size_names_the_folder_to_delete(tiny_conversion, tmp_path):
-    load_embedded_model(cache_dir=tmp_path)
-    weights = next(tmp_path.glob("*/model.safetensors"))
-    weights.write_bytes(bytes(weights.stat().st_size))
     with pytest.raises(RuntimeError, match="Delete the folder .*format1"):
         load_embedded_model(cache_dir=tmp_path)
 
 
-def test_killed_conversion_leaves_no_folder_and_the_next_run_succeeds(tmp_path):
-    folder = tmp_path / "model"
-
-    def killed(temporary: Path) -> None:
-        (temporary / "weights").write_bytes(b"01234")
+def test_a_killed_conversion_leaves_no_folder_and_the_next_one_succeeds(tiny_conversion, monkeypatch, tmp_path):
+    def killed(gguf_file: Path, folder: Path) -> None:
+        (folder / "weights").write_bytes(b"01234")
         os._exit(9)
 
-    assert exit_status(lambda: create_once(folder, killed, notify=ignore)) == 9
-    assert not folder.exists()
-    create_once(folder, write_two_files, notify=ignore)
-    assert is_complete(folder)
-    assert {path.name for path in tmp_path.iterdir()} <= {"model", "model.lock"}
+    with monkeypatch.context() as patch:
+        patch.setattr(embedded_module, "_convert", killed)
+        assert exit_status(lambda: load_embedded_model(cache_dir=tmp_path)) == 9
+    load_embedded_model(cache_dir=tmp_path, progress=False)
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
 
 
-def test_failed_conversion_leaves_nothing_and_raises_its_error(tmp_path):
-    def fail(folder: Path) -> None:
-        write_two_files(folder)
+def test_a_failed_conversion_leaves_no_folder(tiny_conversion, monkeypatch, tmp_path):
+    def fail(gguf_file: Path, folder: Path) -> None:
         raise OSError("no space left on device")
 
-    with pytest.raises(OSError, match="^no space left on device$"):
-        create_once(tmp_path / "model", fail, notify=ignore)
-    assert {path.name for path in tmp_path.iterdir()} <= {"model.lock"}
+    monkeypatch.setattr(embedded_module, "_convert", fail)
+    with pytest.raises(OSError, match="no space left on device"):
+        load_embedded_model(cache_dir=tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
-def test_concurrent_processes_convert_once(tmp_path):
-    calls, lines = [], []
-
-    def write_slowly(folder: Path) -> None:
-        calls.append(folder)
-        time.sleep(0.3)
-        write_two_files(folder)
-
-    def run() -> None:
-        create_once(tmp_path / "model", write_slowly, notify=lines.append)
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
+def test_concurrent_loads_convert_once(tiny_conversion, tmp_path):
+    threads = [threading.Thread(target=load_embedded_model, kwargs={"cache_dir": tmp_path}) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=600)
-    assert len(calls) == 1
-    assert is_complete(tmp_path / "model")
-    assert sum(line.startswith("Waiting for another process") for line in lines) == 2
+    assert tiny_conversion.calls == 1
 
 
 # Errors
