@@ -262,9 +262,12 @@ class DecodeLoop:
     def _can_overlap(self, rows: Sequence[Row]) -> bool:
         """Whether the next pass may be queued before its tokens have been copied to the CPU.
 
-        Not in an engine, which waits for each pass: tokens would only arrive later.
+        Not in an engine, which waits for each pass: tokens would only arrive later. The first token is streamed before
+        the first decode pass, which may compile layers and capture a CUDA graph.
         """
         if not self.call.executor.runs_ahead or self.replayer is not None:
+            return False
+        if self.call.streamer is not None and not self.call.record.passes:
             return False
         is_rarely_void = VOID_COST * self._num_void <= self._num_kept + VOID_COST
         if not is_rarely_void and self.call.record.passes % RETRY:

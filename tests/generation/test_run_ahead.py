@@ -103,6 +103,7 @@ class Identity(LogitsProcessor):
         return scores
 
 
+FIRST = ("copy", "tokens", "pass")
 SYNCHRONIZING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")
 
 
@@ -154,20 +155,23 @@ def overlapped(events: list[str]) -> int:
 
 
 def test_a_custom_processor_prevents_overlap(model: PreTrainedModel, generate: Callable[..., Any]) -> None:
-    assert overlapped(decode_events(model, generate)) == NEW - 1
+    assert overlapped(decode_events(model, generate)) == NEW - 2
     assert overlapped(decode_events(model, generate, logits_processor=LogitsProcessorList([Identity()]))) == 0
-    stop = {"stop_strings": ["zzz"], "tokenizer": TOKENIZER, "max_new_tokens": 2}  # a criterion of Transformers
+    stop = {"stop_strings": ["zzz"], "tokenizer": TOKENIZER, "max_new_tokens": 3}  # a criterion of Transformers
     events = decode_events(model, generate, **stop)
-    assert [event for event in events if event != "wait"] == ["copy", "pass", "tokens", "copy", "tokens"]
+    assert [event for event in events if event != "wait"] == [*FIRST, "copy", "pass", "tokens", "copy", "tokens"]
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_tokens_are_copied_before_the_next_pass_and_nothing_waits_for_the_device(
     model: PreTrainedModel, generate: Callable[..., Any], sampled: bool
 ) -> None:
-    """A device runs operations in order, so a copy queued after the pass would arrive when that is done."""
+    """A device runs operations in order, so a copy queued after the pass would arrive when that is done.
+
+    The first token is streamed before the first decode pass, which may compile layers.
+    """
     events = decode_events(model, generate, **({"do_sample": True, "top_p": 0.9} if sampled else {}))
-    assert events == [*["copy", "pass", "tokens"] * (NEW - 1), "copy", "tokens"]
+    assert events == [*FIRST, *["copy", "pass", "tokens"] * (NEW - 2), "copy", "tokens"]
 
 
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "synchronize")
